@@ -1,0 +1,29 @@
+# Needs python3 (3.11 or newer), pip and make; everything else goes into .venv.
+PYTHON ?= python3
+PY := .venv/bin/python
+
+.PHONY: demo test check bench clean
+.DELETE_ON_ERROR:
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[examples,dev]'
+	touch $@
+
+demo: .venv/installed           ## train a GPT on real text through a pipeline of 4 ranks
+	$(PY) examples/gpt3/train.py $(ARGS)
+
+test: .venv/installed           ## the whole suite
+	$(PY) -m pytest $(ARGS)
+
+check: .venv/installed          ## lint, types, layers
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q tests/test_layers.py
+
+bench: .venv/installed          ## every benchmark, side by side with its peers
+	$(PY) -m benchmarks $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,82 @@
+"""pipeflow: pipeline-parallel training whose schedule is a value: proved, priced, drawn, executed, compared.
+
+The names of plans need no torch; the names that run a plan load it on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeflow.analysis.graph import dependency_graph
+from pipeflow.analysis.lower import lower
+from pipeflow.analysis.partition import partition_balanced, partition_uniform
+from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.verify import Violation, verify
+from pipeflow.core.action import Action, Kind, Pair
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import PipeflowError, PipelineError, ScheduleError, UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Span, Timeline
+from pipeflow.schedules import SCHEDULES, make_schedule
+
+if TYPE_CHECKING:
+    from pipeflow.runtime.clip import clip_grad_norm_
+    from pipeflow.runtime.context import Context, launch
+    from pipeflow.runtime.engine import Output, Pipeline, execute_pipeline
+    from pipeflow.runtime.shared import PipelineSharedModuleWrapper
+
+__version__ = "0.1.0"
+
+_RUNTIME = {
+    "Context": "context",
+    "Output": "engine",
+    "Pipeline": "engine",
+    "PipelineSharedModuleWrapper": "shared",
+    "clip_grad_norm_": "clip",
+    "execute_pipeline": "engine",
+    "launch": "context",
+}
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Context",
+    "CostModel",
+    "Kind",
+    "Output",
+    "Pair",
+    "PipeflowError",
+    "Pipeline",
+    "PipelineError",
+    "PipelineSharedModuleWrapper",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "UsageError",
+    "Violation",
+    "clip_grad_norm_",
+    "dependency_graph",
+    "execute_pipeline",
+    "launch",
+    "lower",
+    "make_schedule",
+    "partition_balanced",
+    "partition_uniform",
+    "simulate",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _RUNTIME:
+        raise AttributeError(f"module 'pipeflow' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"pipeflow.runtime.{_RUNTIME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

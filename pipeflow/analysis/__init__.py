@@ -1,0 +1,1 @@
+"""Pure functions of plans: verify, simulate, lower, graph, partition. Standard library and networkx only."""

@@ -1,0 +1,87 @@
+"""The order in which a schedule can run: each rank its row, an entry as soon as its values exist. Without times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipeflow.core.action import Action, Pair
+from pipeflow.core.dataflow import Content, flows
+from pipeflow.core.errors import ScheduleError
+from pipeflow.core.schedule import Schedule
+
+
+class Turn(NamedTuple):
+    """One entry of a row when its turn has come. Values are numbers here, see `Order.ends`."""
+
+    rank: int
+    actions: tuple[Action, ...]
+    needs: list[int]
+    makes: list[int]
+
+
+class Order:
+    """Iterates over the turns of a schedule so that every value is made before it is used.
+
+    A value is the number `index * num_microbatches + microbatch`, where `ends[index]` is its content and stage:
+    schedules have hundreds of thousands of values, and numbers are what Python handles fastest.
+
+    When the iteration has ended, `stuck` holds the (rank, position) of every entry that waits for ever: none,
+    unless the schedule is unsound. Raises ScheduleError for a stage or microbatch that does not exist.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        table = flows(schedule.placement.num_stages)
+        self.ends: list[tuple[Content, int]] = sorted({end for flow in table.values() for end in flow.makes})
+        self._many = schedule.num_microbatches
+        first = {end: index * self._many for index, end in enumerate(self.ends)}
+        self._needs = {key: [first[end] for end in flow.needs] for key, flow in table.items()}
+        self._makes = {key: [first[end] for end in flow.makes] for key, flow in table.items()}
+        self._rows = schedule.rows
+        self._positions = [0] * len(self._rows)
+
+    def __iter__(self) -> Iterator[Turn]:
+        rows, positions = self._rows, self._positions
+        made = bytearray(len(self.ends) * self._many)
+        waiting: dict[int, Turn] = {}  # value -> the turn that waits for it
+        turns = [turn for rank in range(len(rows)) if (turn := self._next(rank))]
+        while turns:
+            turn: Turn | None = turns.pop()
+            while turn is not None:
+                for value in turn.needs:
+                    if not made[value]:
+                        waiting[value] = turn
+                        turn = None
+                        break
+                else:
+                    yield turn
+                    for value in turn.makes:
+                        made[value] = 1
+                        if value in waiting:
+                            turns.append(waiting.pop(value))
+                    positions[turn.rank] += 1
+                    turn = self._next(turn.rank)
+
+    def _next(self, rank: int) -> Turn | None:
+        """The turn at the position where `rank` is; None at the end of its row."""
+        position = self._positions[rank]
+        if position == len(self._rows[rank]):
+            return None
+        entry = self._rows[rank][position]
+        if isinstance(entry, Pair):
+            forward, backward = self._numbered(rank, entry.forward), self._numbered(rank, entry.backward)
+            actions = forward.actions + backward.actions
+            return Turn(rank, actions, forward.needs + backward.needs, forward.makes + backward.makes)
+        return self._numbered(rank, entry)
+
+    def _numbered(self, rank: int, action: Action) -> Turn:
+        key, microbatch = (action.kind, action.stage), action.microbatch
+        if key not in self._needs or microbatch >= self._many:
+            raise ScheduleError(f"rank {rank}: there is no {action} in this schedule; see verify()")
+        needs = [first + microbatch for first in self._needs[key]]
+        return Turn(rank, (action,), needs, [first + microbatch for first in self._makes[key]])
+
+    @property
+    def stuck(self) -> list[tuple[int, int]]:
+        ends = zip(self._positions, self._rows, strict=True)
+        return [(rank, position) for rank, (position, row) in enumerate(ends) if position < len(row)]

@@ -1,0 +1,92 @@
+"""Partition: which layers of a model go to which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_positive
+
+Parts = list[list[tuple[int, int]]]
+
+
+def partition_uniform(num_layers: int, pipeline_size: int, num_chunks: int = 1) -> Parts:
+    """Per rank, its parts `(start, end)` of the layers, end excluded, one part a chunk; layers counted equal.
+
+    The layers are cut into `num_chunks` equal runs, each dealt over the ranks; the last ranks take what is left
+    over. Rank r's part c is stage c * pipeline_size + r.
+
+    >>> partition_uniform(10, 4)
+    [[(0, 2)], [(2, 4)], [(4, 7)], [(7, 10)]]
+    >>> partition_uniform(8, 2, 2)
+    [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]
+
+    Raises UsageError when there are fewer layers than stages or the layers do not divide into the chunks.
+    """
+    _require_enough(num_layers, pipeline_size, num_chunks)
+    if num_layers % num_chunks:
+        raise UsageError(f"{num_layers} layers do not divide into {num_chunks} chunks; use partition_balanced")
+    per_chunk = num_layers // num_chunks
+    base, extra = divmod(per_chunk, pipeline_size)
+    sizes = [base] * (pipeline_size - extra) + [base + 1] * extra
+    return _deal(sizes * num_chunks, pipeline_size)
+
+
+def partition_balanced(weights: Sequence[float], pipeline_size: int, num_chunks: int = 1) -> Parts:
+    """Like `partition_uniform`, but so that the heaviest stage is as light as it can be; `weights` are the
+    layers' costs in any unit, like times or parameter counts.
+
+    Dynamic programming over the prefix sums, len(weights)^2 * stages steps: every stage has a layer, and among
+    equally good cuts the most even one is taken.
+
+    >>> partition_balanced([5, 1, 1, 1, 1, 5], 2)
+    [[(0, 3)], [(3, 6)]]
+
+    Raises UsageError when there are fewer layers than stages or a weight is negative.
+    """
+    _require_enough(len(weights), pipeline_size, num_chunks)
+    if any(not weight >= 0 for weight in weights):
+        raise UsageError("the weights of layers must not be negative")
+    layers, stages = len(weights), pipeline_size * num_chunks
+    before = [0.0, *accumulate(weights)]
+    best = [(weight, weight**2) for weight in before]  # per n: the best cut of the first n layers so far
+    cuts: list[list[int]] = []
+    for stage in range(1, stages):
+        choices = [_best_cut(best, before, stage, end) for end in range(layers + 1)]
+        best = [score for score, _ in choices]
+        cuts.append([start for _, start in choices])
+    sizes, end = [], layers
+    for cut in reversed(cuts):
+        sizes.append(end - cut[end])
+        end = cut[end]
+    return _deal([end, *reversed(sizes)], pipeline_size)
+
+
+Score = tuple[float, float]  # the heaviest stage, then the sum of squares, which prefers even ones
+
+
+def _best_cut(best: list[Score], before: list[float], stage: int, end: int) -> tuple[Score, int]:
+    """Where stage number `stage` of the first `end` layers starts, and the score with it."""
+
+    def score(start: int) -> Score:
+        weight = before[end] - before[start]
+        return max(best[start][0], weight), best[start][1] + weight**2
+
+    return min(((score(start), start) for start in range(stage, end)), default=((float("inf"), 0.0), 0))
+
+
+def _require_enough(num_layers: int, pipeline_size: int, num_chunks: int) -> None:
+    require_positive(num_layers=num_layers, pipeline_size=pipeline_size, num_chunks=num_chunks)
+    if num_layers < pipeline_size * num_chunks:
+        raise UsageError(
+            f"{num_layers} layers cannot fill {pipeline_size * num_chunks} stages ({pipeline_size} ranks x {num_chunks} "
+            "chunks): use fewer ranks or chunks, or more layers"
+        )
+
+
+def _deal(sizes: list[int], pipeline_size: int) -> Parts:
+    """Consecutive parts of the given sizes, stage s going to rank s modulo `pipeline_size`."""
+    ends = list(accumulate(sizes))
+    parts = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return [parts[rank::pipeline_size] for rank in range(pipeline_size)]

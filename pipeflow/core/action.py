@@ -1,0 +1,85 @@
+"""Actions: the computations a schedule orders. Their letters are those of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipeflow.core.errors import ScheduleError
+
+
+class Kind(StrEnum):
+    """What an action computes. Backward is either whole (B) or in two halves (I, then W).
+
+    The zero-bubble papers write I as "B".
+    """
+
+    F = "F"  # forward
+    B = "B"  # full backward
+    I = "I"  # input-gradient half  # noqa: E741  (the field's letter)
+    W = "W"  # weight-gradient half
+
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+_PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One computation: `kind` for one `microbatch` on one `stage`. As text: stage, letter, microbatch.
+
+    >>> str(Action(Kind.F, stage=2, microbatch=0))
+    '2F0'
+    >>> Action.parse("2F0")
+    Action(kind=<Kind.F: 'F'>, stage=2, microbatch=0)
+
+    Raises ScheduleError for a negative stage or microbatch, or text that is not exactly one action.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if self.stage < 0 or self.microbatch < 0:
+            raise ScheduleError(f"action {self}: stage and microbatch count from 0")
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            raise ScheduleError(f"{text!r} is not an action: write stage, one of F B I W, microbatch, like 2F0")
+        return cls(Kind(match[2]), int(match[1]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A forward and a backward that one rank runs overlapped (DualPipe). As text: `(0F4;3B1)OVERLAP_F_B`."""
+
+    forward: Action
+    backward: Action
+
+    def __post_init__(self) -> None:
+        if self.forward.kind is not Kind.F or self.backward.kind not in (Kind.B, Kind.I):
+            raise ScheduleError(f"pair {self}: it takes a forward (F), then a backward (B or I)")
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+
+Entry = Action | Pair
+
+
+def parse_entry(text: str) -> Entry:
+    """Reads one cell of a schedule table: an action or a pair. Raises ScheduleError for anything else."""
+    pair = _PAIR.fullmatch(text)
+    return Pair(Action.parse(pair[1]), Action.parse(pair[2])) if pair else Action.parse(text)
+
+
+def actions_of(entry: Entry) -> tuple[Action, ...]:
+    """The actions of a row's entry, in the order in which they run when they are not overlapped."""
+    return (entry,) if isinstance(entry, Action) else (entry.forward, entry.backward)

@@ -1,0 +1,90 @@
+"""The dataflow, said once: what every kind of action needs and makes. Verify, simulate, lower and memory
+read this table; nothing else knows it, and a new kind of action is a new row."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from pipeflow.core.action import Action, Kind
+
+
+class Content(StrEnum):
+    """What passes between actions."""
+
+    ACTIVATION = "activation"  # a stage's output, for the next stage
+    GRADIENT = "gradient"  # of a stage's input, for the previous stage
+    SAVED = "saved"  # what a forward keeps for its backward
+    DEFERRED = "deferred"  # what an input-gradient half keeps for its weight-gradient half
+
+
+class Value(NamedTuple):
+    """One value of a run: made once and used once. As text: `activation 2F0`'s maker and content."""
+
+    content: Content
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.content.value} of stage {self.stage}, microbatch {self.microbatch}"
+
+
+class Flow(NamedTuple):
+    """What one kind of action needs and makes, as (content, offset from its own stage)."""
+
+    needs: tuple[tuple[Content, int], ...]
+    makes: tuple[tuple[Content, int], ...]
+
+
+DATAFLOW: dict[Kind, Flow] = {
+    Kind.F: Flow(
+        needs=((Content.ACTIVATION, -1),),
+        makes=((Content.ACTIVATION, 0), (Content.SAVED, 0)),
+    ),
+    Kind.B: Flow(
+        needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
+        makes=((Content.GRADIENT, 0),),
+    ),
+    Kind.I: Flow(
+        needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
+        makes=((Content.GRADIENT, 0), (Content.DEFERRED, 0)),
+    ),
+    Kind.W: Flow(
+        needs=((Content.DEFERRED, 0),),
+        makes=(),
+    ),
+}
+
+
+@lru_cache(maxsize=64)
+def flows(num_stages: int) -> dict[tuple[Kind, int], Flow]:
+    """The table for a pipeline of `num_stages`: per (kind, stage), its needs and makes as (content, stage).
+
+    The first stage's input and the last stage's gradient come from the batch and the loss, and nobody uses the
+    last stage's activation or the first stage's gradient: these are not values of the plan.
+    """
+    inner = {(Content.ACTIVATION, stage) for stage in range(num_stages - 1)}
+    inner |= {(Content.GRADIENT, stage) for stage in range(1, num_stages)}
+    inner |= {(content, stage) for content in (Content.SAVED, Content.DEFERRED) for stage in range(num_stages)}
+
+    def at(stage: int, ends: tuple[tuple[Content, int], ...]) -> tuple[tuple[Content, int], ...]:
+        return tuple((content, stage + offset) for content, offset in ends if (content, stage + offset) in inner)
+
+    return {
+        (kind, stage): Flow(at(stage, flow.needs), at(stage, flow.makes))
+        for kind, flow in DATAFLOW.items()
+        for stage in range(num_stages)
+    }
+
+
+def needs(action: Action, num_stages: int) -> list[Value]:
+    """The values `action` uses."""
+    flow = flows(num_stages)[action.kind, action.stage]
+    return [Value(content, stage, action.microbatch) for content, stage in flow.needs]
+
+
+def makes(action: Action, num_stages: int) -> list[Value]:
+    """The values `action` makes."""
+    flow = flows(num_stages)[action.kind, action.stage]
+    return [Value(content, stage, action.microbatch) for content, stage in flow.makes]

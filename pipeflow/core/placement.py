@@ -1,0 +1,83 @@
+"""Placement: which rank holds which stage. What must not live here: the order in which stages run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeflow.core.errors import ScheduleError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Per path, the rank of each stage. One path, but for bidirectional schedules, which have two:
+    microbatch m then travels on path m modulo 2, and every stage has one copy of its weights per path.
+
+    Raises ScheduleError when the paths differ in length or leave a rank without a stage.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.paths or any(not path for path in self.paths):
+            raise ScheduleError("a placement needs at least one path with at least one stage")
+        if len({len(path) for path in self.paths}) > 1:
+            raise ScheduleError("the paths of a placement must have the same number of stages")
+        held = {rank for path in self.paths for rank in path}
+        if held != set(range(len(held))):
+            raise ScheduleError(f"the stages of a placement must cover ranks 0..R-1 without a gap, got {sorted(held)}")
+
+    @classmethod
+    def linear(cls, ranks: int) -> Placement:
+        """One stage a rank, in order."""
+        return cls.looped(ranks, 1)
+
+    @classmethod
+    def looped(cls, ranks: int, chunks: int) -> Placement:
+        """Stage s on rank s modulo `ranks`, `chunks` stages a rank (Megatron-LM's interleaving)."""
+        require_positive(ranks=ranks, chunks=chunks)
+        return cls((tuple(stage % ranks for stage in range(ranks * chunks)),))
+
+    @classmethod
+    def vee(cls, ranks: int) -> Placement:
+        """Two stages a rank: down the ranks, then back up, so rank 0 holds the first and the last stage."""
+        require_positive(ranks=ranks)
+        return cls(((*range(ranks), *reversed(range(ranks))),))
+
+    @classmethod
+    def bidirectional(cls, ranks: int) -> Placement:
+        """Two paths of `ranks` stages in opposite directions (Chimera, DualPipe)."""
+        require_positive(ranks=ranks)
+        return cls((tuple(range(ranks)), tuple(reversed(range(ranks)))))
+
+    @property
+    def num_ranks(self) -> int:
+        return max(max(path) for path in self.paths) + 1
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.paths[0])
+
+    @property
+    def chunks_per_rank(self) -> float:
+        """Stages that one microbatch visits on a rank, on average: a rank's whole share of the model."""
+        return self.num_stages / self.num_ranks
+
+    def rank_of(self, stage: int, microbatch: int = 0) -> int:
+        """The rank on which `stage` works on `microbatch`."""
+        return self.paths[microbatch % len(self.paths)][stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages whose weights `rank` holds, in ascending order: a stage's index there is its chunk."""
+        held = {stage for path in self.paths for stage, holder in enumerate(path) if holder == rank}
+        return tuple(sorted(held))
+
+    def chunk_of(self, stage: int, microbatch: int = 0) -> int:
+        """The index of `stage` among the stages of the rank that runs it for `microbatch`."""
+        return self.stages_of(self.rank_of(stage, microbatch)).index(stage)
+
+
+def require_positive(**arguments: int) -> None:
+    """Raises UsageError unless every argument is an integer of at least 1."""
+    for name, value in arguments.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")

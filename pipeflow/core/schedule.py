@@ -1,0 +1,96 @@
+"""Schedule: who computes what, in which order. Nothing here says when, or who sends what to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeflow.core.action import Action, Entry, Kind, actions_of, parse_entry
+from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.placement import Placement, require_positive
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Per rank, the order of its actions. A value: made once, never changed, compared by content.
+
+    A schedule may be unsound; `pipeflow.verify` lists what is wrong. Construction only checks its form:
+    it raises ScheduleError when there is not one row per rank of the placement.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    rows: tuple[tuple[Entry, ...], ...]
+
+    def __post_init__(self) -> None:
+        require_positive(num_microbatches=self.num_microbatches)
+        if len(self.rows) != self.placement.num_ranks:
+            raise ScheduleError(
+                f"schedule {self.name!r} has {len(self.rows)} rows for a placement on {self.placement.num_ranks} ranks"
+            )
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.rows))
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        """The actions of one rank, in order, pairs taken apart."""
+        for entry in self.rows[rank]:
+            yield from actions_of(entry)
+
+    @property
+    def is_forward_only(self) -> bool:
+        return all(action.kind is Kind.F for rank in range(len(self.rows)) for action in self.actions(rank))
+
+    def forward_only(self) -> Schedule:
+        """The same schedule without its backwards, for evaluation: sound whenever this one is, since a
+        forward needs forwards alone."""
+        rows = tuple(
+            tuple(action for action in self.actions(rank) if action.kind is Kind.F) for rank in range(len(self.rows))
+        )
+        return Schedule(f"{self.name} (forward only)", self.placement, self.num_microbatches, rows)
+
+    def to_csv(self) -> str:
+        """One line a rank, one cell an entry, in the format of torch.distributed.pipelining."""
+        return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
+
+    @classmethod
+    def from_csv(
+        cls, text: str, placement: Placement | None = None, num_microbatches: int | None = None, *, name: str = "csv"
+    ) -> Schedule:
+        """Reads `to_csv`'s format; empty cells (torch writes them for idle time) are skipped.
+
+        Without `placement` the stages are looped over as many ranks as there are lines. Without
+        `num_microbatches` it is the largest microbatch + 1.
+
+        Raises ScheduleError naming line, cell and what was read, or saying which argument does not fit.
+        """
+        lines = text.strip("\n").split("\n") if text.strip() else []
+        if not lines:
+            raise ScheduleError("the CSV is empty: it needs one line a rank, with cells like 0F0,0F1,0B0")
+        rows = tuple(_parse_line(line, number) for number, line in enumerate(lines, start=1))
+        actions = [action for row in rows for entry in row for action in actions_of(entry)]
+        if not actions:
+            raise ScheduleError("the CSV holds no action")
+        largest = max(action.microbatch for action in actions) + 1
+        if num_microbatches is not None and num_microbatches < largest:
+            raise ScheduleError(f"the CSV has {largest} microbatches, not {num_microbatches}")
+        if placement is None:
+            stages = max(action.stage for action in actions) + 1
+            if stages % len(rows):
+                raise ScheduleError(
+                    f"the CSV has {stages} stages on {len(rows)} ranks, which no looped placement has: pass placement="
+                )
+            placement = Placement.looped(len(rows), stages // len(rows))
+        return cls(name, placement, largest if num_microbatches is None else num_microbatches, rows)
+
+
+def _parse_line(line: str, number: int) -> tuple[Entry, ...]:
+    entries = []
+    for column, cell in enumerate(line.split(","), start=1):
+        if text := cell.strip():
+            try:
+                entries.append(parse_entry(text))
+            except UsageError as error:
+                raise ScheduleError(f"line {number} (rank {number - 1}), cell {column}: {error}") from None
+    return tuple(entries)

@@ -1,0 +1,94 @@
+"""Timeline: when every action ran, planned or measured. The two are one type, so they share one drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.dataflow import makes, needs
+from pipeflow.core.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action on one rank, from `start` to `end`, in the timeline's unit of time."""
+
+    action: Action
+    rank: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Per rank, its spans in the order in which they ran; time 0 is the start of the step.
+
+    The measures are those of the zero-bubble paper (arXiv 2401.10241, section 4): `span` is what its
+    bubble rates are made of, `makespan` what a step with a barrier at its end costs.
+    """
+
+    name: str
+    placement: Placement
+    rows: tuple[tuple[Span, ...], ...]
+
+    def __iter__(self) -> Iterator[Span]:
+        for row in self.rows:
+            yield from row
+
+    @property
+    def makespan(self) -> float:
+        """Last end minus time 0."""
+        return max((row[-1].end for row in self.rows if row), default=0.0)
+
+    @property
+    def span(self) -> float:
+        """The largest, over ranks, of last end minus the rank's own first start."""
+        return max((row[-1].end - row[0].start for row in self.rows if row), default=0.0)
+
+    @property
+    def work(self) -> float:
+        """The largest busy time of a rank."""
+        return max((sum(span.end - span.start for span in row) for row in self.rows), default=0.0)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """1 - work / span: the part of the span in which the busiest rank is idle."""
+        return 1 - self.work / self.span if self.span else 0.0
+
+    @property
+    def peak_activations(self) -> tuple[float, ...]:
+        """Per rank, the most activations alive at once, in microbatches of the rank's whole share of the
+        model. An activation lives from its F to the end of its B or I."""
+        share = self.placement.chunks_per_rank
+        return tuple(_peak(row) / share for row in self.rows)
+
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of spans that the makespan consists of: each began when the one before it, on its own
+        rank or where its input was made, let it."""
+        stages = self.placement.num_stages
+        makers = {value: span for span in self for value in makes(span.action, stages)}
+        before = {after: span for row in self.rows for span, after in zip(row, row[1:], strict=False)}
+        last = max((row[-1] for row in self.rows if row), key=lambda span: span.end, default=None)
+        path: list[Span] = []
+        while last is not None:
+            path.append(last)
+            causes = [makers[value] for value in needs(last.action, stages) if value in makers]
+            if last in before:
+                causes.append(before[last])
+            last = max(causes, key=lambda span: span.end, default=None)
+        return tuple(reversed(path))
+
+
+def _peak(row: tuple[Span, ...]) -> int:
+    alive = peak = 0
+    for span in row:
+        match span.action.kind:
+            case Kind.F:
+                alive += 1
+                peak = max(peak, alive)
+            case Kind.B | Kind.I:
+                alive -= 1
+            case Kind.W:
+                pass
+    return peak

@@ -1,0 +1,22 @@
+"""GPipe: all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards, both in microbatch order.
+
+    Source: GPipe, arXiv 1811.06965. With R ranks and M microbatches, F the time of a forward and B of a full
+    backward: bubble (R-1)(F+B), peak M activations on every rank.
+    """
+
+    def row(rank: int) -> tuple[Action, ...]:
+        forwards = tuple(Action(Kind.F, rank, microbatch) for microbatch in range(microbatches))
+        backwards = tuple(Action(Kind.B, rank, microbatch) for microbatch in range(microbatches))
+        return forwards + backwards
+
+    return Schedule("gpipe", Placement.linear(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))

@@ -1,0 +1,25 @@
+"""1F1B: a backward as soon as there is one to do, so that few activations are alive."""
+
+from __future__ import annotations
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """Warm-up: one forward per rank that follows. Steady state: a forward and a backward in turn. Cool-down:
+    the remaining backwards.
+
+    Source: PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, section 2.2.1. With R ranks and M
+    microbatches: bubble (R-1)(F+B) as GPipe's, peak min(R-r, M) activations on rank r.
+    """
+
+    def row(rank: int) -> tuple[Action, ...]:
+        warmup = min(ranks - rank - 1, microbatches)
+        forwards = [Action(Kind.F, rank, microbatch) for microbatch in range(microbatches)]
+        backwards = [Action(Kind.B, rank, microbatch) for microbatch in range(microbatches)]
+        steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+        return (*forwards[:warmup], *steady, *backwards[microbatches - warmup :])
+
+    return Schedule("1f1b", Placement.linear(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))
