@@ -1,0 +1,82 @@
+"""Gantt: a timeline, planned or measured, on a terminal or as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from pipeflow.core.action import Kind
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.layout import fit, num_chunks, pieces, round_half_up
+from pipeflow.draw.measures import Unit, axis, measures
+from pipeflow.draw.painters import Colours, Letters, Painter, paint
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Gantt:
+    """Draws a timeline with one line a rank, time from left to right, scaled to the width there is.
+
+    Where there are colours, hue is the kind of action, shade the chunk and the number the microbatch; where
+    there are none, letters say the same. Below stand makespan, bubble and peak activations.
+
+    Times are written multiplied by `factor` and followed by `unit`: for a timeline in seconds,
+    `unit="ms", factor=1000`.
+
+    >>> from pipeflow import make_schedule, simulate
+    >>> timeline = simulate(make_schedule("1f1b", ranks=2, microbatches=3))
+    >>> Console(width=60, color_system=None).print(Gantt(timeline, unit="s"))
+    1f1b
+            0 s                 5                   10
+    rank 0  F0- F1- ........B0----- F2- B1----- ....B2-----
+    rank 1  ....F0- B0----- F1- B1----- F2- B2----- ........
+    makespan 12 s   bubble 25.0%   peak activations 2 1
+    <BLANKLINE>
+    F forward   B backward   . idle
+    """
+
+    timeline: Timeline
+    unit: str = ""
+    factor: float = 1.0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return stacked({self.timeline.name: self.timeline}, Unit(self.unit, self.factor), console, options)
+
+
+def stacked(timelines: dict[str, Timeline], unit: Unit, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+    """Titled timelines above each other on one time scale, with one legend below."""
+    painter = _painter(timelines, console, options)
+    margin = max(len(f"rank {len(timeline.rows) - 1}  ") for timeline in timelines.values())
+    room = max(options.max_width - margin, 1)
+    horizon = max(timeline.makespan for timeline in timelines.values())
+    scale = fit(timelines.values(), room)
+    width = round_half_up(horizon * scale)
+    for title, timeline in timelines.items():
+        yield Text(title, "bold")
+        yield _line(" " * margin, (axis(horizon, scale, room, unit), "bright_black"))
+        for rank, line in enumerate(pieces(timeline, scale)):
+            yield _line(f"rank {rank}".ljust(margin), *paint(line, width, painter))
+        yield Text(measures(timeline, unit))
+        yield Text()
+    yield Text.assemble(*painter.legend(_kinds(timelines)))
+
+
+def _painter(timelines: dict[str, Timeline], console: Console, options: ConsoleOptions) -> Painter:
+    chunks = max(num_chunks(timeline) for timeline in timelines.values())
+    plain = console.color_system is None or console.no_color or options.ascii_only
+    return Letters(chunks) if plain else Colours(chunks)
+
+
+def _kinds(timelines: dict[str, Timeline]) -> list[Kind]:
+    present = {span.action.kind for timeline in timelines.values() for span in timeline}
+    return [kind for kind in Kind if kind in present]
+
+
+def _line(*parts: str | tuple[str, str]) -> Text:
+    line = Text.assemble(*parts, no_wrap=True, overflow="crop")
+    line.rstrip()
+    return line

@@ -1,0 +1,118 @@
+"""Layout: from times to columns. What must not live here: colours, letters, and rich."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.timeline import Span, Timeline
+
+
+class Piece(NamedTuple):
+    """Columns `first` to `end` (excluded) of one rank's line, and what runs there.
+
+    `action` is None when the piece is one column of a line so dense that a column holds many actions; `kind`
+    and `chunk` are then what the column shows.
+    """
+
+    kind: Kind
+    chunk: int
+    first: int
+    end: int
+    action: Action | None
+
+    @property
+    def width(self) -> int:
+        return self.end - self.first
+
+
+def num_chunks(timeline: Timeline) -> int:
+    """The most stages that a rank holds."""
+    return max(len(timeline.placement.stages_of(rank)) for rank in range(len(timeline.rows)))
+
+
+def fit(timelines: Iterable[Timeline], width: int) -> float:
+    """The columns per unit of time that make the longest timeline at most `width` columns wide. When all times
+    are multiples of the shortest span, a whole number of columns per shortest span, so that equals look equal.
+    """
+    spans = [span for timeline in timelines for span in timeline]
+    horizon = max((span.end for span in spans), default=0.0)
+    if not horizon:
+        return 0.0
+    unit = shortest(spans)
+    columns = width * unit // horizon
+    regular = all(
+        math.isclose(time, round(time), abs_tol=1e-6) for span in spans for time in (span.start / unit, span.end / unit)
+    )
+    return columns / unit if regular and columns else width / horizon
+
+
+def shortest(spans: Iterable[Span]) -> float:
+    """The shortest time that a span takes; those that take none do not count."""
+    return min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
+
+
+def pieces(timeline: Timeline, scale: float) -> list[list[Piece]]:
+    """Per rank, its pieces from left to right, at `scale` columns per unit of time. Between them it is idle.
+
+    When a span is at least a column wide on average, every span is a piece; else every column is one.
+    """
+    durations = [span.end - span.start for span in timeline]
+    draw = _blocks if sum(durations) * scale >= len(durations) else _columns
+    lines = []
+    for rank, row in enumerate(timeline.rows):
+        chunks = {stage: chunk for chunk, stage in enumerate(timeline.placement.stages_of(rank))}
+        lines.append(draw(row, chunks, scale))
+    return lines
+
+
+def _blocks(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list[Piece]:
+    """One piece a span; what is narrower than half a column may vanish."""
+    blocks = []
+    for span in row:
+        action, first, end = span.action, round_half_up(span.start * scale), round_half_up(span.end * scale)
+        if first < end:
+            blocks.append(Piece(action.kind, chunks[action.stage], first, end, action))
+    return blocks
+
+
+def round_half_up(number: float) -> int:
+    return math.floor(number + 0.5)
+
+
+Look = tuple[Kind, int]  # kind and chunk
+
+
+def _columns(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list[Piece]:
+    """One piece a column. Of what runs in a column, each shows what has run the longest without being shown,
+    so that a stretch of columns has the colours, and the idle time, of all that ran there.
+    """
+    owed: defaultdict[Look | None, float] = defaultdict(float)  # None: idle
+    line = []
+    for column, shares in enumerate(_shares(row, chunks, scale)):
+        for look, share in shares.items():
+            owed[look] += share
+        shown = max(shares, key=lambda look: owed[look])
+        owed[shown] -= 1
+        if shown is not None:
+            line.append(Piece(*shown, column, column + 1, None))
+    return line
+
+
+def _shares(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list[dict[Look | None, float]]:
+    """Per column, which part of it runs what."""
+    width = round_half_up(max((span.end for span in row), default=0.0) * scale)
+    shares: list[dict[Look | None, float]] = [{} for _ in range(width)]
+    for span in row:
+        look = span.action.kind, chunks[span.action.stage]
+        start, end = span.start * scale, span.end * scale
+        for column in range(int(start), min(math.ceil(end), width)):
+            part = min(end, column + 1) - max(start, column)
+            shares[column][look] = shares[column].get(look, 0.0) + part
+    for share in shares:
+        if (idle := 1 - sum(share.values())) > 1e-9 or not share:
+            share[None] = idle
+    return shares

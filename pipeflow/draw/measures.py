@@ -1,0 +1,58 @@
+"""What stands around a drawing: the time axis above it, the measures below it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.layout import round_half_up
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How times are written: multiplied by `factor`, then followed by `name`."""
+
+    name: str = ""
+    factor: float = 1.0
+
+    def text(self, time: float) -> str:
+        number = f"{time * self.factor:.4g}"
+        return f"{number} {self.name}".rstrip()
+
+
+def axis(horizon: float, scale: float, width: int, unit: Unit) -> str:
+    """The times up to `horizon`, each written from its own column on, as far as `width` columns hold them."""
+    horizon, scale = horizon * unit.factor, scale / unit.factor
+    step = _step(10 / scale) if scale else 1.0
+    line = ""
+    for index in range(int(horizon / step + 1e-9) + 1):
+        text = f"{index * step:.10g}" + f" {unit.name}" * (index == 0 and bool(unit.name))
+        column = round_half_up(index * step * scale)
+        if column + len(text) <= width:
+            line = line.ljust(column) + text
+    return line
+
+
+def _step(least: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
+
+
+def measures(timeline: Timeline, unit: Unit) -> str:
+    """Makespan, bubble and peak activations in one line; the span where it is not the makespan."""
+    parts = [f"makespan {unit.text(timeline.makespan)}"]
+    if not math.isclose(timeline.span, timeline.makespan):
+        parts.append(f"span {unit.text(timeline.span)}")
+    parts += [f"bubble {timeline.bubble_ratio:.1%}", f"peak activations {_peaks(timeline.peak_activations)}"]
+    return "   ".join(parts)
+
+
+def _peaks(peaks: tuple[float, ...]) -> str:
+    if len(set(peaks)) == 1:
+        return f"{peaks[0]:.4g} on every rank"
+    if len(peaks) <= 8:
+        return " ".join(f"{peak:.4g}" for peak in peaks)
+    most, least = peaks.index(max(peaks)), peaks.index(min(peaks))
+    return f"{peaks[most]:.4g} (rank {most}) to {peaks[least]:.4g} (rank {least})"

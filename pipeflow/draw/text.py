@@ -1,0 +1,31 @@
+"""Text: a small planned timeline as text in a fixed layout, for docstrings and messages."""
+
+from __future__ import annotations
+
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.layout import num_chunks, pieces, round_half_up, shortest
+from pipeflow.draw.painters import Letters, paint
+
+
+def picture(timeline: Timeline) -> str:
+    """One line a rank, in which the shortest span is as wide as its label and a blank, whatever that makes of
+    the whole; so it is for small schedules with regular costs. `Gantt` scales to a given width.
+
+    A letter is the kind, a number the microbatch, lower case the second chunk, a dot a unit of idle time:
+
+    >>> from pipeflow import make_schedule, simulate
+    >>> print(picture(simulate(make_schedule("1f1b", ranks=2, microbatches=2))))
+    rank 0  F0 F1 .  .  B0--- .  B1---
+    rank 1  .  F0 B0--- F1 B1--- .  .
+    """
+    unit = shortest(timeline)
+    chunks = num_chunks(timeline)
+    labels = [Letters(chunks).label(piece) for line in pieces(timeline, 1 / unit) for piece in line]
+    columns = max(map(len, labels), default=0) + 1
+    painter = Letters(chunks, grid=columns)
+    width = round_half_up(timeline.makespan / unit * columns)
+    margin = len(f"rank {len(timeline.rows) - 1}  ")
+    return "\n".join(
+        f"rank {rank}".ljust(margin) + "".join(text for text, _ in paint(line, width, painter)).rstrip()
+        for rank, line in enumerate(pieces(timeline, columns / unit))
+    )
