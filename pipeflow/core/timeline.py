@@ -59,7 +59,8 @@ class Timeline:
     @property
     def peak_activations(self) -> tuple[float, ...]:
         """Per rank, the most activations alive at once, in microbatches of the rank's whole share of the
-        model. An activation lives from its F to the end of its B or I."""
+        model. An activation lives from its F to the end of its B or I; without backwards nobody keeps it, and
+        there is the one being made."""
         share = self.placement.chunks_per_rank
         return tuple(_peak(row) / share for row in self.rows)
 
@@ -81,6 +82,8 @@ class Timeline:
 
 
 def _peak(row: tuple[Span, ...]) -> int:
+    if all(span.action.kind is Kind.F for span in row):
+        return min(len(row), 1)
     alive = peak = 0
     for span in row:
         match span.action.kind:
