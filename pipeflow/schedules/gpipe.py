@@ -12,6 +12,14 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
     Source: GPipe, arXiv 1811.06965. With R ranks and M microbatches, F the time of a forward and B of a full
     backward: bubble (R-1)(F+B), peak M activations on every rank.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(gpipe(4, 4))))
+    rank 0  F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B0--- B1--- B2--- B3---
+    rank 1  .  F0 F1 F2 F3 .  .  .  .  .  .  B0--- B1--- B2--- B3--- .  .
+    rank 2  .  .  F0 F1 F2 F3 .  .  .  B0--- B1--- B2--- B3--- .  .  .  .
+    rank 3  .  .  .  F0 F1 F2 F3 B0--- B1--- B2--- B3--- .  .  .  .  .  .
     """
 
     def row(rank: int) -> tuple[Action, ...]:

@@ -8,11 +8,21 @@ from pipeflow.core.schedule import Schedule
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Warm-up: one forward per rank that follows. Steady state: a forward and a backward in turn. Cool-down:
-    the remaining backwards.
+    """One forward, one backward in turn, so that few activations are alive.
+
+    Warm-up: one forward per rank that follows. Steady state: a forward and a backward in turn. Cool-down: the
+    remaining backwards.
 
     Source: PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, section 2.2.1. With R ranks and M
     microbatches: bubble (R-1)(F+B) as GPipe's, peak min(R-r, M) activations on rank r.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(one_f_one_b(4, 4))))
+    rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- .  B1--- .  B2--- .  B3---
+    rank 1  .  F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3--- .  .
+    rank 2  .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .  .  .
+    rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .  .  .
     """
 
     def row(rank: int) -> tuple[Action, ...]:
