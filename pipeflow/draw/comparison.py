@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.gantt import stacked
-from pipeflow.draw.measures import Unit
+from pipeflow.draw.measures import Unit, heading
 
 
 @final
@@ -26,5 +26,8 @@ class Comparison:
     factor: float = 1.0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        timelines = {f"planned: {self.planned.name}": self.planned, f"measured: {self.measured.name}": self.measured}
+        timelines = {
+            f"planned: {heading(self.planned)}": self.planned,
+            f"measured: {heading(self.measured)}": self.measured,
+        }
         return stacked(timelines, Unit(self.unit, self.factor), console, options)

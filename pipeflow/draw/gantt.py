@@ -12,7 +12,7 @@ from rich.text import Text
 from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import fit, num_chunks, pieces, round_half_up
-from pipeflow.draw.measures import Unit, axis, measures
+from pipeflow.draw.measures import Unit, axis, heading, measures
 from pipeflow.draw.painters import Colours, Letters, Painter, paint
 
 
@@ -30,7 +30,7 @@ class Gantt:
     >>> from pipeflow import make_schedule, simulate
     >>> timeline = simulate(make_schedule("1f1b", ranks=2, microbatches=3))
     >>> Console(width=60, color_system=None).print(Gantt(timeline, unit="s"))
-    1f1b
+    1f1b, 2 ranks, 3 microbatches
             0 s                 5                   10
     rank 0  F0- F1- ........B0----- F2- B1----- ....B2-----
     rank 1  ....F0- B0----- F1- B1----- F2- B2----- ........
@@ -44,7 +44,7 @@ class Gantt:
     factor: float = 1.0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        return stacked({self.timeline.name: self.timeline}, Unit(self.unit, self.factor), console, options)
+        return stacked({heading(self.timeline): self.timeline}, Unit(self.unit, self.factor), console, options)
 
 
 def stacked(timelines: dict[str, Timeline], unit: Unit, console: Console, options: ConsoleOptions) -> Iterator[Text]:

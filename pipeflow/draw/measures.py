@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.layout import round_half_up
+from pipeflow.draw.layout import num_chunks, round_half_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,23 @@ def _step(least: float) -> float:
     """The smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
+
+
+def heading(timeline: Timeline) -> str:
+    """What was planned or run: the schedule's name and its size."""
+    sizes = {
+        "rank": len(timeline.rows),
+        "chunk": num_chunks(timeline),
+        "microbatch": len({span.action.microbatch for span in timeline}),
+    }
+    if sizes["chunk"] == 1:
+        del sizes["chunk"]
+    return ", ".join([timeline.name, *(_count(number, word) for word, number in sizes.items())])
+
+
+def _count(number: int, word: str) -> str:
+    plural = "es" if word.endswith("ch") else "s"
+    return f"{number} {word}{'' if number == 1 else plural}"
 
 
 def measures(timeline: Timeline, unit: Unit) -> str:

@@ -1,0 +1,8 @@
+"""`python -m pipeflow` is the command `pipeflow`."""
+
+import sys
+
+from pipeflow.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
