@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
-from pipeflow.core.action import Action
-from pipeflow.core.dataflow import makes, needs
+from pipeflow.core.action import Action, Entry, actions_of
+from pipeflow.core.dataflow import Value, makes, needs
 from pipeflow.core.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -15,24 +16,23 @@ if TYPE_CHECKING:
 def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
     """Actions as nodes (with `rank` and `position`), and an edge from each action to those that wait for it.
 
-    An edge's `reason` is "row" (the next on the same rank) or the value that passes, as text. The schedule can
-    run to its end if and only if every needed value has a maker and this graph has no cycle.
+    An edge's `reason` is "row" (the next on the same rank) or the value that passes, as text. The two actions of
+    a pair wait, and are waited for, together. The schedule can run to its end if and only if every needed value
+    has a maker and this graph has no cycle.
     """
     import networkx
 
     stages = schedule.placement.num_stages
     graph: networkx.DiGraph[Action] = networkx.DiGraph()
-    makers = {}
-    for rank in range(len(schedule.rows)):
-        previous = None
-        for position, action in enumerate(schedule.actions(rank)):
-            graph.add_node(action, rank=rank, position=position)
-            makers.update(dict.fromkeys(makes(action, stages), action))
-            if previous is not None:
-                graph.add_edge(previous, action, reason="row")
-            previous = action
-    for action in list(graph):
-        for value in needs(action, stages):
+    makers: dict[Value, Entry] = {}
+    for rank, row in enumerate(schedule.rows):
+        for position, entry in enumerate(row):
+            graph.add_nodes_from(actions_of(entry), rank=rank, position=position)
+            makers.update((value, entry) for action in actions_of(entry) for value in makes(action, stages))
+        for before, after in pairwise(row):
+            graph.add_edges_from(product(actions_of(before), actions_of(after)), reason="row")
+    for entry in (entry for row in schedule.rows for entry in row):
+        for value in (value for action in actions_of(entry) for value in needs(action, stages)):
             if value in makers:
-                graph.add_edge(makers[value], action, reason=str(value))
+                graph.add_edges_from(product(actions_of(makers[value]), actions_of(entry)), reason=str(value))
     return graph

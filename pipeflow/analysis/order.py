@@ -44,7 +44,7 @@ class Order:
         rows, positions = self._rows, self._positions
         made = bytearray(len(self.ends) * self._many)
         waiting: dict[int, Turn] = {}  # value -> the turn that waits for it
-        turns = [turn for rank in range(len(rows)) if (turn := self._next(rank))]
+        turns = [first for rank in range(len(rows)) if (first := self._next(rank))]
         while turns:
             turn: Turn | None = turns.pop()
             while turn is not None:

@@ -80,8 +80,8 @@ def _require_enough(num_layers: int, pipeline_size: int, num_chunks: int) -> Non
     require_positive(num_layers=num_layers, pipeline_size=pipeline_size, num_chunks=num_chunks)
     if num_layers < pipeline_size * num_chunks:
         raise UsageError(
-            f"{num_layers} layers cannot fill {pipeline_size * num_chunks} stages ({pipeline_size} ranks x {num_chunks} "
-            "chunks): use fewer ranks or chunks, or more layers"
+            f"{num_layers} layers cannot fill {pipeline_size * num_chunks} stages ({pipeline_size} ranks x "
+            f"{num_chunks} chunks): use fewer ranks or chunks, or more layers"
         )
 
 

@@ -21,7 +21,7 @@ class Kind(StrEnum):
     W = "W"  # weight-gradient half
 
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B", re.ASCII)
 
 

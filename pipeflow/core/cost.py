@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean, median
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,27 @@ class CostModel:
             backward_input=(backward_input / share,) * stages,
             backward_weight=(backward_weight / share,) * stages,
             latency=transfer,
+        )
+
+    @classmethod
+    def measured(cls, timeline: Timeline) -> CostModel:
+        """The costs that a timeline shows: per stage the mean time of its actions (a full backward counted as two
+        equal halves), and as latency the median time that an idle rank waited for a value after it was made.
+        """
+        times: dict[tuple[Kind, int], list[float]] = {}
+        for span in timeline:
+            times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+
+        def mean(kind: Kind, stage: int) -> float:
+            return fmean(times.get((kind, stage), [0.0]))
+
+        stages = range(timeline.placement.num_stages)
+        halves = tuple(mean(Kind.B, stage) / 2 for stage in stages)
+        return cls(
+            forward=tuple(mean(Kind.F, stage) for stage in stages),
+            backward_input=tuple(half + mean(Kind.I, stage) for half, stage in zip(halves, stages, strict=True)),
+            backward_weight=tuple(half + mean(Kind.W, stage) for half, stage in zip(halves, stages, strict=True)),
+            latency=median(timeline.waits() or [0.0]),
         )
 
     def duration(self, kind: Kind, stage: int) -> float:

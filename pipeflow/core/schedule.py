@@ -72,11 +72,15 @@ class Schedule:
         actions = [action for row in rows for entry in row for action in actions_of(entry)]
         if not actions:
             raise ScheduleError("the CSV holds no action")
+        stages = max(action.stage for action in actions) + 1
         largest = max(action.microbatch for action in actions) + 1
+        if max(stages, largest) > len(actions):
+            raise ScheduleError(
+                f"the CSV has {len(actions)} actions for {stages} stages and {largest} microbatches: each needs at least one"
+            )
         if num_microbatches is not None and num_microbatches < largest:
             raise ScheduleError(f"the CSV has {largest} microbatches, not {num_microbatches}")
         if placement is None:
-            stages = max(action.stage for action in actions) + 1
             if stages % len(rows):
                 raise ScheduleError(
                     f"the CSV has {stages} stages on {len(rows)} ranks, which no looped placement has: pass placement="

@@ -64,21 +64,38 @@ class Timeline:
         share = self.placement.chunks_per_rank
         return tuple(_peak(row) / share for row in self.rows)
 
+    def waits(self) -> list[float]:
+        """Where a rank stood idle for a value from another rank: the time from when that was made to when the
+        action began that needed it. What a transfer takes, as seen from the timeline.
+        """
+        found = []
+        for span, (cause, previous) in self._causes().items():
+            if cause is not None and cause.rank != span.rank and (previous is None or previous.end < cause.end):
+                found.append(max(0.0, span.start - cause.end))
+        return found
+
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of spans that the makespan consists of: each began when the one before it, on its own
-        rank or where its input was made, let it."""
-        stages = self.placement.num_stages
-        makers = {value: span for span in self for value in makes(span.action, stages)}
-        before = {after: span for row in self.rows for span, after in zip(row, row[1:], strict=False)}
+        rank or where its input was made, let it.
+        """
+        causes = self._causes()
         last = max((row[-1] for row in self.rows if row), key=lambda span: span.end, default=None)
         path: list[Span] = []
         while last is not None:
             path.append(last)
-            causes = [makers[value] for value in needs(last.action, stages) if value in makers]
-            if last in before:
-                causes.append(before[last])
-            last = max(causes, key=lambda span: span.end, default=None)
+            last = max((cause for cause in causes[last] if cause), key=lambda span: span.end, default=None)
         return tuple(reversed(path))
+
+    def _causes(self) -> dict[Span, tuple[Span | None, Span | None]]:
+        """Per span, the latest maker of what it needed, and the span before it on its rank."""
+        stages = self.placement.num_stages
+        makers = {value: span for span in self for value in makes(span.action, stages)}
+        causes: dict[Span, tuple[Span | None, Span | None]] = {}
+        for row in self.rows:
+            for previous, span in zip((None, *row), row, strict=False):
+                found = [makers[value] for value in needs(span.action, stages) if value in makers]
+                causes[span] = (max(found, key=lambda maker: maker.end, default=None), previous)
+        return causes
 
 
 def _peak(row: tuple[Span, ...]) -> int:
