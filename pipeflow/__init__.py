@@ -23,18 +23,19 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 if TYPE_CHECKING:
     from pipeflow.runtime.clip import clip_grad_norm_
     from pipeflow.runtime.context import Context, launch
-    from pipeflow.runtime.engine import Output, Pipeline, execute_pipeline
+    from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
+    from pipeflow.runtime.step import Output
 
 __version__ = "0.1.0"
 
 _RUNTIME = {
     "Context": "context",
-    "Output": "engine",
-    "Pipeline": "engine",
+    "Output": "step",
+    "Pipeline": "pipeline",
     "PipelineSharedModuleWrapper": "shared",
     "clip_grad_norm_": "clip",
-    "execute_pipeline": "engine",
+    "execute_pipeline": "pipeline",
     "launch": "context",
 }
 

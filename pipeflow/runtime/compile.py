@@ -1,0 +1,156 @@
+"""Compile: from a rank's program to the list of operations that a step calls, one after the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from pipeflow.core.action import Action, Kind, actions_of
+from pipeflow.core.dataflow import Content, Value
+from pipeflow.core.errors import UsageError
+from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.runtime import operations as ops
+from pipeflow.runtime.cells import Cell, Meta, Results, Saved
+from pipeflow.runtime.described import Arrival, Lanes, PostDescribed, SendDescribed, WaitDescribed
+from pipeflow.runtime.stage import Stage
+from pipeflow.runtime.transport import Lane, Transport
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A program ready to run. What a step brings (its batch) is put into the lists that the operations hold."""
+
+    operations: list[ops.Operation]
+    results: Results
+    positionals: list[tuple[object, ...]]  # per microbatch, what the first stage gets
+
+
+def compile_program(
+    program: Program,
+    *,
+    stages: Mapping[int, Stage],
+    num_stages: int,
+    num_microbatches: int,
+    transport: Transport,
+    meta: Meta | None,
+    training: bool,
+) -> Compiled:
+    """The operations of `program` on this rank.
+
+    Args:
+        program: this rank's.
+        stages: those this rank holds, by index.
+        num_stages, num_microbatches: of the whole schedule.
+        transport: makes the channels.
+        meta: what activations between ranks look like; None when headers are to tell.
+        training: whether forwards keep what backwards need.
+
+    Raises UsageError for actions that this engine does not run.
+    """
+    compiler = _Compiler(stages, num_stages, transport, meta, training, num_microbatches)
+    operations = [operation for instruction in program.instructions for operation in compiler.lower(instruction)]
+    return Compiled(operations, compiler.results, compiler.positionals)
+
+
+@dataclass(slots=True)
+class _Compiler:
+    stages: Mapping[int, Stage]
+    num_stages: int
+    transport: Transport
+    meta: Meta | None
+    training: bool
+    num_microbatches: int
+    results: Results = field(init=False)
+    positionals: list[tuple[object, ...]] = field(init=False)
+    cells: dict[Value, Cell] = field(default_factory=dict)
+    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
+    sends: dict[Value, ops.Described] = field(default_factory=dict)
+    waits: dict[Value, ops.Operation] = field(default_factory=dict)
+    inboxes: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque))
+
+    def __post_init__(self) -> None:
+        self.results = Results(self.num_microbatches)
+        self.positionals = [()] * self.num_microbatches
+
+    def lower(self, instruction: Instruction) -> list[ops.Operation]:
+        match instruction:
+            case Recv(value, peer):
+                return [self.post(value, peer)]
+            case Compute(entry):
+                return [operation for action in actions_of(entry) for operation in self.compute(action)]
+            case Send(value, peer):
+                return [self.send(value, peer)]
+            case Release(value, peer):
+                return [ops.Release(value, peer, self.cells[value])]
+
+    def post(self, value: Value, peer: int) -> ops.Operation:
+        cell = self.cells[value] = Cell(() if self.meta is None else self.meta.grads)
+        device = self.transport.device
+        self.waits[value] = ops.Wait(value, peer, cell)
+        if value.content is Content.GRADIENT:
+            start = self.transport.receiver(peer, Lane.GRADIENT)
+            sent = self.sends[Value(Content.ACTIVATION, value.stage - 1, value.microbatch)]
+            return ops.PostGradient(value, peer, cell, start, sent, device)
+        if self.meta is not None:
+            start = self.transport.receiver(peer, Lane.ACTIVATION)
+            return ops.Post(value, peer, cell, start, self.meta, device)
+        arrival = Arrival(cell, Lanes.receiving(self.transport, peer), device)
+        self.waits[value] = WaitDescribed(value, peer, arrival, self.inboxes[peer])
+        return PostDescribed(value, peer, arrival, self.inboxes[peer])
+
+    def send(self, value: Value, peer: int) -> ops.Operation:
+        cell = self.cells[value]
+        if value.content is Content.GRADIENT:
+            return ops.SendGradient(value, peer, cell, self.transport.sender(peer, Lane.GRADIENT))
+        if self.meta is None:
+            described = SendDescribed(value, peer, cell, Lanes.sending(self.transport, peer))
+            self.sends[value] = described
+            return described
+        send = ops.Send(value, peer, cell, self.transport.sender(peer, Lane.ACTIVATION), self.meta)
+        self.sends[value] = send
+        return send
+
+    def compute(self, action: Action) -> list[ops.Operation]:
+        match action.kind:
+            case Kind.F:
+                return self.forward(action)
+            case Kind.B:
+                return self.backward(action)
+            case Kind.I | Kind.W:
+                raise UsageError(f"{action}: this engine runs whole backwards (B); halves (I, W) can only be planned")
+
+    def forward(self, action: Action) -> list[ops.Operation]:
+        stage, microbatch = action.stage, action.microbatch
+        saved = self.saved.setdefault((stage, microbatch), Saved()) if self.training else None
+        before: list[ops.Operation] = []
+        source: Callable[[], tuple[object, ...]] = ops.FromBatch(self.positionals, microbatch)
+        if stage > 0:
+            value = Value(Content.ACTIVATION, stage - 1, microbatch)
+            before = self.awaited(value)
+            source = ops.FromCell(self.cells[value], saved)
+        sink: Callable[[object], None] = ops.ToResults(self.results, microbatch, saved)
+        if stage < self.num_stages - 1:
+            sink = ops.ToCell(self.cell(Value(Content.ACTIVATION, stage, microbatch)), saved)
+        return [*before, ops.Forward(action, self.stages[stage], source, sink)]
+
+    def backward(self, action: Action) -> list[ops.Operation]:
+        stage, microbatch = action.stage, action.microbatch
+        before: list[ops.Operation] = []
+        source: Callable[[], list[torch.Tensor]] = ops.LossGradient(self.results, microbatch)
+        if stage < self.num_stages - 1:
+            value = Value(Content.GRADIENT, stage + 1, microbatch)
+            before = self.awaited(value)
+            source = ops.CellGradients(self.cells[value])
+        sink = self.cell(Value(Content.GRADIENT, stage, microbatch)) if stage > 0 else None
+        return [*before, ops.Backward(action, self.saved[stage, microbatch], source, sink)]
+
+    def cell(self, value: Value) -> Cell:
+        """The cell of a value that is made on this rank."""
+        return self.cells.setdefault(value, Cell())
+
+    def awaited(self, value: Value) -> list[ops.Operation]:
+        """The wait for a value from another rank; nothing for one that was made here."""
+        return [self.waits[value]] if value in self.waits else []

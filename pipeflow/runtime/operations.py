@@ -1,0 +1,328 @@
+"""The operations of a compiled program. Each is called once a step; all it needs was given to it beforehand, so
+that a step looks nothing up. Transfers of activations of unknown shape are in `described`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_unflatten
+
+from pipeflow.core.action import Action
+from pipeflow.core.dataflow import Value
+from pipeflow.core.errors import UsageError
+from pipeflow.runtime.cells import Cell, Meta, Results, Saved, flatten
+from pipeflow.runtime.microbatch import detach
+from pipeflow.runtime.stage import Stage
+from pipeflow.runtime.transport import Start
+
+
+class Operation(ABC):
+    """One thing a rank does in a step."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __call__(self) -> None: ...
+
+
+class Compute(Operation):
+    """An operation that runs an action: what a timeline measures."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Action) -> None:
+        self.action = action
+
+
+class Forward(Compute):
+    """F: from where the input is, through the module, to where the output goes."""
+
+    __slots__ = ("microbatch", "sink", "source", "stage")
+
+    def __init__(
+        self,
+        action: Action,
+        stage: Stage,
+        source: Callable[[], tuple[object, ...]],
+        sink: Callable[[object], None],
+    ) -> None:
+        super().__init__(action)
+        self.stage = stage
+        self.microbatch = action.microbatch
+        self.source = source
+        self.sink = sink
+
+    def __call__(self) -> None:
+        stage = self.stage
+        self.sink(stage.module(*self.source(), **stage.keywords[self.microbatch]))
+
+
+class FromBatch:
+    """The first stage's input."""
+
+    __slots__ = ("microbatch", "positionals")
+
+    def __init__(self, positionals: list[tuple[object, ...]], microbatch: int) -> None:
+        self.positionals = positionals
+        self.microbatch = microbatch
+
+    def __call__(self) -> tuple[object, ...]:
+        return self.positionals[self.microbatch]
+
+
+class FromCell:
+    """A later stage's input: the previous stage's output, as leaves of a graph of its own."""
+
+    __slots__ = ("cell", "saved")
+
+    def __init__(self, cell: Cell, saved: Saved | None) -> None:
+        self.cell = cell
+        self.saved = saved
+
+    def __call__(self) -> tuple[object, ...]:
+        cell = self.cell
+        leaves, cell.tensors = cell.tensors, []
+        if self.saved is not None:
+            for leaf, wanted in zip(leaves, cell.grads, strict=True):
+                if wanted:
+                    leaf.requires_grad_()
+            self.saved.leaves = leaves
+        return (leaves[0] if cell.spec is None else tree_unflatten(leaves, cell.spec),)
+
+
+class ToCell:
+    """Where an inner stage's output goes. What stays here is its gradient edge, not the output itself."""
+
+    __slots__ = ("cell", "saved")
+
+    def __init__(self, cell: Cell, saved: Saved | None) -> None:
+        self.cell = cell
+        self.saved = saved
+
+    def __call__(self, output: object) -> None:
+        cell = self.cell
+        tensors, cell.spec = flatten(output)
+        cell.grads = tuple([tensor.requires_grad for tensor in tensors])
+        cell.tensors = [tensor.detach().contiguous() for tensor in tensors]
+        if self.saved is not None:
+            self.saved.edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+
+
+class ToResults:
+    """Where the last stage's output goes: into the loss."""
+
+    __slots__ = ("microbatch", "results", "saved")
+
+    def __init__(self, results: Results, microbatch: int, saved: Saved | None) -> None:
+        self.results = results
+        self.microbatch = microbatch
+        self.saved = saved
+
+    def __call__(self, output: object) -> None:
+        results, microbatch = self.results, self.microbatch
+        if results.criterion is not None:
+            loss = results.criterion(output, results.labels[microbatch])
+            if not isinstance(loss, Tensor) or loss.dim():
+                what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise UsageError(f"criterion must return a scalar tensor, got {what}: take the mean over its samples")
+            results.losses[microbatch] = loss.detach()
+            if self.saved is not None and loss.requires_grad:
+                self.saved.edges = [get_gradient_edge(loss)]
+        if results.keep_outputs:
+            results.outputs[microbatch] = detach(output)
+
+
+class Backward(Compute):
+    """B: from the output's gradients, through the graph, to the parameters' and the input's."""
+
+    __slots__ = ("saved", "sink", "source")
+
+    def __init__(self, action: Action, saved: Saved, source: Callable[[], list[Tensor]], sink: Cell | None) -> None:
+        super().__init__(action)
+        self.saved = saved
+        self.source = source
+        self.sink = sink
+
+    def __call__(self) -> None:
+        saved = self.saved
+        gradients = self.source()
+        if saved.edges:
+            torch.autograd.backward(saved.edges, gradients)
+            saved.edges = []
+        if self.sink is not None:
+            self.sink.tensors = [_gradient_of(leaf) for leaf in saved.leaves if leaf.requires_grad]
+        saved.leaves = []
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+
+
+class LossGradient:
+    """The gradient that a backward starts from: the microbatch's part of the batch's mean loss."""
+
+    __slots__ = ("microbatch", "results")
+
+    def __init__(self, results: Results, microbatch: int) -> None:
+        self.results = results
+        self.microbatch = microbatch
+
+    def __call__(self) -> list[Tensor]:
+        loss = self.results.losses[self.microbatch]
+        assert loss is not None
+        return [torch.full_like(loss, self.results.weights[self.microbatch])]
+
+
+class CellGradients:
+    """The gradients that the next stage made."""
+
+    __slots__ = ("cell",)
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+
+    def __call__(self) -> list[Tensor]:
+        gradients, self.cell.tensors = self.cell.tensors, []
+        return gradients
+
+
+class Transfer(Operation):
+    """An operation on a channel. `doing` says in an error what it was about."""
+
+    __slots__ = ("cell", "peer", "value")
+
+    doing: str
+
+    def __init__(self, value: Value, peer: int, cell: Cell) -> None:
+        self.value = value
+        self.peer = peer
+        self.cell = cell
+
+
+class Post(Transfer):
+    """Posts the receive of an activation whose shape was given."""
+
+    __slots__ = ("device", "dtype", "shape", "start")
+
+    doing = "posting the receive of"
+
+    def __init__(self, value: Value, peer: int, cell: Cell, start: Start, meta: Meta, device: torch.device) -> None:
+        super().__init__(value, peer, cell)
+        self.start = start
+        [self.shape] = meta.shapes
+        [self.dtype] = meta.dtypes
+        self.device = device
+
+    def __call__(self) -> None:
+        cell = self.cell
+        cell.tensors = [torch.empty(self.shape, dtype=self.dtype, device=self.device)]
+        cell.works = [self.start(cell.tensors)]
+
+
+class PostGradient(Transfer):
+    """Posts the receive of a gradient, which looks like the activation that was sent."""
+
+    __slots__ = ("device", "sent", "start")
+
+    doing = "posting the receive of"
+
+    def __init__(
+        self, value: Value, peer: int, cell: Cell, start: Start, sent: Described, device: torch.device
+    ) -> None:
+        super().__init__(value, peer, cell)
+        self.start = start
+        self.sent = sent
+        self.device = device
+
+    def __call__(self) -> None:
+        cell, meta = self.cell, self.sent.meta
+        for shape, dtype, wanted in zip(meta.shapes, meta.dtypes, meta.grads, strict=True):
+            if wanted:
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
+                cell.tensors.append(tensor)
+                cell.works.append(self.start([tensor]))
+
+
+class Described(Protocol):
+    """A send that knows what its activation looks like."""
+
+    @property
+    def meta(self) -> Meta: ...
+
+
+class Wait(Transfer):
+    """Waits until a posted receive is there."""
+
+    __slots__ = ()
+
+    doing = "waiting for"
+
+    def __call__(self) -> None:
+        cell = self.cell
+        for work in cell.works:
+            work.wait()
+        cell.works = []
+
+
+class Send(Transfer):
+    """Starts to send an activation whose shape was given, having checked it: a channel would not."""
+
+    __slots__ = ("meta", "start")
+
+    doing = "sending"
+
+    def __init__(self, value: Value, peer: int, cell: Cell, start: Start, meta: Meta) -> None:
+        super().__init__(value, peer, cell)
+        self.start = start
+        self.meta = meta
+
+    def __call__(self) -> None:
+        cell, meta = self.cell, self.meta
+        if len(cell.tensors) != 1 or cell.spec is not None:
+            raise UsageError("with tensor_shape a stage returns one tensor; leave it None for anything else")
+        [tensor] = cell.tensors
+        if tensor.shape != meta.shapes[0] or tensor.dtype != meta.dtypes[0]:
+            raise UsageError(
+                f"stage {self.value.stage} made a {tensor.dtype} of shape {tuple(tensor.shape)}, but tensor_shape="
+                f"{tuple(meta.shapes[0])} and tensor_dtype={meta.dtypes[0]} were promised: correct them, or leave "
+                "tensor_shape None"
+            )
+        cell.works = [self.start(cell.tensors)]
+        cell.tensors = []
+
+
+class SendGradient(Transfer):
+    """Starts to send a gradient; its receiver knows what it looks like."""
+
+    __slots__ = ("start",)
+
+    doing = "sending"
+
+    def __init__(self, value: Value, peer: int, cell: Cell, start: Start) -> None:
+        super().__init__(value, peer, cell)
+        self.start = start
+
+    def __call__(self) -> None:
+        cell = self.cell
+        for tensor in cell.tensors:
+            cell.works.append(self.start([tensor]))
+        cell.tensors = []
+
+
+class Release(Transfer):
+    """Lets go of a sent value: the plan proves that the peer has it, so this wait is none."""
+
+    __slots__ = ()
+
+    doing = "handing over"
+
+    def __call__(self) -> None:
+        cell = self.cell
+        for work in cell.works:
+            work.wait()
+        cell.works = []

@@ -1,0 +1,166 @@
+"""Pipeline: this rank's part of the model under a schedule, and the one call that runs it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeflow.analysis.verify import verify
+from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.runtime.agreement import all_gather_object
+from pipeflow.runtime.cells import Meta
+from pipeflow.runtime.context import Context, current_context
+from pipeflow.runtime.failure import Alarm
+from pipeflow.runtime.shared import Ties, claim, compare_ties
+from pipeflow.runtime.stage import Stage
+from pipeflow.runtime.step import Output, Runner
+
+
+class Pipeline(nn.Module):
+    """This rank's stages under a schedule. Its parameters, `zero_grad` and `state_dict` are as of any module; it
+    is run by `execute_pipeline`, not called. All ranks make theirs together.
+
+    Args:
+        chunks: this rank's module, or an nn.ModuleList of its modules, one per stage of
+            `schedule.placement.stages_of(rank)`, in that order.
+        schedule: the same on every rank; it is verified here.
+        criterion: `criterion(output, labels)` gives the mean loss of a microbatch, a scalar. Needed to train.
+        tensor_shape: the shape of what passes between stages, one tensor, its first entry the microbatch's size.
+            None when it is not known, differs between stages, or is a tree of tensors: then headers tell it.
+        tensor_dtype: its dtype; without meaning when `tensor_shape` is None.
+        weigh: `weigh(labels)` gives the weight of a microbatch in the batch's mean loss, such as its number of
+            tokens; by default its number of samples.
+        stages: the stages that `chunks` were built for, checked against the schedule's placement.
+
+    Raises UsageError when the chunks, the schedule and the ranks do not fit each other.
+    """
+
+    def __init__(
+        self,
+        chunks: nn.Module,
+        schedule: Schedule,
+        *,
+        criterion: Callable[..., Tensor] | None = None,
+        tensor_shape: Sequence[int] | None = None,
+        tensor_dtype: torch.dtype = torch.float32,
+        weigh: Callable[..., float] | None = None,
+        stages: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        context = current_context()
+        self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])
+        self.schedule = schedule
+        self.context = context
+        self.alarm = Alarm(context.transport, context.forget)
+        context.pipelines.add(self)
+        with self.alarm.raised_everywhere():
+            held = _fitting_stages(self.chunks, schedule, context, stages)
+            self.ties = Ties(claim(context.shared, self), context.pipeline_rank)
+            shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
+            _compare(context, schedule, shape, self.ties)
+            self.ties.share_values(context.transport)
+            self.runner = Runner(
+                schedule,
+                context.transport,
+                {stage: Stage(stage, module) for stage, module in zip(held, self.chunks, strict=True)},
+                self.ties,
+                None if shape is None else Meta.known(*shape),
+                criterion,
+                weigh,
+            )
+
+    def forget(self) -> None:
+        """Drops what holds on to the transport's channels."""
+        if hasattr(self, "runner"):
+            self.runner.forget()
+
+    def forward(self, *_: object, **__: object) -> None:
+        """Refuses: a rank holds a part of the model only."""
+        raise UsageError(
+            "a Pipeline is not called: run it with pipeflow.execute_pipeline(data_iter, model) on every rank"
+        )
+
+
+def execute_pipeline(
+    data_iter: Iterator[object],
+    model: Pipeline,
+    *,
+    forward_only: bool = False,
+    return_outputs: bool = False,
+    broadcast_loss: bool = False,
+    trace: bool = False,
+) -> Output:
+    """Runs one step: takes one batch, runs the schedule, leaves the gradients of the batch's mean loss in `.grad`,
+    added to what was there. Every rank makes the same call, with the same batch in its iterator.
+
+    Args:
+        data_iter: yields `(inputs, labels)`. Tensors are split into microbatches along dim 0. Entries of dict
+            `inputs` reach every stage as the keywords it names; other `inputs` are the first stage's argument.
+        model: this rank's Pipeline.
+        forward_only: evaluate: no graph is built, no gradient touched; labels may be None when there is no loss.
+        return_outputs: keep the last stage's outputs, for `Output.outputs`.
+        broadcast_loss: tell the loss to every rank.
+        trace: measure the step, for `Output.timeline`.
+
+    Raises:
+        UsageError: for a batch, an output or a loss that does not fit, on the rank that noticed.
+        PipelineError: on every rank, naming the origin, when anything failed on any rank. Gradients are undefined
+            then; the next step is as good as a fresh one, unless a rank died.
+    """
+    if not isinstance(model, Pipeline):
+        raise UsageError(f"execute_pipeline runs a pipeflow.Pipeline, got {type(model).__name__}")
+    if not forward_only and not torch.is_grad_enabled():
+        raise UsageError("gradients are switched off here: pass forward_only=True to evaluate")
+    with model.alarm.raised_everywhere():
+        return model.runner.step(
+            data_iter,
+            training=not forward_only,
+            return_outputs=return_outputs,
+            broadcast_loss=broadcast_loss,
+            trace=trace,
+        )
+
+
+def _fitting_stages(
+    chunks: nn.ModuleList, schedule: Schedule, context: Context, stages: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The stages that this rank holds. Raises UsageError when schedule, ranks and chunks do not fit."""
+    ranks, rank = schedule.placement.num_ranks, context.pipeline_rank
+    if ranks != context.pipeline_size:
+        raise UsageError(f"schedule {schedule.name!r} is for {ranks} ranks, the pipeline has {context.pipeline_size}")
+    if violations := verify(schedule):
+        raise ScheduleError(f"schedule {schedule.name!r} is not sound:", violations)
+    held = schedule.placement.stages_of(rank)
+    if len(chunks) != len(held):
+        raise UsageError(
+            f"rank {rank} holds stages {list(held)} under {schedule.name!r}: it needs {len(held)} chunks, got {len(chunks)}"
+        )
+    if stages is not None and tuple(stages) != held:
+        raise UsageError(
+            f"rank {rank} holds stages {list(held)} under {schedule.name!r}; its chunks are for {list(stages)}"
+        )
+    if any(isinstance(module, DistributedDataParallel) for module in chunks.modules()):
+        raise UsageError("DistributedDataParallel inside a stage would average gradients at the wrong time: unwrap it")
+    return held
+
+
+def _compare(context: Context, schedule: Schedule, shape: object, ties: Ties) -> None:
+    """Raises UsageError, on every rank, unless all ranks were given the same."""
+    digest = hashlib.sha256(schedule.to_csv().encode()).hexdigest()
+    given = {
+        "schedule": (schedule.name, schedule.placement, schedule.num_microbatches, digest),
+        "tensor_shape and tensor_dtype": shape,
+    }
+    everyone = all_gather_object(context.transport, (given, ties.describe()))
+    for rank, (others, _) in enumerate(everyone):
+        for what in given:
+            if others[what] != everyone[0][0][what]:
+                raise UsageError(
+                    f"rank {rank} has another {what} than rank 0: {others[what]}, not {everyone[0][0][what]}"
+                )
+    compare_ties([described for _, described in everyone])

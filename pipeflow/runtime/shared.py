@@ -1,0 +1,155 @@
+"""Tied weights: one weight of which several ranks hold a copy, like a word embedding that is also the head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.runtime.agreement import exchange
+from pipeflow.runtime.context import current_context
+from pipeflow.runtime.transport import Lane, Transport
+
+
+class PipelineSharedModuleWrapper:
+    """Ties weights across ranks of the pipeline: one wrapper per tied module or parameter.
+
+    Each of `ranks` registers its copy before the `Pipeline` is made; the lowest rank's values win, and after every
+    step each copy's gradient is the sum over the copies. On a single rank (as when `ranks` is `[0, 0]`) all
+    registered copies become one object, the first. Make the optimizer from the Pipeline's parameters.
+
+    Args:
+        ranks: the pipeline ranks that hold a copy.
+
+    Raises UsageError for ranks that the pipeline does not have.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        context = current_context()
+        self.ranks = tuple(sorted(set(ranks)))
+        if not self.ranks or not set(self.ranks) <= set(range(context.pipeline_size)):
+            raise UsageError(f"ranks {list(ranks)} must be among those of the pipeline, 0..{context.pipeline_size - 1}")
+        self._rank = context.pipeline_rank
+        self.copies: list[list[nn.Parameter]] = []
+        context.shared.append(self)
+
+    def register_module(self, module: nn.Module) -> None:
+        """Ties the parameters of `module`.
+
+        Raises UsageError on a rank that is not in `ranks`, and for a copy that is unlike the first.
+        """
+        self._register(list(module.parameters()))
+        self.tie_by_object(module)
+
+    def register_parameter(self, parameter: nn.Parameter) -> None:
+        """Ties `parameter`. Raises UsageError as `register_module` does."""
+        self._register([parameter])
+
+    def _register(self, copy: list[nn.Parameter]) -> None:
+        if self._rank not in self.ranks:
+            raise UsageError(f"rank {self._rank} is not among the ranks {list(self.ranks)} that share this weight")
+        if self.copies and len(self.ranks) > 1:
+            raise UsageError(f"rank {self._rank} registers a second copy; each of the ranks {list(self.ranks)} has one")
+        if self.copies and _shapes(copy) != _shapes(self.copies[0]):
+            raise UsageError(
+                f"a copy of shapes {_shapes(copy)} cannot be tied to one of shapes {_shapes(self.copies[0])}"
+            )
+        self.copies.append(copy)
+
+    def tie_by_object(self, module: nn.Module) -> None:
+        """Puts the first copy wherever `module` holds a further one."""
+        first = {id(old): new for copy in self.copies[1:] for old, new in zip(copy, self.copies[0], strict=True)}
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if id(parameter) in first:
+                    owner._parameters[name] = first[id(parameter)]
+
+
+def _shapes(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for parameter in parameters]
+
+
+Description = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]  # per wrapper: its ranks, the shapes of its copy
+
+
+def compare_ties(everyone: list[Description]) -> None:
+    """Raises UsageError unless all ranks of each tied weight registered it, with the same shapes."""
+    for rank, described in enumerate(everyone):
+        for ranks, _ in described:
+            for other in ranks:
+                mine, its = [[tie for tie in everyone[r] if tie[0] == ranks] for r in (rank, other)]
+                if mine != its:
+                    raise UsageError(
+                        f"ranks {list(ranks)} share a weight, but rank {rank} registered shapes "
+                        f"{[tie[1] for tie in mine]} and rank {other} {[tie[1] for tie in its]}"
+                    )
+
+
+class Ties:
+    """The tied weights of one pipeline on this rank."""
+
+    def __init__(self, wrappers: Iterable[PipelineSharedModuleWrapper], rank: int) -> None:
+        self._rank = rank
+        self._wrappers = sorted((wrapper for wrapper in wrappers if len(wrapper.ranks) > 1), key=lambda w: w.ranks)
+        self._ties = [_Tie(parameter, wrapper.ranks) for wrapper in self._wrappers for parameter in wrapper.copies[0]]
+
+    def describe(self) -> Description:
+        """What the ranks compare before they rely on it."""
+        return [(wrapper.ranks, _shapes(wrapper.copies[0])) for wrapper in self._wrappers]
+
+    @property
+    def counted_elsewhere(self) -> set[int]:
+        """The ids of the parameters whose copy on a lower rank stands for them."""
+        return {id(tie.parameter) for tie in self._ties if tie.ranks[0] != self._rank}
+
+    def share_values(self, transport: Transport) -> None:
+        """Gives every copy the lowest rank's values. Raises LinkError."""
+        for tie in self._ties:
+            value = tie.parameter.data.contiguous()
+            others = dict.fromkeys(tie.ranks[1:], value) if self._rank == tie.ranks[0] else {}
+            arriving = {} if others else {tie.ranks[0]: value}
+            exchange(transport, Lane.TIED, others, arriving, "waiting for the first values of a tied weight")
+            tie.parameter.data.copy_(value)
+
+    def begin(self) -> None:
+        """Sets the gradients of earlier steps aside, so that this step's part alone is summed."""
+        for tie in self._ties:
+            tie.before, tie.parameter.grad = tie.parameter.grad, None
+
+    def end(self, transport: Transport) -> None:
+        """Sums each gradient over its copies, in rank order, and adds what was set aside. Raises LinkError."""
+        for tie in self._ties:
+            total = tie.sum(transport, self._rank)
+            tie.parameter.grad = total if tie.before is None else tie.before.add_(total)
+            tie.before = None
+
+
+@dataclass(slots=True)
+class _Tie:
+    parameter: nn.Parameter
+    ranks: tuple[int, ...]
+    before: Tensor | None = None
+
+    def sum(self, transport: Transport, rank: int) -> Tensor:
+        mine = torch.zeros_like(self.parameter) if self.parameter.grad is None else self.parameter.grad.contiguous()
+        peers = [peer for peer in self.ranks if peer != rank]
+        parts = {peer: torch.empty_like(mine) for peer in peers}
+        exchange(transport, Lane.TIED, dict.fromkeys(peers, mine), parts, "waiting for the gradient of a tied weight")
+        parts[rank] = mine
+        total = parts[self.ranks[0]].clone()
+        for peer in self.ranks[1:]:
+            total += parts[peer]
+        return total
+
+
+def claim(shared: list[PipelineSharedModuleWrapper], module: nn.Module) -> list[PipelineSharedModuleWrapper]:
+    """Takes the wrappers whose copies `module` holds off the list, tied by object where that is possible."""
+    held = {id(parameter) for parameter in module.parameters()}
+    claimed = [wrapper for wrapper in shared if wrapper.copies and all(id(p) in held for p in wrapper.copies[0])]
+    for wrapper in claimed:
+        shared.remove(wrapper)
+        wrapper.tie_by_object(module)
+    return claimed

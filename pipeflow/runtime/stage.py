@@ -1,0 +1,37 @@
+"""Stage: one piece of the model and the keywords it is called with. What must not live here: when it runs, and
+where its input comes from."""
+
+from __future__ import annotations
+
+from inspect import Parameter, signature
+
+from torch import nn
+
+
+class Stage:
+    """A module, and per microbatch of the step that runs, the keywords for it."""
+
+    def __init__(self, index: int, module: nn.Module) -> None:
+        self.index = index
+        self.module = module
+        self.keywords: list[dict[str, object]] = []
+        self._names = _keywords_of(module, takes_input=index > 0)
+
+    def load(self, keywords: list[dict[str, object]]) -> None:
+        """Keeps, per microbatch, the entries that the module names."""
+        names = self._names
+        self.keywords = [
+            entries if names is None else {name: entry for name, entry in entries.items() if name in names}
+            for entries in keywords
+        ]
+
+
+def _keywords_of(module: nn.Module, *, takes_input: bool) -> frozenset[str] | None:
+    """The names that `module.forward` takes, None for any; its first parameter is not one of them when it holds
+    the previous stage's output.
+    """
+    parameters = list(signature(module.forward).parameters.values())
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    return frozenset(parameter.name for parameter in parameters[int(takes_input) :] if parameter.kind in by_name)

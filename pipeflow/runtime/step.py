@@ -1,0 +1,169 @@
+"""The step: one batch through the compiled program, and what all ranks agree on at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeflow.analysis.lower import lower
+from pipeflow.core.dataflow import Content
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.errors import PipeflowError, UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
+from pipeflow.runtime.agreement import all_gather
+from pipeflow.runtime.cells import Meta
+from pipeflow.runtime.compile import Compiled, compile_program
+from pipeflow.runtime.failure import ActionError, Alarm
+from pipeflow.runtime.microbatch import Batch, merge, next_batch, weights_of
+from pipeflow.runtime.operations import Compute, Operation, Transfer
+from pipeflow.runtime.shared import Ties
+from pipeflow.runtime.stage import Stage
+from pipeflow.runtime.trace import Timed, Trace
+from pipeflow.runtime.transport import LinkError, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a step gives.
+
+    Attributes:
+        loss: the batch's mean loss, a scalar tensor, on the last stage's rank; elsewhere None unless broadcast.
+        outputs: the last stage's outputs, its microbatches put together along dim 0; None unless asked for, and on
+            other ranks.
+        timeline: every rank's measured spans, in seconds; None unless traced.
+    """
+
+    loss: Tensor | None
+    outputs: object = None
+    timeline: Timeline | None = None
+
+
+class Runner:
+    """Runs the steps of one pipeline on this rank. Compiles a program when its kind of step first comes."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        transport: Transport,
+        stages: Mapping[int, Stage],
+        ties: Ties,
+        meta: Meta | None,
+        criterion: Callable[..., Tensor] | None,
+        weigh: Callable[..., float] | None,
+    ) -> None:
+        self.schedule = schedule
+        self.transport = transport
+        self.stages = stages
+        self.ties = ties
+        self.meta = meta
+        self.criterion = criterion
+        self.weigh = weigh
+        self._compiled: dict[bool, Compiled] = {}  # by whether it trains
+
+    def forget(self) -> None:
+        """Drops the compiled programs, which hold on to the transport's channels."""
+        self._compiled.clear()
+
+    def step(
+        self, data_iter: Iterator[object], *, training: bool, return_outputs: bool, broadcast_loss: bool, trace: bool
+    ) -> Output:
+        """Runs one step; all ranks call it together."""
+        compiled = self._program(training)
+        batch = next_batch(data_iter, self.schedule.num_microbatches, self.transport.device)
+        self._load(compiled, batch, training, return_outputs)
+        measured = Trace(compiled.operations, self.transport) if trace else None
+        with torch.set_grad_enabled(training):
+            if training:
+                self.ties.begin()
+            run(compiled.operations if measured is None else measured.operations)
+            if training:
+                self.ties.end(self.transport)
+        loss = self._agree(compiled, batch, broadcast_loss)
+        timeline = None if measured is None else measured.timeline(self.schedule.name, self.schedule.placement)
+        return Output(loss, self._unload(compiled), timeline)
+
+    def _program(self, training: bool) -> Compiled:
+        if training not in self._compiled:
+            schedule = self.schedule if training else self.schedule.forward_only()
+            if training and schedule.is_forward_only:
+                raise UsageError(f"schedule {schedule.name!r} has no backwards: pass forward_only=True")
+            if training and self.criterion is None:
+                raise UsageError("training needs a loss: give the Pipeline a criterion, or pass forward_only=True")
+            meta = self.meta
+            if meta is not None and not training:
+                meta = meta._replace(grads=(False,))
+            self._compiled[training] = compile_program(
+                lower(schedule)[self.transport.rank],
+                stages=self.stages,
+                num_stages=schedule.placement.num_stages,
+                num_microbatches=schedule.num_microbatches,
+                transport=self.transport,
+                meta=meta,
+                training=training,
+            )
+        return self._compiled[training]
+
+    def _load(self, compiled: Compiled, batch: Batch, training: bool, return_outputs: bool) -> None:
+        compiled.positionals[:] = batch.positionals
+        for stage in self.stages.values():
+            stage.load(batch.keywords)
+        if self._has_loss:
+            results = compiled.results
+            results.criterion = self.criterion if training or batch.labels[0] is not None else None
+            results.labels = batch.labels
+            results.weights = weights_of(batch, self.weigh)
+            results.keep_outputs = return_outputs
+
+    @property
+    def _has_loss(self) -> bool:
+        return self.schedule.placement.num_stages - 1 in self.stages
+
+    def _agree(self, compiled: Compiled, batch: Batch, broadcast_loss: bool) -> Tensor | None:
+        """Ends the step: no rank goes on before all have come this far. Returns the loss where it is to be known."""
+        loss = compiled.results.loss()
+        told = [float(loss), _DTYPES.index(loss.dtype)] if broadcast_loss and loss is not None else [0.0, -1.0]
+        rows = all_gather(self.transport, [float(sum(batch.sizes)), *told])
+        if len({samples for samples, _, _ in rows}) > 1:
+            sizes = ", ".join(str(int(samples)) for samples, _, _ in rows)
+            raise UsageError(
+                f"the ranks read batches of different sizes, {sizes}: all need the same data in the same order"
+            )
+        for _, value, dtype in rows if broadcast_loss else ():
+            if dtype >= 0:
+                loss = torch.tensor(value, dtype=_DTYPES[int(dtype)], device=self.transport.device)
+        return loss
+
+    def _unload(self, compiled: Compiled) -> object:
+        """Lets go of the batch; returns the outputs that were kept."""
+        outputs, keep = compiled.results.outputs, compiled.results.keep_outputs
+        compiled.results.clear()
+        compiled.positionals[:] = [()] * len(compiled.positionals)
+        for stage in self.stages.values():
+            stage.keywords = []
+        return merge(outputs) if keep else None
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def run(operations: Sequence[Operation]) -> None:
+    """Calls one operation after the other. Raises ActionError or LinkError, which say where it went wrong."""
+    operation: Operation | None = None
+    try:
+        for operation in operations:
+            operation()
+    except Exception as error:
+        match operation:
+            case Transfer() if not isinstance(error, PipeflowError):
+                raise LinkError(operation.peer, f"{operation.doing} the {operation.value}", error) from None
+            case Transfer(value=value):
+                kind = Kind.F if value.content is Content.ACTIVATION else Kind.B
+                raise ActionError(Action(kind, value.stage, value.microbatch)) from error
+            case Timed(compute=Compute(action=action)) | Compute(action=action):
+                raise ActionError(action) from error
+            case _:
+                raise

@@ -1,0 +1,92 @@
+"""Trace: what really happened, as a Timeline. A traced step wraps its computations; an untraced one knows nothing
+of this."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import torch
+
+from pipeflow.core.placement import Placement
+from pipeflow.core.timeline import Span, Timeline
+from pipeflow.runtime.agreement import all_gather, all_gather_object
+from pipeflow.runtime.operations import Compute, Operation
+from pipeflow.runtime.transport import Transport
+
+
+class Timed(Operation):
+    """A computation that notes when it started and ended: by the clock on a CPU, by events on a GPU, whose
+    computations run on after the call.
+    """
+
+    __slots__ = ("compute", "end", "on_gpu", "start")
+
+    def __init__(self, compute: Compute, *, on_gpu: bool) -> None:
+        self.compute = compute
+        self.on_gpu = on_gpu
+        self.start: float | torch.cuda.Event = 0.0
+        self.end: float | torch.cuda.Event = 0.0
+
+    def __call__(self) -> None:
+        self.start = self.now()
+        self.compute()
+        self.end = self.now()
+
+    def now(self) -> float | torch.cuda.Event:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Trace:
+    """The measurement of one step on one rank; all ranks make theirs together."""
+
+    def __init__(self, operations: list[Operation], transport: Transport) -> None:
+        on_gpu = transport.device.type == "cuda"
+        self.transport = transport
+        self.operations = [
+            Timed(operation, on_gpu=on_gpu) if isinstance(operation, Compute) else operation for operation in operations
+        ]
+        if on_gpu:
+            torch.cuda.synchronize(transport.device)
+        all_gather(transport, [0.0])
+        self.zero = time.perf_counter()
+        self.event = (
+            torch.cuda.current_stream(transport.device).record_event(torch.cuda.Event(enable_timing=True))
+            if on_gpu
+            else None
+        )
+
+    def timeline(self, name: str, placement: Placement) -> Timeline:
+        """Every rank's spans in seconds since rank 0 started the step, the same on every rank.
+
+        Ranks on one machine share its clock; those on other machines count from the moment at which all started.
+        """
+        host, mine = socket.gethostname(), self._spans()
+        everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine))
+        first_host, first_zero, _ = everyone[0]
+        return Timeline(
+            name,
+            placement,
+            tuple(_shifted(spans, zero - first_zero if of == first_host else 0.0) for of, zero, spans in everyone),
+        )
+
+    def _spans(self) -> list[Span]:
+        timed = [operation for operation in self.operations if isinstance(operation, Timed)]
+        if self.event is not None:
+            torch.cuda.synchronize(self.transport.device)
+        rank = self.transport.rank
+        return [Span(one.compute.action, rank, self._since(one.start), self._since(one.end)) for one in timed]
+
+    def _since(self, moment: float | torch.cuda.Event) -> float:
+        if self.event is None or not isinstance(moment, torch.cuda.Event):
+            return float(moment) - self.zero
+        return self.event.elapsed_time(moment) / 1000
+
+
+def _shifted(spans: list[Span], by: float) -> tuple[Span, ...]:
+    return tuple(Span(span.action, span.rank, span.start + by, span.end + by) for span in spans)

@@ -1,0 +1,8 @@
+"""What tests of pipelines need: ranks as threads or processes, tiny models, a conformance suite for transports."""
+
+from __future__ import annotations
+
+from pipeflow.runtime.local import Hub, LocalTransport
+from pipeflow.testing.ranks import RankError, run_processes, run_threads
+
+__all__ = ["Hub", "LocalTransport", "RankError", "run_processes", "run_threads"]

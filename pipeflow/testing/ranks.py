@@ -1,0 +1,170 @@
+"""Ranks for a test: the same function on every rank, each with its context. With a deadline: what hangs is ended,
+and every rank's stack is shown.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeflow.runtime.context import Context, launch, set_context
+from pipeflow.runtime.local import Hub, LocalTransport
+
+
+class RankError(Exception):
+    """Some ranks failed, or hung. The message holds each one's traceback or stack."""
+
+
+def run_threads(
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: object,
+    deadline: float = 60.0,
+    timeout: float = 30.0,
+    device: str = "cpu",
+) -> list[Any]:
+    """Calls `function(*arguments)` on every rank, each a thread of this process over a LocalTransport; returns what
+    each returned. On a GPU each rank computes on a stream of its own.
+
+    Raises RankError after `deadline` seconds, or when a rank raised.
+    """
+    hub, place = Hub(ranks), torch.device(device)
+    results: list[Any] = [None] * ranks
+    errors: dict[int, str] = {}
+
+    def run(rank: int) -> None:
+        transport = LocalTransport(hub, rank, device=place, timeout=timeout)
+        set_context(Context(rank, ranks, rank, ranks, place, transport))
+        if place.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(place))
+        try:
+            results[rank] = function(*arguments)
+        except BaseException:
+            errors[rank] = traceback.format_exc()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + deadline
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    for rank, thread in enumerate(threads):
+        if thread.is_alive():
+            frame = sys._current_frames().get(thread.ident or 0)
+            errors[rank] = "hangs:\n" + "".join(traceback.format_stack(frame))
+    _raise_errors(errors, deadline)
+    return results
+
+
+def run_processes(
+    function: Callable[..., Any],
+    ranks: int,
+    *arguments: object,
+    deadline: float = 60.0,
+    timeout: float = 30.0,
+    may_die: Sequence[int] = (),
+) -> list[Any]:
+    """Calls `function(*arguments)` on every rank, each a process that has called `launch`; returns what each
+    returned, None for those of `may_die` that were killed. Function, arguments and results must pickle.
+
+    Raises RankError after `deadline` seconds, having ended all of them, or when a rank raised or died.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "pipeflow.testing"])
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        connections: list[Connection] = []
+        processes: list[BaseProcess] = []
+        for rank in range(ranks):
+            here, there = context.Pipe(duplex=False)
+            place = (rank, ranks, port, timeout, str(Path(folder, f"{rank}.stack")))
+            process = context.Process(target=_run_rank, args=(there, place, function, arguments), daemon=True)
+            process.start()
+            there.close()
+            connections.append(here)
+            processes.append(process)
+        try:
+            return _collect(connections, processes, deadline, may_die, Path(folder))
+        finally:
+            for process in processes:
+                process.join(2.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _run_rank(
+    connection: Connection,
+    place: tuple[int, int, int, float, str],
+    function: Callable[..., Any],
+    arguments: tuple[object, ...],
+) -> None:
+    rank, ranks, port, timeout, stack = place
+    faulthandler.register(signal.SIGUSR1, file=Path(stack).open("w"), all_threads=True)  # noqa: SIM115 (open until the end)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    try:
+        launch(ranks, timeout=timeout)
+        connection.send((True, function(*arguments)))
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+
+
+def _collect(
+    connections: list[Connection], processes: list[BaseProcess], deadline: float, may_die: Sequence[int], folder: Path
+) -> list[Any]:
+    end = time.monotonic() + deadline
+    results: list[Any] = [None] * len(connections)
+    errors: dict[int, str] = {}
+    for rank, connection in enumerate(connections):
+        try:
+            if not connection.poll(max(0.0, end - time.monotonic())):
+                errors[rank] = f"hangs:\n{_stack(processes[rank], folder / f'{rank}.stack')}"
+                continue
+            succeeded, result = connection.recv()
+            if succeeded:
+                results[rank] = result
+            else:
+                errors[rank] = result
+        except EOFError:
+            processes[rank].join(5.0)
+            if rank not in may_die:
+                errors[rank] = f"died with exit code {processes[rank].exitcode}"
+    _raise_errors(errors, deadline)
+    return results
+
+
+def _stack(process: BaseProcess, file: Path) -> str:
+    if process.pid is not None and process.is_alive():
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+    return file.read_text() if file.exists() else "no stack"
+
+
+def _raise_errors(errors: dict[int, str], deadline: float) -> None:
+    if errors:
+        listed = "\n".join(f"--- rank {rank} {text}" for rank, text in sorted(errors.items()))
+        raise RankError(f"{len(errors)} ranks failed within the deadline of {deadline} s\n{listed}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
