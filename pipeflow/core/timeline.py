@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import makes, needs
@@ -76,26 +77,30 @@ class Timeline:
 
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of spans that the makespan consists of: each began when the one before it, on its own
-        rank or where its input was made, let it.
-        """
-        causes = self._causes()
+        rank or where its input was made, let it."""
+        stages = self.placement.num_stages
+        makers = {value: span for span in self for value in makes(span.action, stages)}
+        before = {after: span for row in self.rows for span, after in pairwise(row)}
         last = max((row[-1] for row in self.rows if row), key=lambda span: span.end, default=None)
         path: list[Span] = []
         while last is not None:
             path.append(last)
-            last = max((cause for cause in causes[last] if cause), key=lambda span: span.end, default=None)
+            inputs = [makers[value] for value in needs(last.action, stages) if value in makers]
+            sent = [span for span in inputs if span.rank != last.rank]
+            last = _cause(last, before.get(last), max(sent, key=lambda span: span.end, default=None))
         return tuple(reversed(path))
 
-    def _causes(self) -> dict[Span, tuple[Span | None, Span | None]]:
-        """Per span, the latest maker of what it needed, and the span before it on its rank."""
-        stages = self.placement.num_stages
-        makers = {value: span for span in self for value in makes(span.action, stages)}
-        causes: dict[Span, tuple[Span | None, Span | None]] = {}
-        for row in self.rows:
-            for previous, span in zip((None, *row), row, strict=False):
-                found = [makers[value] for value in needs(span.action, stages) if value in makers]
-                causes[span] = (max(found, key=lambda maker: maker.end, default=None), previous)
-        return causes
+
+def _cause(span: Span, previous: Span | None, sender: Span | None) -> Span | None:
+    """What `span` began after: the one before it on its rank, or the maker of its input on another rank.
+
+    A transfer takes an unknown time. So the input is what was waited for when the rank was idle for longer than
+    a measured rank is between any two spans: a twentieth of the span.
+    """
+    if previous is None or sender is None:
+        return previous or sender
+    waited = span.start - previous.end > (span.end - span.start) / 20
+    return sender if waited or sender.end > previous.end else previous
 
 
 def _peak(row: tuple[Span, ...]) -> int:

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pipeflow.core.action import Kind
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+
+
+def test_costs_of_a_share_are_divided_among_its_chunks() -> None:
+    cost = CostModel.even(Placement.looped(2, 4), forward=4, backward_input=8, backward_weight=2, transfer=3)
+    assert [cost.duration(kind, 5) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)] == [1, 2.5, 2, 0.5]
+    assert cost.transfer(0) == 3
+
+
+def test_a_bidirectional_share_is_one_stage() -> None:
+    assert CostModel.even(Placement.bidirectional(4)).duration(Kind.F, 0) == 1
+
+
+def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
+    cost = CostModel((1, 1), (1, 1), (1, 1), latency=2, bandwidth=10, activation_bytes=(30, 50))
+    assert [cost.transfer(0), cost.transfer(1)] == [5, 7]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"forward": (1.0,)},
+        {"backward_input": ()},
+        {"backward_weight": (1.0, 1.0, 1.0)},
+        {"activation_bytes": (1.0,)},
+        {"forward": (1.0, -1.0)},
+        {"backward_input": (math.nan, 1.0)},
+        {"backward_weight": (math.inf, 1.0)},
+        {"activation_bytes": (1.0, -1.0)},
+        {"latency": -1.0},
+        {"latency": math.inf},
+        {"bandwidth": 0.0},
+        {"bandwidth": -1.0},
+        {"bandwidth": math.nan},
+    ],
+    ids=str,
+)
+def test_impossible_costs_are_refused(change: dict[str, Any]) -> None:
+    sound: dict[str, Any] = {"forward": (1.0, 1.0), "backward_input": (1.0, 1.0), "backward_weight": (1.0, 1.0)}
+    CostModel(**sound)
+    with pytest.raises(UsageError):
+        CostModel(**(sound | change))
+
+
+def test_a_stage_without_a_cost_is_an_error() -> None:
+    with pytest.raises(UsageError, match="has 1 stages; stage 1 has no cost"):
+        CostModel((1,), (1,), (1,)).duration(Kind.F, 1)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+
+from pipeflow.core.action import Action, Kind, Pair
+from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.schedules import SCHEDULES, make_schedule
+
+TWO_RANKS = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 3), (4, 8)])
+def test_a_schedule_is_read_back_from_its_csv(name: str, ranks: int, microbatches: int) -> None:
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
+    assert Schedule.from_csv(schedule.to_csv(), schedule.placement, name=name) == schedule
+
+
+def test_rows_print_as_lines() -> None:
+    schedule = Schedule.from_csv(TWO_RANKS)
+    assert str(schedule) == "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1"
+    assert schedule.to_csv() == TWO_RANKS
+    assert schedule.num_microbatches == 2
+    assert schedule.placement == Placement.linear(2)
+
+
+def test_empty_cells_blanks_and_windows_line_ends_are_skipped() -> None:
+    ragged = ",0F0, 0F1,,,0B0,0B1\r\n,,1F0,1B0,1F1,1B1,,\r\n"
+    assert Schedule.from_csv(ragged).rows == Schedule.from_csv(TWO_RANKS).rows
+
+
+def test_pairs_and_halves_are_read() -> None:
+    schedule = Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0I1,0W1")
+    assert schedule.rows[0][1] == Pair(Action(Kind.F, 0, 1), Action(Kind.B, 0, 0))
+    assert [str(action) for action in schedule.actions(0)] == ["0F0", "0F1", "0B0", "0I1", "0W1"]
+
+
+def test_stages_are_looped_unless_a_placement_is_given() -> None:
+    text = "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n"
+    assert Schedule.from_csv(text).placement == Placement.looped(2, 2)
+    assert Schedule.from_csv(text, Placement.vee(2)).placement == Placement.vee(2)
+
+
+def test_more_microbatches_than_the_file_has_can_be_given() -> None:
+    assert Schedule.from_csv(TWO_RANKS, num_microbatches=3).num_microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,1B0garbage\n", r"line 2 \(rank 1\), cell 2: '1B0garbage' is not an action"),
+        ("0F0,,0B1B2", r"line 1 \(rank 0\), cell 3: '0B1B2' is not an action"),
+        ("0F0,(0B0;0F0)OVERLAP_F_B", r"line 1 \(rank 0\), cell 2: pair .* takes a forward"),
+        ("0F0;0B0", "not an action"),
+        ("", "empty"),
+        ("  \n\n", "empty"),
+        (",,\n,", "no action"),
+        ("0F0,1F0,2F0\n0B0,1B0,2B0", "3 stages on 2 ranks.*pass placement="),
+        ("0F0,0B0,0F999999999", "3 actions for 1 stages and 1000000000 microbatches"),
+        ("0F0,999999999B0", "2 actions for 1000000000 stages"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_csv(text)
+
+
+def test_fewer_microbatches_than_the_file_has_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="has 2 microbatches, not 1"):
+        Schedule.from_csv(TWO_RANKS, num_microbatches=1)
+
+
+def test_there_is_one_row_per_rank() -> None:
+    with pytest.raises(ScheduleError, match="2 rows for a placement on 3 ranks"):
+        Schedule.from_csv(TWO_RANKS, Placement.linear(3))
+
+
+def test_there_is_a_microbatch() -> None:
+    with pytest.raises(UsageError, match="num_microbatches must be an integer of at least 1, got 0"):
+        Schedule("none", Placement.linear(1), 0, ((),))
+
+
+def test_forward_only_leaves_the_forwards_in_order() -> None:
+    schedule = Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0I1,0W1", name="paired")
+    forward = schedule.forward_only()
+    assert forward.to_csv() == "0F0,0F1\n"
+    assert forward.name == "paired (forward only)"
+    assert forward.is_forward_only
+    assert not schedule.is_forward_only
+
+
+def test_schedules_are_values() -> None:
+    one, other = (make_schedule("1f1b", ranks=2, microbatches=2) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    with pytest.raises(AttributeError):
+        one.name = "another"  # type: ignore[misc]

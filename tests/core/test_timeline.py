@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from pipeflow.analysis.simulate import simulate
+from pipeflow.core.action import Action
+from pipeflow.core.cost import CostModel
+from pipeflow.core.placement import Placement
+from pipeflow.core.timeline import Span, Timeline
+from pipeflow.schedules import SCHEDULES, make_schedule
+
+
+def timeline(*rows: str) -> Timeline:
+    """From rows like "0F0@0-1 0B0@3-5"."""
+
+    def span(text: str, rank: int) -> Span:
+        action, _, times = text.partition("@")
+        start, end = times.split("-")
+        return Span(Action.parse(action), rank, float(start), float(end))
+
+    spans = tuple(tuple(span(text, rank) for text in row.split()) for rank, row in enumerate(rows))
+    return Timeline("by hand", Placement.linear(len(rows)), spans)
+
+
+def test_the_measures_of_two_ranks() -> None:
+    measured = timeline("0F0@1-2 0F1@2-3 0B0@6-8 0B1@9-11", "1F0@3-4 1B0@4-6 1F1@6-7 1B1@7-9")
+    assert measured.makespan == 11
+    assert measured.span == 10  # rank 0 began at 1
+    assert measured.work == 6
+    assert measured.bubble_ratio == pytest.approx(0.4)
+    assert measured.peak_activations == (2, 1)
+    assert [str(span.action) for span in measured.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+
+
+def test_a_rank_without_work_and_a_timeline_without_spans_measure_zero() -> None:
+    assert timeline("0F0@0-1", "").peak_activations == (1, 0)
+    empty = timeline("", "")
+    assert (empty.makespan, empty.span, empty.work, empty.bubble_ratio) == (0, 0, 0, 0)
+    assert empty.critical_path() == ()
+
+
+def test_an_activation_ends_with_its_input_gradient() -> None:
+    assert timeline("0F0@0-1 0I0@1-2 0F1@2-3 0I1@3-4 0W0@4-5 0W1@5-6").peak_activations == (1,)
+
+
+def test_without_backwards_no_activation_is_kept() -> None:
+    assert timeline("0F0@0-1 0F1@1-2 0F2@2-3").peak_activations == (1,)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("transfer", [0.0, 0.7])
+def test_the_critical_path_reaches_from_the_start_to_the_makespan(name: str, transfer: float) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=6)
+    stages = schedule.placement.num_stages
+    for seed in range(10):
+        draw = random.Random(seed)
+        times = [tuple(draw.uniform(0.1, 3) for _ in range(stages)) for _ in range(3)]
+        planned = simulate(schedule, CostModel(*times, latency=transfer))
+        path = planned.critical_path()
+        assert path[0].start == 0
+        assert path[-1].end == planned.makespan
+        gaps = [after.start - before.end for before, after in pairwise(path)]
+        assert min(gaps) > -1e-9
+        assert max(gaps) < transfer + 1e-9
+
+
+def test_on_a_busy_rank_the_critical_path_stays() -> None:
+    noisy = timeline("0F0@0-1 0F1@1.01-2 0B0@4-6 0B1@8.1-10", "1F0@1.1-2 1B0@2.01-4 1F1@4.01-6 1B1@6.02-8")
+    assert [str(span.action) for span in noisy.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+
+
+def test_on_an_idle_rank_the_critical_path_leads_to_the_sender() -> None:
+    """Rank 1 waits for 0F1, whose transfer takes long, though its own 1F0 ended after 0F1 was made."""
+    late = timeline("0F0@0-1 0F1@1-2", "1F0@1-3 1F1@5-6")
+    assert [str(span.action) for span in late.critical_path()] == ["0F0", "0F1", "1F1"]
