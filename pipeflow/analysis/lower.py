@@ -19,8 +19,8 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     maker, and a Recv before its user.
 
     Receives are posted ahead, so that the transfer overlaps computation: each before the action that its rank
-    runs when the value is sent, in a simulation under `cost`. Between an ordered pair of ranks both ends keep
-    the sender's order. A Release follows as soon as a value made after the use of the sent one has come back.
+    runs when the value is sent, in a simulation under `cost`. Between an ordered pair of ranks, activations keep
+    the sender's order on both ends, and so do gradients. A Release follows as soon as a value made after the use of the sent one has come back.
 
     Raises ScheduleError when the schedule cannot run to its end.
     """
@@ -54,16 +54,17 @@ def _posts(schedule: Schedule, transfers: _Transfers, cost: CostModel | None) ->
     times = [_entry_times(row, spans) for row, spans in zip(schedule.rows, timeline.rows, strict=True)]
     posts: list[dict[int, list[Recv]]] = [defaultdict(list) for _ in schedule.rows]
     for (sender, receiver), values in sorted(transfers.channels.items()):
-        positions = []
-        running = 0
+        running = 0  # the entry that the receiver is at when the value is sent
+        described = 0  # a gradient looks like its activation, so it is posted for once that was made
         for value in values:
             _, sent = times[sender][transfers.made[value][1]]
             while running + 1 < len(times[receiver]) and times[receiver][running + 1][0] < sent:
                 running += 1
-            positions.append(min(running, transfers.used[value][1]))
-        for index in range(len(positions) - 1, 0, -1):
-            positions[index - 1] = min(positions[index - 1], positions[index])
-        for value, position in zip(values, positions, strict=True):
+            position = running
+            if value.content is Content.GRADIENT:
+                activation = value._replace(content=Content.ACTIVATION, stage=value.stage - 1)
+                described = max(described, transfers.made[activation][1] + 1)
+                position = max(running, described)
             posts[receiver][position].append(Recv(value, sender))
     return posts
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from pipeflow.analysis.graph import dependency_graph
 from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind, actions_of
-from pipeflow.core.dataflow import Value
+from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.program import Program, Recv, Send
 from pipeflow.core.schedule import Schedule
 
@@ -120,29 +121,32 @@ def _cycle(schedule: Schedule) -> Violation:
 
 
 def verify_programs(programs: Sequence[Program]) -> list[Violation]:
-    """Every violation of the channel rule: between each ordered pair of ranks, the values that one sends and
-    the values for which the other posts receives are the same, in the same order."""
-    sent: dict[tuple[int, int], list[Value]] = {}
-    received: dict[tuple[int, int], list[Value]] = {}
+    """Every violation of the channel rule: between each ordered pair of ranks, the activations that one sends and
+    those for which the other posts receives are the same, in the same order; and so for gradients.
+    """
+    sent: dict[Channel, list[Value]] = {}
+    received: dict[Channel, list[Value]] = {}
     for program in programs:
         for instruction in program.instructions:
             match instruction:
                 case Send(value, peer):
-                    sent.setdefault((program.rank, peer), []).append(value)
+                    sent.setdefault((program.rank, peer, value.content), []).append(value)
                 case Recv(value, peer):
-                    received.setdefault((peer, program.rank), []).append(value)
+                    received.setdefault((peer, program.rank, value.content), []).append(value)
                 case _:
                     pass
-    violations = []
-    for pair in sorted({*sent, *received}):
-        there, here = sent.get(pair, []), received.get(pair, [])
+    channels = sorted({*sent, *received})
+    found = [_mismatch(channel, sent.get(channel, []), received.get(channel, [])) for channel in channels]
+    return [violation for violation in found if violation is not None]
+
+
+Channel = tuple[int, int, Content]  # from, to, of what
+
+
+def _mismatch(channel: Channel, sent: list[Value], received: list[Value]) -> Violation | None:
+    for index, (there, here) in enumerate(zip_longest(sent, received)):
         if there != here:
-            index = next(
-                (i for i, (a, b) in enumerate(zip(there, here, strict=False)) if a != b), min(len(there), len(here))
-            )
-            says = [str(values[index]) if index < len(values) else "nothing" for values in (there, here)]
-            problem = (
-                f"from rank {pair[0]} to rank {pair[1]}, transfer {index}: sent is {says[0]}, received is {says[1]}"
-            )
-            violations.append(Violation(problem, "both ends to list the same values in the same order"))
-    return violations
+            ends = f"sent is {there or 'nothing'}, received is {here or 'nothing'}"
+            problem = f"from rank {channel[0]} to rank {channel[1]}, transfer {index}: {ends}"
+            return Violation(problem, "both ends to list the same values in the same order")
+    return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import makes, needs
@@ -67,28 +66,35 @@ class Timeline:
 
     def waits(self) -> list[float]:
         """Where a rank stood idle for a value from another rank: the time from when that was made to when the
-        action began that needed it. What a transfer takes, as seen from the timeline.
+        action that needed it began. What a transfer takes, as seen from the timeline.
         """
-        found = []
-        for span, (cause, previous) in self._causes().items():
-            if cause is not None and cause.rank != span.rank and (previous is None or previous.end < cause.end):
-                found.append(max(0.0, span.start - cause.end))
-        return found
+        return [
+            span.start - sender.end
+            for span, previous, sender in self._causes()
+            if sender is not None and sender.end > (0.0 if previous is None else previous.end)
+        ]
 
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of spans that the makespan consists of: each began when the one before it, on its own
-        rank or where its input was made, let it."""
-        stages = self.placement.num_stages
-        makers = {value: span for span in self for value in makes(span.action, stages)}
-        before = {after: span for row in self.rows for span, after in pairwise(row)}
+        rank or where its input was made, let it.
+        """
+        causes = {span: _cause(span, previous, sender) for span, previous, sender in self._causes()}
         last = max((row[-1] for row in self.rows if row), key=lambda span: span.end, default=None)
         path: list[Span] = []
         while last is not None:
             path.append(last)
-            inputs = [makers[value] for value in needs(last.action, stages) if value in makers]
-            sent = [span for span in inputs if span.rank != last.rank]
-            last = _cause(last, before.get(last), max(sent, key=lambda span: span.end, default=None))
+            last = causes[last]
         return tuple(reversed(path))
+
+    def _causes(self) -> Iterator[tuple[Span, Span | None, Span | None]]:
+        """Each span, the one before it on its rank, and the latest maker of its input on another rank."""
+        stages = self.placement.num_stages
+        makers = {value: span for span in self for value in makes(span.action, stages)}
+        for row in self.rows:
+            for previous, span in zip((None, *row), row, strict=False):
+                inputs = [makers[value] for value in needs(span.action, stages) if value in makers]
+                sent = [maker for maker in inputs if maker.rank != span.rank]
+                yield span, previous, max(sent, key=lambda maker: maker.end, default=None)
 
 
 def _cause(span: Span, previous: Span | None, sender: Span | None) -> Span | None:

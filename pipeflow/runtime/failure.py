@@ -54,7 +54,7 @@ class Alarm:
             if first.died is not None:
                 self._dead = first
             if isinstance(cause, PipeflowError) or not isinstance(cause, Exception):
-                raise cause.with_traceback(cause.__traceback__) from None
+                raise (cause or error) from None
             raise PipelineError(first) from (None if isinstance(error, LinkError) else cause)
 
     def _locate(self, error: BaseException) -> Failure:

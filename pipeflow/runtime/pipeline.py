@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,15 +153,11 @@ def _fitting_stages(
 def _compare(context: Context, schedule: Schedule, shape: object, ties: Ties) -> None:
     """Raises UsageError, on every rank, unless all ranks were given the same."""
     digest = hashlib.sha256(schedule.to_csv().encode()).hexdigest()
-    given = {
-        "schedule": (schedule.name, schedule.placement, schedule.num_microbatches, digest),
-        "tensor_shape and tensor_dtype": shape,
-    }
-    everyone = all_gather_object(context.transport, (given, ties.describe()))
-    for rank, (others, _) in enumerate(everyone):
-        for what in given:
-            if others[what] != everyone[0][0][what]:
-                raise UsageError(
-                    f"rank {rank} has another {what} than rank 0: {others[what]}, not {everyone[0][0][what]}"
-                )
-    compare_ties([described for _, described in everyone])
+    plan = (schedule.name, schedule.placement, schedule.num_microbatches, digest)
+    everyone: list[Any] = all_gather_object(context.transport, (plan, shape, ties.describe()))
+    plans, shapes, tied = zip(*everyone, strict=True)
+    for what, given in (("schedule", plans), ("tensor_shape or tensor_dtype", shapes)):
+        for rank, its in enumerate(given):
+            if its != given[0]:
+                raise UsageError(f"rank {rank} was given another {what} than rank 0: {its}, not {given[0]}")
+    compare_ties(list(tied))

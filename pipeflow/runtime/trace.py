@@ -82,10 +82,9 @@ class Trace:
         rank = self.transport.rank
         return [Span(one.compute.action, rank, self._since(one.start), self._since(one.end)) for one in timed]
 
-    def _since(self, moment: float | torch.cuda.Event) -> float:
-        if self.event is None or not isinstance(moment, torch.cuda.Event):
-            return float(moment) - self.zero
-        return self.event.elapsed_time(moment) / 1000
+    def _since(self, moment: Any) -> float:
+        seconds: float = moment - self.zero if self.event is None else self.event.elapsed_time(moment) / 1000
+        return seconds
 
 
 def _shifted(spans: list[Span], by: float) -> tuple[Span, ...]:

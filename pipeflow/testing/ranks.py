@@ -4,6 +4,7 @@ and every rank's stack is shown.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
@@ -84,7 +85,7 @@ def run_processes(
 
     Raises RankError after `deadline` seconds, having ended all of them, or when a rank raised or died.
     """
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "pipeflow.testing"])
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -124,6 +125,8 @@ def _run_rank(
         connection.send((True, function(*arguments)))
     except BaseException:
         connection.send((False, traceback.format_exc()))
+    finally:
+        atexit._run_exitfuncs()  # which the exit of a multiprocessing child leaves out
 
 
 def _collect(
