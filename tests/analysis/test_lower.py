@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+
+from pipeflow.analysis.lower import lower
+from pipeflow.analysis.simulate import simulate
+from pipeflow.core.action import Action
+from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import Content
+from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.core.schedule import Schedule
+from pipeflow.schedules import SCHEDULES, make_schedule
+
+
+def text(step: Instruction) -> str:
+    if isinstance(step, Compute):
+        return str(step.entry)
+    letter = "a" if step.value.content is Content.ACTIVATION else "g"
+    return f"{type(step).__name__.lower()} {letter}{step.value.stage}.{step.value.microbatch}"
+
+
+def test_the_programs_of_two_ranks() -> None:
+    first, last = lower(Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"))
+    assert [text(step) for step in first.instructions] == [
+        "0F0", "send a0.0", "recv g1.0", "0F1", "send a0.1", "recv g1.1", "0B0", "release a0.0", "0B1", "release a0.1",
+    ]  # fmt: skip
+    assert [text(step) for step in last.instructions] == [
+        "recv a0.0", "recv a0.1", "1F0", "1B0", "send g1.0", "1F1", "1B1", "send g1.1", "release g1.0", "release g1.1",
+    ]  # fmt: skip
+
+
+def test_one_rank_sends_nothing_not_even_between_its_chunks() -> None:
+    (program,) = lower(make_schedule("interleaved-1f1b", ranks=1, microbatches=3, chunks=2))
+    assert all(isinstance(step, Compute) for step in program.instructions)
+    assert program.receive_buffers == 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("transfer", [0, 2])
+def test_a_receive_is_posted_before_what_runs_when_its_value_is_sent(name: str, transfer: float) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=8)
+    cost = CostModel.even(schedule.placement, transfer=transfer)
+    spans = {span.action: span for span in simulate(schedule, cost)}
+    programs = lower(schedule, cost)
+    sent = {}
+    for program in programs:
+        now = 0.0
+        for step in program.instructions:
+            match step:
+                case Compute(Action() as action):
+                    now = spans[action].end
+                case Send(value, _):
+                    sent[value] = now
+                case _:
+                    pass
+    for program in programs:
+        posted = 0.0  # when the entry before began: at the latest then a receive here must be posted
+        for step in program.instructions:
+            match step:
+                case Compute(Action() as action):
+                    posted = spans[action].start
+                case Recv(value, _):
+                    assert posted <= sent[value]
+                case _:
+                    pass
+
+
+def brute_force_buffers(program: Program) -> int:
+    """Received values that are alive at once, looked up for every instruction."""
+    steps = program.instructions
+    last = {}
+    for index, step in enumerate(steps):
+        if isinstance(step, Compute):
+            last[step.entry.stage, step.entry.microbatch] = index  # type: ignore[union-attr]
+    lives = []
+    for index, step in enumerate(steps):
+        if isinstance(step, Recv):
+            stage = step.value.stage + (1 if step.value.content is Content.ACTIVATION else -1)
+            lives.append((index, last[stage, step.value.microbatch]))
+    return max((sum(start <= index <= end for start, end in lives) for index in range(len(steps))), default=0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 4), (2, 1), (4, 8), (3, 7)])
+def test_receive_buffers_are_counted(name: str, ranks: int, microbatches: int) -> None:
+    for program in lower(make_schedule(name, ranks=ranks, microbatches=microbatches)):
+        assert program.receive_buffers == brute_force_buffers(program)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_release_comes_with_proof_or_at_the_end(name: str) -> None:
+    """Run the programs: when a rank lets go of a value, its peer has already used it, or the program ends."""
+    schedule = make_schedule(name, ranks=3, microbatches=6)
+    spans = {span.action: span for span in simulate(schedule)}
+    users = {}
+    for span in spans.values():
+        users[span.action.kind == "F", span.action.stage, span.action.microbatch] = span
+    for program in lower(schedule):
+        last = max(index for index, step in enumerate(program.instructions) if isinstance(step, Compute))
+        now = 0.0
+        for index, step in enumerate(program.instructions):
+            if isinstance(step, Compute):
+                now = spans[step.entry].end  # type: ignore[index]
+            if isinstance(step, Release) and index < last:
+                forward = step.value.content is Content.ACTIVATION
+                user = users[forward, step.value.stage + (1 if forward else -1), step.value.microbatch]
+                assert user.end <= now

@@ -1,0 +1,240 @@
+"""Verify is tested by what it rejects: every mutation of every schedule, judged by an oracle of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pipeflow.analysis.lower import lower
+from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.verify import Violation, verify, verify_programs
+from pipeflow.core.action import Action, Entry, Kind, actions_of
+from pipeflow.core.errors import ScheduleError
+from pipeflow.core.placement import Placement
+from pipeflow.core.program import Program, Recv
+from pipeflow.core.schedule import Schedule
+from pipeflow.schedules import SCHEDULES, make_schedule
+
+Rows = tuple[tuple[Entry, ...], ...]
+Mutation = Callable[[Rows], Iterator[Rows]]
+
+ZERO_BUBBLE = Schedule.from_csv(
+    "0F0,0F1,0I0,0W0,0F2,0I1,0W1,0I2,0W2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2", name="zero bubble"
+)
+PAIRED = Schedule.from_csv("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,(1F2;1B1)OVERLAP_F_B,1B2", name="paired")
+VEE = Schedule.from_csv(
+    "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1", Placement.vee(2), name="vee"
+)
+
+
+def sound(schedule: Schedule) -> bool:
+    """The definition, with no regard for speed: the right actions, each once, on the rank of its stage, and
+    running whatever can run reaches the end."""
+    stages, microbatches = schedule.placement.num_stages, schedule.num_microbatches
+    counts = Counter(str(action) for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
+    if not counts or max(counts.values()) > 1:
+        return False
+    present = set(counts)
+    forward_only = all("F" in text for text in present)
+    for stage in range(stages):
+        for microbatch in range(microbatches):
+            has = {kind for kind in "FBIW" if f"{stage}{kind}{microbatch}" in present}
+            if has not in ([{"F"}] if forward_only else [{"F", "B"}, {"F", "I", "W"}]):
+                return False
+            present -= {f"{stage}{kind}{microbatch}" for kind in has}
+    if present:
+        return False
+    for rank in range(len(schedule.rows)):
+        for action in schedule.actions(rank):
+            path = schedule.placement.paths[action.microbatch % len(schedule.placement.paths)]
+            if path[action.stage] != rank:
+                return False
+    return runs(schedule)
+
+
+def runs(schedule: Schedule) -> bool:
+    done: set[str] = set()
+    rows = [list(row) for row in schedule.rows]
+    moved = True
+    while moved:
+        moved = False
+        for row in rows:
+            while row and all(can_run(action, schedule.placement.num_stages, done) for action in actions_of(row[0])):
+                done.update(map(str, actions_of(row.pop(0))))
+                moved = True
+    return not any(rows)
+
+
+def can_run(action: Action, stages: int, done: set[str]) -> bool:
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.F:
+        return stage == 0 or f"{stage - 1}F{microbatch}" in done
+    if action.kind is Kind.W:
+        return f"{stage}I{microbatch}" in done
+    later = {f"{stage + 1}B{microbatch}", f"{stage + 1}I{microbatch}"}
+    return f"{stage}F{microbatch}" in done and (stage == stages - 1 or bool(later & done))
+
+
+def changed(rows: Rows, rank: int, row: tuple[Entry, ...]) -> Rows:
+    return (*rows[:rank], row, *rows[rank + 1 :])
+
+
+def dropped(rows: Rows) -> Iterator[Rows]:
+    for rank, row in enumerate(rows):
+        for position in range(len(row)):
+            yield changed(rows, rank, row[:position] + row[position + 1 :])
+
+
+def duplicated(rows: Rows) -> Iterator[Rows]:
+    for rank, row in enumerate(rows):
+        for position, entry in enumerate(row):
+            yield changed(rows, rank, (*row[:position], entry, *row[position:]))
+            yield changed(rows, rank, (*row, entry))
+
+
+def swapped(rows: Rows) -> Iterator[Rows]:
+    for rank, row in enumerate(rows):
+        for first in range(len(row)):
+            for second in range(first + 1, len(row)):
+                order = list(row)
+                order[first], order[second] = order[second], order[first]
+                yield changed(rows, rank, tuple(order))
+
+
+def moved(rows: Rows) -> Iterator[Rows]:
+    for rank, row in enumerate(rows):
+        for position, entry in enumerate(row):
+            target = (rank + 1) % len(rows)
+            without = changed(rows, rank, row[:position] + row[position + 1 :])
+            yield changed(without, target, (*without[target][:position], entry, *without[target][position:]))
+
+
+def replaced(rows: Rows) -> Iterator[Rows]:
+    """Another stage, another microbatch (also ones that do not exist), another kind."""
+    for rank, row in enumerate(rows):
+        for position, entry in enumerate(row):
+            for action in actions_of(entry)[:1]:
+                others = [Action(action.kind, stage, action.microbatch) for stage in range(6)]
+                others += [Action(action.kind, action.stage, microbatch) for microbatch in range(6)]
+                others += [Action(kind, action.stage, action.microbatch) for kind in Kind]
+                for other in others:
+                    if other != action:
+                        yield changed(rows, rank, (*row[:position], other, *row[position + 1 :]))
+
+
+def subjects() -> Iterator[Schedule]:
+    for name in SCHEDULES:
+        yield make_schedule(name, ranks=2, microbatches=3)
+        yield make_schedule(name, ranks=3, microbatches=2)
+        yield make_schedule(name, ranks=2, microbatches=4).forward_only()
+    yield from (ZERO_BUBBLE, PAIRED, VEE)
+
+
+@pytest.mark.parametrize("mutate", [dropped, duplicated, swapped, moved, replaced])
+@pytest.mark.parametrize("schedule", list(subjects()), ids=lambda schedule: f"{schedule.name} {len(schedule.rows)}")
+def test_verify_agrees_with_the_definition(schedule: Schedule, mutate: Mutation) -> None:
+    assert sound(schedule)
+    assert verify(schedule) == []
+    refused = 0
+    for rows in mutate(schedule.rows):
+        mutant = Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
+        violations = verify(mutant)
+        assert (violations == []) == sound(mutant), str(mutant)
+        assert len(set(violations)) == len(violations), "one violation is listed twice"
+        refused += bool(violations)
+    assert refused or schedule.is_forward_only  # forwards alone may run in any order that the stages allow
+
+
+def deadlocked() -> Schedule:
+    """Each rank waits for what the other would make next: what torch.distributed.pipelining accepts."""
+    return Schedule.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0", name="deadlocked")
+
+
+def test_a_deadlock_is_shown_as_its_cycle() -> None:
+    (violation,) = verify(deadlocked())
+    assert "deadlock" in violation.problem
+    chain = violation.problem.removeprefix("deadlock: ").split(" -> ")
+    assert chain[0] == chain[-1]
+    assert {"0B0 (rank 0)", "0F1 (rank 0)", "1F1 (rank 1)", "1F0 (rank 1)"} <= set(chain)
+    assert violation.rank is not None
+    row = deadlocked().rows[violation.rank]
+    assert violation.position is not None
+    assert str(row[violation.position]) == chain[0].split()[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,0B0\n(1F0;1B0)OVERLAP_F_B",  # the backward needs what its own pair saves
+        "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1",  # the backward waits for the forward it is paired with
+    ],
+)
+def test_a_pair_that_waits_for_itself_is_a_deadlock(text: str) -> None:
+    schedule = Schedule.from_csv(text)
+    assert not sound(schedule)
+    (violation,) = verify(schedule)
+    assert "deadlock" in violation.problem
+
+
+def test_what_cannot_run_is_neither_simulated_nor_lowered() -> None:
+    with pytest.raises(ScheduleError, match="stuck are rank 0 at 0B0, rank 1 at 1F1; see verify"):
+        simulate(deadlocked())
+    with pytest.raises(ScheduleError, match="stuck"):
+        lower(deadlocked())
+    with pytest.raises(ScheduleError, match="rank 1: there is no 2F0 in this schedule"):
+        simulate(Schedule.from_csv("0F0,0B0\n2F0,1B0", Placement.linear(2)))
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("0F0,0B0,0B0", ["rank 0, position 2: 0B0 runs again; expected every action once"]),
+        ("0F0,0F1,0B0", ["rank 0: of stage 0, microbatch 1 runs 0F1; expected F and B, or F, I and W"]),
+        ("0F0,0I0", ["rank 0: of stage 0, microbatch 0 runs 0F0, 0I0; expected F and B, or F, I and W"]),
+        ("0F0,0B0\n1F0,1B0,0F0", [
+            "rank 1, position 2: 0F0 is on rank 1; expected it on rank 0, which holds its stage",
+            "rank 1, position 2: 0F0 runs again; expected every action once",
+        ]),
+        ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B2", [
+            "rank 1, position 3: 1B2 does not exist; expected stages 0..1 and microbatches 0..1",
+            "rank 1: of stage 1, microbatch 1 runs 1F1; expected F and B, or F, I and W",
+        ]),
+        ("0F0\n1F0,1F0", ["rank 1, position 1: 1F0 runs again; expected every action once"]),
+        ("0F0,0F1\n1F0", ["rank 1: of stage 1, microbatch 1 runs nothing; expected its forward alone"]),
+    ],
+)  # fmt: skip
+def test_messages_name_rank_position_action_and_what_was_expected(text: str, messages: list[str]) -> None:
+    rows = Schedule.from_csv(text, Placement.linear(text.count("\n") + 1)).rows
+    microbatches = 1 + max(action.microbatch for row in rows for entry in row for action in actions_of(entry))
+    schedule = Schedule("csv", Placement.linear(len(rows)), min(microbatches, 2), rows)
+    assert [str(violation) for violation in verify(schedule)] == messages
+
+
+def test_every_violation_is_listed() -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    empty = Schedule("empty", schedule.placement, 8, (*schedule.rows[:3], ()))
+    assert len(verify(empty)) == 8
+
+
+def test_programs_whose_ends_disagree_are_refused() -> None:
+    programs = lower(make_schedule("1f1b", ranks=2, microbatches=3))
+    assert verify_programs(programs) == []
+    steps = list(programs[1].instructions)
+    receives = [index for index, step in enumerate(steps) if isinstance(step, Recv)]
+    steps[receives[0]], steps[receives[1]] = steps[receives[1]], steps[receives[0]]
+    (swapped_ends,) = verify_programs([programs[0], Program(1, tuple(steps), 1)])
+    assert str(swapped_ends) == (
+        "from rank 0 to rank 1, transfer 0: sent is activation of stage 0, microbatch 0, received is activation of "
+        "stage 0, microbatch 1; expected both ends to list the same values in the same order"
+    )
+    del steps[receives[2]]
+    assert len(verify_programs([programs[0], Program(1, tuple(steps), 1)])) == 1
+    (missing,) = verify_programs([programs[0], Program(1, tuple(steps[: receives[2]]), 1)][:1])[:1]
+    assert "received is nothing" in missing.problem
+
+
+def test_a_violation_without_a_place_says_what_is_wrong() -> None:
+    assert str(Violation("something", "something else")) == "something; expected something else"
+    assert str(Violation("something", "something else", rank=3)) == "rank 3: something; expected something else"
