@@ -1,0 +1,113 @@
+"""Plans as values, at scale: 1F1B for 64 ranks and 1,024 microbatches made, simulated, verified and lowered.
+
+Beside it, what torch.distributed.pipelining can do with the same schedule through its private functions: its own
+generator makes another order than the one it runs, which its validator refuses, so the others are given ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from benchmarks.processes import ROOT
+from benchmarks.report import Report
+
+RANKS, MICROBATCHES = 64, 1024
+STARTS = {
+    "pipeflow list": ["-m", "pipeflow", "list"],
+    "import torch.distributed.pipelining": ["-c", "import torch.distributed.pipelining"],
+    "python alone": ["-c", "pass"],
+}
+Work = dict[str, Callable[[], object]]
+
+
+def run(rounds: int | None = None) -> Report:
+    rounds = rounds or 3
+    title = f"analysis: 1F1B, {RANKS} ranks, {MICROBATCHES} microbatches, median of {rounds} rounds"
+    report = Report("analysis", title, ["", "pipeflow s", "torch s"])
+    ours, theirs = _ours(), _theirs()
+    times: dict[str, list[float]] = {}
+    for number in range(rounds):
+        for label, work in ours.items():
+            times.setdefault(f"pipeflow: {label}", []).append(_timed(work))
+        for label, work in theirs.items():
+            if number == 0 or label != "lower":  # torch's lowering takes as long as all the rest
+                times.setdefault(f"torch: {label}", []).append(_timed(work))
+    for label in ours:
+        report.rows.append([label, *(_median(times, f"{side}: {label}") for side in ("pipeflow", "torch"))])
+    report.data["seconds"] = times
+    _add_starts(report, rounds)
+    report.notes += [
+        "target: at most 1 s each; pipeflow list in at most 0.3 s",
+        "torch's verify counts actions per stage; its simulate knows no durations; its lowering ran once",
+    ]
+    return report
+
+
+def _median(times: dict[str, list[float]], label: str) -> str:
+    return f"{statistics.median(times[label]):.2f}" if label in times else "none"
+
+
+def _timed(work: Callable[[], object]) -> float:
+    gc.collect()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _ours() -> Work:
+    import pipeflow
+
+    schedule = pipeflow.make_schedule("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
+    return {
+        "make_schedule": lambda: pipeflow.make_schedule("1f1b", ranks=RANKS, microbatches=MICROBATCHES),
+        "verify": lambda: pipeflow.verify(schedule),
+        "simulate": lambda: pipeflow.simulate(schedule),
+        "lower": lambda: pipeflow.lower(schedule),
+    }
+
+
+def _theirs() -> Work:
+    from torch.distributed.pipelining import _schedule_visualizer as visualizer
+    from torch.distributed.pipelining import schedules
+
+    import pipeflow
+
+    rows = pipeflow.make_schedule("1f1b", ranks=RANKS, microbatches=MICROBATCHES).rows
+    actions = {rank: [schedules._Action.from_str(str(action)) for action in row] for rank, row in enumerate(rows)}
+    lowered: dict = {}
+
+    def lower() -> None:
+        sharded = {rank: schedules._add_unshard_reshard(row) for rank, row in actions.items()}
+        whole = {rank: schedules._add_reduce_grad(row, MICROBATCHES) for rank, row in sharded.items()}
+        lowered.update(schedules._add_send_recv(whole, lambda stage: stage, RANKS))
+
+    def simulate() -> object:
+        known = ("FORWARD", "FULL_BACKWARD", "SEND_F", "RECV_F", "SEND_B", "RECV_B")  # it refuses its lowering's others
+        order = {rank: [each for each in row if each.computation_type.name in known] for rank, row in lowered.items()}
+        return schedules._simulate_comms_compute(order, lambda stage: stage, RANKS)
+
+    return {
+        "make_schedule": lambda: visualizer.get_schedule_ops("1F1B", RANKS, MICROBATCHES),
+        "verify": lambda: schedules._validate_schedule(actions, RANKS, RANKS, MICROBATCHES),
+        "lower": lower,
+        "simulate": simulate,
+    }
+
+
+def _add_starts(report: Report, rounds: int) -> None:
+    times: dict[str, list[float]] = {label: [] for label in STARTS}
+    for _ in range(rounds + 2):
+        for label, arguments in STARTS.items():
+            command = [sys.executable, *arguments]
+            start = time.perf_counter()
+            subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=120)
+            times[label].append(time.perf_counter() - start)
+    ours, theirs, alone = (f"{statistics.median(each):.2f}" for each in times.values())
+    report.rows.append(["start: pipeflow list / import torch's pipelining", ours, theirs])
+    report.notes.append(f"python alone starts in {alone} s")
+    report.data["start seconds"] = times

@@ -1,0 +1,20 @@
+"""All contenders for one schedule, each proved to compute the plain model's gradients before it is timed."""
+
+from __future__ import annotations
+
+from benchmarks import by_hand, pipeflow_side, torch_side
+from benchmarks.task import Contender, Task, check
+
+
+def all_of(task: Task, rank: int, name: str, chunks: int, *, unknown_shape: bool = False) -> dict[str, Contender]:
+    """By name: the loop by hand, torch, pipeflow, and pipeflow without a given shape if `unknown_shape`."""
+    if chunks == 1:
+        made = [by_hand.one_f_one_b(task, rank), torch_side.one_f_one_b(task, rank)]
+    else:
+        made = [by_hand.interleaved(task, rank, chunks), torch_side.interleaved(task, rank, chunks)]
+    made.append(pipeflow_side.contender(task, rank, name, chunks=chunks))
+    if unknown_shape:
+        made.append(pipeflow_side.contender(task, rank, name, chunks=chunks, known_shape=False))
+    for contender in made:
+        check(task, contender, rank, chunks)
+    return {contender.name: contender for contender in made}

@@ -1,0 +1,72 @@
+"""The stages that the benchmarks train: one that sleeps, one that computes, one that does nearly nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity, taking a given time forward and backward."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
+        context.seconds = backward_seconds
+        time.sleep(forward_seconds)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(context.seconds)
+        return gradients[0], None, None
+
+
+class SleepStage(nn.Module):
+    """A stage that computes nothing but takes its time. Set the times on the class."""
+
+    forward_seconds = 0.0
+    backward_seconds = 0.0
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Sleep.apply(hidden * self.scale, self.forward_seconds, self.backward_seconds)
+
+
+class TrivialStage(nn.Module):
+    """A stage of one multiplication, so that what a step costs is what runs it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.scale
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block over (batch, length, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.perceptron_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        joint = self.query_key_value(self.attention_norm(hidden))
+        query, key, value = joint.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
+        return hidden + self.down(functional.gelu(self.up(self.perceptron_norm(hidden))))

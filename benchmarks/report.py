@@ -1,0 +1,84 @@
+"""Reports: a table on the terminal, and with --save a JSON and a short markdown file in results/."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass
+class Report:
+    """What one benchmark found: `rows` under `columns`, remarks, and the raw figures."""
+
+    name: str
+    title: str
+    columns: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def show(self) -> None:
+        table = Table(title=self.title, title_justify="left")
+        for index, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+        for row in self.rows:
+            table.add_row(*row)
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        console.print(table)
+        for note in self.notes:
+            console.print(f"  {note}", highlight=False)
+
+    def save(self) -> None:
+        """Writes results/NAME.json and results/NAME.md."""
+        where = surroundings()
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{self.name}.json").write_text(json.dumps(asdict(self) | {"surroundings": where}, indent=1) + "\n")
+        (RESULTS / f"{self.name}.md").write_text(self._markdown(where))
+
+    def _markdown(self, where: dict[str, str]) -> str:
+        lines = [f"# {self.title}", "", " | ".join(["", *self.columns, ""]).strip()]
+        lines.append("|---" + "|---:" * (len(self.columns) - 1) + "|")
+        lines += [" | ".join(["", *row, ""]).strip() for row in self.rows]
+        lines += ["", *(f"- {note}" for note in self.notes), *([""] if self.notes else [])]
+        lines.append(", ".join(f"{key} {value}" for key, value in where.items()) + ".")
+        return "\n".join(lines) + "\n"
+
+
+def surroundings() -> dict[str, str]:
+    """The hardware, the date and the versions that the figures belong to."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{os.cpu_count()} x {_processor()}",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "pipeflow": f"{version('pipeflow')} ({_commit()})",
+    }
+
+
+def _processor() -> str:
+    """The model's name, and the newest of a few instruction sets, since clouds hide the model."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = next((line.split(": ", 1)[1] for line in text.splitlines() if line.startswith("model name")), "unknown CPU")
+    newest = next((flag for flag in ("amx_bf16", "avx512f", "avx2") if flag in text), "")
+    return f"{name} ({newest})" if newest else name
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "no commit"

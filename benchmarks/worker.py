@@ -1,0 +1,30 @@
+"""The main program of one rank: registers the stack dump, joins the others, calls the function, writes the result."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    function, options, result = sys.argv[1:]
+    module, name = function.split(":")
+
+    import torch
+
+    import pipeflow
+
+    torch.set_num_threads(1)
+    pipeflow.launch(pipeline=int(os.environ["WORLD_SIZE"]))
+    value = getattr(import_module(f"benchmarks.{module}"), name)(**json.loads(options))
+    Path(result).write_text(json.dumps(value))
+
+
+if __name__ == "__main__":
+    main()
