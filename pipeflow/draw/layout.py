@@ -43,7 +43,7 @@ def fit(timelines: Iterable[Timeline], width: int) -> float:
     if not horizon:
         return 0.0
     unit = shortest(spans)
-    columns = width * unit // horizon
+    columns = math.floor(width * unit / horizon + 1e-6)
     regular = all(
         math.isclose(time, round(time), abs_tol=1e-6) for span in spans for time in (span.start / unit, span.end / unit)
     )

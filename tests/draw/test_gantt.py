@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console, RenderableType
+
+from pipeflow.analysis.simulate import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Span, Timeline
+from pipeflow.draw import Comparison, Gantt
+from pipeflow.schedules import make_schedule
+
+
+def draw(renderable: RenderableType, width: int = 80, *, colours: bool = False, encoding: str = "utf-8") -> str:
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(
+        file=file, width=width, force_terminal=colours, color_system="truecolor" if colours else None, _environ={}
+    )
+    console.print(renderable)
+    file.seek(0)
+    return file.read()
+
+
+def planned(name: str = "1f1b", ranks: int = 4, microbatches: int = 8, **options: int) -> Timeline:
+    return simulate(make_schedule(name, ranks=ranks, microbatches=microbatches, **options))
+
+
+def slower(timeline: Timeline, factor: float) -> Timeline:
+    rows = tuple(
+        tuple(Span(span.action, span.rank, span.start * factor, span.end * factor) for span in row)
+        for row in timeline.rows
+    )
+    return Timeline(timeline.name, timeline.placement, rows)
+
+
+def test_1f1b_at_80_columns() -> None:
+    assert (
+        draw(Gantt(planned()))
+        == """\
+1f1b, 4 ranks, 8 microbatches
+        0         5         10        15        20        25        30
+rank 0  F0F1F2F3............B0- F4B1- F5B2- F6B3- F7B4- ..B5- ..B6- ..B7-
+rank 1  ..F0F1F2........B0- F3B1- F4B2- F5B3- F6B4- F7B5- ..B6- ..B7- ....
+rank 2  ....F0F1....B0- F2B1- F3B2- F4B3- F5B4- F6B5- F7B6- ..B7- ........
+rank 3  ......F0B0- F1B1- F2B2- F3B3- F4B4- F5B5- F6B6- F7B7- ............
+makespan 33   bubble 27.3%   peak activations 4 3 2 1
+
+F forward   B backward   . idle
+"""
+    )
+
+
+def test_lower_case_is_the_second_chunk() -> None:
+    assert (
+        draw(Gantt(planned("interleaved-1f1b", 2, 2)), 60)
+        == """\
+interleaved-1f1b, 2 ranks, 2 chunks, 2 microbatches
+        0           2           4           6
+rank 0  F0 F1 f0 f1 ......b0--- ...b1--- B0--- B1---
+rank 1  ...F0 F1 f0 b0--- f1 b1--- B0--- B1--- ......
+makespan 7.5   bubble 20.0%   peak activations 2 1.5
+
+F forward   B backward   lower case: chunk 1   . idle
+"""
+    )
+
+
+def test_with_more_chunks_actions_say_their_stage() -> None:
+    drawing = draw(Gantt(planned("interleaved-1f1b", 1, 2, chunks=3)), 80)
+    assert "rank 0  0F0 0F1 1F0 1F1 2F0 2B0---- 2F1 2B1---- 1B0---- 1B1---- 0B0---- 0B1----\n" in drawing
+    assert "4F0: stage 4, microbatch 0" in drawing
+
+
+def test_halves_have_letters_and_names_of_their_own() -> None:
+    drawing = draw(Gantt(simulate(Schedule.from_csv("0F0,0I0,0W0"))))
+    assert re.search(r"rank 0  F0-+ I0-+ W0-+\n", drawing)
+    assert drawing.endswith("F forward   I input gradient   W weight gradient   . idle\n")
+
+
+def test_the_span_is_said_where_it_is_not_the_makespan() -> None:
+    forward = make_schedule("1f1b", ranks=2, microbatches=4).forward_only()
+    assert "makespan 5   span 4   bubble 0.0%   peak" in draw(Gantt(simulate(forward)))
+
+
+@pytest.mark.parametrize("width", [12, 40, 80, 120, 300])
+@pytest.mark.parametrize("colours", [False, True])
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(1, 1, 1), (1, 40, 2), (4, 8, 4), (20, 60, 2)])
+def test_nothing_is_wrapped_and_every_rank_has_a_line(
+    width: int, colours: bool, ranks: int, microbatches: int, chunks: int
+) -> None:
+    drawing = draw(Gantt(planned("interleaved-1f1b", ranks, microbatches, chunks=chunks)), width, colours=colours)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", drawing).splitlines()
+    assert max(map(len, lines)) <= width
+    assert [line.split()[1] for line in lines if line.startswith("rank ")] == [str(rank) for rank in range(ranks)]
+
+
+def test_plain_drawings_are_ascii_without_escapes() -> None:
+    drawing = draw(Comparison(planned(), slower(planned(), 1.1)))
+    assert drawing.isascii()
+    assert "\x1b" not in drawing
+
+
+def test_colours_need_a_terminal_that_can_show_them() -> None:
+    assert "\x1b[" in draw(Gantt(planned()), colours=True)
+    assert draw(Gantt(planned()), colours=True, encoding="ascii").isascii()
+
+
+def test_every_kind_and_chunk_has_a_colour_of_its_own() -> None:
+    halves = Schedule.from_csv("0F0,1F0,1B0,0I0,0W0,0F1,1F1,1I1,1W1,0B1")
+    backgrounds = set(re.findall(r"48;2;\d+;\d+;\d+", draw(Gantt(simulate(halves)), 120, colours=True)))
+    assert len(backgrounds) == 4 * 2
+
+
+def test_a_drawing_that_is_scaled_down_keeps_the_proportions() -> None:
+    row = next(line for line in draw(Gantt(planned("1f1b", 8, 400)), 208).splitlines() if line.startswith("rank 7"))
+    shown = row.removeprefix("rank 7  ")
+    assert shown.count("B") == pytest.approx(2 * shown.count("F"), abs=3)
+    assert 2 <= shown.count(".") <= 5  # 14 of 1221 units of time, in 200 columns
+
+
+def test_a_comparison_has_one_time_scale() -> None:
+    drawing = draw(Comparison(planned(), slower(planned(), 2)), 140)
+    rows = [line for line in drawing.splitlines() if line.startswith("rank 0")]
+    assert len(rows) == 2
+    assert rows[0].endswith("B7- " + "." * 33 * 2)
+    assert len(rows[1]) == len("rank 0  ") + 33 * 4 - 1  # a line does not end with a blank
+
+
+def test_a_comparison_says_the_measures_of_both() -> None:
+    measured = slower(planned("gpipe", 2, 4), 0.013)
+    lines = draw(Comparison(planned("1f1b", 2, 4), measured, unit="ms", factor=1000), 100).splitlines()
+    assert lines[0] == "planned: 1f1b, 2 ranks, 4 microbatches"
+    assert "measured: gpipe, 2 ranks, 4 microbatches" in lines
+    assert "makespan 1.5e+04 ms   bubble 20.0%   peak activations 2 1" in lines
+    assert "makespan 195 ms   bubble 20.0%   peak activations 4 on every rank" in lines
+    assert lines[-1] == "F forward   B backward   . idle"
+
+
+def test_times_are_in_the_unit_of_the_caller() -> None:
+    drawing = draw(Gantt(slower(planned(), 0.001), unit="ms", factor=1000))
+    assert "        0 ms      5         10        15 " in drawing
+    assert "makespan 33 ms " in drawing
+
+
+def test_irregular_times_fill_the_width() -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    cost = CostModel((0.91, 1.13), (1.07, 0.83), (0.71, 1.31), latency=0.05)
+    rows = [line for line in draw(Gantt(simulate(schedule, cost)), 100).splitlines() if line.startswith("rank")]
+    assert all(95 <= len(row) <= 100 for row in rows)
+
+
+def test_peaks_of_many_ranks_are_summed_up() -> None:
+    assert "peak activations 12 (rank 0) to 1 (rank 11)" in draw(Gantt(planned("1f1b", 12, 20)))
+
+
+def test_a_timeline_without_spans_is_drawn() -> None:
+    empty = planned(ranks=2)
+    assert "rank 1" in draw(Gantt(Timeline("empty", empty.placement, ((), ()))))
+
+
+def test_a_timeline_in_which_nothing_takes_time_is_drawn() -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=2)
+    assert "makespan 0 " in draw(Gantt(simulate(schedule, CostModel.even(schedule.placement, 0, 0, 0))))
