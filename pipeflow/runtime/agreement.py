@@ -1,5 +1,6 @@
 """What all ranks say to each other at the end of a step: small tables of numbers, now and then an object. Built on
-the transport's sends and receives, so that a rank that does not answer has a name."""
+the transport's sends and receives, so that a rank that does not answer has a name.
+"""
 
 from __future__ import annotations
 

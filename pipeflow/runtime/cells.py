@@ -1,5 +1,6 @@
 """What a compiled program's operations share: a Cell per value that passes, a Saved per forward that a backward
-will need, and the Results of the step. Plain data, filled and emptied as the step goes."""
+will need, and the Results of the step. Plain data, filled and emptied as the step goes.
+"""
 
 from __future__ import annotations
 

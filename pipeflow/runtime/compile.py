@@ -13,6 +13,7 @@ from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.errors import UsageError
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.runtime import operations as ops
+from pipeflow.runtime import transfers
 from pipeflow.runtime.cells import Cell, Meta, Results, Saved
 from pipeflow.runtime.described import Arrival, Lanes, PostDescribed, SendDescribed, WaitDescribed
 from pipeflow.runtime.stage import Stage
@@ -67,7 +68,7 @@ class _Compiler:
     positionals: list[tuple[object, ...]] = field(init=False)
     cells: dict[Value, Cell] = field(default_factory=dict)
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
-    sends: dict[Value, ops.Described] = field(default_factory=dict)
+    sends: dict[Value, transfers.Described] = field(default_factory=dict)
     waits: dict[Value, ops.Operation] = field(default_factory=dict)
     inboxes: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque))
 
@@ -84,19 +85,19 @@ class _Compiler:
             case Send(value, peer):
                 return [self.send(value, peer)]
             case Release(value, peer):
-                return [ops.Release(value, peer, self.cells[value])]
+                return [transfers.Release(value, peer, self.cells[value])]
 
     def post(self, value: Value, peer: int) -> ops.Operation:
         cell = self.cells[value] = Cell(() if self.meta is None else self.meta.grads)
         device = self.transport.device
-        self.waits[value] = ops.Wait(value, peer, cell)
+        self.waits[value] = transfers.Wait(value, peer, cell)
         if value.content is Content.GRADIENT:
             start = self.transport.receiver(peer, Lane.GRADIENT)
             sent = self.sends[Value(Content.ACTIVATION, value.stage - 1, value.microbatch)]
-            return ops.PostGradient(value, peer, cell, start, sent, device)
+            return transfers.PostGradient(value, peer, cell, start, sent, device)
         if self.meta is not None:
             start = self.transport.receiver(peer, Lane.ACTIVATION)
-            return ops.Post(value, peer, cell, start, self.meta, device)
+            return transfers.Post(value, peer, cell, start, self.meta, device)
         arrival = Arrival(cell, Lanes.receiving(self.transport, peer), device)
         self.waits[value] = WaitDescribed(value, peer, arrival, self.inboxes[peer])
         return PostDescribed(value, peer, arrival, self.inboxes[peer])
@@ -104,12 +105,12 @@ class _Compiler:
     def send(self, value: Value, peer: int) -> ops.Operation:
         cell = self.cells[value]
         if value.content is Content.GRADIENT:
-            return ops.SendGradient(value, peer, cell, self.transport.sender(peer, Lane.GRADIENT))
+            return transfers.SendGradient(value, peer, cell, self.transport.sender(peer, Lane.GRADIENT))
         if self.meta is None:
             described = SendDescribed(value, peer, cell, Lanes.sending(self.transport, peer))
             self.sends[value] = described
             return described
-        send = ops.Send(value, peer, cell, self.transport.sender(peer, Lane.ACTIVATION), self.meta)
+        send = transfers.Send(value, peer, cell, self.transport.sender(peer, Lane.ACTIVATION), self.meta)
         self.sends[value] = send
         return send
 

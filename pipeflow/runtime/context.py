@@ -1,5 +1,6 @@
 """Launch: this process's place among the others. The one state that a process keeps, as torch keeps its default
-process group; in a context variable, so that ranks may be threads."""
+process group; in a context variable, so that ranks may be threads.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Transfers of activations whose shape is not known beforehand: a header travels with each, and says whether the
-activation is what its receiver posted for. What was seen twice in a row is posted for ahead."""
+activation is what its receiver posted for. What was seen twice in a row is posted for ahead.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 from pipeflow.core.dataflow import Value
 from pipeflow.runtime.cells import Cell, Meta
-from pipeflow.runtime.operations import Transfer
+from pipeflow.runtime.transfers import Transfer
 from pipeflow.runtime.transport import Lane, Start, Transport
 
 

@@ -1,5 +1,6 @@
 """The transport over torch.distributed: gloo between CPUs; NCCL between GPUs, one communicator per ordered pair
-and lane, so that a send never queues behind a receive. Headers and agreements always go over gloo."""
+and lane, so that a send never queues behind a receive. Headers and agreements always go over gloo.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ import torch.distributed as dist
 
 from pipeflow.core.errors import Failure
 from pipeflow.runtime.transport import Lane, Start
-
 
 _LINGER = 2.0  # seconds
 

@@ -1,5 +1,6 @@
 """The in-process transport: the ranks are threads of one process. For debugging, for fast tests, for several
-stages on one GPU, and for a pipeline of a single rank."""
+stages on one GPU, and for a pipeline of a single rank.
+"""
 
 from __future__ import annotations
 

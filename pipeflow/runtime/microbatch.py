@@ -1,5 +1,6 @@
 """Microbatches: how a batch is split, and how outputs are put together again. The only file that looks into the
-structure of what users pass in."""
+structure of what users pass in.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The operations of a compiled program. Each is called once a step; all it needs was given to it beforehand, so
-that a step looks nothing up. Transfers of activations of unknown shape are in `described`."""
+"""The computations of a compiled program. Each is called once a step; all it needs was given to it beforehand, so
+that a step looks nothing up. What moves values between ranks is in `transfers` and `described`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +13,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_unflatten
 
 from pipeflow.core.action import Action
-from pipeflow.core.dataflow import Value
 from pipeflow.core.errors import UsageError
-from pipeflow.runtime.cells import Cell, Meta, Results, Saved, flatten
+from pipeflow.runtime.cells import Cell, Results, Saved, flatten
 from pipeflow.runtime.microbatch import detach
 from pipeflow.runtime.stage import Stage
-from pipeflow.runtime.transport import Start
 
 
 class Operation(ABC):
@@ -189,140 +187,3 @@ class CellGradients:
     def __call__(self) -> list[Tensor]:
         gradients, self.cell.tensors = self.cell.tensors, []
         return gradients
-
-
-class Transfer(Operation):
-    """An operation on a channel. `doing` says in an error what it was about."""
-
-    __slots__ = ("cell", "peer", "value")
-
-    doing: str
-
-    def __init__(self, value: Value, peer: int, cell: Cell) -> None:
-        self.value = value
-        self.peer = peer
-        self.cell = cell
-
-
-class Post(Transfer):
-    """Posts the receive of an activation whose shape was given."""
-
-    __slots__ = ("device", "dtype", "shape", "start")
-
-    doing = "posting the receive of"
-
-    def __init__(self, value: Value, peer: int, cell: Cell, start: Start, meta: Meta, device: torch.device) -> None:
-        super().__init__(value, peer, cell)
-        self.start = start
-        [self.shape] = meta.shapes
-        [self.dtype] = meta.dtypes
-        self.device = device
-
-    def __call__(self) -> None:
-        cell = self.cell
-        cell.tensors = [torch.empty(self.shape, dtype=self.dtype, device=self.device)]
-        cell.works = [self.start(cell.tensors)]
-
-
-class PostGradient(Transfer):
-    """Posts the receive of a gradient, which looks like the activation that was sent."""
-
-    __slots__ = ("device", "sent", "start")
-
-    doing = "posting the receive of"
-
-    def __init__(
-        self, value: Value, peer: int, cell: Cell, start: Start, sent: Described, device: torch.device
-    ) -> None:
-        super().__init__(value, peer, cell)
-        self.start = start
-        self.sent = sent
-        self.device = device
-
-    def __call__(self) -> None:
-        cell, meta = self.cell, self.sent.meta
-        for shape, dtype, wanted in zip(meta.shapes, meta.dtypes, meta.grads, strict=True):
-            if wanted:
-                tensor = torch.empty(shape, dtype=dtype, device=self.device)
-                cell.tensors.append(tensor)
-                cell.works.append(self.start([tensor]))
-
-
-class Described(Protocol):
-    """A send that knows what its activation looks like."""
-
-    @property
-    def meta(self) -> Meta: ...
-
-
-class Wait(Transfer):
-    """Waits until a posted receive is there."""
-
-    __slots__ = ()
-
-    doing = "waiting for"
-
-    def __call__(self) -> None:
-        cell = self.cell
-        for work in cell.works:
-            work.wait()
-        cell.works = []
-
-
-class Send(Transfer):
-    """Starts to send an activation whose shape was given, having checked it: a channel would not."""
-
-    __slots__ = ("meta", "start")
-
-    doing = "sending"
-
-    def __init__(self, value: Value, peer: int, cell: Cell, start: Start, meta: Meta) -> None:
-        super().__init__(value, peer, cell)
-        self.start = start
-        self.meta = meta
-
-    def __call__(self) -> None:
-        cell, meta = self.cell, self.meta
-        if len(cell.tensors) != 1 or cell.spec is not None:
-            raise UsageError("with tensor_shape a stage returns one tensor; leave it None for anything else")
-        [tensor] = cell.tensors
-        if tensor.shape != meta.shapes[0] or tensor.dtype != meta.dtypes[0]:
-            raise UsageError(
-                f"stage {self.value.stage} made a {tensor.dtype} of shape {tuple(tensor.shape)}, but tensor_shape="
-                f"{tuple(meta.shapes[0])} and tensor_dtype={meta.dtypes[0]} were promised: correct them, or leave "
-                "tensor_shape None"
-            )
-        cell.works = [self.start(cell.tensors)]
-        cell.tensors = []
-
-
-class SendGradient(Transfer):
-    """Starts to send a gradient; its receiver knows what it looks like."""
-
-    __slots__ = ("start",)
-
-    doing = "sending"
-
-    def __init__(self, value: Value, peer: int, cell: Cell, start: Start) -> None:
-        super().__init__(value, peer, cell)
-        self.start = start
-
-    def __call__(self) -> None:
-        cell = self.cell
-        for tensor in cell.tensors:
-            cell.works.append(self.start([tensor]))
-        cell.tensors = []
-
-
-class Release(Transfer):
-    """Lets go of a sent value: the plan proves that the peer has it, so this wait is none."""
-
-    __slots__ = ()
-
-    doing = "handing over"
-
-    def __call__(self) -> None:
-        cell = self.cell
-        for work in cell.works:
-            work.wait()
-        cell.works = []

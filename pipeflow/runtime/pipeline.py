@@ -137,14 +137,11 @@ def _fitting_stages(
     if violations := verify(schedule):
         raise ScheduleError(f"schedule {schedule.name!r} is not sound:", violations)
     held = schedule.placement.stages_of(rank)
+    plan = f"rank {rank} holds stages {list(held)} under {schedule.name!r}"
     if len(chunks) != len(held):
-        raise UsageError(
-            f"rank {rank} holds stages {list(held)} under {schedule.name!r}: it needs {len(held)} chunks, got {len(chunks)}"
-        )
+        raise UsageError(f"{plan}: it needs {len(held)} chunks, got {len(chunks)}")
     if stages is not None and tuple(stages) != held:
-        raise UsageError(
-            f"rank {rank} holds stages {list(held)} under {schedule.name!r}; its chunks are for {list(stages)}"
-        )
+        raise UsageError(f"{plan}; its chunks are for stages {list(stages)}")
     if any(isinstance(module, DistributedDataParallel) for module in chunks.modules()):
         raise UsageError("DistributedDataParallel inside a stage would average gradients at the wrong time: unwrap it")
     return held

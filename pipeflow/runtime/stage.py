@@ -1,5 +1,6 @@
 """Stage: one piece of the model and the keywords it is called with. What must not live here: when it runs, and
-where its input comes from."""
+where its input comes from.
+"""
 
 from __future__ import annotations
 

@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from pipeflow.analysis.lower import lower
-from pipeflow.core.dataflow import Content
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.runtime.agreement import all_gather
 from pipeflow.runtime.cells import Meta
 from pipeflow.runtime.compile import Compiled, compile_program
-from pipeflow.runtime.failure import ActionError, Alarm
+from pipeflow.runtime.failure import ActionError
 from pipeflow.runtime.microbatch import Batch, merge, next_batch, weights_of
-from pipeflow.runtime.operations import Compute, Operation, Transfer
+from pipeflow.runtime.operations import Compute, Operation
 from pipeflow.runtime.shared import Ties
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.trace import Timed, Trace
+from pipeflow.runtime.transfers import Transfer
 from pipeflow.runtime.transport import LinkError, Transport
 
 

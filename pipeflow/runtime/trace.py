@@ -1,5 +1,6 @@
 """Trace: what really happened, as a Timeline. A traced step wraps its computations; an untraced one knows nothing
-of this."""
+of this.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ class Transport(Protocol):
 
     def report(self, failure: Failure) -> Failure:
         """Tells every rank of `failure` and breaks all channels, so that whoever waits wakes up. Returns the
-        failure that was told first, which is the one to raise."""
+        failure that was told first, which is the one to raise.
+        """
 
     def reopen(self) -> None:
         """Makes fresh channels after a failure; every rank calls it. Nothing to do when none was reported."""
