@@ -70,7 +70,7 @@ F forward   B backward   lower case: chunk 1   . idle
 
 def test_with_more_chunks_actions_say_their_stage() -> None:
     drawing = draw(Gantt(planned("interleaved-1f1b", 1, 2, chunks=3)), 80)
-    assert "rank 0  0F0 0F1 1F0 1F1 2F0 2B0---- 2F1 2B1---- 1B0---- 1B1---- 0B0---- 0B1----\n" in drawing
+    assert "rank 0  0F0 1F0 2F0 2B0---- 0F1 1B0---- 1F1 0B0---- 2F1 2B1---- 1B1---- 0B1----\n" in drawing
     assert "4F0: stage 4, microbatch 0" in drawing
 
 
