@@ -63,7 +63,7 @@ def _draw(arguments: argparse.Namespace) -> int:
     console = Console()
     with console.capture() as capture:
         console.print(Gantt(_timeline(arguments)))
-    sys.stdout.write(capture.get())
+    sys.stdout.writelines(capture.get().splitlines(keepends=True))
     return 0
 
 
@@ -105,7 +105,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     text = _schedule(arguments).to_csv()
     if arguments.csv == "-":
-        sys.stdout.write(text)
+        sys.stdout.writelines(text.splitlines(keepends=True))
         return 0
     try:
         with open(arguments.csv, "w", encoding="utf-8") as file:

@@ -71,7 +71,7 @@ def test_a_stage_without_a_cost_is_an_error() -> None:
 
 def test_the_graph_names_places_and_reasons() -> None:
     graph = dependency_graph(Schedule.from_csv("0F0,0B0\n1F0,1B0"))
-    edges = {(str(before), str(after)): reason for before, after, reason in graph.edges(data="reason")}
+    edges = {(str(before), str(after)): data["reason"] for before, after, data in graph.edges(data=True)}
     assert edges == {
         ("0F0", "0B0"): "saved of stage 0, microbatch 0",
         ("1F0", "1B0"): "saved of stage 1, microbatch 0",

@@ -57,8 +57,10 @@ def test_the_critical_path_reaches_from_the_start_to_the_makespan(name: str, tra
     stages = schedule.placement.num_stages
     for seed in range(10):
         draw = random.Random(seed)
-        times = [tuple(draw.uniform(0.1, 3) for _ in range(stages)) for _ in range(3)]
-        planned = simulate(schedule, CostModel(*times, latency=transfer))
+        forward, backward_input, backward_weight = (
+            tuple(draw.uniform(0.1, 3) for _ in range(stages)) for _ in range(3)
+        )
+        planned = simulate(schedule, CostModel(forward, backward_input, backward_weight, latency=transfer))
         path = planned.critical_path()
         assert path[0].start == 0
         assert path[-1].end == planned.makespan

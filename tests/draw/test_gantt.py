@@ -85,9 +85,9 @@ def test_the_span_is_said_where_it_is_not_the_makespan() -> None:
     assert "makespan 5   span 4   bubble 0.0%   peak" in draw(Gantt(simulate(forward)))
 
 
-@pytest.mark.parametrize("width", [12, 40, 80, 120, 300])
+@pytest.mark.parametrize("width", [12, 80, 300])
 @pytest.mark.parametrize("colours", [False, True])
-@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(1, 1, 1), (1, 40, 2), (4, 8, 4), (20, 60, 2)])
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(1, 1, 1), (1, 40, 2), (4, 8, 4), (12, 40, 2)])
 def test_nothing_is_wrapped_and_every_rank_has_a_line(
     width: int, colours: bool, ranks: int, microbatches: int, chunks: int
 ) -> None:

@@ -39,8 +39,8 @@ def _require_receives(program: Program, schedule: Schedule) -> None:
                 posted.add(value)
             case Compute(entry):
                 for action in actions_of(entry):
-                    if (value := _from_elsewhere(action, program.rank, schedule)) is not None:
-                        posted.remove(value)
+                    if (needed := _from_elsewhere(action, program.rank, schedule)) is not None:
+                        posted.remove(needed)
             case _:
                 pass
     assert not posted

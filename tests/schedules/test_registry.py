@@ -83,7 +83,7 @@ def test_every_small_size_is_sound(name: str, require_sound: Callable[[Schedule]
 
 
 @names
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_large_sizes_are_sound(name: str, require_sound: Callable[[Schedule], None], data: st.DataObject) -> None:
     require_sound(make(name, data.draw(sizes(name, 16, 64, 4))))
@@ -93,7 +93,7 @@ times = st.integers(1, 5)
 
 
 @names
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), forward=times, backward_input=times, backward_weight=times)
 def test_bubble_and_peak_are_those_of_the_docstring(
     name: str, data: st.DataObject, forward: int, backward_input: int, backward_weight: int

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeflow import __version__
+from pipeflow.cli import main
+from pipeflow.schedules import SCHEDULES, make_schedule
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pipe of 80 columns sees, whatever the tests run in."""
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def csv(tmp_path: Path) -> Path:
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    return path
+
+
+def out(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert main([str(word) for word in argv]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def error(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    """The one line that a command that cannot work leaves."""
+    assert main([str(word) for word in argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("pipeflow: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("pipeflow: error: ").rstrip("\n")
+
+
+def test_list_says_names_options_and_what_each_is(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = out(capsys, "list").splitlines()
+    assert [line.split()[0] for line in lines] == list(SCHEDULES)
+    assert lines[:3] == [
+        "gpipe                       All forwards, then all backwards, both in microbatch order.",
+        "1f1b                        One forward, one backward in turn, so that few activations are alive.",
+        "interleaved-1f1b  --chunks  1F1B over several stages a rank, so that the pipeline fills in smaller steps.",
+    ]
+
+
+def test_draw(capsys: pytest.CaptureFixture[str]) -> None:
+    assert out(capsys, "draw", "1f1b", "--ranks", 2, "--microbatches", 4) == """\
+1f1b, 2 ranks, 4 microbatches
+        0                   5                   10                  15
+rank 0  F0- F1- ........B0----- F2- B1----- F3- B2----- ....B3-----
+rank 1  ....F0- B0----- F1- B1----- F2- B2----- F3- B3----- ........
+makespan 15   bubble 20.0%   peak activations 2 1
+
+F forward   B backward   . idle
+"""  # fmt: skip
+
+
+def test_draw_without_options_is_4_ranks_and_8_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
+    drawing = out(capsys, "draw", "interleaved-1f1b")
+    assert drawing.startswith("interleaved-1f1b, 4 ranks, 2 chunks, 8 microbatches\n")
+    assert "\x1b" not in drawing
+    assert max(map(len, drawing.splitlines())) <= 80
+
+
+def test_draw_forward_only(capsys: pytest.CaptureFixture[str]) -> None:
+    drawing = out(capsys, "draw", "gpipe", "--ranks", 2, "--microbatches", 3, "--forward-only")
+    assert drawing.startswith("gpipe (forward only), 2 ranks, 3 microbatches\n")
+    assert "B backward" not in drawing
+
+
+def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert out(capsys, "simulate", "1f1b", "--forward", 2, "--transfer", 0.5) == (
+        "makespan          52\nspan              52\nbubble ratio      0.3846\npeak activations  4 3 2 1\n"
+    )
+
+
+def test_simulate_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    read = json.loads(out(capsys, "simulate", "interleaved-1f1b", "--chunks", 4, "--json"))
+    assert read == {
+        "makespan": 26.25,
+        "span": 26.25,
+        "bubble_ratio": pytest.approx(2.25 / 26.25),
+        "peak_activations": [4.75, 4.25, 3.75, 3.25],
+    }
+
+
+def test_costs_are_those_of_a_whole_share(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--forward", 1, "--backward-input", 2, "--backward-weight", 3, "--json", "--microbatches", 4]
+    read = json.loads(out(capsys, "simulate", "gpipe", "--ranks", 1, *options))
+    assert read["makespan"] == 24
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_export_verify_draw_and_simulate_agree_on_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "exported"  # a file is a file, whatever its name ends in
+    assert out(capsys, "export", name, "--ranks", 2, "--microbatches", 3, "--csv", path) == ""
+    assert path.read_text() == make_schedule(name, ranks=2, microbatches=3).to_csv()
+    assert out(capsys, "export", path, "--csv", "-") == path.read_text()
+    assert "is sound: 2 ranks" in out(capsys, "verify", path)
+    named = out(capsys, "simulate", name, "--ranks", 2, "--microbatches", 3)
+    assert out(capsys, "simulate", path) == named
+    drawn = out(capsys, "draw", name, "--ranks", 2, "--microbatches", 3).splitlines()
+    assert out(capsys, "draw", path).splitlines()[-len(drawn) + 1 :] == drawn[1:]
+
+
+def test_verify_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert out(capsys, "verify", "1f1b", "--ranks", 3, "--microbatches", 5) == (
+        "1f1b is sound: 3 ranks, 3 stages, 5 microbatches\n"
+    )
+
+
+def test_verify_lists_every_violation_and_exits_with_1(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
+    csv.write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1,1B1\n")
+    assert main(["verify", str(csv)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.splitlines() == [
+        "rank 0: of stage 0, microbatch 1 runs 0F1; expected F and B, or F, I and W",
+        "rank 1, position 4: 1B1 runs again; expected every action once",
+    ]
+
+
+def test_verify_shows_a_deadlock(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
+    csv.write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    assert main(["verify", str(csv)]) == 1
+    assert "deadlock: 0B0 (rank 0) -> 0F1 (rank 0) -> " in capsys.readouterr().out
+
+
+def test_verify_expects_the_microbatches_it_is_told(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
+    assert main(["verify", str(csv), "--microbatches", "3"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0: of stage 0, microbatch 2 runs nothing; expected F and B, or F, I and W",
+        "rank 1: of stage 1, microbatch 2 runs nothing; expected F and B, or F, I and W",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("placement", "text"),
+    [
+        ("vee", "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"),
+        ("bidirectional", "0F0,1F1,1B1,0B0\n0F1,1F0,1B0,0B1\n"),
+        ("looped", "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n"),
+        ("linear", "0F0,0B0\n1F0,1B0\n"),
+    ],
+)
+def test_the_placement_of_a_file_can_be_given(
+    capsys: pytest.CaptureFixture[str], csv: Path, placement: str, text: str
+) -> None:
+    csv.write_text(text)
+    assert "is sound: 2 ranks" in out(capsys, "verify", csv, "--placement", placement)
+    assert out(capsys, "draw", csv, "--placement", placement)
+    wrong = "linear" if placement != "linear" else "vee"
+    assert main(["verify", str(csv), "--placement", wrong]) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("draw interleaved", "unknown schedule 'interleaved'; did you mean 'interleaved-1f1b'?"),
+        ("draw 1f1b --chunks 2", "schedule '1f1b' does not take chunks; it has no options"),
+        ("draw 1f1b --ranks 0", "ranks must be an integer of at least 1, got 0"),
+        ("draw 1f1b --microbatches -3", "microbatches must be an integer of at least 1, got -3"),
+        ("draw interleaved-1f1b --chunks 0", "chunks must be an integer of at least 1, got 0"),
+        ("draw 1f1b --ranks four", "argument --ranks: invalid int value: 'four' (see pipeflow draw --help)"),
+        ("draw 1f1b --forward -1", "costs must be finite and not negative, and the bandwidth positive"),
+        ("simulate 1f1b --transfer nan", "costs must be finite and not negative, and the bandwidth positive"),
+        ("draw 1f1b --placement vee", "--placement is for CSV files; schedule '1f1b' has its own"),
+        ("verify missing.csv", "missing.csv: No such file or directory"),
+        ("verify missing.csv --ranks 2", "--ranks and --chunks are for named schedules; missing.csv has its own"),
+        ("export 1f1b", "the following arguments are required: --csv (see pipeflow export --help)"),
+        ("export 1f1b --csv missing/folder.csv", "missing/folder.csv: No such file or directory"),
+        ("draw", "the following arguments are required: SCHEDULE (see pipeflow draw --help)"),
+        ("", "the following arguments are required: COMMAND (see pipeflow --help)"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], argv: str, message: str) -> None:
+    assert error(capsys, *argv.split()) == message
+
+
+def test_an_unknown_command_or_placement_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "choose from" in error(capsys, "drow", "1f1b")
+    assert "looped" in error(capsys, "verify", "some.csv", "--placement", "round")
+
+
+@pytest.mark.parametrize("command", ["draw", "simulate", "verify"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"0F0,0B0\n1F0,1B0x\n", "line 2 (rank 1), cell 2: '1B0x' is not an action: "),
+        (b"", "the CSV is empty"),
+        (b"0F0,1F0,2F0\n0B0,1B0,2B0", "the CSV has 3 stages on 2 ranks"),
+        (b"\xff\xfe\x00", "not a text file"),
+    ],
+)
+def test_what_is_no_schedule_names_the_file_and_the_place(
+    capsys: pytest.CaptureFixture[str], csv: Path, command: str, content: bytes, message: str
+) -> None:
+    csv.write_bytes(content)
+    assert error(capsys, command, csv).startswith(f"{csv}: {message}")
+
+
+def test_an_unsound_file_is_neither_drawn_nor_simulated(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
+    csv.write_text("0F0,0B0\n1F0\n")
+    for command in ("draw", "simulate"):
+        assert error(capsys, command, csv) == (
+            f"{csv} has 1 violations, the first: rank 1: of stage 1, microbatch 0 runs 1F0; "
+            "expected F and B, or F, I and W; see pipeflow verify"
+        )
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
+    csv.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n1F0,1B0\r\n")
+    assert "is sound" in out(capsys, "verify", csv)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"pipeflow {__version__}\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    argv = [sys.executable, "-m", "pipeflow", "export", "gpipe", "--ranks", "32", "--microbatches", "512", "--csv", "-"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

@@ -1,0 +1,147 @@
+"""Who may import whom. Imports at the top of a module, inside functions and for types alone all count."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "pipeflow"
+
+PLANS = {"core", "schedules", "analysis", "draw"}
+FLOORS: dict[str, set[str]] = {
+    "core": set(),
+    "schedules": {"core"},
+    "analysis": {"core", "networkx"},
+    "draw": {"core", "rich"},
+    "cli": {"pipeflow", "rich", *PLANS},
+    "__main__": {"cli"},
+    "runtime": {"core", "analysis", "torch"},
+    "tensor": {"core", "torch"},
+    "split": {"core", "torch"},
+    "training": {"core", "analysis", "runtime", "tensor", "torch"},
+    "huggingface": {"core", "split", "tensor", "runtime", "torch", "transformers"},
+    "testing": {"pipeflow", "runtime", "tensor", "training", "split", "torch", *PLANS},
+    "__init__": {"core", "schedules", "analysis", "runtime", "tensor", "training", "split", "huggingface"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def floor_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The full name of every module that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import(names):
+                yield from (name.name for name in names)
+            case ast.ImportFrom(module, _, 0):
+                yield module or ""
+            case ast.ImportFrom():
+                yield "a relative import"
+            case _:
+                pass
+
+
+def target(name: str) -> str | None:
+    """The floor of pipeflow or the foreign package that a module belongs to; None for the standard library."""
+    first, *rest = name.split(".")
+    if first in sys.stdlib_module_names:
+        return None
+    return rest[0] if first == "pipeflow" and rest else first
+
+
+def violations(path: Path) -> list[str]:
+    floor = floor_of(path)
+    allowed = FLOORS[floor] | {floor}
+    targets = {target(name) for name in imported(path)} - {None}
+    return sorted(str(found) for found in targets if found not in allowed)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_from_its_own_floor_and_those_below(path: Path) -> None:
+    assert floor_of(path) in FLOORS, "a new folder needs its floor"
+    assert violations(path) == []
+
+
+def test_floors_have_no_cycle() -> None:
+    order: list[str] = []
+    while len(order) < len(FLOORS):
+        ready = [floor for floor in FLOORS if floor not in order and not (FLOORS[floor] & set(FLOORS)) - set(order)]
+        assert ready, set(FLOORS) - set(order)
+        order += ready
+
+
+def test_the_guard_sees_every_form_of_import(tmp_path: Path) -> None:
+    source = """
+import os.path, torch.nn
+from pipeflow.runtime.stage import Stage
+from pipeflow import verify
+from . import graph
+if TYPE_CHECKING:
+    from rich.text import Text
+def function():
+    import numpy
+"""
+    (tmp_path / "module.py").write_text(source)
+    found = {target(name) for name in imported(tmp_path / "module.py")}
+    assert found == {None, "torch", "runtime", "pipeflow", "a relative import", "rich", "numpy"}
+
+
+def test_modules_are_imported_by_name_alone_in_the_root() -> None:
+    """What is imported through a text cannot be guarded."""
+    for path in modules():
+        called = {
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+        }
+        if path != PACKAGE / "__init__.py":
+            assert not called & {"import_module", "__import__"}, path
+
+
+WITHOUT_TORCH = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("torch is not there")
+
+sys.meta_path.insert(0, Refuse())
+
+from pipeflow.cli import main
+
+assert main(["list"]) == 0
+heavy = {"networkx", "rich", "json"} & set(sys.modules)
+assert not heavy, heavy
+for command in ("draw", "simulate", "verify", "export"):
+    assert main([command, "interleaved-1f1b", *(["--csv", "-"] if command == "export" else [])]) == 0
+
+import pipeflow
+for name in pipeflow.__all__:
+    try:
+        getattr(pipeflow, name)
+    except ImportError as error:
+        assert "torch is not there" in str(error)
+        print("needs torch:", name)
+"""
+
+
+def test_plans_and_the_command_need_no_torch() -> None:
+    """And the command starts without what only some of its parts need."""
+    argv = [sys.executable, "-W", "error", "-c", WITHOUT_TORCH]
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    need_torch = {line.split()[-1] for line in result.stdout.splitlines() if line.startswith("needs torch:")}
+    assert {"Pipeline", "execute_pipeline", "launch"} <= need_torch
+    assert not need_torch & {"make_schedule", "Schedule", "Timeline", "simulate", "verify", "lower", "SCHEDULES"}
