@@ -1,0 +1,118 @@
+"""Several stages on one GPU, as threads of this process. Skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeflow
+from pipeflow.runtime.context import current_context
+from pipeflow.testing import run_threads
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+WIDTH, SAMPLES = 64, 16
+
+
+def layer(index: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(index)
+    linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / WIDTH**0.5)
+    return nn.Sequential(linear, nn.Tanh()).cuda()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(99)
+    shape = (SAMPLES, WIDTH)
+    inputs, labels = (torch.randn(shape, generator=generator, dtype=torch.float64).cuda() for _ in range(2))
+    return inputs, labels
+
+
+def squares(output: Tensor, labels: Tensor) -> Tensor:
+    return (output - labels).square().mean()
+
+
+def pipeline(name: str, microbatches: int, known: bool) -> pipeflow.Pipeline:
+    context = current_context()
+    schedule = pipeflow.make_schedule(name, ranks=context.pipeline_size, microbatches=microbatches)
+    chunks = nn.ModuleList(layer(stage) for stage in schedule.placement.stages_of(context.pipeline_rank))
+    shape = (SAMPLES // microbatches, WIDTH) if known else None
+    return pipeflow.Pipeline(chunks, schedule, criterion=squares, tensor_shape=shape, tensor_dtype=torch.float64)
+
+
+def difference_from_plain(name: str, microbatches: int, known: bool) -> float:
+    model = pipeline(name, microbatches, known)
+    for _ in range(3):
+        model.zero_grad()
+        pipeflow.execute_pipeline(iter([batch()]), model)
+    torch.cuda.synchronize()
+    placement = model.schedule.placement
+    plain = nn.Sequential(*(layer(stage) for stage in range(placement.num_stages)))
+    inputs, labels = batch()
+    squares(plain(inputs), labels).backward()
+    pairs = [
+        (mine.grad, its.grad)
+        for stage, chunk in zip(placement.stages_of(current_context().pipeline_rank), model.chunks, strict=True)
+        for mine, its in zip(chunk.parameters(), plain[stage].parameters(), strict=True)
+    ]
+    return max(float((mine - its).norm() / its.norm()) for mine, its in pairs)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_gradients_equal_the_plain_models(name: str, known: bool) -> None:
+    assert max(run_threads(difference_from_plain, 4, name, 8, known, device="cuda")) < 1e-12
+
+
+def step_without_synchronisation() -> None:
+    model = pipeline("1f1b", 8, known=True)
+    data = batch()
+    pipeflow.execute_pipeline(iter([data]), model)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pipeflow.execute_pipeline(iter([data]), model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_never_waits_for_the_device() -> None:
+    run_threads(step_without_synchronisation, 1, device="cuda")
+
+
+def measured() -> tuple[pipeflow.Timeline, pipeflow.Schedule]:
+    model = pipeline("1f1b", 8, known=True)
+    pipeflow.execute_pipeline(iter([batch()]), model)
+    timeline = pipeflow.execute_pipeline(iter([batch()]), model, trace=True).timeline
+    assert timeline is not None
+    return timeline, model.schedule
+
+
+def test_the_timeline_comes_from_events() -> None:
+    for timeline, schedule in run_threads(measured, 4, device="cuda"):
+        for row, rank in zip(timeline.rows, range(4), strict=True):
+            assert [span.action for span in row] == list(schedule.actions(rank))
+            assert all(span.end > span.start for span in row)
+            assert all(after.start >= before.start for before, after in zip(row, row[1:], strict=False))
+
+
+def loss_of_one_rank_with_chunks(chunks: int) -> float:
+    schedule = pipeflow.make_schedule("interleaved-1f1b", ranks=1, microbatches=4, chunks=chunks)
+    stages = nn.ModuleList(layer(stage) for stage in range(chunks))
+    model = pipeflow.Pipeline(stages, schedule, criterion=squares)
+    output = pipeflow.execute_pipeline(iter([batch()]), model, broadcast_loss=True)
+    assert output.loss is not None
+    return float(output.loss)
+
+
+def test_one_rank_with_four_chunks_runs_the_whole_model() -> None:
+    [loss] = run_threads(loss_of_one_rank_with_chunks, 1, 4, device="cuda")
+    inputs, labels = batch()
+    plain = nn.Sequential(*(layer(stage) for stage in range(4)))
+    assert loss == pytest.approx(float(squares(plain(inputs), labels)), rel=1e-12)

@@ -1,0 +1,40 @@
+"""What the README shows is run as it stands there."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_plans_of_the_readme() -> None:
+    assert doctest.testfile(str(README), module_relative=False).failed == 0
+
+
+def test_the_picture_of_the_readme_is_the_commands() -> None:
+    shown = re.search(r"\$ pipeflow (draw .*?)\n(.*?)```", README.read_text(), re.DOTALL)
+    assert shown is not None
+    drawn = subprocess.run(
+        [sys.executable, "-m", "pipeflow", *shown[1].split()], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert drawn.stdout.strip() == shown[2].strip()
+
+
+def test_the_training_script_of_the_readme_learns(tmp_path: Path) -> None:
+    script = re.search(r"```python\n(import torch.*?)```", README.read_text(), re.DOTALL)
+    assert script is not None
+    (tmp_path / "train.py").write_text(script[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*torchrun, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 2
