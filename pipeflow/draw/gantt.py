@@ -54,10 +54,10 @@ def stacked(timelines: dict[str, Timeline], unit: Unit, console: Console, option
     room = max(options.max_width - margin, 1)
     horizon = max(timeline.makespan for timeline in timelines.values())
     scale = fit(timelines.values(), room)
-    width = round_half_up(horizon * scale)
     for title, timeline in timelines.items():
         yield Text(title, "bold")
         yield _line(" " * margin, (axis(horizon, scale, room, unit), "bright_black"))
+        width = round_half_up(timeline.makespan * scale)
         for rank, line in enumerate(pieces(timeline, scale)):
             yield _line(f"rank {rank}".ljust(margin), *paint(line, width, painter))
         yield Text(measures(timeline, unit))

@@ -70,12 +70,13 @@ def pieces(timeline: Timeline, scale: float) -> list[list[Piece]]:
 
 
 def _blocks(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list[Piece]:
-    """One piece a span; what is narrower than half a column may vanish."""
-    blocks = []
+    """One piece a span; what is narrower than half a column may vanish, and what overlaps is cut."""
+    blocks: list[Piece] = []
     for span in row:
-        action, first, end = span.action, round_half_up(span.start * scale), round_half_up(span.end * scale)
+        first, end = round_half_up(span.start * scale), round_half_up(span.end * scale)
+        first = max(first, blocks[-1].end if blocks else 0)
         if first < end:
-            blocks.append(Piece(action.kind, chunks[action.stage], first, end, action))
+            blocks.append(Piece(span.action.kind, chunks[span.action.stage], first, end, span.action))
     return blocks
 
 

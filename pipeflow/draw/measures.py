@@ -17,8 +17,8 @@ class Unit:
     factor: float = 1.0
 
     def text(self, time: float) -> str:
-        number = f"{time * self.factor:.4g}"
-        return f"{number} {self.name}".rstrip()
+        number = time * self.factor
+        return f"{number:{'.4g' if number < 9999.5 else '.0f'}} {self.name}".rstrip()
 
 
 def axis(horizon: float, scale: float, width: int, unit: Unit) -> str:

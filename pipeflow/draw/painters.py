@@ -22,10 +22,7 @@ NAMES = {
 
 
 class Painter(Protocol):
-    """Paints the pieces of a timeline in which a rank has at most `chunks` chunks."""
-
-    @property
-    def chunks(self) -> int: ...
+    """Paints the pieces of a timeline."""
 
     def piece(self, piece: Piece) -> Iterator[Painted]:
         """Exactly `piece.width` columns."""
@@ -52,8 +49,8 @@ def paint(line: list[Piece], width: int, painter: Painter) -> Iterator[Painted]:
 @final
 @dataclass(frozen=True, slots=True)
 class Letters:
-    """Kind and microbatch as letter and number. Upper case is chunk 0, lower case chunk 1; with more chunks an
-    action says its stage, as in "4F0". A dot every `grid` columns is idle time. ASCII throughout.
+    """Kind and microbatch as letter and number. Upper case is chunk 0, lower case chunk 1; when a rank has more
+    than two `chunks` an action says its stage, as in "4F0". A dot every `grid` columns is idle time. All ASCII.
     """
 
     chunks: int
@@ -104,7 +101,7 @@ EDGE = "\u258a"  # the left three quarters of a cell: a thin gap between two pie
 @final
 @dataclass(frozen=True, slots=True)
 class Colours:
-    """Kind as hue, chunk as shade, microbatch as number."""
+    """Kind as hue, chunk (of at most `chunks`) as shade, microbatch as number."""
 
     chunks: int
 
