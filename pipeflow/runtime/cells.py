@@ -83,11 +83,11 @@ class Results:
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
-        self.criterion: Callable[..., Tensor] | None = None
         self.clear()
 
     def clear(self) -> None:
         """Lets go of the last step's batch, losses and outputs."""
+        self.criterion: Callable[..., Tensor] | None = None
         self.labels: list[object] = []
         self.weights: list[float] = []
         self.keep_outputs = False

@@ -28,7 +28,8 @@ def clip_grad_norm_(model: Pipeline, max_norm: float) -> Tensor:
     with model.alarm.raised_everywhere():
         rows = all_gather(model.context.transport, [float(sum(squares))])
     norm = math.sqrt(sum(square for [square] in rows))
-    if norm > max_norm:
+    scale = max_norm / (norm + 1e-6)  # torch.nn.utils.clip_grad_norm_ adds it too: a pipeline changes no digit
+    if scale < 1:
         for gradient in gradients.values():
-            gradient.mul_(max_norm / norm)
+            gradient.mul_(scale)
     return torch.tensor(norm, dtype=torch.float64)

@@ -112,16 +112,13 @@ class Runner:
         compiled.positionals[:] = batch.positionals
         for stage in self.stages.values():
             stage.load(batch.keywords)
-        if self._has_loss:
+        if self.schedule.placement.num_stages - 1 in self.stages:
             results = compiled.results
-            results.criterion = self.criterion if training or batch.labels[0] is not None else None
-            results.labels = batch.labels
-            results.weights = weights_of(batch, self.weigh)
             results.keep_outputs = return_outputs
-
-    @property
-    def _has_loss(self) -> bool:
-        return self.schedule.placement.num_stages - 1 in self.stages
+            if training or batch.labels[0] is not None:
+                results.criterion = self.criterion
+                results.labels = batch.labels
+                results.weights = weights_of(batch, self.weigh)
 
     def _agree(self, compiled: Compiled, batch: Batch, broadcast_loss: bool) -> Tensor | None:
         """Ends the step: no rank goes on before all have come this far. Returns the loss where it is to be known."""
