@@ -68,7 +68,7 @@ def stacked(timelines: dict[str, Timeline], unit: Unit, console: Console, option
 def _painter(timelines: dict[str, Timeline], console: Console, options: ConsoleOptions) -> Painter:
     chunks = max(num_chunks(timeline) for timeline in timelines.values())
     plain = console.color_system is None or console.no_color or options.ascii_only
-    return Letters(chunks) if plain else Colours(chunks)
+    return Letters(chunks) if plain else Colours(chunks, few=console.color_system in ("standard", "windows"))
 
 
 def _kinds(timelines: dict[str, Timeline]) -> list[Kind]:

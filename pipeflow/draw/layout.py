@@ -84,29 +84,34 @@ def round_half_up(number: float) -> int:
     return math.floor(number + 0.5)
 
 
-Look = tuple[Kind, int]  # kind and chunk
+Look = tuple[Kind | None, int]  # kind and chunk
+IDLE: Look = (None, 0)
 
 
 def _columns(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list[Piece]:
     """One piece a column. Of what runs in a column, each shows what has run the longest without being shown,
-    so that a stretch of columns has the colours, and the idle time, of all that ran there.
+    first the kind and then the chunk, so that a stretch of columns has the colours, and the idle time, of all
+    that ran there.
     """
-    owed: defaultdict[Look | None, float] = defaultdict(float)  # None: idle
+    owed: defaultdict[Look, float] = defaultdict(float)
     line = []
     for column, shares in enumerate(_shares(row, chunks, scale)):
+        by_kind: defaultdict[Kind | None, float] = defaultdict(float)
         for look, share in shares.items():
             owed[look] += share
-        shown = max(shares, key=lambda look: owed[look])
-        owed[shown] -= 1
-        if shown is not None:
-            line.append(Piece(*shown, column, column + 1, None))
+        for (kind, _), debt in owed.items():
+            by_kind[kind] += debt
+        kind, chunk = max(shares, key=lambda look: (by_kind[look[0]], owed[look]))
+        owed[kind, chunk] -= 1
+        if kind is not None:
+            line.append(Piece(kind, chunk, column, column + 1, None))
     return line
 
 
-def _shares(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list[dict[Look | None, float]]:
+def _shares(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list[dict[Look, float]]:
     """Per column, which part of it runs what."""
     width = round_half_up(max((span.end for span in row), default=0.0) * scale)
-    shares: list[dict[Look | None, float]] = [{} for _ in range(width)]
+    shares: list[dict[Look, float]] = [{} for _ in range(width)]
     for span in row:
         look = span.action.kind, chunks[span.action.stage]
         start, end = span.start * scale, span.end * scale
@@ -115,5 +120,5 @@ def _shares(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list
             shares[column][look] = shares[column].get(look, 0.0) + part
     for share in shares:
         if (idle := 1 - sum(share.values())) > 1e-9 or not share:
-            share[None] = idle
+            share[IDLE] = idle
     return shares

@@ -88,32 +88,36 @@ class Letters:
 
 Colour = tuple[int, int, int]
 
-BASE: dict[Kind, Colour] = {
-    Kind.F: (92, 143, 235),
-    Kind.B: (61, 174, 110),
-    Kind.I: (70, 190, 190),
-    Kind.W: (232, 170, 66),
+COLOURS: dict[Kind, tuple[Colour, str]] = {  # and the nearest of the 16 that every terminal has
+    Kind.F: ((92, 143, 235), "blue"),
+    Kind.B: ((61, 174, 110), "green"),
+    Kind.I: ((70, 190, 190), "cyan"),
+    Kind.W: ((232, 170, 66), "yellow"),
 }
-INK = "rgb(16,20,28)"
+INK = (16, 20, 28), "black"
 EDGE = "\u258a"  # the left three quarters of a cell: a thin gap between two pieces
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Colours:
-    """Kind as hue, chunk (of at most `chunks`) as shade, microbatch as number."""
+    """Kind as hue, chunk (of at most `chunks`) as shade, microbatch as number. With `few` colours there are two
+    shades.
+    """
 
     chunks: int
+    few: bool = False
 
     def piece(self, piece: Piece) -> Iterator[Painted]:
-        colour = _rgb(self.shade(piece.kind, piece.chunk))
+        colour = self._colour(piece.kind, piece.chunk)
         if piece.action is None:
             yield " " * piece.width, f"on {colour}"
             return
         number = str(piece.action.microbatch)
         room = piece.width - 1
+        ink = INK[1] if self.few else _rgb(INK[0])
         if room:
-            yield (number if len(number) <= room else "").center(room), f"{INK} on {colour}"
+            yield (number if len(number) <= room else "").center(room), f"{ink} on {colour}"
         yield EDGE, colour
 
     def idle(self, first: int, end: int) -> Painted:
@@ -122,18 +126,21 @@ class Colours:
     def legend(self, kinds: Iterable[Kind]) -> Iterator[Painted]:
         for kind in kinds:
             for chunk in range(self.chunks):
-                yield "  ", f"on {_rgb(self.shade(kind, chunk))}"
+                yield "  ", f"on {self._colour(kind, chunk)}"
             yield f" {NAMES[kind]}   ", ""
         if self.chunks > 1:
             yield "lighter: later chunk   ", ""
         yield "\u00b7\u00b7", "bright_black"
         yield " idle", ""
 
-    def shade(self, kind: Kind, chunk: int) -> Colour:
+    def _colour(self, kind: Kind, chunk: int) -> str:
         """The kind's colour, mixed with the more white the later the chunk."""
+        colour, name = COLOURS[kind]
+        if self.few:
+            return f"bright_{name}" if chunk else name
         white = 0.55 * chunk / max(self.chunks - 1, 1)
-        red, green, blue = (round(part + (255 - part) * white) for part in BASE[kind])
-        return red, green, blue
+        red, green, blue = (round(part + (255 - part) * white) for part in colour)
+        return _rgb((red, green, blue))
 
 
 def _rgb(colour: Colour) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Literal
 
 import pytest
 from rich.console import Console, RenderableType
@@ -13,12 +14,14 @@ from pipeflow.core.timeline import Span, Timeline
 from pipeflow.draw import Comparison, Gantt
 from pipeflow.schedules import make_schedule
 
+Colours = Literal["standard", "truecolor"]
 
-def draw(renderable: RenderableType, width: int = 80, *, colours: bool = False, encoding: str = "utf-8") -> str:
+
+def draw(
+    renderable: RenderableType, width: int = 80, *, colours: Colours | None = None, encoding: str = "utf-8"
+) -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    console = Console(
-        file=file, width=width, force_terminal=colours, color_system="truecolor" if colours else None, _environ={}
-    )
+    console = Console(file=file, width=width, force_terminal=bool(colours), color_system=colours, _environ={})
     console.print(renderable)
     file.seek(0)
     return file.read()
@@ -86,10 +89,10 @@ def test_the_span_is_said_where_it_is_not_the_makespan() -> None:
 
 
 @pytest.mark.parametrize("width", [12, 80, 300])
-@pytest.mark.parametrize("colours", [False, True])
+@pytest.mark.parametrize("colours", [None, "truecolor"])
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(1, 1, 1), (1, 40, 2), (4, 8, 4), (12, 40, 2)])
 def test_nothing_is_wrapped_and_every_rank_has_a_line(
-    width: int, colours: bool, ranks: int, microbatches: int, chunks: int
+    width: int, colours: Colours | None, ranks: int, microbatches: int, chunks: int
 ) -> None:
     drawing = draw(Gantt(planned("interleaved-1f1b", ranks, microbatches, chunks=chunks)), width, colours=colours)
     lines = re.sub(r"\x1b\[[\d;]*m", "", drawing).splitlines()
@@ -104,21 +107,33 @@ def test_plain_drawings_are_ascii_without_escapes() -> None:
 
 
 def test_colours_need_a_terminal_that_can_show_them() -> None:
-    assert "\x1b[" in draw(Gantt(planned()), colours=True)
-    assert draw(Gantt(planned()), colours=True, encoding="ascii").isascii()
+    assert "\x1b[" in draw(Gantt(planned()), colours="truecolor")
+    assert draw(Gantt(planned()), colours="truecolor", encoding="ascii").isascii()
 
 
 def test_every_kind_and_chunk_has_a_colour_of_its_own() -> None:
     halves = Schedule.from_csv("0F0,1F0,1B0,0I0,0W0,0F1,1F1,1I1,1W1,0B1")
-    backgrounds = set(re.findall(r"48;2;\d+;\d+;\d+", draw(Gantt(simulate(halves)), 120, colours=True)))
+    backgrounds = set(re.findall(r"48;2;\d+;\d+;\d+", draw(Gantt(simulate(halves)), 120, colours="truecolor")))
     assert len(backgrounds) == 4 * 2
+
+
+def test_16_colours_tell_the_kinds_and_the_second_chunk_apart() -> None:
+    halves = Schedule.from_csv("0F0,1F0,1B0,0I0,0W0,0F1,1F1,1I1,1W1,0B1")
+    backgrounds = set(re.findall(r";(\d+)m", draw(Gantt(simulate(halves)), 120, colours="standard")))
+    assert backgrounds == {"44", "42", "46", "43", "104", "102", "106", "103"}
 
 
 def test_a_drawing_that_is_scaled_down_keeps_the_proportions() -> None:
     row = next(line for line in draw(Gantt(planned("1f1b", 8, 400)), 208).splitlines() if line.startswith("rank 7"))
     shown = row.removeprefix("rank 7  ")
     assert shown.count("B") == pytest.approx(2 * shown.count("F"), abs=3)
+    assert "FF" not in shown
     assert 2 <= shown.count(".") <= 5  # 14 of 1221 units of time, in 200 columns
+
+
+def test_kinds_alternate_also_when_there_are_chunks() -> None:
+    drawing = draw(Gantt(planned("interleaved-1f1b", 2, 300, chunks=3)), 60)
+    assert "FBBFBBFBBFBBFBBFBBFBB" in drawing
 
 
 def test_a_comparison_has_one_time_scale() -> None:
