@@ -32,7 +32,7 @@ def measure() -> dict[str, int]:
     task, rank = make_task(RANKS, MICROBATCHES), int(os.environ["RANK"])
     plan = pipeflow.lower(pipeflow_side.schedule_of(task, "1f1b", 1))[rank]
     ours = pipeflow_side.contender(task, rank, "1f1b")
-    hand = by_hand.one_f_one_b(task, rank)
+    hand = by_hand.loop(task, rank)
     return {
         "pipeflow, planned": plan.receive_buffers,
         "pipeflow, allocated": _most_alive(ours.step, task.shape),

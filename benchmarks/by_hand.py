@@ -16,24 +16,28 @@ from torch import Tensor, nn
 from benchmarks.task import Contender, Task
 
 AHEAD = 2  # receives posted per direction before they are needed
+Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]
 
 
-def one_f_one_b(task: Task, rank: int) -> Contender:
-    loop = Loop(task, rank, chunks=1, warmup=task.ranks - rank - 1)
-    return Contender("by hand", loop.step, loop.chunks)
+def loop(task: Task, rank: int, chunks: int = 1, *, two_groups: bool = False) -> Contender:
+    """1F1B with one stage a rank, else interleaved: the microbatches must then be a multiple of the ranks.
 
-
-def interleaved(task: Task, rank: int, chunks: int) -> Contender:
-    """`chunks` stages a rank; the microbatches must be a multiple of the ranks."""
-    loop = Loop(task, rank, chunks, warmup=2 * (task.ranks - rank - 1) + (chunks - 1) * task.ranks)
-    return Contender("by hand", loop.step, loop.chunks)
+    With `two_groups` activations and gradients have connections of their own, in the other direction of which only
+    the transport's notices travel.
+    """
+    hops = task.ranks - rank - 1
+    warmup = hops if chunks == 1 else 2 * hops + (chunks - 1) * task.ranks
+    groups = (dist.new_group(), dist.new_group()) if two_groups else (None, None)
+    made = Loop(task, rank, chunks, warmup, groups)
+    return Contender("by hand, 2 groups" if two_groups else "by hand", made.step, made.chunks)
 
 
 class Loop:
     """Warm-up, steady state and cool-down of one rank."""
 
-    def __init__(self, task: Task, rank: int, chunks: int, warmup: int) -> None:
+    def __init__(self, task: Task, rank: int, chunks: int, warmup: int, groups: Groups) -> None:
         self.task, self.rank = task, rank
+        self.groups = groups  # for activations, for gradients
         self.stages = task.ranks * chunks
         self.chunks = task.chunks_of(rank, chunks)
         self.forwards = list(self._turns(range(chunks)))
@@ -55,8 +59,8 @@ class Loop:
         self.alive: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.losses: list[Tensor] = []
         self.sends: list[tuple[dist.Work | None, Tensor]] = []
-        self.activations = self._receives(self.forwards, -1, first=0, tag=0)
-        self.gradients = self._receives(self.backwards, +1, first=self.stages - 1, tag=self.stages)
+        self.activations = self._receives(self.forwards, -1, first=0)
+        self.gradients = self._receives(self.backwards, +1, first=self.stages - 1)
         forwards, backwards = iter(self.forwards), iter(self.backwards)
         for _ in range(self.warmup):
             self._forward(*next(forwards))
@@ -69,17 +73,17 @@ class Loop:
             work.wait()
         return torch.stack(self.losses).sum() if self.losses else None
 
-    def _receives(self, turns: list[tuple[int, nn.Module, int]], offset: int, first: int, tag: int) -> Iterator[Tensor]:
+    def _receives(self, turns: list[tuple[int, nn.Module, int]], offset: int, first: int) -> Iterator[Tensor]:
         """The values from the neighbouring stages, in the order of `turns`, with the next ones always posted."""
         peer = (self.rank + offset) % self.task.ranks
+        group = self.groups[offset > 0]
         posted: deque[tuple[dist.Work | None, Tensor]] = deque()
         remaining = ((stage, microbatch) for stage, _, microbatch in turns if stage != first)
 
         def post() -> None:
             for stage, microbatch in remaining:
                 buffer = self.spare.pop() if self.spare else torch.empty(self.task.shape)
-                number = (tag + stage) * self.task.microbatches + microbatch
-                posted.append((dist.irecv(buffer, peer, tag=number), buffer))
+                posted.append((dist.irecv(buffer, peer, group, self._tag(stage, -offset, microbatch)), buffer))
                 return
 
         def values() -> Iterator[Tensor]:
@@ -100,7 +104,7 @@ class Loop:
             output = self.task.criterion(output, self.labels[microbatch]) / self.task.microbatches
             self.losses.append(output.detach())
         else:
-            self._send(output.detach(), +1, (stage + 1) * self.task.microbatches + microbatch)
+            self._send(output.detach(), +1, stage + 1, microbatch)
         self.alive[stage, microbatch] = hidden, output
 
     def _backward(self, stage: int, module: nn.Module, microbatch: int) -> None:
@@ -112,9 +116,13 @@ class Loop:
             output.backward(gradient)
             self.spare.append(gradient)
         if stage > 0:
-            self._send(hidden.grad, -1, (self.stages + stage - 1) * self.task.microbatches + microbatch)
+            self._send(hidden.grad, -1, stage - 1, microbatch)
             self.spare.append(hidden.detach())
 
-    def _send(self, tensor: Tensor, offset: int, tag: int) -> None:
-        work = dist.isend(tensor, (self.rank + offset) % self.task.ranks, tag=tag)
-        self.sends.append((work, tensor))
+    def _send(self, tensor: Tensor, offset: int, stage: int, microbatch: int) -> None:
+        peer, group = (self.rank + offset) % self.task.ranks, self.groups[offset < 0]
+        self.sends.append((dist.isend(tensor, peer, group, self._tag(stage, offset, microbatch)), tensor))
+
+    def _tag(self, stage: int, offset: int, microbatch: int) -> int:
+        """The tag of what `stage` receives: an activation that went up (+1) or a gradient that came down (-1)."""
+        return (2 * stage + (offset > 0)) * self.task.microbatches + microbatch

@@ -54,7 +54,8 @@ def by_hand(frame: FrameType) -> str | None:
 
 
 def of_pipeflow(frame: FrameType) -> str | None:
-    from pipeflow.runtime.operations import Compute, Transfer
+    from pipeflow.runtime.operations import Compute
+    from pipeflow.runtime.transfers import Transfer
 
     if frame.f_code.co_name != "__call__" or "/pipeflow/runtime/" not in frame.f_code.co_filename:
         return None

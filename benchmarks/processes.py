@@ -36,7 +36,8 @@ def run_ranks(function: str, ranks: int, options: dict[str, Any], deadline: floa
             _end(processes)
         if problem is not None:
             for rank, path in enumerate(paths):
-                print(f"--- rank {rank}\n{path.with_suffix('.log').read_text()}", file=sys.stderr)
+                lines = path.with_suffix(".log").read_text().splitlines()
+                print(f"--- rank {rank}", *lines[-40:], sep="\n", file=sys.stderr)
             raise BenchmarkError(f"{function}: {problem}")
         return [json.loads(path.with_suffix(".json").read_text()) for path in paths]
 

@@ -75,7 +75,7 @@ def measure(rounds: int) -> dict[str, Any]:
     batch = torch.randn(2, 2 * MICROBATCHES, 16)
     task = Task(RANKS, MICROBATCHES, make_stages, functional.mse_loss, inputs=batch[0], labels=batch[1])
     rank = int(os.environ["RANK"])
-    contenders = {name: all_of(task, rank, name, chunks) for name, chunks in SCHEDULES.items()}
+    contenders = {name: all_of(task, rank, name, chunks, two_groups=True) for name, chunks in SCHEDULES.items()}
     times: Times = {}
     for name, chunks in SCHEDULES.items():
         SleepStage.forward_seconds, SleepStage.backward_seconds = FORWARD / chunks, BACKWARD / chunks
