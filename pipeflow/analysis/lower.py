@@ -19,8 +19,9 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     maker, and a Recv before its user.
 
     Receives are posted ahead, so that the transfer overlaps computation: each before the action that its rank
-    runs when the value is sent, in a simulation under `cost`. Between an ordered pair of ranks, activations keep
-    the sender's order on both ends, and so do gradients. A Release follows as soon as a value made after the use of the sent one has come back.
+    runs when the value is sent, in a simulation under `cost`. Between an ordered pair of ranks, activations
+    keep the sender's order on both ends, and so do gradients. A Release follows as soon as a value made after
+    the use of the sent one has come back.
 
     Raises ScheduleError when the schedule cannot run to its end.
     """
@@ -81,7 +82,8 @@ def _entry_times(row: tuple[Entry, ...], spans: tuple[Span, ...]) -> list[tuple[
 
 def _releases(schedule: Schedule, transfers: _Transfers) -> list[dict[int, list[Release]]]:
     """Per rank and position, the sent values to let go of after the entry there; what no value proves comes
-    after the last entry."""
+    after the last entry.
+    """
     releases: list[dict[int, list[Release]]] = [defaultdict(list) for _ in schedule.rows]
     for (sender, receiver), values in sorted(transfers.channels.items()):
         answers = transfers.channels.get((receiver, sender), [])

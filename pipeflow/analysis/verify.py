@@ -17,7 +17,8 @@ from pipeflow.core.schedule import Schedule
 @dataclass(frozen=True, slots=True)
 class Violation:
     """One thing that is wrong. `rank` and `position` (an index into the rank's row) say where, when there is a
-    place; `problem` says what is there, `expected` what should be."""
+    place; `problem` says what is there, `expected` what should be.
+    """
 
     problem: str
     expected: str

@@ -47,7 +47,8 @@ class CostModel:
         transfer: float = 0,
     ) -> CostModel:
         """The costs of one microbatch on one rank's whole share of the model, divided evenly among its
-        chunks, so that schedules with and without chunks compare."""
+        chunks, so that schedules with and without chunks compare.
+        """
         stages, share = placement.num_stages, placement.chunks_per_rank
         return cls(
             forward=(forward / share,) * stages,

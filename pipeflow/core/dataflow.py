@@ -1,5 +1,6 @@
 """The dataflow, said once: what every kind of action needs and makes. Verify, simulate, lower and memory
-read this table; nothing else knows it, and a new kind of action is a new row."""
+read this table; nothing else knows it, and a new kind of action is a new row.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class Schedule:
 
     def forward_only(self) -> Schedule:
         """The same schedule without its backwards, for evaluation: sound whenever this one is, since a
-        forward needs forwards alone."""
+        forward needs forwards alone.
+        """
         rows = tuple(
             tuple(action for action in self.actions(rank) if action.kind is Kind.F) for rank in range(len(self.rows))
         )
@@ -76,7 +77,8 @@ class Schedule:
         largest = max(action.microbatch for action in actions) + 1
         if max(stages, largest) > len(actions):
             raise ScheduleError(
-                f"the CSV has {len(actions)} actions for {stages} stages and {largest} microbatches: each needs at least one"
+                f"the CSV has {len(actions)} actions for {stages} stages and {largest} microbatches: "
+                "each needs at least one"
             )
         if num_microbatches is not None and num_microbatches < largest:
             raise ScheduleError(f"the CSV has {largest} microbatches, not {num_microbatches}")

@@ -60,7 +60,8 @@ class Timeline:
     def peak_activations(self) -> tuple[float, ...]:
         """Per rank, the most activations alive at once, in microbatches of the rank's whole share of the
         model. An activation lives from its F to the end of its B or I; without backwards nobody keeps it, and
-        there is the one being made."""
+        there is the one being made.
+        """
         share = self.placement.chunks_per_rank
         return tuple(_peak(row) / share for row in self.rows)
 

@@ -1,5 +1,6 @@
 """The registry of schedules and the one function that makes them. A family is one small file beside this one:
-a pure function from (ranks, microbatches, options) to a Schedule."""
+a pure function from (ranks, microbatches, options) to a Schedule.
+"""
 
 from __future__ import annotations
 
