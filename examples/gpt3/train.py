@@ -1,0 +1,303 @@
+r"""Train a GPT on text through a pipeline. The command lines:
+
+    python examples/gpt3/train.py                   4 ranks on this machine, about three minutes, no GPU needed
+    python examples/gpt3/train.py --short           the same in half a minute
+    python examples/gpt3/train.py --schedule interleaved-1f1b --chunks 2
+    python examples/gpt3/train.py --ranks 1         one process, the same losses
+    python examples/gpt3/train.py --check           compared with the model in one piece, in float64
+    DATA=my.jsonl python examples/gpt3/train.py     your own text, one {"text": ...} a line
+
+    torchrun --nproc-per-node 4 examples/gpt3/train.py
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint machine-1:29500 \
+        examples/gpt3/train.py --preset gpt2-xl --sequence 1024 --batch 64 --microbatches 64
+
+The last one is run on each of the machines; the pipeline goes through all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from model import PRESETS, Shape, build_stage, next_token_loss
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+from torch.optim.lr_scheduler import LambdaLR
+
+import pipeflow
+from pipeflow.draw import Comparison
+
+from data import END, Corpus, DataError, prepare, wait_for  # isort: skip  (sorted elsewhere when data/ exists)
+
+EVALUATED = 8  # batches of held-out text
+PROMPT = "def"
+TEMPERATURE = 0.7  # of the text that is written at the end: 0 would always take the likeliest token
+TOLERANCE = 1e-9  # of --check
+
+
+def main() -> None:
+    arguments, first = read_arguments(), os.environ.get("RANK", "0") == "0"
+    try:
+        validate(arguments)
+        if arguments.ranks == 1 or "RANK" in os.environ:
+            run(arguments)
+        else:
+            prepare(arguments.data, PRESETS[arguments.preset].vocabulary)
+            start_ranks(arguments.ranks)
+    except (pipeflow.UsageError, pipeflow.PipelineError, DataError) as error:
+        sys.exit(f"train.py: {error}" if first else 1)
+    except KeyboardInterrupt:
+        sys.exit("stopped" if first else 1)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--schedule", default="1f1b", help="a name that `pipeflow list` shows (%(default)s)")
+    add("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", 4)), help="processes of the pipeline (4)")
+    add("--microbatches", type=int, default=8, help="pieces that a batch is cut into (%(default)s)")
+    add("--chunks", type=int, help="stages a rank, for a schedule that has chunks")
+    add("--steps", type=int, help="steps of training (700; 60 with --short, 10 with --check)")
+    add("--batch", type=int, default=16, help="sequences a step (%(default)s)")
+    add("--sequence", type=int, default=128, help="tokens a sequence (%(default)s)")
+    add("--preset", default="tiny", choices=PRESETS, help="the size of the model (%(default)s)")
+    add("--data", type=Path, default=os.environ.get("DATA") or None, help="your text ($DATA, else Python's library)")
+    add("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
+    add("--lr", type=float, default=4e-3, help="the highest learning rate (%(default)s)")
+    add("--check", action="store_true", help="train the model in one piece as well, and compare")
+    add("--short", action="store_true", help="fewer steps")
+    arguments = parser.parse_args()
+    if arguments.steps is None:
+        arguments.steps = 10 if arguments.check else 60 if arguments.short else 700
+    return arguments
+
+
+def make_schedule(arguments: argparse.Namespace, microbatches: int) -> pipeflow.Schedule:
+    options = {} if arguments.chunks is None else {"chunks": arguments.chunks}
+    return pipeflow.make_schedule(arguments.schedule, ranks=arguments.ranks, microbatches=microbatches, **options)
+
+
+def validate(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for what cannot work together; nothing has been started by then."""
+    world = int(os.environ.get("WORLD_SIZE", arguments.ranks))
+    stages = make_schedule(arguments, arguments.microbatches).placement.num_stages
+    name, shape = arguments.preset, PRESETS[arguments.preset]
+    batch, microbatches, length = arguments.batch, arguments.microbatches, arguments.sequence
+    for broken, message in (
+        (arguments.ranks != world, f"--ranks {arguments.ranks}, but {world} processes were started"),
+        (stages > shape.layers, f"{stages} stages are too many for --preset {name}, which has {shape.layers} layers"),
+        (batch < microbatches, f"--batch {batch} does not fill --microbatches {microbatches}"),
+        (not 2 <= length <= shape.positions, f"--sequence must be 2 to {shape.positions} for --preset {name}"),
+        (arguments.steps < 1, f"--steps must be at least 1, not {arguments.steps}"),
+        (not arguments.lr > 0, f"--lr must be positive, not {arguments.lr}"),
+    ):
+        if broken:
+            raise pipeflow.UsageError(message)
+
+
+def start_ranks(ranks: int) -> None:
+    """Runs this command line once for each rank, as `torchrun` does."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
+    try:
+        torchrun(["--standalone", "--nproc-per-node", str(ranks), *sys.argv])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        sys.exit(f"train.py: rank {rank} was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else 1)
+    except SignalException:
+        Console().show_cursor()
+        raise KeyboardInterrupt from None
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """One rank's part, from the text to the end. Rank 0 shows what happens."""
+    shape, length = PRESETS[arguments.preset], arguments.sequence
+    corpus = (wait_for if int(os.environ.get("LOCAL_RANK", 0)) else prepare)(arguments.data, shape.vocabulary)
+    context = pipeflow.launch(pipeline=arguments.ranks)
+    if context.rank:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    console = Console(highlight=False, quiet=context.rank > 0)
+
+    dtype = torch.float64 if arguments.check else torch.float32
+    stages = build_stages(arguments, shape, context, dtype)
+    samples, uneven = divmod(arguments.batch, arguments.microbatches)
+    model = pipeflow.Pipeline(
+        stages,
+        make_schedule(arguments, arguments.microbatches),
+        criterion=next_token_loss,
+        tensor_shape=None if uneven else (samples, length, shape.hidden),
+        tensor_dtype=dtype,
+    )
+    before = evaluate(model, batches_of(corpus, arguments, held_out=True))
+    losses, measured = train(model, batches_of(corpus, arguments), arguments, console)
+    after = evaluate(model, batches_of(corpus, arguments, held_out=True))
+
+    console.print(f"\nloss on held-out text: {before:.3f} before, {after:.3f} after {arguments.steps} steps\n")
+    planned = pipeflow.simulate(model.schedule, pipeflow.CostModel.measured(measured))
+    console.print(Comparison(planned, measured, unit="ms", factor=1000))
+    if arguments.check:
+        if (weights := gather_weights(stages)) is not None:
+            compare(weights, losses, corpus, arguments, console)
+    else:
+        writer = pipeflow.Pipeline(stages, make_schedule(arguments, microbatches=1))
+        console.print(f"\nwritten after {PROMPT!r}:\n\n{write(writer, corpus, arguments)}", markup=False)
+
+
+def build_stages(
+    arguments: argparse.Namespace, shape: Shape, context: pipeflow.Context, dtype: torch.dtype
+) -> nn.ModuleList:
+    """The stages of this rank and no others. The first one's word table and the last one's head are tied."""
+    placement = make_schedule(arguments, arguments.microbatches).placement
+    parts = [part for [part] in pipeflow.partition_uniform(shape.layers, placement.num_stages)]
+    held = [parts[stage] for stage in placement.stages_of(context.pipeline_rank)]
+    stages = nn.ModuleList(build_stage(shape, *part, seed=arguments.seed, dtype=dtype) for part in held)
+    stages.to(context.device)
+    wrapper = pipeflow.PipelineSharedModuleWrapper([placement.rank_of(0), placement.rank_of(len(parts) - 1)])
+    for table in [table for stage in stages for table in (stage.word_embeddings, stage.head) if table is not None]:
+        wrapper.register_module(table)
+    return stages
+
+
+Batches = Iterator[tuple[dict[str, Tensor], Tensor]]
+
+
+def batches_of(corpus: Corpus, arguments: argparse.Namespace, *, held_out: bool = False) -> Batches:
+    """Inputs and labels without end, the same on every rank. The labels are the ids; the loss shifts them."""
+    for step in count():
+        ids = corpus.batch(arguments.batch, arguments.sequence, seed=arguments.seed, step=step, held_out=held_out)
+        yield {"input_ids": ids}, ids
+
+
+def evaluate(model: pipeflow.Pipeline, batches: Batches) -> float:
+    """The mean loss over some batches: forwards alone, through the same pipeline."""
+    outputs = [
+        pipeflow.execute_pipeline(batches, model, forward_only=True, broadcast_loss=True) for _ in range(EVALUATED)
+    ]
+    return sum(float(output.loss) for output in outputs) / EVALUATED
+
+
+def train(
+    model: pipeflow.Pipeline, batches: Batches, arguments: argparse.Namespace, console: Console
+) -> tuple[list[float], pipeflow.Timeline]:
+    """The loss of every step, and what the last one looked like."""
+    optimizer, rate = make_optimizer(model.parameters(), arguments)
+    losses: list[float] = []
+    with progress(arguments, console) as show:
+        while len(losses) < arguments.steps:
+            optimizer.zero_grad()
+            trace = len(losses) == arguments.steps - 1
+            output = pipeflow.execute_pipeline(batches, model, broadcast_loss=True, trace=trace)
+            pipeflow.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            rate.step()
+            losses.append(float(output.loss))
+            show(losses)
+    return losses, output.timeline
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], arguments: argparse.Namespace
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """Adam, its rate rising over the first twentieth of the steps, then falling to a tenth along a cosine."""
+    optimizer = torch.optim.AdamW(parameters, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    rise = max(1, arguments.steps // 20)
+
+    def factor(step: int) -> float:
+        fall = 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, arguments.steps - rise))
+        return min((step + 1) / rise, fall)
+
+    return optimizer, LambdaLR(optimizer, factor)
+
+
+@contextmanager
+def progress(arguments: argparse.Namespace, console: Console) -> Iterator[Callable[[list[float]], None]]:
+    """Shows the losses so far: with a bar on a terminal, else in a line for every tenth of the way."""
+    start, steps, tokens = perf_counter(), arguments.steps, arguments.batch * arguments.sequence
+    live = console.is_interactive and not console.quiet
+    columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.description}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not live, expand=True) as bar:
+        task = bar.add_task("", total=steps)
+
+        def show(losses: list[float]) -> None:
+            step, seconds = len(losses), perf_counter() - start
+            text = f"loss {losses[-1]:.3f}  {step * tokens / seconds:,.0f} tokens/s"
+            bar.update(task, completed=step, description=text)
+            if not live and (step % max(1, steps // 10) == 0 or step == steps):
+                console.print(f"step {step}/{steps}  {text}  {seconds / step * (steps - step):.0f} s left")
+
+        yield show
+
+
+def write(writer: pipeflow.Pipeline, corpus: Corpus, arguments: argparse.Namespace, tokens: int = 120) -> str:
+    """Text of the model's own, a token at a time through the pipeline: its last rank chooses, and tells the others."""
+    placement = writer.schedule.placement
+    last = placement.rank_of(placement.num_stages - 1)
+    ids, end = corpus.tokenizer.encode(PROMPT).ids, corpus.tokenizer.token_to_id(END)
+    generator = torch.Generator().manual_seed(arguments.seed)
+    while len(ids) < tokens and ids[-1] != end:
+        seen = torch.tensor([ids[-arguments.sequence :]])
+        batch = iter([({"input_ids": seen}, None)])
+        output = pipeflow.execute_pipeline(batch, writer, forward_only=True, return_outputs=True)
+        token = torch.zeros(1, dtype=torch.long)
+        if output.outputs is not None:
+            chances = (output.outputs[0, -1].float().cpu() / TEMPERATURE).softmax(dim=0)
+            token = torch.multinomial(chances, 1, generator=generator)
+        if dist.is_initialized():
+            dist.broadcast(token, src=last)
+        ids.append(int(token))
+    return corpus.tokenizer.decode(ids)
+
+
+def gather_weights(stages: nn.ModuleList) -> dict[str, Tensor] | None:
+    """On rank 0 the weights of all ranks; a weight has the same name however the model was cut."""
+    mine = {name: value.cpu() for stage in stages for name, value in stage.state_dict().items()}
+    if not dist.is_initialized():
+        return mine
+    first = dist.get_rank() == 0
+    everyone: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    dist.gather_object(mine, everyone if first else None)
+    return {name: value for weights in everyone for name, value in weights.items()} if first else None
+
+
+def compare(
+    weights: dict[str, Tensor], losses: list[float], corpus: Corpus, arguments: argparse.Namespace, console: Console
+) -> None:
+    """Trains the model in one piece, without pipeflow, and shows how far apart the two come at most."""
+    shape = PRESETS[arguments.preset]
+    model = build_stage(shape, 0, shape.layers, seed=arguments.seed, dtype=torch.float64)
+    optimizer, rate = make_optimizer(model.parameters(), arguments)
+    apart = 0.0
+    for loss, (_, ids) in zip(losses, batches_of(corpus, arguments), strict=False):
+        optimizer.zero_grad()
+        whole = torch.zeros((), dtype=torch.float64)
+        for part in ids.tensor_split(arguments.microbatches):
+            part_loss = next_token_loss(model(input_ids=part), part) * (len(part) / len(ids))
+            part_loss.backward()
+            whole += part_loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+        apart = max(apart, abs(loss - float(whole)))
+    furthest = max(float((weights[name] - value).abs().max()) for name, value in model.state_dict().items())
+    console.print(f"\nlargest difference from the model in one piece: loss {apart:.1e}, weights {furthest:.1e}")
+    if max(apart, furthest) > TOLERANCE:
+        sys.exit(f"train.py: that is more than {TOLERANCE:.0e}")
+
+
+if __name__ == "__main__":
+    main()
