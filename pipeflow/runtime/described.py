@@ -9,6 +9,7 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeflow.core.dataflow import Value
 from pipeflow.runtime.cells import Cell, Meta
@@ -84,7 +85,7 @@ class SendDescribed(Transfer):
         """Sends what the activation looks like, and something to fill the receives that were posted in vain."""
         cell, works = self.cell, self.cell.works
         meta = Meta.of(cell.tensors, cell.spec, cell.grads)
-        body = torch.frombuffer(bytearray(pickle.dumps(meta)), dtype=torch.uint8)
+        body = torch.frombuffer(bytearray(_packed(meta)), dtype=torch.uint8)
         works.append(self.lanes.header([torch.tensor([len(body)])]))
         works.append(self.lanes.description([body]))
         for tensor in expected.empty(cell.tensors[0].device) if expected is not None else ():
@@ -93,6 +94,17 @@ class SendDescribed(Transfer):
 
 
 _AS_EXPECTED = torch.zeros(1, dtype=torch.int64)
+
+
+def _packed(meta: Meta) -> bytes:
+    """`meta` as bytes. Its tree goes as a tree of numbers: torch's own description of one is not made to travel."""
+    tree = None if meta.spec is None else tree_unflatten(range(len(meta.shapes)), meta.spec)
+    return pickle.dumps((meta.spec is None, tree, *meta[1:]))
+
+
+def _unpacked(body: bytes) -> Meta:
+    bare, tree, shapes, dtypes, grads = pickle.loads(body)
+    return Meta(None if bare else tree_flatten(tree)[1], shapes, dtypes, grads)
 
 
 class Arrival:
@@ -132,7 +144,7 @@ class Arrival:
     def _redirected(self, length: int) -> Meta:
         body = torch.empty(length, dtype=torch.uint8)
         self.lanes.description([body]).wait()
-        meta: Meta = pickle.loads(bytes(body.tolist()))
+        meta = _unpacked(bytes(body.tolist()))
         self.cell.tensors = meta.empty(self.device)
         for work in [self.lanes.redirected([tensor]) for tensor in self.cell.tensors]:
             work.wait()

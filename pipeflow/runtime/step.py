@@ -156,7 +156,7 @@ def run(operations: Sequence[Operation]) -> None:
             operation()
     except Exception as error:
         match operation:
-            case Transfer() if not isinstance(error, PipeflowError):
+            case Transfer() if _is_of_channel(error):
                 raise LinkError(operation.peer, f"{operation.doing} the {operation.value}", error) from None
             case Transfer(value=value):
                 kind = Kind.F if value.content is Content.ACTIVATION else Kind.B
@@ -165,3 +165,8 @@ def run(operations: Sequence[Operation]) -> None:
                 raise ActionError(action) from error
             case _:
                 raise
+
+
+def _is_of_channel(error: Exception) -> bool:
+    """Whether a transfer failed for its channel's sake. Channels raise RuntimeError; so do some that are no channel."""
+    return isinstance(error, RuntimeError) and not isinstance(error, PipeflowError | torch.OutOfMemoryError)
