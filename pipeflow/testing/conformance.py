@@ -1,0 +1,207 @@
+"""What the engine asks of a transport, as checks. Each is called on every rank together, with that rank's transport,
+and raises AssertionError where a promise is broken. Give the transport a timeout of a few seconds.
+
+Before a channel is broken a check lets go of every Start and Work, as the engine does: they may keep it open.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import Failure
+from pipeflow.runtime.agreement import all_gather
+from pipeflow.runtime.transport import Lane, Transport, Work
+
+_SOON = 1.0  # seconds
+_MANY = 8  # transfers
+_LANES = tuple(lane for lane in Lane if lane is not Lane.CONTROL)  # that one is for the meetings within a check
+
+
+def conform(transport: Transport) -> None:
+    """Makes every check in turn. Needs at least two ranks."""
+    for check in CHECKS:
+        check(transport)
+
+
+def tells_its_place(transport: Transport) -> None:
+    """Every rank from 0 to size is there once; each has a timeout; reopening what is open changes nothing."""
+    transport.reopen()
+    assert transport.timeout > 0, f"timeout {transport.timeout}"
+    assert [int(rank) for [rank] in all_gather(transport, [transport.rank])] == list(range(transport.size))
+
+
+def keeps_order(transport: Transport) -> None:
+    """A lane is a FIFO between every ordered pair of ranks."""
+    for lane in Lane:
+        sent = [
+            _send(transport, peer, lane, _number(transport, lane, step))
+            for step in range(_MANY)
+            for peer in _peers(transport)
+        ]
+        for step in range(_MANY):
+            for peer in _peers(transport):
+                _expect(transport, peer, lane, _number(transport, lane, step))
+        _finish(sent)
+
+
+def keeps_lanes_apart(transport: Transport) -> None:
+    """No lane waits for another: what was sent first, on one, may be received last."""
+    sent = [_send(transport, peer, lane, _number(transport, lane, lane)) for lane in Lane for peer in _peers(transport)]
+    for lane in reversed(Lane):
+        for peer in _peers(transport):
+            _expect(transport, peer, lane, _number(transport, lane, lane))
+    _finish(sent)
+
+
+def receives_ahead(transport: Transport) -> None:
+    """Receives may be posted before anything is sent, many at once; they are filled in their order."""
+    for lane in _LANES:
+        ends = [(peer, step, _number(transport, lane, step)) for peer in _peers(transport) for step in range(_MANY)]
+        arriving = [torch.full_like(tensor, -1) for _, _, tensor in ends]
+        received = [
+            transport.receiver(peer, lane)([tensor]) for (peer, _, _), tensor in zip(ends, arriving, strict=True)
+        ]
+        all_gather(transport, [0.0])
+        sent = [_send(transport, peer, lane, tensor) for peer, _, tensor in ends]
+        _finish([*reversed(received), *sent])
+        for (peer, _, tensor), arrived in zip(ends, arriving, strict=True):
+            _require_equal(arrived, tensor, f"{lane.name} from rank {peer}")
+
+
+def sends_without_waiting(transport: Transport) -> None:
+    """A send returns at once though its receive is not posted yet, however much is on its way."""
+    tensors = [_number(transport, Lane.ACTIVATION, step).expand(1 << 18).contiguous() for step in range(16)]
+    sent = []
+    if transport.rank == 0:
+        started = time.monotonic()
+        sent = [_send(transport, 1, Lane.ACTIVATION, tensor) for tensor in tensors]
+        assert time.monotonic() - started < _SOON, "sending waited for the receiver"
+    all_gather(transport, [0.0])
+    if transport.rank == 1:
+        for tensor in tensors:
+            _expect(transport, 0, Lane.ACTIVATION, tensor)
+    _finish(sent)
+
+
+def moves_any_tensor(transport: Transport) -> None:
+    """Tensors of every dtype and of any shape arrive as they are, those without an element too."""
+    shapes = ((), (1,), (0,), (3, 0, 2), (2, 3, 4))
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+    tensors = [torch.ones(shape, dtype=dtype) for shape in shapes for dtype in (*dtypes, torch.bool)]
+    tensors = [tensor.to(transport.device) for tensor in tensors]
+    for peer in _peers(transport):
+        sent = [_send(transport, peer, Lane.ACTIVATION, tensor) for tensor in tensors]
+        for tensor in tensors:
+            _expect(transport, peer, Lane.ACTIVATION, tensor)
+        _finish(sent)
+
+
+def gives_up(transport: Transport) -> None:
+    """A wait for what nobody sends ends when the timeout is over, and says so."""
+    all_gather(transport, [0.0])
+    started = time.monotonic()
+    if transport.rank == 0:
+        reason = _reason(transport, 1)
+        waited = time.monotonic() - started
+        assert "timed out" in reason.lower(), reason
+        assert 0.5 * transport.timeout <= waited < transport.timeout + _SOON, f"gave up after {waited:.1f} s"
+    else:
+        time.sleep(transport.timeout + _SOON / 2)
+    transport.report(Failure(transport.rank, "timed out"))
+    transport.reopen()
+    all_gather(transport, [0.0])
+
+
+def tells_the_first_failure(transport: Transport) -> None:
+    """A report wakes whoever waits, for whichever rank; the first one reported is told to all."""
+    all_gather(transport, [0.0])
+    started = time.monotonic()
+    last = transport.size - 1
+    if transport.rank == last:
+        time.sleep(0.2)
+    else:
+        _reason(transport, transport.rank + 1)
+        waited = time.monotonic() - started
+        assert waited < 0.2 + min(_SOON, 0.9 * transport.timeout), f"woke up after {waited:.1f} s"
+    mine = Failure(transport.rank, f"of rank {transport.rank}", "0F1", 0, 1, trace="a\ntrace")
+    first = transport.report(mine)
+    assert first == Failure(last, f"of rank {last}", "0F1", 0, 1, trace="a\ntrace"), first
+    transport.reopen()
+    all_gather(transport, [0.0])
+
+
+def starts_afresh(transport: Transport) -> None:
+    """After a failure the channels hold nothing that was under way."""
+    under_way = [
+        _send(transport, peer, lane, _number(transport, lane, 1)) for lane in _LANES for peer in _peers(transport)
+    ]
+    under_way += [
+        transport.receiver(peer, lane)([_number(transport, lane, 2)])
+        for lane in (Lane.HEADER, Lane.GRADIENT)
+        for peer in _peers(transport)
+    ]
+    all_gather(transport, [0.0])
+    time.sleep(0.2)  # until all have left the meeting
+    under_way.clear()
+    transport.report(Failure(transport.rank, "on purpose"))
+    transport.reopen()
+    for lane in Lane:
+        sent = [_send(transport, peer, lane, _number(transport, lane, 3)) for peer in _peers(transport)]
+        for peer in _peers(transport):
+            _expect(transport, peer, lane, _number(transport, lane, 3))
+        _finish(sent)
+
+
+CHECKS = (
+    tells_its_place,
+    keeps_order,
+    keeps_lanes_apart,
+    receives_ahead,
+    sends_without_waiting,
+    moves_any_tensor,
+    gives_up,
+    tells_the_first_failure,
+    starts_afresh,
+)
+
+
+def _peers(transport: Transport) -> list[int]:
+    return [peer for peer in range(transport.size) if peer != transport.rank]
+
+
+def _number(transport: Transport, lane: Lane, number: int) -> Tensor:
+    """A tensor to tell transfers apart, in the memory of its lane."""
+    return torch.tensor([float(number)], device="cpu" if lane.on_host else transport.device)
+
+
+def _send(transport: Transport, peer: int, lane: Lane, tensor: Tensor) -> Work:
+    return transport.sender(peer, lane)([tensor])
+
+
+def _finish(works: Iterable[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _expect(transport: Transport, peer: int, lane: Lane, expected: Tensor) -> None:
+    """Receives, and compares."""
+    arrived = torch.empty_like(expected)
+    transport.receiver(peer, lane)([arrived]).wait()
+    _require_equal(arrived, expected, f"{lane.name} from rank {peer}")
+
+
+def _require_equal(arrived: Tensor, expected: Tensor, what: str) -> None:
+    assert torch.equal(arrived, expected), f"{what} brought {arrived}, expected {expected}"
+
+
+def _reason(transport: Transport, peer: int) -> str:
+    """Why a receive fails for which nothing is sent. Keeps nothing of it."""
+    try:
+        transport.receiver(peer, Lane.CONTROL)([torch.empty(1)]).wait()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError(f"rank {peer} sent nothing, and yet something was received")

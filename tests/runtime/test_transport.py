@@ -1,0 +1,111 @@
+"""Both transports keep what the engine asks of one; and the checks notice one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
+from pipeflow.core.errors import Failure
+from pipeflow.runtime.context import current_context
+from pipeflow.runtime.local import LocalTransport
+from pipeflow.runtime.transport import Lane, Start, Work
+from pipeflow.testing import RankError, conformance, run_processes, run_threads
+
+
+def conform() -> None:
+    conformance.conform(current_context().transport)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_threads(ranks: int) -> None:
+    run_threads(conform, ranks, timeout=1.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gloo(ranks: int) -> None:
+    run_processes(conform, ranks, timeout=2.0)
+
+
+class OneLane(LocalTransport):
+    def sender(self, peer: int, lane: Lane) -> Start:
+        return super().sender(peer, max(lane, Lane.HEADER))
+
+    def receiver(self, peer: int, lane: Lane) -> Start:
+        return super().receiver(peer, Lane.ACTIVATION if lane > Lane.CONTROL else lane)
+
+
+class Crossed(LocalTransport):
+    """Lanes but one are swapped on one end."""
+
+    def receiver(self, peer: int, lane: Lane) -> Start:
+        swap = {Lane.TIED: Lane.GRADIENT, Lane.GRADIENT: Lane.TIED}
+        return super().receiver(peer, swap.get(lane, lane))
+
+
+class Unordered(LocalTransport):
+    """The latest send is received first."""
+
+    def _start(self, key: tuple[int, int, int, Lane], sending: bool, tensors: list[Tensor]) -> Work:  # type: ignore[override]
+        if key[3] is not Lane.CONTROL and not sending:
+            self._hub.channels[key].sends.rotate(1)
+        return super()._start(key, sending, tensors)
+
+
+class Rendezvous(LocalTransport):
+    """A send waits for its receive."""
+
+    def sender(self, peer: int, lane: Lane) -> Start:
+        start = super().sender(peer, lane)
+
+        def send(tensors: list[Tensor]) -> Work:
+            work = start(tensors)
+            if lane is Lane.ACTIVATION:
+                work.wait()
+            return work
+
+        return send
+
+
+class Stale(LocalTransport):
+    """Channels are never made afresh."""
+
+    def report(self, failure: Failure) -> Failure:
+        with self._hub.changed:
+            first = self._hub.failures.setdefault(self._generation, failure)
+            self._hub.changed.notify_all()
+        return first
+
+    def reopen(self) -> None:
+        self._hub.failures.clear()
+
+
+class Deaf(LocalTransport):
+    """Tells a rank its own failure."""
+
+    def report(self, failure: Failure) -> Failure:
+        super().report(failure)
+        return failure
+
+
+@pytest.mark.parametrize(
+    ("transport", "check"),
+    [
+        (Crossed, conformance.keeps_order),
+        (Unordered, conformance.keeps_order),
+        (OneLane, conformance.keeps_lanes_apart),
+        (Rendezvous, conformance.sends_without_waiting),
+        (Stale, conformance.starts_afresh),
+        (Deaf, conformance.tells_the_first_failure),
+    ],
+)
+def test_a_broken_promise_is_noticed(transport: type[LocalTransport], check: Callable[[LocalTransport], None]) -> None:
+    def call() -> None:
+        ours = current_context().transport
+        assert isinstance(ours, LocalTransport)
+        ours.__class__ = transport
+        check(ours)
+
+    with pytest.raises(RankError):
+        run_threads(call, 2, timeout=0.3)

@@ -1,0 +1,93 @@
+"""What the ranks of these tests do: build a pipeline of a tiny model, run steps, and hand back plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+from pipeflow import Pipeline, Schedule, execute_pipeline, make_schedule
+from pipeflow.runtime.context import current_context
+from pipeflow.schedules import SCHEDULES, options_of
+from pipeflow.testing.models import TinyModel
+
+Batch = tuple[Any, Any]
+Gradients = dict[str, numpy.ndarray]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a rank has after some steps."""
+
+    losses: list[float | None] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    gradients: Gradients = field(default_factory=dict)
+
+
+def layouts(max_ranks: int = 4, max_chunks: int = 3) -> list[tuple[str, int, int]]:
+    """Every schedule of the registry, by (name, ranks, chunks)."""
+    return [
+        (name, ranks, chunks)
+        for name in SCHEDULES
+        for ranks in range(1, max_ranks + 1)
+        for chunks in range(1, (max_chunks if "chunks" in options_of(name) else 1) + 1)
+    ]
+
+
+def schedule_of(layout: tuple[str, int, int], microbatches: int) -> Schedule:
+    name, ranks, chunks = layout
+    options = {"chunks": chunks} if "chunks" in options_of(name) else {}
+    return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
+
+
+def build(model: TinyModel, schedule: Schedule, **options: Any) -> Pipeline:
+    """This rank's Pipeline."""
+    chunks = model.chunks(schedule, current_context().pipeline_rank)
+    model.tie(chunks, schedule)
+    return Pipeline(chunks, schedule, criterion=model.criterion, **options)
+
+
+def gradients_of(pipeline: Pipeline) -> Gradients:
+    """This rank's gradients, by their name in the whole model."""
+    named = {name.split(".", 2)[2]: parameter.grad for name, parameter in pipeline.named_parameters()}
+    return {name: plain(gradient) for name, gradient in named.items() if gradient is not None}
+
+
+def plain(value: Any) -> Any:
+    """Tensors as arrays, which travel between processes."""
+    if isinstance(value, Tensor):
+        return value.detach().numpy().copy()
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    return value
+
+
+def run_steps(
+    model: TinyModel, schedule: Schedule, batches: list[Batch], *, return_outputs: bool = False, **options: Any
+) -> Stepped:
+    """A training step on each batch, without zero_grad between."""
+    pipeline = build(model, schedule, **options)
+    steps = [execute_pipeline(iter([batch]), pipeline, return_outputs=return_outputs) for batch in batches]
+    losses = [None if step.loss is None else step.loss.item() for step in steps]
+    return Stepped(losses, [plain(step.outputs) for step in steps], gradients_of(pipeline))
+
+
+def require_near(gradients: Gradients, expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
+    """Every gradient there is deviates by less than `tolerance` of the largest entry of the expected one."""
+    for name, gradient in gradients.items():
+        wanted = expected[name].numpy()
+        error = float(abs(gradient - wanted).max())
+        assert error <= tolerance * float(abs(wanted).max()), f"{name}: {error} off"
+
+
+def require_step(results: list[Stepped], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    """The ranks together have the loss and every gradient of the plain model."""
+    loss, gradients = expected
+    told = [result.losses[-1] for result in results if result.losses[-1] is not None]
+    assert len(told) == 1
+    assert abs(told[0] - loss.item()) <= 1e-12 * abs(loss.item())
+    for result in results:
+        require_near(result.gradients, gradients)
+    assert {name for result in results for name in result.gradients} == set(gradients)
