@@ -16,7 +16,7 @@ import platform
 import sysconfig
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -54,7 +54,7 @@ class Corpus:
         return tokens[(starts + torch.arange(length)) % len(tokens)].long()
 
 
-def prepare(data: Path | None, vocabulary: int, say: Callable[[str], None] = print) -> Corpus:
+def prepare(data: Path | None, vocabulary: int) -> Corpus:
     """The corpus of the file `data` (None: of the standard library), from the cache or made now.
 
     One process of a machine calls this; its others `wait_for` it. Raises DataError for text that cannot be read.
@@ -62,7 +62,7 @@ def prepare(data: Path | None, vocabulary: int, say: Callable[[str], None] = pri
     cache, source = _cache_of(data), _source_of(data)
     corpus, fault = _load(cache, source, vocabulary)
     if corpus is None:
-        say(f"{cache}: {fault}; reading the text and training a tokenizer, some seconds")
+        print(f"{cache}: {fault}; reading the text and training a tokenizer, some seconds", flush=True)
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
             _write(cache, source, vocabulary, data or _write_library(cache.with_suffix(".jsonl")))

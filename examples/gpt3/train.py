@@ -34,7 +34,6 @@ from model import PRESETS, Shape, build_stage, next_token_loss
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 from torch.optim.lr_scheduler import LambdaLR
@@ -62,7 +61,7 @@ def main() -> None:
     except (pipeflow.UsageError, pipeflow.PipelineError, DataError) as error:
         sys.exit(f"train.py: {error}" if first else 1)
     except KeyboardInterrupt:
-        sys.exit("stopped" if first else 1)
+        sys.exit("\nstopped" if first else 1)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -111,17 +110,17 @@ def validate(arguments: argparse.Namespace) -> None:
 
 
 def start_ranks(ranks: int) -> None:
-    """Runs this command line once for each rank, as `torchrun` does."""
+    """Runs this command line once for each rank, as `torchrun` does; Ctrl-C ends them all."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what is wrong
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.disable(logging.ERROR)  # the ranks say what is wrong
     try:
-        torchrun(["--standalone", "--nproc-per-node", str(ranks), *sys.argv])
+        torchrun(["--standalone", "--signals-to-handle", "SIGTERM", "--nproc-per-node", str(ranks), *sys.argv])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         sys.exit(f"train.py: rank {rank} was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else 1)
-    except SignalException:
-        Console().show_cursor()
-        raise KeyboardInterrupt from None
+    finally:
+        Console().show_cursor()  # that a rank which was ended may have hidden
 
 
 def run(arguments: argparse.Namespace) -> None:
