@@ -1,0 +1,89 @@
+"""Gradients add up over steps, and are the same to the last bit whatever the schedule."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy
+import pytest
+import torch
+
+from pipeflow import Schedule
+from pipeflow.testing import run_processes, run_threads
+from pipeflow.testing.models import PlainModel, TiedModel, TinyModel, TreeModel
+from tests.runtime.work import Stepped, layouts, require_near, run_steps, schedule_of
+
+SEVERAL = [("gpipe", 1, 1), ("1f1b", 3, 1), ("interleaved-1f1b", 2, 2), ("interleaved-1f1b", 1, 2)]
+
+
+@pytest.mark.parametrize("layout", SEVERAL, ids=str)
+@pytest.mark.parametrize("model", [PlainModel(), TiedModel()], ids=str)
+def test_a_second_step_adds_the_same_again(model: TinyModel, layout: tuple[str, int, int]) -> None:
+    schedule, batch = schedule_of(layout, 4), model.batch(9)
+    results = run_threads(run_steps, layout[1], model, schedule, [batch, batch])
+    _, once = model.plain_step(batch)
+    for result in results:
+        require_near(result.gradients, {name: 2 * gradient for name, gradient in once.items()})
+        assert len(set(result.losses)) == 1
+
+
+@pytest.mark.parametrize("layout", SEVERAL, ids=str)
+def test_different_batches_add_up(layout: tuple[str, int, int]) -> None:
+    model, schedule = TiedModel(), schedule_of(layout, 3)
+    batches = [model.batch(samples, length=length, seed=samples) for samples, length in ((5, 3), (9, 2), (5, 4))]
+    results = run_threads(run_steps, layout[1], model, schedule, batches)
+    module = model.stage(0, model.layers)
+    for batch in batches:
+        _, summed = model.plain_step(batch, module)
+    for result in results:
+        require_near(result.gradients, summed)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 7])
+@pytest.mark.parametrize("model", [PlainModel(12, torch.float32), TreeModel(12, torch.float32)], ids=str)
+def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> None:
+    alike = [
+        run_threads(run_two_steps, layout[1], model, schedule_of(layout, microbatches), 2 * microbatches + 1)
+        for layout in layouts()
+    ]
+    require_same_bits(alike)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4, 7])
+def test_all_layouts_with_a_weight_tied_across_ranks_agree_to_the_bit(microbatches: int) -> None:
+    model = TiedModel(12, torch.float32)
+    alike = [
+        run_threads(run_two_steps, layout[1], model, schedule_of(layout, microbatches), 2 * microbatches + 1)
+        for layout in layouts()
+        if layout[1] > 1
+    ]
+    require_same_bits(alike)
+
+
+@pytest.mark.parametrize("model", [PlainModel(8, torch.float32), TiedModel(8, torch.float32)], ids=str)
+def test_gloo_agrees_with_threads_to_the_bit(model: TinyModel) -> None:
+    schedules = [schedule_of(layout, 5) for layout in layouts(max_chunks=2) if layout[1] == 4]
+    columns = run_processes(run_all, 4, model, schedules)
+    over_gloo = [[column[index] for column in columns] for index in range(len(schedules))]
+    require_same_bits([run_threads(run_two_steps, 2, model, schedule_of(("1f1b", 2, 1), 5), 11), *over_gloo])
+
+
+def run_two_steps(model: TinyModel, schedule: Schedule, samples: int) -> Stepped:
+    return run_steps(model, schedule, [model.batch(samples), model.batch(samples, seed=1)])
+
+
+def run_all(model: TinyModel, schedules: list[Schedule]) -> list[Stepped]:
+    return [run_two_steps(model, schedule, 11) for schedule in schedules]
+
+
+def require_same_bits(alike: list[list[Stepped]]) -> None:
+    """The losses, and the gradients of all ranks together, have the same bits in every run."""
+    losses = [[result.losses for result in run if None not in result.losses] for run in alike]
+    gradients = [{name: gradient for result in run for name, gradient in result.gradients.items()} for run in alike]
+    for here, there in pairwise(losses):
+        assert here == there
+    for here, there in pairwise(gradients):
+        assert here.keys() == there.keys()
+        for name, gradient in here.items():
+            assert gradient.dtype == numpy.float32
+            assert gradient.tobytes() == there[name].tobytes(), f"{name} differs by {abs(gradient - there[name]).max()}"
