@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parent / "results"
+LOAD = os.getloadavg()[0]  # what else the machine did in the minute before
 
 
 @dataclass
@@ -63,6 +64,7 @@ def surroundings() -> dict[str, str]:
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} x {_processor()}",
+        "load before": f"{LOAD:.1f}",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -79,6 +81,12 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "no commit"
+    """The commit that was measured; with a plus when the package had changes on top of it."""
+    head = _git("rev-parse", "--short", "HEAD")
+    clean = _git("diff", "--quiet", "HEAD", "--", "pipeflow").returncode == 0
+    return head.stdout.strip() + ("" if clean else "+") if head.returncode == 0 else "no commit"
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(RESULTS.parent.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
