@@ -217,8 +217,9 @@ def make_optimizer(
     rise = max(1, arguments.steps // 20)
 
     def factor(step: int) -> float:
-        fall = 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, arguments.steps - rise))
-        return min((step + 1) / rise, fall)
+        if step < rise:
+            return (step + 1) / rise
+        return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, arguments.steps - rise))
 
     return optimizer, LambdaLR(optimizer, factor)
 

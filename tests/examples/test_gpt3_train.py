@@ -1,0 +1,90 @@
+"""The training script: what it refuses, and that it trains what the model in one piece would."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--schedule 1f2b", "unknown schedule '1f2b'; did you mean '1f1b'?"),
+        ("--ranks 9", "9 stages are too many for --preset tiny, which has 8 layers"),
+        ("--schedule interleaved-1f1b --chunks 3", "12 stages are too many for --preset tiny, which has 8 layers"),
+        ("--chunks 2", "schedule '1f1b' does not take chunks; it has no options"),
+        ("--batch 4", "--batch 4 does not fill --microbatches 8"),
+        ("--sequence 257", "--sequence must be 2 to 256 for --preset tiny"),
+        ("--ranks 0", "ranks must be an integer of at least 1, got 0"),
+        ("--steps 0", "--steps must be at least 1, not 0"),
+        ("--lr nan", "--lr must be positive, not nan"),
+    ],
+)
+def test_what_cannot_work_is_one_line_before_anything_starts(
+    gpt3: Any, monkeypatch: pytest.MonkeyPatch, line: str, said: str
+) -> None:
+    started: list[str] = []
+    for name in ("prepare", "start_ranks", "run"):
+        monkeypatch.setattr(gpt3.train, name, lambda *_, name=name: started.append(name))
+    monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
+    with pytest.raises(SystemExit) as stopped:
+        gpt3.train.main()
+    assert stopped.value.code == f"train.py: {said}"
+    assert started == []
+
+
+def test_other_ranks_leave_the_message_to_the_first(gpt3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--ranks", "2"])
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank, code in (("0", "train.py: --ranks 2, but 3 processes were started"), ("1", 1)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stopped:
+            gpt3.train.main()
+        assert stopped.value.code == code
+
+
+@pytest.mark.parametrize("steps", [1, 2, 20, 100])
+def test_the_rate_rises_then_falls_to_a_tenth(gpt3: Any, steps: int) -> None:
+    arguments = argparse.Namespace(lr=0.5, steps=steps)
+    optimizer, rate = gpt3.train.make_optimizer([torch.nn.Parameter(torch.zeros(1))], arguments)
+    rates = []
+    for _ in range(steps):
+        rates.append(rate.get_last_lr()[0])
+        optimizer.step()
+        rate.step()
+    peak = rates.index(max(rates))
+    assert max(rates) == pytest.approx(0.5)
+    assert rates == sorted(rates[: peak + 1]) + sorted(rates[peak + 1 :], reverse=True)
+    assert steps < 20 or rates[-1] == pytest.approx(0.05, rel=0.1)
+
+
+def run(gpt3: Any, *options: str) -> str:
+    small = ["--batch", "5", "--microbatches", "3", "--sequence", "32", "--steps", "4"]
+    command = [sys.executable, str(gpt3.path / "train.py"), *small, *options]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stderr == ""
+    return ended.stdout
+
+
+def test_one_process_trains_draws_and_writes(gpt3: Any, cache: Path, text: Path) -> None:
+    printed = run(gpt3, "--ranks", "1", "--data", str(text), "--lr", "0.01")
+    assert "step 4/4  loss" in printed
+    assert "planned: 1f1b, 1 rank, 3 microbatches" in printed
+    assert "measured: 1f1b, 1 rank, 3 microbatches" in printed
+    assert "\ndef" in printed
+
+
+def test_several_ranks_train_what_one_piece_would(gpt3: Any, cache: Path, text: Path) -> None:
+    """More than 1e-9 apart is an exit status of 1; uneven microbatches, two stages a rank, a tied word table."""
+    printed = run(gpt3, "--check", "--ranks", "2", "--schedule", "interleaved-1f1b", "--data", str(text))
+    assert "largest difference from the model in one piece: loss" in printed
