@@ -23,6 +23,7 @@ class Hub:
         self.changed = threading.Condition()
         self.channels: dict[tuple[int, int, int, Lane], _Channel] = defaultdict(_Channel)
         self.failures: dict[int, Failure] = {}  # by generation
+        self.closed: set[tuple[int, int]] = set()  # (generation, rank) of those that were told of a failure
 
 
 class _Channel:
@@ -36,9 +37,9 @@ class _Channel:
 class _Transfer:
     """One end's work: done when the tensor has been copied from the sender's to the receiver's memory."""
 
-    def __init__(self, hub: Hub, generation: int, timeout: float, tensor: Tensor) -> None:
+    def __init__(self, hub: Hub, far: tuple[int, int], timeout: float, tensor: Tensor) -> None:
         self.hub = hub
-        self.generation = generation
+        self.far = far  # the generation and rank of the other end
         self.timeout = timeout
         self.tensor = tensor  # kept until the engine lets go of this work
         self.done = False
@@ -47,9 +48,7 @@ class _Transfer:
 
     def wait(self) -> None:
         with self.hub.changed:
-            awake = self.hub.changed.wait_for(
-                lambda: self.done or self.generation in self.hub.failures, timeout=self.timeout
-            )
+            awake = self.hub.changed.wait_for(lambda: self.done or self.far in self.hub.closed, timeout=self.timeout)
             if not self.done:
                 raise RuntimeError("the channel is closed" if awake else f"timed out after {self.timeout} s")
         if self.copied is not None:
@@ -85,7 +84,9 @@ class LocalTransport:
         return partial(self._start, (self._generation, peer, self.rank, lane), False)
 
     def _start(self, key: tuple[int, int, int, Lane], sending: bool, tensors: list[Tensor]) -> _Transfer:
-        transfer = _Transfer(self._hub, self._generation, self.timeout, tensors[0])
+        generation, source, destination, _ = key
+        far = (generation, destination if sending else source)
+        transfer = _Transfer(self._hub, far, self.timeout, tensors[0])
         with self._hub.changed:
             channel = self._hub.channels[key]
             mine, other = (channel.sends, channel.receives) if sending else (channel.receives, channel.sends)
@@ -114,13 +115,14 @@ class LocalTransport:
     def report(self, failure: Failure) -> Failure:
         with self._hub.changed:
             first = self._hub.failures.setdefault(self._generation, failure)
-            for key in [key for key in self._hub.channels if key[0] == self._generation]:
+            self._hub.closed.add((self._generation, self.rank))
+            for key in [key for key in self._hub.channels if key[0] == self._generation and self.rank in key[1:3]]:
                 del self._hub.channels[key]
             self._hub.changed.notify_all()
         return first
 
     def reopen(self) -> None:
-        if self._generation in self._hub.failures:
+        if (self._generation, self.rank) in self._hub.closed:
             self._generation += 1
 
     def close(self) -> None:

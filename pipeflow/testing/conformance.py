@@ -134,6 +134,19 @@ def tells_the_first_failure(transport: Transport) -> None:
     all_gather(transport, [0.0])
 
 
+def tells_latecomers(transport: Transport) -> None:
+    """A rank that was busy when a failure was told hears of it at its next wait, though others may start afresh."""
+    all_gather(transport, [0.0])
+    if transport.rank > 0:
+        time.sleep(0.2)
+        transport.reopen()
+        _reason(transport, 0)
+    first = transport.report(Failure(transport.rank, "on purpose"))
+    assert first.rank == 0, first
+    transport.reopen()
+    all_gather(transport, [0.0])
+
+
 def starts_afresh(transport: Transport) -> None:
     """After a failure the channels hold nothing that was under way."""
     under_way = [
@@ -165,6 +178,7 @@ CHECKS = (
     moves_any_tensor,
     gives_up,
     tells_the_first_failure,
+    tells_latecomers,
     starts_afresh,
 )
 
