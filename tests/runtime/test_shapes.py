@@ -1,0 +1,167 @@
+"""Batches of any length and size, one after the other; and a shape that was promised but does not come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline
+from pipeflow.runtime.context import current_context
+from pipeflow.testing import run_processes, run_threads
+from pipeflow.testing.models import WIDTH, PlainModel, TiedModel, TinyModel, TreeModel
+from tests.runtime.work import build, gradients_of, require_near, schedule_of
+
+# A sequence is expected once it came twice: so repeats, changes after one and after several, and going back.
+SIZES = [(7, 3), (7, 3), (7, 3), (7, 5), (7, 5), (7, 3), (4, 3), (9, 2), (9, 2), (9, 2), (9, 2), (7, 3), (7, 1)]
+LAYOUTS = [("1f1b", 2, 1), ("gpipe", 3, 1), ("interleaved-1f1b", 2, 2)]
+
+
+def run_sizes(model: TinyModel, layout: tuple[str, int, int]) -> list[tuple[float, float, dict[str, Any]]]:
+    """Trains and evaluates on batches of many sizes in turn; per batch both losses and the gradients."""
+    pipeline = build(model, schedule_of(layout, 4))
+    told = []
+    for seed, (samples, length) in enumerate(SIZES):
+        pipeline.zero_grad()
+        batch = model.batch(samples, length=length, seed=seed)
+        other = model.batch(samples + seed % 2, length=length + seed % 3, seed=100 + seed)
+        evaluated = execute_pipeline(iter([other]), pipeline, forward_only=True, broadcast_loss=True)
+        trained = execute_pipeline(iter([batch]), pipeline, broadcast_loss=True)
+        assert evaluated.loss is not None
+        assert trained.loss is not None
+        told.append((evaluated.loss.item(), trained.loss.item(), gradients_of(pipeline)))
+    return told
+
+
+def require_sizes(model: TinyModel, results: list[list[tuple[float, float, dict[str, Any]]]]) -> None:
+    for seed, (samples, length) in enumerate(SIZES):
+        evaluated, _ = model.plain_step(model.batch(samples + seed % 2, length=length + seed % 3, seed=100 + seed))
+        trained, gradients = model.plain_step(model.batch(samples, length=length, seed=seed))
+        for result in results:
+            assert result[seed][0] == pytest.approx(evaluated.item(), rel=1e-12)
+            assert result[seed][1] == pytest.approx(trained.item(), rel=1e-12)
+            require_near(result[seed][2], gradients)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", [TiedModel(), TreeModel()], ids=str)
+def test_any_size_follows_any_other_on_threads(model: TinyModel, layout: tuple[str, int, int]) -> None:
+    require_sizes(model, run_threads(run_sizes, layout[1], model, layout))
+
+
+def test_any_size_follows_any_other_on_gloo() -> None:
+    require_sizes(TreeModel(), run_processes(run_sizes, 2, TreeModel(), ("interleaved-1f1b", 2, 2)))
+
+
+class Changing(nn.Module):
+    """Hands on a tree that depends on the batch: another container, another dtype, one tensor or two."""
+
+    def forward(self, values: Tensor) -> Any:
+        match int(values.flatten()[0]):
+            case 0:
+                return values
+            case 1:
+                return (values,)
+            case 2:
+                return {"a": values, "b": (values > 0.5)}
+            case 3:
+                return {"b": values, "a": values.float()}
+            case _:
+                return [values, values.long(), values[:0]]
+
+
+class Summing(nn.Module):
+    """Adds up all floating tensors of a tree, each by its place in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, tree: Any) -> Tensor:
+        leaves = list(tree.values()) if isinstance(tree, dict) else [tree] if isinstance(tree, Tensor) else list(tree)
+        return sum(weight * leaf.sum() for weight, leaf in zip(self.weight, leaves, strict=False))  # type: ignore[return-value]
+
+
+TREES = [0, 0, 0, 1, 1, 1, 0, 2, 3, 2, 3, 3, 3, 2, 2, 4, 4, 4, 0, 0]
+
+
+def run_trees() -> list[list[float]]:
+    rank = current_context().pipeline_rank
+    chunks = [Changing(), Passing(), Summing()][rank]
+    pipeline = Pipeline(chunks, schedule_of(("1f1b", 3, 1), 2), criterion=lambda output, _: output)
+    told = []
+    for kind in TREES:
+        pipeline.zero_grad()
+        batch = torch.full((2, 3), float(kind), dtype=torch.float64)
+        execute_pipeline(iter([(batch, None)]), pipeline)
+        told.append(next(pipeline.parameters()).grad.tolist() if rank == 2 else [])  # type: ignore[union-attr]
+    return told
+
+
+class Passing(nn.Module):
+    def forward(self, tree: Any) -> Any:
+        return tree
+
+
+def test_a_tree_may_change_with_every_batch() -> None:
+    *_, told = run_threads(run_trees, 3)
+    sums = {0: [0, 0, 0], 1: [3, 0, 0], 2: [6, 3, 0], 3: [9, 9, 0], 4: [12, 12, 0]}
+    assert told == [[float(value) for value in sums[kind]] for kind in TREES]
+
+
+class Misshaping(nn.Module):
+    """Once it is told to, makes something that was not promised, for one microbatch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.wrong = ""
+        self.calls = 0
+
+    def forward(self, hidden: Tensor) -> Any:
+        output = self.inner(hidden)
+        self.calls += 1
+        if self.calls != 2:
+            return output
+        made = {"shape": output[:, :-1], "longer": output.repeat(1, 2, 1), "dtype": output.float(), "tree": (output,)}
+        return made.get(self.wrong, output)
+
+
+def run_misshapen(wrong_rank: int) -> list[str]:
+    """Per wrong thing, the error; after each, a good step."""
+    model, rank = PlainModel(), current_context().pipeline_rank
+    schedule = schedule_of(("1f1b", 3, 1), 3)
+    [stage] = model.chunks(schedule, rank)
+    misshaping = Misshaping(stage)
+    pipeline = Pipeline(
+        misshaping, schedule, criterion=model.criterion, tensor_shape=(2, 3, WIDTH), tensor_dtype=torch.float64
+    )
+    batch, told = model.batch(6), []
+    _, expected = model.plain_step(batch)
+    for wrong in ("shape", "longer", "dtype", "tree"):
+        misshaping.wrong, misshaping.calls = wrong if rank == wrong_rank else "", 0
+        kind = UsageError if rank == wrong_rank else PipelineError
+        with pytest.raises(kind) as caught:
+            execute_pipeline(iter([batch]), pipeline)
+        told.append(str(caught.value))
+        if isinstance(caught.value, PipelineError):
+            assert (caught.value.rank, caught.value.stage, caught.value.microbatch) == (wrong_rank, wrong_rank, 1)
+        misshaping.wrong = ""
+        pipeline.zero_grad()
+        execute_pipeline(iter([batch]), pipeline)
+        require_near({name.replace("inner.", ""): value for name, value in gradients_of(pipeline).items()}, expected)
+    return told
+
+
+@pytest.mark.parametrize("start", [run_threads, run_processes])
+@pytest.mark.parametrize("wrong_rank", [0, 1])
+def test_a_broken_promise_is_one_clear_error(start: Any, wrong_rank: int) -> None:
+    for told in start(run_misshapen, 3, wrong_rank):
+        shorter, longer, dtype, tree = told
+        promised = f"but tensor_shape=(2, 3, {WIDTH}) and tensor_dtype=torch.float64 were promised"
+        assert f"stage {wrong_rank} made a torch.float64 of shape (2, 2, {WIDTH}), {promised}" in shorter
+        assert f"stage {wrong_rank} made a torch.float64 of shape (2, 6, {WIDTH}), {promised}" in longer
+        assert f"stage {wrong_rank} made a torch.float32 of shape (2, 3, {WIDTH}), {promised}" in dtype
+        assert "with tensor_shape a stage returns one tensor" in tree
