@@ -2,16 +2,20 @@
 
 Layers [start, end) of the model, with the word and position tables when the stage is the first, and the last norm
 and the head when it is the last. The initial weights belong to the layer, not to the cut: layer 7 starts the same on
-whichever rank, and however many stages there are. What is not here: pipeflow; a stage is an ordinary module.
+whichever rank, and however many stages there are. Also how it is trained, the loss and the optimizer. What is not
+here: pipeflow; a stage is an ordinary module.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
 
 
 @dataclass(frozen=True)
@@ -129,3 +133,18 @@ def next_token_loss(logits: Tensor, input_ids: Tensor) -> Tensor:
     very ids (batch, length) that went in, shifted by one.
     """
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], rate: float, steps: int
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """Adam, and its learning rate: up to `rate` over the first twentieth of the steps, then a cosine to a tenth."""
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
+    rise = max(1, steps // 20)
+
+    def factor(step: int) -> float:
+        if step < rise:
+            return (step + 1) / rise
+        return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
+
+    return optimizer, LambdaLR(optimizer, factor)

@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -30,13 +29,13 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from model import PRESETS, Shape, build_stage, next_token_loss
+from check import check
+from model import PRESETS, Shape, build_stage, make_optimizer, next_token_loss
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
-from torch.optim.lr_scheduler import LambdaLR
 
 import pipeflow
 from pipeflow.draw import Comparison
@@ -46,7 +45,6 @@ from data import END, Corpus, DataError, prepare, wait_for  # isort: skip  (sort
 EVALUATED = 8  # batches of held-out text
 PROMPT = "def"
 TEMPERATURE = 0.7  # of the text that is written at the end: 0 would always take the likeliest token
-TOLERANCE = 1e-9  # of --check
 
 
 def main() -> None:
@@ -149,9 +147,11 @@ def run(arguments: argparse.Namespace) -> None:
     console.print(f"\nloss on held-out text: {before:.3f} before, {after:.3f} after {arguments.steps} steps\n")
     planned = pipeflow.simulate(model.schedule, pipeflow.CostModel.measured(measured))
     console.print(Comparison(planned, measured, unit="ms", factor=1000))
+    ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), os.cpu_count() or 1
+    if ranks > cores and context.device.type == "cpu":
+        console.print(f"\n{ranks} ranks share {cores} cores here, so actions take longer than they would alone.")
     if arguments.check:
-        if (weights := gather_weights(stages)) is not None:
-            compare(weights, losses, corpus, arguments, console)
+        check(stages, losses, batches_of(corpus, arguments), arguments, console)
     else:
         writer = pipeflow.Pipeline(stages, make_schedule(arguments, microbatches=1))
         console.print(f"\nwritten after {PROMPT!r}:\n\n{write(writer, corpus, arguments)}", markup=False)
@@ -194,7 +194,7 @@ def train(
     model: pipeflow.Pipeline, batches: Batches, arguments: argparse.Namespace, console: Console
 ) -> tuple[list[float], pipeflow.Timeline]:
     """The loss of every step, and what the last one looked like."""
-    optimizer, rate = make_optimizer(model.parameters(), arguments)
+    optimizer, rate = make_optimizer(model.parameters(), arguments.lr, arguments.steps)
     losses: list[float] = []
     with progress(arguments, console) as show:
         while len(losses) < arguments.steps:
@@ -207,21 +207,6 @@ def train(
             losses.append(float(output.loss))
             show(losses)
     return losses, output.timeline
-
-
-def make_optimizer(
-    parameters: Iterable[nn.Parameter], arguments: argparse.Namespace
-) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """Adam, its rate rising over the first twentieth of the steps, then falling to a tenth along a cosine."""
-    optimizer = torch.optim.AdamW(parameters, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    rise = max(1, arguments.steps // 20)
-
-    def factor(step: int) -> float:
-        if step < rise:
-            return (step + 1) / rise
-        return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, arguments.steps - rise))
-
-    return optimizer, LambdaLR(optimizer, factor)
 
 
 @contextmanager
@@ -261,42 +246,6 @@ def write(writer: pipeflow.Pipeline, corpus: Corpus, arguments: argparse.Namespa
             dist.broadcast(token, src=last)
         ids.append(int(token))
     return corpus.tokenizer.decode(ids)
-
-
-def gather_weights(stages: nn.ModuleList) -> dict[str, Tensor] | None:
-    """On rank 0 the weights of all ranks; a weight has the same name however the model was cut."""
-    mine = {name: value.cpu() for stage in stages for name, value in stage.state_dict().items()}
-    if not dist.is_initialized():
-        return mine
-    first = dist.get_rank() == 0
-    everyone: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
-    dist.gather_object(mine, everyone if first else None)
-    return {name: value for weights in everyone for name, value in weights.items()} if first else None
-
-
-def compare(
-    weights: dict[str, Tensor], losses: list[float], corpus: Corpus, arguments: argparse.Namespace, console: Console
-) -> None:
-    """Trains the model in one piece, without pipeflow, and shows how far apart the two come at most."""
-    shape = PRESETS[arguments.preset]
-    model = build_stage(shape, 0, shape.layers, seed=arguments.seed, dtype=torch.float64)
-    optimizer, rate = make_optimizer(model.parameters(), arguments)
-    apart = 0.0
-    for loss, (_, ids) in zip(losses, batches_of(corpus, arguments), strict=False):
-        optimizer.zero_grad()
-        whole = torch.zeros((), dtype=torch.float64)
-        for part in ids.tensor_split(arguments.microbatches):
-            part_loss = next_token_loss(model(input_ids=part), part) * (len(part) / len(ids))
-            part_loss.backward()
-            whole += part_loss.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
-        apart = max(apart, abs(loss - float(whole)))
-    furthest = max(float((weights[name] - value).abs().max()) for name, value in model.state_dict().items())
-    console.print(f"\nlargest difference from the model in one piece: loss {apart:.1e}, weights {furthest:.1e}")
-    if max(apart, furthest) > TOLERANCE:
-        sys.exit(f"train.py: that is more than {TOLERANCE:.0e}")
 
 
 if __name__ == "__main__":

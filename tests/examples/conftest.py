@@ -1,4 +1,4 @@
-"""The modules of examples/gpt3, as the scripts see each other: `gpt3.model`, `gpt3.data`, `gpt3.train`."""
+"""The modules of examples/gpt3, as the scripts see each other: `gpt3.model`, `gpt3.data` and so on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPT3 = Path(__file__).parents[2] / "examples" / "gpt3"
 def gpt3() -> Iterator[Any]:
     pytest.importorskip("torch")
     pytest.importorskip("tokenizers")
-    names = ("model", "data", "train")
+    names = ("model", "data", "check", "train")
     sys.path.insert(0, str(GPT3))
     try:
         yield SimpleNamespace(path=GPT3, **{name: import_module(name) for name in names})

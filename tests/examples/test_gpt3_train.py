@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -53,8 +52,7 @@ def test_other_ranks_leave_the_message_to_the_first(gpt3: Any, monkeypatch: pyte
 
 @pytest.mark.parametrize("steps", [1, 2, 20, 100])
 def test_the_rate_rises_then_falls_to_a_tenth(gpt3: Any, steps: int) -> None:
-    arguments = argparse.Namespace(lr=0.5, steps=steps)
-    optimizer, rate = gpt3.train.make_optimizer([torch.nn.Parameter(torch.zeros(1))], arguments)
+    optimizer, rate = gpt3.model.make_optimizer([torch.nn.Parameter(torch.zeros(1))], 0.5, steps)
     rates = []
     for _ in range(steps):
         rates.append(rate.get_last_lr()[0])
