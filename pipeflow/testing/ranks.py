@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from pipeflow.core.errors import Failure
 from pipeflow.runtime.context import Context, launch, set_context
 from pipeflow.runtime.local import Hub, LocalTransport
 
@@ -55,8 +56,9 @@ def run_threads(
             torch.cuda.set_stream(torch.cuda.Stream(place))
         try:
             results[rank] = function(*arguments)
-        except BaseException:
+        except BaseException as error:
             errors[rank] = traceback.format_exc()
+            transport.report(Failure(rank, f"its thread ended: {error!r}"))
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
     for thread in threads:
