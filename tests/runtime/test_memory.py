@@ -1,0 +1,186 @@
+"""What a step keeps, counted truly: by what is still alive, not by what the engine believes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipeflow import Pipeline, Schedule, execute_pipeline, lower, simulate
+from pipeflow.core.dataflow import Content
+from pipeflow.core.program import Program, Release, Send
+from pipeflow.runtime.context import current_context
+from pipeflow.testing import run_processes, run_threads
+from pipeflow.testing.models import WIDTH
+from tests.runtime.work import layouts, schedule_of
+
+SAMPLE = torch.ones(1, 3, WIDTH)
+
+
+class Kept:
+    """A tensor that autograd saved; autograd holds this in its place."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Alive:
+    """How many of what it was shown are alive, and how many were at once."""
+
+    def __init__(self) -> None:
+        self.kept = self.most_kept = 0
+        self.storages: list[StorageWeakRef] = []
+        self.most_storages = 0
+
+    def keep(self, tensor: Tensor) -> Kept:
+        kept = Kept(tensor)
+        weakref.finalize(kept, self._drop)
+        self.kept += 1
+        self.most_kept = max(self.most_kept, self.kept)
+        return kept
+
+    def _drop(self) -> None:
+        self.kept -= 1
+
+    def watch(self, tensor: Tensor) -> None:
+        self.storages.append(StorageWeakRef(tensor.untyped_storage()))
+        self.most_storages = max(self.most_storages, self.alive_storages())
+
+    def alive_storages(self) -> int:
+        self.storages = [storage for storage in self.storages if not storage.expired()]
+        return len(self.storages)
+
+
+class Doubling(torch.autograd.Function):
+    """Saves one tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden.clone())
+        return hidden * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        [saved] = ctx.saved_tensors
+        return gradient * 2, saved.sum()
+
+
+class Watched(nn.Module):
+    def __init__(self, alive: Alive, *, is_last: bool) -> None:
+        super().__init__()
+        self.alive = alive
+        self.is_last = is_last
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(self.alive.keep, lambda kept: kept.tensor):
+            output: Tensor = Doubling.apply(hidden, self.weight)
+        if not self.is_last:
+            self.alive.watch(output)
+        return output
+
+
+def run_watched(schedule: Schedule, shape: tuple[int, ...] | None) -> dict[str, int]:
+    alive, rank = Alive(), current_context().pipeline_rank
+    last = schedule.placement.num_stages - 1
+    stages = [Watched(alive, is_last=stage == last) for stage in schedule.placement.stages_of(rank)]
+    pipeline = Pipeline(nn.ModuleList(stages), schedule, criterion=lambda output, _: output.mean(), tensor_shape=shape)
+    batch = SAMPLE.repeat(schedule.num_microbatches, 1, 1)
+    for _ in range(3):  # from the third on, receives of what has no given shape are posted ahead too
+        execute_pipeline(iter([(batch, None)]), pipeline)
+    counted = {
+        "kept": alive.most_kept,
+        "outputs": alive.most_storages,
+        "left": alive.kept + alive.alive_storages(),
+    }
+    alive.most_kept = 0
+    execute_pipeline(iter([(batch, None)]), pipeline, forward_only=True)
+    return {**counted, "kept in evaluation": alive.most_kept}
+
+
+def most_under_way(program: Program) -> int:
+    """The most activations that are sent and not yet released."""
+    under_way = most = 0
+    for instruction in program.instructions:
+        match instruction:
+            case Send(value) if value.content is Content.ACTIVATION:
+                under_way += 1
+                most = max(most, under_way)
+            case Release(value) if value.content is Content.ACTIVATION:
+                under_way -= 1
+            case _:
+                pass
+    return most
+
+
+def require_counted(schedule: Schedule, results: list[dict[str, int]]) -> None:
+    timeline, programs = simulate(schedule), lower(schedule)
+    for rank, counted in enumerate(results):
+        assert counted["kept"] == timeline.peak_activations[rank] * schedule.placement.chunks_per_rank
+        assert counted["left"] == 0
+        assert counted["kept in evaluation"] == 0
+        if len(results) > 1:
+            assert counted["outputs"] == most_under_way(programs[rank])
+
+
+@pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+def test_activations_alive_are_as_many_as_planned(layout: tuple[str, int, int], shape: tuple[int, ...] | None) -> None:
+    for microbatches in (1, 4, 9):
+        schedule = schedule_of(layout, microbatches)
+        require_counted(schedule, run_threads(run_watched, layout[1], schedule, shape))
+
+
+def test_over_gloo_too() -> None:
+    for layout in (("1f1b", 2, 1), ("interleaved-1f1b", 2, 2)):
+        schedule = schedule_of(layout, 6)
+        require_counted(schedule, run_processes(run_watched, 2, schedule, None))
+
+
+def test_what_was_sent_is_let_go() -> None:
+    schedule = schedule_of(("1f1b", 4, 1), 32)
+    for counted in run_threads(run_watched, 4, schedule, None):
+        assert counted["outputs"] <= 4
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> dict[str, Alive]:
+    """Per rank (a thread's name), the memory that the engine makes to receive into."""
+    alive: dict[str, Alive] = defaultdict(Alive)
+    empty = torch.empty
+
+    def watched(*arguments: Any, **options: Any) -> Tensor:
+        tensor: Tensor = empty(*arguments, **options)
+        caller = sys._getframe(1).f_globals["__name__"]
+        if caller.startswith("pipeflow.runtime.") and tensor.shape == SAMPLE.shape:
+            alive[threading.current_thread().name].watch(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", watched)
+    return alive
+
+
+@pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
+@pytest.mark.parametrize("layout", [layout for layout in layouts() if layout[1] > 1], ids=str)
+def test_receive_buffers_are_as_many_as_planned(
+    layout: tuple[str, int, int], shape: tuple[int, ...] | None, received: dict[str, Alive]
+) -> None:
+    schedule = schedule_of(layout, 8)
+    run_threads(run_watched, layout[1], schedule, shape)
+    for program in lower(schedule):
+        counted = received[f"rank {program.rank}"]
+        assert counted.most_storages == program.receive_buffers
+        assert counted.alive_storages() == 0
+
+
+def test_1f1b_receives_into_few_buffers(received: dict[str, Alive]) -> None:
+    run_threads(run_watched, 4, schedule_of(("1f1b", 4, 1), 32), None)
+    assert all(alive.most_storages <= 10 for alive in received.values())
