@@ -154,7 +154,7 @@ def run(operations: Sequence[Operation]) -> None:
     try:
         for operation in operations:
             operation()
-    except Exception as error:
+    except BaseException as error:
         match operation:
             case Transfer() if _is_of_channel(error):
                 raise LinkError(operation.peer, f"{operation.doing} the {operation.value}", error) from None
@@ -167,6 +167,6 @@ def run(operations: Sequence[Operation]) -> None:
                 raise
 
 
-def _is_of_channel(error: Exception) -> bool:
+def _is_of_channel(error: BaseException) -> bool:
     """Whether a transfer failed for its channel's sake. Channels raise RuntimeError; so do some that are no channel."""
     return isinstance(error, RuntimeError) and not isinstance(error, PipeflowError | torch.OutOfMemoryError)
