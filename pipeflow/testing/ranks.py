@@ -28,6 +28,9 @@ from pipeflow.runtime.context import Context, launch, set_context
 from pipeflow.runtime.local import Hub, LocalTransport
 
 
+_GRACE = 5.0  # seconds for a process to end
+
+
 class RankError(Exception):
     """Some ranks failed, or hung. The message holds each one's traceback or stack."""
 
@@ -102,13 +105,13 @@ def run_processes(
             connections.append(here)
             processes.append(process)
         try:
-            return _collect(connections, processes, deadline, may_die, Path(folder))
+            results = _collect(connections, processes, deadline, may_die, Path(folder))
+            _require_ended(processes, Path(folder))
+            return results
         finally:
             for process in processes:
-                process.join(2.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+                process.kill()
+                process.join()
 
 
 def _run_rank(
@@ -153,6 +156,16 @@ def _collect(
                 errors[rank] = f"died with exit code {processes[rank].exitcode}"
     _raise_errors(errors, deadline)
     return results
+
+
+def _require_ended(processes: list[BaseProcess], folder: Path) -> None:
+    """Every process ends by itself once its function has returned."""
+    errors: dict[int, str] = {}
+    for rank, process in enumerate(processes):
+        process.join(_GRACE)
+        if process.is_alive():
+            errors[rank] = f"returned but does not end:\n{_stack(process, folder / f'{rank}.stack')}"
+    _raise_errors(errors, _GRACE)
 
 
 def _stack(process: BaseProcess, file: Path) -> str:

@@ -1,0 +1,197 @@
+"""An exception on one rank is one error on every rank, soon, and the step after it is as good as any."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import Pipeline, PipelineError, Schedule, UsageError, execute_pipeline
+from pipeflow.core.action import Kind
+from pipeflow.runtime.context import current_context
+from pipeflow.testing import run_processes, run_threads
+from pipeflow.testing.models import PlainModel
+from tests.runtime.work import gradients_of, require_near, schedule_of
+
+SOON = 1.0  # seconds
+MODEL = PlainModel(8)
+MICROBATCHES = 5
+ERRORS = {error.__name__: error for error in (ValueError, UsageError, KeyboardInterrupt, RuntimeError)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What goes wrong: in an action, in the criterion, or (with neither) where a rank reads its batch."""
+
+    error: str = "ValueError"
+    action: tuple[Kind, int, int] | None = None  # kind, stage, microbatch
+    criterion: int | None = None  # microbatch
+    reader: int | None = None  # rank
+
+
+@dataclass
+class Trap:
+    """Raises what a case says, where it says, and notes when."""
+
+    case: Case = field(default_factory=Case)
+    seen: dict[tuple[Kind, int], int] = field(default_factory=dict)
+    criteria: int = 0
+    sprung: float = 0.0
+
+    def set(self, case: Case) -> None:
+        self.case, self.seen, self.criteria, self.sprung = case, {}, 0, 0.0
+
+    def spring(self) -> None:
+        self.sprung = time.monotonic()
+        raise ERRORS[self.case.error](f"a {self.case.error} on purpose")
+
+    def step_on(self, kind: Kind, stage: int) -> None:
+        microbatch = self.seen[kind, stage] = self.seen.get((kind, stage), -1) + 1
+        if self.case.action == (kind, stage, microbatch):
+            self.spring()
+
+    def criterion(self, output: Tensor, labels: Tensor) -> Tensor:
+        self.criteria += 1
+        if self.case.criterion == self.criteria - 1:
+            self.spring()
+        return MODEL.criterion(output, labels)
+
+    def read(self, batch: object, rank: int) -> Iterator[object]:
+        if self.case.reader == rank:
+            self.spring()
+        yield batch
+
+
+class Trapped(nn.Module):
+    """A stage with a trap in its forward and its backward."""
+
+    def __init__(self, inner: nn.Module, stage: int, trap: Trap) -> None:
+        super().__init__()
+        self.inner = inner
+        self.stage = stage
+        self.trap = trap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.trap.step_on(Kind.F, self.stage)
+        return TrappedBackward.apply(self.inner(hidden), self)  # type: ignore[no-any-return]
+
+
+class TrappedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, module: Trapped) -> Tensor:
+        ctx.module = module
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.module.trap.step_on(Kind.B, ctx.module.stage)
+        return gradient, None
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank was told of a case."""
+
+    kind: str
+    where: tuple[Any, ...] | None
+    message: str
+    cause: str
+    sprung: float
+    caught: float
+
+
+def build_trapped(schedule: Schedule, trap: Trap) -> Pipeline:
+    rank = current_context().pipeline_rank
+    chunks = MODEL.chunks(schedule, rank)
+    stages = schedule.placement.stages_of(rank)
+    trapped = nn.ModuleList(Trapped(inner, stage, trap) for inner, stage in zip(chunks, stages, strict=True))
+    return Pipeline(trapped, schedule, criterion=trap.criterion)
+
+
+def run_failures(schedule: Schedule, cases: list[Case]) -> list[Told]:
+    """Every case in turn on one pipeline, a good step after each."""
+    trap, rank = Trap(), current_context().pipeline_rank
+    pipeline, batch = build_trapped(schedule, trap), MODEL.batch(2 * MICROBATCHES + 1)
+    loss, gradients = MODEL.plain_step(batch)
+    told = []
+    for case in cases:
+        trap.set(case)
+        told.append(fail(trap, pipeline, batch, rank))
+        trap.set(Case())
+        pipeline.zero_grad()
+        output = execute_pipeline(iter([batch]), pipeline, broadcast_loss=True)
+        assert output.loss is not None
+        assert abs(output.loss - loss) <= 1e-12
+        require_near({name.replace("inner.", ""): value for name, value in gradients_of(pipeline).items()}, gradients)
+    return told
+
+
+def fail(trap: Trap, pipeline: Pipeline, batch: object, rank: int) -> Told:
+    try:
+        execute_pipeline(trap.read(batch, rank), pipeline)
+    except BaseException as error:
+        caught = time.monotonic()
+        where = None
+        if isinstance(error, PipelineError):
+            where = (error.rank, error.stage, error.microbatch, error.action, error.died)
+        return Told(type(error).__name__, where, str(error), type(error.__cause__).__name__, trap.sprung, caught)
+    raise AssertionError("nothing went wrong")
+
+
+def cases_of(schedule: Schedule) -> list[Case]:
+    stages, ranks = schedule.placement.num_stages, schedule.placement.num_ranks
+    places = [
+        (kind, stage, microbatch) for kind in (Kind.F, Kind.B) for stage in range(stages) for microbatch in (0, 2, 4)
+    ]
+    return [
+        *(Case(action=place) for place in places),
+        *(Case(criterion=microbatch) for microbatch in (0, 2, 4)),
+        *(Case(reader=rank) for rank in range(ranks)),
+        *(Case("KeyboardInterrupt", action=(kind, stage, 1)) for kind in (Kind.F, Kind.B) for stage in range(stages)),
+        *(Case("UsageError", action=(Kind.F, stage, 1)) for stage in range(stages)),
+        *(Case("RuntimeError", action=(Kind.B, stage, 3)) for stage in range(stages)),
+        Case("KeyboardInterrupt", criterion=2),
+        Case("RuntimeError", reader=ranks - 1),
+    ]
+
+
+def require_told(schedule: Schedule, cases: list[Case], results: list[list[Told]]) -> None:
+    last = schedule.placement.num_stages - 1
+    for index, case in enumerate(cases):
+        if case.reader is not None:
+            origin, where = case.reader, (case.reader, None, None, None, None)
+        else:
+            kind, stage, microbatch = case.action or (Kind.F, last, case.criterion)
+            origin = schedule.placement.rank_of(stage)
+            where = (origin, stage, microbatch, f"{stage}{kind.value}{microbatch}", None)
+        sprung = results[origin][index].sprung
+        for rank, told in enumerate(column[index] for column in results):
+            assert told.caught - sprung < SOON, f"{case}, rank {rank}: {told.caught - sprung:.1f} s"
+            if rank == origin and case.error in ("KeyboardInterrupt", "UsageError"):
+                assert (told.kind, told.message) == (case.error, f"a {case.error} on purpose")
+                continue
+            assert (told.kind, told.where) == ("PipelineError", where), f"{case}, rank {rank}: {told}"
+            assert f"{case.error}: a {case.error} on purpose" in told.message
+            assert ("in spring" in told.message) == (case.error != "UsageError")  # the origin's traceback
+            assert told.cause == (case.error if rank == origin else "NoneType")
+
+
+@pytest.mark.parametrize(
+    "layout", [("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("gpipe", 3, 1), ("gpipe", 1, 1)], ids=str
+)
+def test_exceptions_on_threads(layout: tuple[str, int, int]) -> None:
+    schedule = schedule_of(layout, MICROBATCHES)
+    cases = cases_of(schedule)
+    require_told(schedule, cases, run_threads(run_failures, layout[1], schedule, cases))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+def test_exceptions_on_gloo(layout: tuple[str, int, int]) -> None:
+    schedule = schedule_of(layout, MICROBATCHES)
+    cases = cases_of(schedule)
+    require_told(schedule, cases, run_processes(run_failures, layout[1], schedule, cases))
