@@ -44,7 +44,7 @@ from data import END, Corpus, DataError, prepare, wait_for  # isort: skip  (sort
 
 EVALUATED = 8  # batches of held-out text
 PROMPT = "def"
-TEMPERATURE = 0.7  # of the text that is written at the end: 0 would always take the likeliest token
+TEMPERATURE = 0.5  # of the text that is written at the end: lower is likelier, 1 as likely as the model says
 
 
 def main() -> None:
@@ -154,7 +154,8 @@ def run(arguments: argparse.Namespace) -> None:
         check(stages, losses, batches_of(corpus, arguments), arguments, console)
     else:
         writer = pipeflow.Pipeline(stages, make_schedule(arguments, microbatches=1))
-        console.print(f"\nwritten after {PROMPT!r}:\n\n{write(writer, corpus, arguments)}", markup=False)
+        text = write(writer, corpus, arguments)
+        console.print(f"\nwritten after {PROMPT!r}:\n\n{text}", markup=False, soft_wrap=True)
 
 
 def build_stages(
