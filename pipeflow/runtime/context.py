@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.runtime.distributed import DistributedTransport
+from pipeflow.runtime.failure import Alarm
 from pipeflow.runtime.local import Hub, LocalTransport
 from pipeflow.runtime.transport import Transport
 
@@ -39,6 +40,10 @@ class Context:
     transport: Transport
     shared: list[PipelineSharedModuleWrapper] = field(default_factory=list)  # until a Pipeline claims them
     pipelines: WeakSet[Pipeline] = field(default_factory=WeakSet)
+    alarm: Alarm = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.alarm = Alarm(self.transport, self.forget)
 
     def forget(self) -> None:
         """Makes every pipeline drop what holds on to the transport's channels."""

@@ -20,10 +20,10 @@ class ActionError(Exception):
 
 
 class Alarm:
-    """What the ranks of one pipeline tell each other when something goes wrong.
+    """What the ranks tell each other when something goes wrong; one for all that use a transport.
 
     Args:
-        transport: the pipeline's; it spreads the failure.
+        transport: spreads the failure.
         forget: drops everything that holds on to the transport's channels.
     """
 
@@ -40,9 +40,10 @@ class Alarm:
         the cause of a PipelineError; all other ranks raise that PipelineError. After one, the next use starts
         afresh; but when a rank died there is no next one.
         """
+        if self._dead is None:
+            self._dead = self._start_afresh()
         if self._dead is not None:
             raise PipelineError(self._dead)
-        self._transport.reopen()
         try:
             yield
         except BaseException as error:
@@ -56,6 +57,16 @@ class Alarm:
             if isinstance(cause, PipeflowError) or not isinstance(cause, Exception):
                 raise (cause or error) from None
             raise PipelineError(first) from (None if isinstance(error, LinkError) else cause)
+
+    def _start_afresh(self) -> Failure | None:
+        """Opens the channels again after a failure; not all ranks may come to that."""
+        try:
+            self._transport.reopen()
+        except RuntimeError as error:
+            rank, seconds = self._transport.rank, self._transport.timeout
+            reason = f"not every rank came to try again within {seconds:g} s ({error}); restart the job"
+            return Failure(rank, reason)
+        return None
 
     def _locate(self, error: BaseException) -> Failure:
         rank = self._transport.rank

@@ -16,7 +16,6 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.runtime.agreement import all_gather_object
 from pipeflow.runtime.cells import Meta
 from pipeflow.runtime.context import Context, current_context
-from pipeflow.runtime.failure import Alarm
 from pipeflow.runtime.shared import Ties, claim, compare_ties
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
@@ -57,7 +56,7 @@ class Pipeline(nn.Module):
         self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])
         self.schedule = schedule
         self.context = context
-        self.alarm = Alarm(context.transport, context.forget)
+        self.alarm = context.alarm
         context.pipelines.add(self)
         with self.alarm.raised_everywhere():
             held = _fitting_stages(self.chunks, schedule, context, stages)
