@@ -181,9 +181,10 @@ def require_told(schedule: Schedule, cases: list[Case], results: list[list[Told]
             assert told.cause == (case.error if rank == origin else "NoneType")
 
 
-@pytest.mark.parametrize(
-    "layout", [("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("gpipe", 3, 1), ("gpipe", 1, 1)], ids=str
-)
+LAYOUTS = [("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("gpipe", 3, 1), ("gpipe", 1, 1)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_exceptions_on_threads(layout: tuple[str, int, int]) -> None:
     schedule = schedule_of(layout, MICROBATCHES)
     cases = cases_of(schedule)
@@ -195,3 +196,40 @@ def test_exceptions_on_gloo(layout: tuple[str, int, int]) -> None:
     schedule = schedule_of(layout, MICROBATCHES)
     cases = cases_of(schedule)
     require_told(schedule, cases, run_processes(run_failures, layout[1], schedule, cases))
+
+
+def run_two() -> list[str]:
+    """Two pipelines of one context; each fails in turn, and the other goes on."""
+    schedules = [schedule_of(("1f1b", 2, 1), MICROBATCHES), schedule_of(("interleaved-1f1b", 2, 2), MICROBATCHES)]
+    traps, rank, told = [Trap(), Trap()], current_context().pipeline_rank, []
+    pipelines = [build_trapped(schedule, trap) for schedule, trap in zip(schedules, traps, strict=True)]
+    batch = MODEL.batch(2 * MICROBATCHES + 1)
+    _, gradients = MODEL.plain_step(batch)
+    for failing in (0, 1, 1, 0):
+        traps[failing].set(Case(action=(Kind.B, 1, 2)))
+        told.append(fail(traps[failing], pipelines[failing], batch, rank).kind)
+        traps[failing].set(Case())
+        for pipeline in (pipelines[1 - failing], pipelines[failing]):
+            pipeline.zero_grad()
+            execute_pipeline(iter([batch]), pipeline)
+            own = {name.replace("inner.", ""): value for name, value in gradients_of(pipeline).items()}
+            require_near(own, gradients)
+    return told
+
+
+@pytest.mark.parametrize("start", [run_threads, run_processes])
+def test_a_failure_of_one_pipeline_leaves_another_alone(start: Any) -> None:
+    assert start(run_two, 2) == [["PipelineError"] * 4] * 2
+
+
+def run_in_evaluation() -> tuple[Any, ...]:
+    schedule, trap = schedule_of(("1f1b", 3, 1), MICROBATCHES), Trap()
+    pipeline = build_trapped(schedule, trap)
+    trap.set(Case(action=(Kind.F, 1, 3)))
+    with pytest.raises(PipelineError) as caught:
+        execute_pipeline(iter([MODEL.batch(MICROBATCHES)]), pipeline, forward_only=True)
+    return caught.value.rank, caught.value.stage, caught.value.microbatch
+
+
+def test_evaluation_fails_like_training() -> None:
+    assert run_threads(run_in_evaluation, 3) == [(1, 1, 3)] * 3

@@ -1,0 +1,218 @@
+"""A rank that is killed, or that hangs, is named by every other rank, soon."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import Pipeline, PipelineError, clip_grad_norm_, execute_pipeline
+from pipeflow.runtime.context import current_context
+from pipeflow.testing import run_processes, run_threads
+from pipeflow.testing.models import TiedModel
+from tests.runtime.work import schedule_of
+
+SOON = 1.0  # seconds
+MODEL = TiedModel()
+MICROBATCHES = 6
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's C++ log tells of every broken connection."""
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a survivor was told, when, and how long its next step took to say it again."""
+
+    message: str
+    where: tuple[int, int | None]
+    caught: float
+    again: list[str]
+    again_after: float
+
+
+class Dying(nn.Module):
+    """A stage during whose forward or backward the process is killed."""
+
+    def __init__(self, inner: nn.Module, die: Any, in_forward: int, in_backward: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.die = die
+        self.in_forward = in_forward
+        self.in_backward = in_backward
+
+    def forward(self, hidden: Tensor) -> Any:
+        self.in_forward -= 1
+        if self.in_forward == 0:
+            self.die()
+        output = self.inner(hidden)
+        if output.requires_grad:
+            output.register_hook(self.step_back)
+        return output
+
+    def step_back(self, _: Tensor) -> None:
+        self.in_backward -= 1
+        if self.in_backward == 0:
+            self.die()
+
+
+def run_killed(rank: int, when: str, note: str) -> Told | None:
+    """Two good steps, then one in which `rank` is killed."""
+    context = current_context()
+    mine = context.pipeline_rank == rank
+    pipeline, second = build_dying(when if mine else "", Path(note)), build_dying("", Path(note))
+    batch = MODEL.batch(MICROBATCHES)
+    for each in (pipeline, pipeline, second):
+        execute_pipeline(iter([batch]), each)
+    if mine and when == "between steps":
+        kill(Path(note))
+    try:
+        execute_pipeline(iter([batch]), pipeline)
+    except PipelineError as error:
+        caught = time.monotonic()
+        where = (error.rank, error.died)
+        message = str(error)
+    again = []
+    started = time.monotonic()
+    for call in (
+        lambda: execute_pipeline(iter([batch]), pipeline),
+        lambda: execute_pipeline(iter([batch]), second),
+        lambda: clip_grad_norm_(pipeline, 1.0),
+    ):
+        with pytest.raises(PipelineError) as raised:
+            call()
+        again.append(str(raised.value))
+    return Told(message, where, caught, again, time.monotonic() - started)
+
+
+def kill(note: Path) -> None:
+    note.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def build_dying(when: str, note: Path) -> Pipeline:
+    schedule = schedule_of(("1f1b", 4, 1), MICROBATCHES)
+    chunks = MODEL.chunks(schedule, current_context().pipeline_rank)
+    MODEL.tie(chunks, schedule)
+    seen = 2 * MICROBATCHES
+
+    def die(*_: object) -> None:
+        kill(note)
+
+    def criterion(output: Tensor, labels: Tensor) -> Tensor:
+        nonlocal seen
+        seen -= 1
+        if when == "criterion" and seen < 0:
+            die()
+        return MODEL.criterion(output, labels)
+
+    forward, backward = (2 * MICROBATCHES + 3 if when == kind else 0 for kind in ("forward", "backward"))
+    pipeline = Pipeline(Dying(chunks[0], die, forward, backward), schedule, criterion=criterion)
+    if when == "tied exchange":
+        end = pipeline.ties.end
+        steps = iter([end, end, die])
+        pipeline.ties.end = lambda transport: next(steps)(transport)  # type: ignore[method-assign]
+    return pipeline
+
+
+CASES = [
+    *((rank, when) for rank in range(4) for when in ("forward", "backward", "between steps")),
+    *((rank, "tied exchange") for rank in (0, 3)),
+    (3, "criterion"),
+]
+
+
+@pytest.mark.parametrize(("rank", "when"), CASES)
+def test_a_killed_rank_is_named(rank: int, when: str, tmp_path: Path) -> None:
+    note = tmp_path / "killed"
+    results = run_processes(run_killed, 4, rank, when, str(note), may_die=[rank])
+    killed = float(note.read_text())
+    assert results[rank] is None
+    survivors = [told for told in results if told is not None]
+    assert len(survivors) == 3
+    for told in survivors:
+        assert told.where == (rank, rank), told.message
+        assert f"rank {rank} died" in told.message
+        assert told.caught - killed < SOON
+        assert told.again_after < SOON / 2
+        assert all(f"rank {rank} died" in again for again in told.again)
+    assert multiprocessing.active_children() == []
+
+
+class Sleeping(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return hidden * self.weight
+
+
+def run_hanging(rank: int, seconds: float) -> tuple[int, int | None, str, float]:
+    mine = current_context().pipeline_rank == rank
+    schedule = schedule_of(("1f1b", 3, 1), 3)
+    pipeline = Pipeline(Sleeping(seconds if mine else 0.0), schedule, criterion=lambda output, _: output.mean())
+    started = time.monotonic()
+    with pytest.raises(PipelineError) as caught:
+        execute_pipeline(iter([(torch.ones(3, 2), None)]), pipeline)
+    return caught.value.rank, caught.value.died, str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("start", [run_threads, run_processes])
+@pytest.mark.parametrize("hanging", [0, 1, 2])
+def test_who_waits_too_long_says_for_what_and_whom(start: Any, hanging: int) -> None:
+    timeout, sleep = 0.7, 2.0
+    results = start(run_hanging, 3, hanging, sleep, timeout=timeout)
+    messages = {message for _, _, message, _ in results}
+    assert len(messages) == 1
+    [message] = messages
+    found = re.search(r"gave up after 0.7 s waiting for the (.*) of stage (.), microbatch 0 \(rank (.)\)", message)
+    assert found is not None, message
+    assert found[2] == found[3]
+    if hanging == 1:  # both others wait for it; at an end of the pipeline one waits for who waits for it
+        assert found[3] == "1"
+    for rank, (origin, died, _, seconds) in enumerate(results):
+        assert origin != hanging
+        assert died is None
+        assert seconds < (sleep if rank == hanging else timeout) + SOON
+
+
+def run_leaving(rank: int) -> list[str]:
+    """One rank does not come back after a failure."""
+    mine = current_context().pipeline_rank
+    chunk = Sleeping(0.0)
+    pipeline = Pipeline(chunk, schedule_of(("1f1b", 3, 1), 3), criterion=lambda output, _: output.mean())
+    batch = (torch.ones(3, 2), None)
+    chunk.seconds = -1.0 if mine == 0 else 0.0  # refused by time.sleep
+    with pytest.raises(PipelineError):
+        execute_pipeline(iter([batch]), pipeline)
+    chunk.seconds = 0.0
+    if mine == rank:
+        return []
+    told = []
+    for _ in range(2):
+        with pytest.raises(PipelineError) as caught:
+            execute_pipeline(iter([batch]), pipeline)
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("leaving", [0, 2])
+def test_a_rank_that_does_not_try_again_is_missed(leaving: int) -> None:
+    for rank, told in enumerate(run_processes(run_leaving, 3, leaving, timeout=1.0)):
+        assert len(told) == (0 if rank == leaving else 2)
+        assert all("restart the job" in message for message in told)
