@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Entry, actions_of
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import Content, Value, makes, needs
+from pipeflow.core.dataflow import Content, Value, flows
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Span
@@ -18,8 +18,8 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     """One program per rank. A value whose maker and user sit on different ranks becomes a Send right after its
     maker, and a Recv before its user.
 
-    Receives are posted ahead, so that the transfer overlaps computation: each before the action that its rank
-    runs when the value is sent, in a simulation under `cost`. Between an ordered pair of ranks, activations
+    Receives are posted ahead, so that the transfer overlaps computation: each one action before the one that its
+    rank runs when the value is sent, in a simulation under `cost`; real times are never quite those. Between an ordered pair of ranks, activations
     keep the sender's order on both ends, and so do gradients. A Release follows as soon as a value made after
     the use of the sent one has come back.
 
@@ -31,22 +31,28 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     return tuple(_program(schedule, rank, transfers, posts[rank], releases[rank]) for rank in range(len(schedule.rows)))
 
 
+Name = tuple[Content, int, int]  # a Value, or the plain tuple that equals it and is made faster
+
+
 class _Transfers:
     """Per ordered pair of ranks, the values that pass, in the sender's order; where each is made and used."""
 
     def __init__(self, schedule: Schedule) -> None:
-        stages = schedule.placement.num_stages
-        self.made: dict[Value, tuple[int, int]] = {}  # value -> (rank, position)
-        self.used: dict[Value, tuple[int, int]] = {}
+        table = flows(schedule.placement.num_stages)
+        self.made: dict[Name, tuple[int, int]] = {}  # value -> (rank, position)
+        self.used: dict[Name, tuple[int, int]] = {}
         for rank, row in enumerate(schedule.rows):
             for position, entry in enumerate(row):
                 for action in actions_of(entry):
-                    self.made.update(dict.fromkeys(makes(action, stages), (rank, position)))
-                    self.used.update(dict.fromkeys(needs(action, stages), (rank, position)))
+                    flow = table[action.kind, action.stage]
+                    for content, stage in flow.makes:
+                        self.made[content, stage, action.microbatch] = (rank, position)
+                    for content, stage in flow.needs:
+                        self.used[content, stage, action.microbatch] = (rank, position)
         self.channels: dict[tuple[int, int], list[Value]] = defaultdict(list)
         for value, (maker, _) in self.made.items():
             if value in self.used and (user := self.used[value][0]) != maker:
-                self.channels[maker, user].append(value)
+                self.channels[maker, user].append(Value(*value))
 
 
 def _posts(schedule: Schedule, transfers: _Transfers, cost: CostModel | None) -> list[dict[int, list[Recv]]]:
@@ -61,11 +67,11 @@ def _posts(schedule: Schedule, transfers: _Transfers, cost: CostModel | None) ->
             _, sent = times[sender][transfers.made[value][1]]
             while running + 1 < len(times[receiver]) and times[receiver][running + 1][0] < sent:
                 running += 1
-            position = running
+            position = max(0, running - 1)
             if value.content is Content.GRADIENT:
-                activation = value._replace(content=Content.ACTIVATION, stage=value.stage - 1)
+                activation = (Content.ACTIVATION, value.stage - 1, value.microbatch)
                 described = max(described, transfers.made[activation][1] + 1)
-                position = max(running, described)
+                position = max(position, described)
             posts[receiver][position].append(Recv(value, sender))
     return posts
 
@@ -102,14 +108,16 @@ def _program(
     posts: dict[int, list[Recv]],
     releases: dict[int, list[Release]],
 ) -> Program:
-    stages = schedule.placement.num_stages
+    table = flows(schedule.placement.num_stages)
     instructions: list[Instruction] = []
     for position, entry in enumerate(schedule.rows[rank]):
         instructions += posts.get(position, ())
         instructions.append(Compute(entry))
-        for value in (value for action in actions_of(entry) for value in makes(action, stages)):
-            if value in transfers.used and (peer := transfers.used[value][0]) != rank:
-                instructions.append(Send(value, peer))
+        for action in actions_of(entry):
+            for content, stage in table[action.kind, action.stage].makes:
+                user, _ = transfers.used.get((content, stage, action.microbatch), (rank, 0))
+                if user != rank:
+                    instructions.append(Send(Value(content, stage, action.microbatch), user))
         instructions += releases.get(position, ())
     return Program(rank, tuple(instructions), _receive_buffers(schedule.rows[rank], posts))
 

@@ -120,14 +120,6 @@ class Arrival:
         self.header = torch.empty(1, dtype=torch.int64)
         self.pending = False
 
-    def post(self) -> None:
-        cell, expected = self.cell, self.expectation.expected
-        self.pending = True
-        cell.works = [self.lanes.header([self.header])]
-        cell.tensors = [] if expected is None else expected.empty(self.device)
-        for tensor in cell.tensors:
-            cell.works.append(self.lanes.expected([tensor]))
-
     def settle(self) -> None:
         """Reads the header and, unless the activation is the expected one, receives it now."""
         cell, expectation = self.cell, self.expectation
@@ -164,8 +156,16 @@ class PostDescribed(Transfer):
         self.inbox = inbox  # what was posted between this pair of ranks, in order
 
     def __call__(self) -> None:
-        self.arrival.post()
-        self.inbox.append(self.arrival)
+        arrival, cell = self.arrival, self.cell
+        lanes, expected = arrival.lanes, arrival.expectation.expected
+        cell.works = [lanes.header([arrival.header])]
+        cell.tensors = []
+        for shape, dtype in zip(expected.shapes, expected.dtypes, strict=True) if expected is not None else ():
+            tensor = torch.empty(shape, dtype=dtype, device=arrival.device)
+            cell.tensors.append(tensor)
+            cell.works.append(lanes.expected([tensor]))
+        arrival.pending = True
+        self.inbox.append(arrival)
 
 
 class WaitDescribed(Transfer):

@@ -44,20 +44,24 @@ class DistributedTransport:
         self._open()
 
     def _open(self) -> None:
-        store = dist.PrefixStore(f"generation-{self._generation}", self._store)
-        wait = timedelta(seconds=self.timeout)
-        self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, wait)
-        self._nccl: dict[tuple[int, int, Lane], Any] = {}  # torch's stubs know neither send nor recv of either
+        # One group for what goes to higher ranks and one for what goes to lower ones: a gloo connection with traffic
+        # both ways keeps its thread spinning. Typed Any since torch's stubs know neither send nor recv of a group.
+        self._gloo: list[Any] = [self._group(direction) for direction in ("down", "up")]
+        self._nccl: dict[tuple[int, int, Lane], Any] = {}
+
+    def _group(self, name: str) -> Any:
+        store = dist.PrefixStore(f"generation-{self._generation}/gloo-{name}", self._store)
+        return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout))
 
     def sender(self, peer: int, lane: Lane) -> Start:
         if self.device.type == "cuda" and not lane.on_host:
             return partial(self._communicator(self.rank, peer, lane).send, dstRank=1, tag=0)
-        return partial(self._gloo.send, dstRank=peer, tag=lane)
+        return partial(self._gloo[peer > self.rank].send, dstRank=peer, tag=lane)
 
     def receiver(self, peer: int, lane: Lane) -> Start:
         if self.device.type == "cuda" and not lane.on_host:
             return partial(self._communicator(peer, self.rank, lane).recv, srcRank=0, tag=0)
-        return partial(self._gloo.recv, srcRank=peer, tag=lane)
+        return partial(self._gloo[self.rank > peer].recv, srcRank=peer, tag=lane)
 
     def _communicator(self, source: int, destination: int, lane: Lane) -> Any:
         """The NCCL communicator of an ordered pair, in which the source is rank 0 and the destination rank 1."""
@@ -101,4 +105,4 @@ class DistributedTransport:
         for communicator in self._nccl.values():
             communicator.abort()
         self._nccl = {}
-        self._gloo = None
+        self._gloo = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,27 +17,36 @@ from pipeflow.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch in microbatches: per microbatch its inputs, labels and size (in samples)."""
+    """One batch, to be split into microbatches of `sizes` samples; tensors go to `device` with that."""
 
-    inputs: list[object]
-    labels: list[object]
+    inputs: object
+    labels: object
     sizes: list[int]
+    device: torch.device
 
     @property
-    def keywords(self) -> list[dict[str, object]]:
-        """Per microbatch, the entries that go to every stage by name: those of dict inputs."""
-        return [inputs if isinstance(inputs, dict) else {} for inputs in self.inputs]
+    def named(self) -> dict[str, object]:
+        """The entries that go to every stage by name: those of dict inputs."""
+        return self.inputs if isinstance(self.inputs, dict) else {}
 
-    @property
-    def positionals(self) -> list[tuple[object, ...]]:
-        """Per microbatch, what the first stage gets as positional arguments: inputs that are no dict."""
-        return [() if isinstance(inputs, dict) else (inputs,) for inputs in self.inputs]
+    def split(self, tree: object) -> list[Any]:
+        """A part of the batch per microbatch: tensors along dim 0; what is no tensor, or has no dimension, whole."""
+        leaves, spec = tree_flatten(tree)
+        parts = [
+            leaf.to(self.device, non_blocking=True).split(self.sizes)
+            if isinstance(leaf, Tensor) and leaf.dim()
+            else [leaf] * len(self.sizes)
+            for leaf in leaves
+        ]
+        return [tree_unflatten([part[index] for part in parts], spec) for index in range(len(self.sizes))]
 
 
 def next_batch(data_iter: Iterator[object], microbatches: int, device: torch.device) -> Batch:
-    """Takes one batch off `data_iter`, `(inputs, labels)`, and splits it; its tensors go to `device`.
+    """Takes one batch off `data_iter`, `(inputs, labels)`, for microbatches as `torch.tensor_split` makes them (13
+    samples into 6 = 3,2,2,2,2,2).
 
-    Raises UsageError when the iterator is empty or is none, and when the batch cannot be split.
+    Raises UsageError when the iterator is none or is empty, when the batch is no such pair, and when its tensors
+    differ in dim 0 or have fewer samples than there are microbatches.
     """
     if not isinstance(data_iter, Iterator):
         raise UsageError(f"data_iter must be an iterator, got {type(data_iter).__name__}: pass iter(loader)")
@@ -45,16 +55,7 @@ def next_batch(data_iter: Iterator[object], microbatches: int, device: torch.dev
         raise UsageError("data_iter has no batch left: make a new one, iter(loader), for every epoch")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UsageError(f"a batch is (inputs, labels), got {type(batch).__name__}; without labels pass (inputs, None)")
-    return split_batch(batch[0], batch[1], microbatches, device)
-
-
-def split_batch(inputs: object, labels: object, microbatches: int, device: torch.device) -> Batch:
-    """Splits the tensors of `inputs` and `labels` along dim 0 as `torch.tensor_split` does (13 into 6 =
-    3,2,2,2,2,2). What is no tensor, or has no dimension, goes to every microbatch whole.
-
-    Raises UsageError when the tensors differ in dim 0 or have fewer samples than there are microbatches.
-    """
-    lengths = {len(leaf) for leaf in tree_leaves((inputs, labels)) if isinstance(leaf, Tensor) and leaf.dim()}
+    lengths = {len(leaf) for leaf in tree_leaves(tuple(batch)) if isinstance(leaf, Tensor) and leaf.dim()}
     if len(lengths) != 1:
         found = f"differ in dim 0: {sorted(lengths)}" if lengths else "are missing"
         raise UsageError(f"the tensors of a batch {found}; every one needs one entry per sample along dim 0")
@@ -63,19 +64,9 @@ def split_batch(inputs: object, labels: object, microbatches: int, device: torch
         raise UsageError(
             f"a batch of {samples} samples cannot fill {microbatches} microbatches: use fewer microbatches"
         )
-    sizes = [len(part) for part in torch.empty(samples).tensor_split(microbatches)]
-    return Batch(_split(inputs, sizes, device), _split(labels, sizes, device), sizes)
-
-
-def _split(tree: object, sizes: list[int], device: torch.device) -> list[object]:
-    leaves, spec = tree_flatten(tree)
-    parts = [
-        leaf.to(device, non_blocking=True).split(sizes)
-        if isinstance(leaf, Tensor) and leaf.dim()
-        else [leaf] * len(sizes)
-        for leaf in leaves
-    ]
-    return [tree_unflatten([part[index] for part in parts], spec) for index in range(len(sizes))]
+    base, larger = divmod(samples, microbatches)
+    sizes = [base + 1] * larger + [base] * (microbatches - larger)
+    return Batch(batch[0], batch[1], sizes, device)
 
 
 def merge(outputs: list[object]) -> object:
@@ -99,12 +90,12 @@ def detach(tree: object) -> object:
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def weights_of(batch: Batch, weigh: Callable[[object], float] | None) -> list[float]:
+def weights_of(labels: list[object], sizes: list[int], weigh: Callable[..., float] | None) -> list[float]:
     """Per microbatch, its part of the batch's mean loss: by samples, or by `weigh(labels)`, like a count of tokens.
 
     Raises UsageError when the weights sum to nothing.
     """
-    weights = [float(weigh(labels)) for labels in batch.labels] if weigh else [float(size) for size in batch.sizes]
+    weights = [float(weigh(part)) for part in labels] if weigh else [float(size) for size in sizes]
     total = sum(weights)
     if not total > 0:
         raise UsageError(f"the weights of the microbatches sum to {total}; they must be positive")

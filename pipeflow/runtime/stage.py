@@ -8,6 +8,8 @@ from inspect import Parameter, signature
 
 from torch import nn
 
+from pipeflow.runtime.microbatch import Batch
+
 
 class Stage:
     """A module, and per microbatch of the step that runs, the keywords for it."""
@@ -18,13 +20,12 @@ class Stage:
         self.keywords: list[dict[str, object]] = []
         self._names = _keywords_of(module, takes_input=index > 0)
 
-    def load(self, keywords: list[dict[str, object]]) -> None:
+    def load(self, batch: Batch) -> None:
         """Keeps, per microbatch, the entries that the module names."""
         names = self._names
-        self.keywords = [
-            entries if names is None else {name: entry for name, entry in entries.items() if name in names}
-            for entries in keywords
-        ]
+        self.keywords = batch.split(
+            {name: entry for name, entry in batch.named.items() if names is None or name in names}
+        )
 
 
 def _keywords_of(module: nn.Module, *, takes_input: bool) -> frozenset[str] | None:

@@ -109,16 +109,17 @@ class Runner:
         return self._compiled[training]
 
     def _load(self, compiled: Compiled, batch: Batch, training: bool, return_outputs: bool) -> None:
-        compiled.positionals[:] = batch.positionals
         for stage in self.stages.values():
-            stage.load(batch.keywords)
+            stage.load(batch)
+        if 0 in self.stages and not isinstance(batch.inputs, dict):
+            compiled.positionals[:] = [(part,) for part in batch.split(batch.inputs)]
         if self.schedule.placement.num_stages - 1 in self.stages:
             results = compiled.results
             results.keep_outputs = return_outputs
-            if training or batch.labels[0] is not None:
+            if training or batch.labels is not None:
                 results.criterion = self.criterion
-                results.labels = batch.labels
-                results.weights = weights_of(batch, self.weigh)
+                results.labels = batch.split(batch.labels)
+                results.weights = weights_of(results.labels, batch.sizes, self.weigh)
 
     def _agree(self, compiled: Compiled, batch: Batch, broadcast_loss: bool) -> Tensor | None:
         """Ends the step: no rank goes on before all have come this far. Returns the loss where it is to be known."""
