@@ -88,6 +88,8 @@ class LocalTransport:
         far = (generation, destination if sending else source)
         transfer = _Transfer(self._hub, far, self.timeout, tensors[0])
         with self._hub.changed:
+            if far in self._hub.closed:
+                raise RuntimeError("the channel is closed")
             channel = self._hub.channels[key]
             mine, other = (channel.sends, channel.receives) if sending else (channel.receives, channel.sends)
             if not other:
