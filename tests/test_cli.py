@@ -60,7 +60,7 @@ def test_draw(capsys: pytest.CaptureFixture[str]) -> None:
         0                   5                   10                  15
 rank 0  F0- F1- ........B0----- F2- B1----- F3- B2----- ....B3-----
 rank 1  ....F0- B0----- F1- B1----- F2- B2----- F3- B3----- ........
-makespan 15   bubble 20.0%   peak activations 2 1
+makespan 15  bubble 20.0%  peak activations 2 1
 
 F forward   B backward   . idle
 """  # fmt: skip

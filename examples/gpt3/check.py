@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from model import PRESETS, build_stage, make_optimizer, next_token_loss
 from rich.console import Console
 from torch import Tensor, nn
+
+from model import PRESETS, build_stage, make_optimizer, next_token_loss
 
 TOLERANCE = 1e-9
 

@@ -29,8 +29,6 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from check import check
-from model import PRESETS, Shape, build_stage, make_optimizer, next_token_loss
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
@@ -40,7 +38,9 @@ from torch.distributed.run import main as torchrun
 import pipeflow
 from pipeflow.draw import Comparison
 
-from data import END, Corpus, DataError, prepare, wait_for  # isort: skip  (sorted elsewhere when data/ exists)
+from check import check
+from data import END, Corpus, DataError, prepare, wait_for
+from model import PRESETS, Shape, build_stage, make_optimizer, next_token_loss
 
 EVALUATED = 8  # batches of held-out text
 PROMPT = "def"

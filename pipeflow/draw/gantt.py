@@ -34,7 +34,7 @@ class Gantt:
             0 s                 5                   10
     rank 0  F0- F1- ........B0----- F2- B1----- ....B2-----
     rank 1  ....F0- B0----- F1- B1----- F2- B2----- ........
-    makespan 12 s   bubble 25.0%   peak activations 2 1
+    makespan 12 s  bubble 25.0%  peak activations 2 1
     <BLANKLINE>
     F forward   B backward   . idle
     """

@@ -63,7 +63,7 @@ def measures(timeline: Timeline, unit: Unit) -> str:
     if not math.isclose(timeline.span, timeline.makespan):
         parts.append(f"span {unit.text(timeline.span)}")
     parts += [f"bubble {timeline.bubble_ratio:.1%}", f"peak activations {_peaks(timeline.peak_activations)}"]
-    return "   ".join(parts)
+    return "  ".join(parts)
 
 
 def _peaks(peaks: tuple[float, ...]) -> str:

@@ -49,7 +49,7 @@ rank 0  F0F1F2F3............B0- F4B1- F5B2- F6B3- F7B4- ..B5- ..B6- ..B7-
 rank 1  ..F0F1F2........B0- F3B1- F4B2- F5B3- F6B4- F7B5- ..B6- ..B7- ....
 rank 2  ....F0F1....B0- F2B1- F3B2- F4B3- F5B4- F6B5- F7B6- ..B7- ........
 rank 3  ......F0B0- F1B1- F2B2- F3B3- F4B4- F5B5- F6B6- F7B7- ............
-makespan 33   bubble 27.3%   peak activations 4 3 2 1
+makespan 33  bubble 27.3%  peak activations 4 3 2 1
 
 F forward   B backward   . idle
 """
@@ -64,7 +64,7 @@ interleaved-1f1b, 2 ranks, 2 chunks, 2 microbatches
         0           2           4           6
 rank 0  F0 F1 f0 f1 ......b0--- ...b1--- B0--- B1---
 rank 1  ...F0 F1 f0 b0--- f1 b1--- B0--- B1--- ......
-makespan 7.5   bubble 20.0%   peak activations 2 1.5
+makespan 7.5  bubble 20.0%  peak activations 2 1.5
 
 F forward   B backward   lower case: chunk 1   . idle
 """
@@ -85,7 +85,7 @@ def test_halves_have_letters_and_names_of_their_own() -> None:
 
 def test_the_span_is_said_where_it_is_not_the_makespan() -> None:
     forward = make_schedule("1f1b", ranks=2, microbatches=4).forward_only()
-    assert "makespan 5   span 4   bubble 0.0%   peak" in draw(Gantt(simulate(forward)))
+    assert "makespan 5  span 4  bubble 0.0%  peak" in draw(Gantt(simulate(forward)))
 
 
 @pytest.mark.parametrize("width", [12, 80, 300])
@@ -148,8 +148,8 @@ def test_a_comparison_says_the_measures_of_both() -> None:
     lines = draw(Comparison(planned("1f1b", 2, 4), measured, unit="ms", factor=1000), 100).splitlines()
     assert lines[0] == "planned: 1f1b, 2 ranks, 4 microbatches"
     assert "measured: gpipe, 2 ranks, 4 microbatches" in lines
-    assert "makespan 15000 ms   bubble 20.0%   peak activations 2 1" in lines
-    assert "makespan 195 ms   bubble 20.0%   peak activations 4 on every rank" in lines
+    assert "makespan 15000 ms  bubble 20.0%  peak activations 2 1" in lines
+    assert "makespan 195 ms  bubble 20.0%  peak activations 4 on every rank" in lines
     assert lines[-1] == "F forward   B backward   . idle"
 
 
