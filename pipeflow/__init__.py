@@ -22,7 +22,8 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 
 if TYPE_CHECKING:
     from pipeflow.runtime.clip import clip_grad_norm_
-    from pipeflow.runtime.context import Context, launch
+    from pipeflow.runtime.context import Context
+    from pipeflow.runtime.launch import launch
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
@@ -36,7 +37,7 @@ _RUNTIME = {
     "PipelineSharedModuleWrapper": "shared",
     "clip_grad_norm_": "clip",
     "execute_pipeline": "pipeline",
-    "launch": "context",
+    "launch": "launch",
 }
 
 __all__ = [

@@ -19,9 +19,9 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     maker, and a Recv before its user.
 
     Receives are posted ahead, so that the transfer overlaps computation: each one action before the one that its
-    rank runs when the value is sent, in a simulation under `cost`; real times are never quite those. Between an ordered pair of ranks, activations
-    keep the sender's order on both ends, and so do gradients. A Release follows as soon as a value made after
-    the use of the sent one has come back.
+    rank runs when the value is sent, in a simulation under `cost`; real times are never quite those. Between an
+    ordered pair of ranks, activations keep the sender's order on both ends, and so do gradients. A Release follows
+    as soon as a value made after the use of the sent one has come back.
 
     Raises ScheduleError when the schedule cannot run to its end.
     """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
+from weakref import WeakSet
 
 from pipeflow.core.action import Action
 from pipeflow.core.errors import Failure, PipeflowError, PipelineError
@@ -19,17 +21,26 @@ class ActionError(Exception):
         self.action = action
 
 
+class Holder(Protocol):
+    """Whatever holds on to a transport's channels."""
+
+    def forget(self) -> None:
+        """Drops them."""
+
+
 class Alarm:
     """What the ranks tell each other when something goes wrong; one for all that use a transport.
 
     Args:
         transport: spreads the failure.
-        forget: drops everything that holds on to the transport's channels.
+
+    Attributes:
+        holders: asked to forget the transport's channels when they are to be closed.
     """
 
-    def __init__(self, transport: Transport, forget: Callable[[], None]) -> None:
+    def __init__(self, transport: Transport) -> None:
+        self.holders: WeakSet[Holder] = WeakSet()
         self._transport = transport
-        self._forget = forget
         self._dead: Failure | None = None
 
     @contextmanager
@@ -50,7 +61,8 @@ class Alarm:
             cause = error.__cause__ if isinstance(error, ActionError) else error
             mine = self._locate(error)
             _forget_frames(error)
-            self._forget()
+            for holder in self.holders:
+                holder.forget()
             first = self._transport.report(mine)
             if first.died is not None:
                 self._dead = first

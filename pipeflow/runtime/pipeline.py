@@ -16,7 +16,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.runtime.agreement import all_gather_object
 from pipeflow.runtime.cells import Meta
 from pipeflow.runtime.context import Context, current_context
-from pipeflow.runtime.shared import Ties, claim, compare_ties
+from pipeflow.runtime.shared import Ties, compare_ties, shared_in
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
 
@@ -57,10 +57,9 @@ class Pipeline(nn.Module):
         self.schedule = schedule
         self.context = context
         self.alarm = context.alarm
-        context.pipelines.add(self)
         with self.alarm.raised_everywhere():
             held = _fitting_stages(self.chunks, schedule, context, stages)
-            self.ties = Ties(claim(context.shared, self), context.pipeline_rank)
+            self.ties = Ties(shared_in(self, context.shared), context.pipeline_rank)
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
             _compare(context, schedule, shape, self.ties)
             self.ties.share_values(context.transport)
@@ -73,11 +72,7 @@ class Pipeline(nn.Module):
                 criterion,
                 weigh,
             )
-
-    def forget(self) -> None:
-        """Drops what holds on to the transport's channels."""
-        if hasattr(self, "runner"):
-            self.runner.forget()
+            self.alarm.holders.add(self.runner)
 
     def forward(self, *_: object, **__: object) -> None:
         """Refuses: a rank holds a part of the model only."""

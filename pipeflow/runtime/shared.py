@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
 from pipeflow.runtime.agreement import exchange
-from pipeflow.runtime.context import current_context
+from pipeflow.runtime.context import SharedWeight, current_context
 from pipeflow.runtime.transport import Lane, Transport
 
 
@@ -33,8 +34,8 @@ class PipelineSharedModuleWrapper:
         if not self.ranks or not set(self.ranks) <= set(range(context.pipeline_size)):
             raise UsageError(f"ranks {list(ranks)} must be among those of the pipeline, 0..{context.pipeline_size - 1}")
         self._rank = context.pipeline_rank
-        self.copies: list[list[nn.Parameter]] = []
-        context.shared.append(self)
+        self._weight = SharedWeight(self.ranks)
+        context.shared.append(self._weight)
 
     def register_module(self, module: nn.Module) -> None:
         """Ties the parameters of `module`.
@@ -42,37 +43,47 @@ class PipelineSharedModuleWrapper:
         Raises UsageError on a rank that is not in `ranks`, and for a copy that is unlike the first.
         """
         self._register(list(module.parameters()))
-        self.tie_by_object(module)
+        _tie_by_object(self._weight, module)
 
     def register_parameter(self, parameter: nn.Parameter) -> None:
         """Ties `parameter`. Raises UsageError as `register_module` does."""
         self._register([parameter])
 
     def _register(self, copy: list[nn.Parameter]) -> None:
+        copies, first = self._weight.copies, _shapes(self._weight.parameters)
         if self._rank not in self.ranks:
             raise UsageError(f"rank {self._rank} is not among the ranks {list(self.ranks)} that share this weight")
-        if self.copies and len(self.ranks) > 1:
+        if copies and len(self.ranks) > 1:
             raise UsageError(f"rank {self._rank} registers a second copy; each of the ranks {list(self.ranks)} has one")
-        if self.copies and _shapes(copy) != _shapes(self.copies[0]):
-            raise UsageError(
-                f"a copy of shapes {_shapes(copy)} cannot be tied to one of shapes {_shapes(self.copies[0])}"
-            )
-        self.copies.append(copy)
-
-    def tie_by_object(self, module: nn.Module) -> None:
-        """Puts the first copy wherever `module` holds a further one."""
-        first = {id(old): new for copy in self.copies[1:] for old, new in zip(copy, self.copies[0], strict=True)}
-        for owner in module.modules():
-            for name, parameter in owner._parameters.items():
-                if id(parameter) in first:
-                    owner._parameters[name] = first[id(parameter)]
+        if copies and _shapes(copy) != first:
+            raise UsageError(f"a copy of shapes {_shapes(copy)} cannot be tied to one of shapes {first}")
+        copies.append([ref(parameter) for parameter in copy])
 
 
 def _shapes(parameters: Iterable[nn.Parameter]) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for parameter in parameters]
 
 
-Description = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]  # per wrapper: its ranks, the shapes of its copy
+def _tie_by_object(weight: SharedWeight, module: nn.Module) -> None:
+    """Puts the first copy wherever `module` holds a further one."""
+    further = [(old(), new) for copy in weight.copies[1:] for old, new in zip(copy, weight.parameters, strict=True)]
+    first = {id(old): new for old, new in further if old is not None}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if id(parameter) in first:
+                owner._parameters[name] = first[id(parameter)]
+
+
+def shared_in(module: nn.Module, shared: Iterable[SharedWeight]) -> list[SharedWeight]:
+    """The shared weights that `module` holds, tied by object where all copies are on this rank."""
+    held = {id(parameter) for parameter in module.parameters()}
+    found = [weight for weight in shared if weight.parameters and {id(p) for p in weight.parameters} <= held]
+    for weight in found:
+        _tie_by_object(weight, module)
+    return found
+
+
+Description = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]  # per weight: its ranks, the shapes of its copy
 
 
 def compare_ties(everyone: list[Description]) -> None:
@@ -91,14 +102,15 @@ def compare_ties(everyone: list[Description]) -> None:
 class Ties:
     """The tied weights of one pipeline on this rank."""
 
-    def __init__(self, wrappers: Iterable[PipelineSharedModuleWrapper], rank: int) -> None:
+    def __init__(self, weights: Iterable[SharedWeight], rank: int) -> None:
         self._rank = rank
-        self._wrappers = sorted((wrapper for wrapper in wrappers if len(wrapper.ranks) > 1), key=lambda w: w.ranks)
-        self._ties = [_Tie(parameter, wrapper.ranks) for wrapper in self._wrappers for parameter in wrapper.copies[0]]
+        across = sorted((weight for weight in weights if len(weight.ranks) > 1), key=lambda weight: weight.ranks)
+        self._described = [(weight.ranks, _shapes(weight.parameters)) for weight in across]
+        self._ties = [_Tie(parameter, weight.ranks) for weight in across for parameter in weight.parameters]
 
     def describe(self) -> Description:
         """What the ranks compare before they rely on it."""
-        return [(wrapper.ranks, _shapes(wrapper.copies[0])) for wrapper in self._wrappers]
+        return self._described
 
     @property
     def counted_elsewhere(self) -> set[int]:
@@ -143,13 +155,3 @@ class _Tie:
         for peer in self.ranks[1:]:
             total += parts[peer]
         return total
-
-
-def claim(shared: list[PipelineSharedModuleWrapper], module: nn.Module) -> list[PipelineSharedModuleWrapper]:
-    """Takes the wrappers whose copies `module` holds off the list, tied by object where that is possible."""
-    held = {id(parameter) for parameter in module.parameters()}
-    claimed = [wrapper for wrapper in shared if wrapper.copies and all(id(p) in held for p in wrapper.copies[0])]
-    for wrapper in claimed:
-        shared.remove(wrapper)
-        wrapper.tie_by_object(module)
-    return claimed

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from pipeflow.core.errors import Failure
-from pipeflow.runtime.context import Context, launch, set_context
+from pipeflow.runtime.context import Context, set_context
+from pipeflow.runtime.launch import launch
 from pipeflow.runtime.local import Hub, LocalTransport
-
 
 _GRACE = 5.0  # seconds for a process to end
 

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow import Pipeline, PipelineSharedModuleWrapper, Placement, Schedule, UsageError, execute_pipeline
+from pipeflow import (
+    Pipeline,
+    PipelineSharedModuleWrapper,
+    Placement,
+    Schedule,
+    UsageError,
+    execute_pipeline,
+    make_schedule,
+)
 from pipeflow.runtime.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, WORDS, PlainModel, TiedModel, Words, initial
@@ -218,7 +226,8 @@ def test_registrations_that_cannot_be() -> None:
             with pytest.raises(UsageError, match=r"rank 1 is not among the ranks \[0\]"):
                 single.register_parameter(nn.Parameter(torch.ones(2)))
         else:
-            single.register_parameter(nn.Parameter(torch.ones(2)))
+            first = nn.Parameter(torch.ones(2))
+            single.register_parameter(first)
             with pytest.raises(UsageError, match=r"shapes \[\(3,\)\] cannot be tied to one of shapes \[\(2,\)\]"):
                 single.register_parameter(nn.Parameter(torch.ones(3)))
 
@@ -228,3 +237,22 @@ def test_registrations_that_cannot_be() -> None:
 def test_without_a_context_there_is_nothing_to_share_in() -> None:
     with pytest.raises(UsageError, match=r"call pipeflow.launch\(pipeline=...\) first"):
         PipelineSharedModuleWrapper([0])
+
+
+def test_a_second_pipeline_over_the_same_modules_is_tied_as_the_first() -> None:
+    def run() -> float:
+        context = current_context()
+        rank, schedule = context.pipeline_rank, make_schedule("1f1b", ranks=2, microbatches=2)
+        layer = nn.Linear(2, 2, bias=False)
+        PipelineSharedModuleWrapper([0, 1]).register_module(layer)
+        Pipeline(layer, schedule)
+        with torch.no_grad():
+            layer.weight.fill_(rank + 1.0)
+        model = Pipeline(layer, schedule, criterion=lambda output, _: output.sum())
+        assert float(layer.weight.detach().max()) == 1.0
+        execute_pipeline(iter([(torch.ones(2, 2), None)]), model)
+        assert layer.weight.grad is not None
+        return float(layer.weight.grad.sum())
+
+    first, second = run_threads(run, 2)
+    assert first == second == 8.0 + 8.0

@@ -1,0 +1,85 @@
+"""Launch: how a process finds the others and its place among them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_positive
+from pipeflow.runtime.context import Context, set_context
+from pipeflow.runtime.distributed import DistributedTransport
+from pipeflow.runtime.local import Hub, LocalTransport
+from pipeflow.runtime.transport import Transport
+
+
+def launch(pipeline: int | None = None, *, timeout: float = 60.0, device: torch.device | str | None = None) -> Context:
+    """Joins this process to the others and returns its place.
+
+    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); without it, this process
+    is a world of its own. Initializes torch.distributed's default process group unless that was done.
+
+    Args:
+        pipeline: ranks of the pipeline; by default the whole world.
+        timeout: seconds after which a wait for another rank gives up.
+        device: by default this process's own GPU where there is one, else the CPU.
+
+    Raises UsageError, before any process group exists, when the world does not fit.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    pipeline = world_size if pipeline is None else pipeline
+    require_positive(pipeline=pipeline)
+    if world_size % pipeline:
+        raise UsageError(
+            f"a world of {world_size} processes is not divisible into pipelines of {pipeline} ranks: start a multiple "
+            f"of {pipeline} processes, as with torchrun --nproc-per-node {pipeline}"
+        )
+    if world_size != pipeline:
+        raise UsageError(
+            f"a pipeline of {pipeline} ranks in a world of {world_size} leaves {world_size // pipeline} replicas, and "
+            f"data parallelism is not there yet: start {pipeline} processes"
+        )
+    place = _device() if device is None else torch.device(device)
+    transport: Transport = LocalTransport(Hub(1), 0, device=place, timeout=timeout)
+    if world_size > 1:
+        transport = _join(rank, world_size, place, timeout)
+    context = Context(rank, world_size, rank, pipeline, place, transport)
+    set_context(context)
+    return context
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> DistributedTransport:
+    """Meets the other processes; rank 0 serves the store on which failures are told and channels are made."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        atexit.register(_leave)
+    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    wait = timedelta(seconds=timeout)
+    served = (
+        dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=wait) if rank == 0 else None
+    )
+    port = torch.tensor([0 if served is None else served.port])
+    dist.broadcast(port, src=0)
+    store = served or dist.TCPStore(host, int(port), world_size, is_master=False, timeout=wait)
+    transport = DistributedTransport(store, rank=rank, size=world_size, device=device, timeout=timeout)
+    atexit.register(transport.leave)
+    return transport
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
