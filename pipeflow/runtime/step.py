@@ -83,9 +83,12 @@ class Runner:
             run(compiled.operations if measured is None else measured.operations)
             if training:
                 self.ties.end(self.transport)
+        results = compiled.results
+        outputs = merge(results.outputs) if results.keep_outputs else None  # may fail, so before all agree
         loss = self._agree(compiled, batch, broadcast_loss)
         timeline = None if measured is None else measured.timeline(self.schedule.name, self.schedule.placement)
-        return Output(loss, self._unload(compiled), timeline)
+        self._unload(compiled)
+        return Output(loss, outputs, timeline)
 
     def _program(self, training: bool) -> Compiled:
         if training not in self._compiled:
@@ -136,14 +139,12 @@ class Runner:
                 loss = torch.tensor(value, dtype=_DTYPES[int(dtype)], device=self.transport.device)
         return loss
 
-    def _unload(self, compiled: Compiled) -> object:
-        """Lets go of the batch; returns the outputs that were kept."""
-        outputs, keep = compiled.results.outputs, compiled.results.keep_outputs
+    def _unload(self, compiled: Compiled) -> None:
+        """Lets go of the batch and of what was made of it."""
         compiled.results.clear()
         compiled.positionals[:] = [()] * len(compiled.positionals)
         for stage in self.stages.values():
             stage.keywords = []
-        return merge(outputs) if keep else None
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
