@@ -42,7 +42,7 @@ def run(rounds: int | None = None) -> Report:
     report.data["seconds"] = times
     _add_starts(report, rounds)
     report.notes += [
-        "target: at most 1 s each; pipeflow list in at most 0.3 s",
+        "target: at most 1 s for each of the first three; pipeflow list in at most 0.15 s",
         "torch's verify counts actions per stage; its simulate knows no durations; its lowering ran once",
     ]
     return report
