@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -99,7 +101,7 @@ def test_the_timeline_comes_from_events() -> None:
         for row, rank in zip(timeline.rows, range(4), strict=True):
             assert [span.action for span in row] == list(schedule.actions(rank))
             assert all(span.end > span.start for span in row)
-            assert all(after.start >= before.start for before, after in zip(row, row[1:], strict=False))
+            assert all(after.start >= before.start for before, after in pairwise(row))
 
 
 def loss_of_one_rank_with_chunks(chunks: int) -> float:
