@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 import numpy
 from torch import Tensor
 
-from pipeflow import Pipeline, Schedule, execute_pipeline, make_schedule
+from pipeflow import Action, Kind, Pipeline, Placement, Schedule, execute_pipeline, make_schedule
 from pipeflow.runtime.context import current_context
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.testing.models import TinyModel
@@ -91,3 +92,26 @@ def require_step(results: list[Stepped], expected: tuple[Tensor, dict[str, Tenso
     for result in results:
         require_near(result.gradients, gradients)
     assert {name for result in results for name in result.gradients} == set(gradients)
+
+
+def drawn_at_random(seed: int) -> Schedule:
+    """A sound schedule as nobody would draw it: any stage on any rank, any order in which inputs come first."""
+    random = Random(seed)
+    ranks, microbatches = random.randint(1, 4), random.randint(1, 5)
+    holders = [*range(ranks), *(random.randrange(ranks) for _ in range(random.randint(0, 4)))]
+    random.shuffle(holders)
+    last = len(holders) - 1
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    ready = [Action(Kind.F, 0, microbatch) for microbatch in range(microbatches)]
+    while ready:
+        action = ready.pop(random.randrange(len(ready)))
+        rows[holders[action.stage]].append(action)
+        match action.kind:
+            case Kind.F:
+                after = Action(Kind.B, last, action.microbatch)
+                ready.append(replace(action, stage=action.stage + 1) if action.stage < last else after)
+            case _ if action.stage > 0:
+                ready.append(replace(action, stage=action.stage - 1))
+            case _:
+                pass
+    return Schedule(f"random-{seed}", Placement((tuple(holders),)), microbatches, tuple(map(tuple, rows)))
