@@ -182,11 +182,33 @@ def test_several_weights_are_tied_and_a_copy_may_have_no_gradient() -> None:
     for layer, gradients in zip(layers, results, strict=True):
         wanted = {"0.bias": bias.grad, "0.weight": layer.weight.grad, "unused.weight": layers[0].weight.grad}
         require_near(gradients, {name: gradient for name, gradient in wanted.items() if gradient is not None})
+    assert len({gradients["0.bias"].tobytes() for gradients in results}) == 1
     assert [sorted(gradients) for gradients in results] == [
         ["0.bias", "0.weight"],
         ["0.bias", "0.weight"],
         ["0.bias", "0.weight", "unused.weight"],
     ]
+
+
+def run_all_alike() -> list[bytes]:
+    """Every rank has the same layer, and its weight, which is stored the other way round, is one."""
+    layer = PlainModel(dtype=torch.float32).stage(0, 1).layers["0"]
+    rank = current_context().pipeline_rank
+    with torch.no_grad():
+        layer.weight = nn.Parameter(layer.weight.t() * (rank + 1))
+    PipelineSharedModuleWrapper(range(4)).register_module(layer)
+    pipeline = Pipeline(layer, schedule_of(("1f1b", 4, 1), 3), criterion=PlainModel().criterion)
+    told = [plain(layer.weight).tobytes()]
+    for _ in range(2):
+        execute_pipeline(iter([PlainModel(dtype=torch.float32).batch(7)]), pipeline)
+        told.append(plain(layer.weight.grad).tobytes())
+    return told
+
+
+@pytest.mark.parametrize("start", [run_threads, run_processes])
+def test_four_copies_agree_to_the_bit(start: Any) -> None:
+    first, *others = start(run_all_alike, 4)
+    assert all(other == first for other in others)
 
 
 def run_disagreeing(what: str) -> str:

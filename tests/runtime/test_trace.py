@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from pipeflow import CostModel, Timeline, execute_pipeline, simulate
+from pipeflow import CostModel, Kind, Pipeline, Timeline, execute_pipeline, simulate
+from pipeflow.runtime.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import TiedModel
 from tests.runtime.work import build, layouts, schedule_of
@@ -61,6 +65,38 @@ def test_threads(layout: Layout) -> None:
 def test_gloo() -> None:
     for layout in (("1f1b", 4, 1), ("interleaved-1f1b", 4, 2)):
         require_traced(layout, run_processes(run_traced, 4, layout))
+
+
+class Slow(nn.Module):
+    """Takes some milliseconds, more on later stages; backward takes none."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        time.sleep(0.02 * (self.stage + 1))
+        return hidden * self.weight
+
+
+def run_slow() -> Timeline:
+    schedule = schedule_of(("1f1b", 3, 1), 3)
+    chunk = Slow(current_context().pipeline_rank)
+    pipeline = Pipeline(chunk, schedule, criterion=lambda output, _: output.mean())
+    timeline = execute_pipeline(iter([(torch.ones(3, 2), None)]), pipeline, trace=True).timeline
+    assert timeline is not None
+    return timeline
+
+
+@pytest.mark.parametrize("start", [run_threads, run_processes])
+def test_spans_last_as_long_as_their_actions(start: Any) -> None:
+    timeline, *_ = start(run_slow, 3)
+    for span in timeline:
+        slept = 0.02 * (span.action.stage + 1) if span.action.kind is Kind.F else 0.0
+        assert span.end - span.start >= slept
+    assert all(time >= 0.02 * (stage + 1) for stage, time in enumerate(CostModel.measured(timeline).forward))
+    assert timeline.rows[2][0].start >= 0.06  # after two forwards
 
 
 def test_every_input_was_made_before_it_was_used() -> None:
