@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -25,14 +27,16 @@ def test_the_picture_of_the_readme_is_the_commands() -> None:
     assert drawn.stdout.strip() == shown[2].strip()
 
 
-def test_the_training_script_of_the_readme_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_training_script_of_the_readme_learns(tmp_path: Path, ranks: int) -> None:
     script = re.search(r"```python\n(import torch.*?)```", README.read_text(), re.DOTALL)
     assert script is not None
     (tmp_path / "train.py").write_text(script[1])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(torchrun if ranks > 1 else ()), "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [*torchrun, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert run.returncode == 0, run.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run.stdout)]
