@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pipeflow.core.errors import Failure
 from pipeflow.runtime.transport import Lane, Start
 
-_LINGER = 2.0  # seconds
+_LINGER = 30.0  # seconds; a rank in a long action hears of a failure at its end
 
 
 class DistributedTransport:

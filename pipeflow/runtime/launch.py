@@ -6,6 +6,7 @@ import atexit
 import os
 import socket
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from pipeflow.runtime.context import Context, set_context
 from pipeflow.runtime.distributed import DistributedTransport
 from pipeflow.runtime.local import Hub, LocalTransport
 from pipeflow.runtime.transport import Transport
+
+_PATIENCE = timedelta(minutes=5)  # processes do not all start at the same moment
 
 
 def launch(pipeline: int | None = None, *, timeout: float = 60.0, device: torch.device | str | None = None) -> Context:
@@ -65,16 +68,14 @@ def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> D
     """Meets the other processes; rank 0 serves the store on which failures are told and channels are made."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, timeout=_PATIENCE)
         atexit.register(_leave)
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    wait = timedelta(seconds=timeout)
-    served = (
-        dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=wait) if rank == 0 else None
-    )
+    meet = partial(dist.TCPStore, host, world_size=world_size, wait_for_workers=False, timeout=_PATIENCE)
+    served = meet(port=0, is_master=True) if rank == 0 else None
     port = torch.tensor([0 if served is None else served.port])
     dist.broadcast(port, src=0)
-    store = served or dist.TCPStore(host, int(port), world_size, is_master=False, timeout=wait)
+    store = served or meet(port=int(port), is_master=False)
     transport = DistributedTransport(store, rank=rank, size=world_size, device=device, timeout=timeout)
     atexit.register(transport.leave)
     return transport
