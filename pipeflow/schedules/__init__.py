@@ -14,13 +14,16 @@ from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.gpipe import gpipe
 from pipeflow.schedules.interleaved import interleaved_one_f_one_b
-from pipeflow.schedules.one_f_one_b import one_f_one_b
+from pipeflow.schedules.looped_bfs import looped_bfs
+from pipeflow.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
+        "eager-1f1b": eager_one_f_one_b,
         "interleaved-1f1b": interleaved_one_f_one_b,
+        "looped-bfs": looped_bfs,
     }
 )
 

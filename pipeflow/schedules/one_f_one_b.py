@@ -24,12 +24,37 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     rank 2  .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .  .  .
     rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .  .  .
     """
+    return _one_in_turn("1f1b", ranks, microbatches, tuple(ranks - rank - 1 for rank in range(ranks)))
+
+
+def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """1F1B with twice the warm-up, so that slow transfers are hidden behind it.
+
+    Where a transfer takes time c, 1F1B's steady state waits for it at every microbatch, since the way of a
+    microbatch to the last rank and back has no slack; with more forwards done beforehand it has.
+
+    Source: the warm-up of Megatron-LM's interleaved schedule, arXiv 2104.04473, section 2.2.2, for one chunk. With R
+    ranks and M microbatches: bubble (R-1)(F+B), and 2(R-1)c more when M >= 2R; peak min(2(R-r)-1, M) activations.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(eager_one_f_one_b(4, 4))))
+    rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- .  B1--- .  B2--- .  B3---
+    rank 1  .  F0 F1 F2 F3 .  .  .  B0--- .  B1--- .  B2--- .  B3--- .  .
+    rank 2  .  .  F0 F1 F2 .  B0--- F3 B1--- .  B2--- .  B3--- .  .  .  .
+    rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .  .  .
+    """
+    return _one_in_turn("eager-1f1b", ranks, microbatches, tuple(2 * (ranks - rank - 1) for rank in range(ranks)))
+
+
+def _one_in_turn(name: str, ranks: int, microbatches: int, warmups: tuple[int, ...]) -> Schedule:
+    """`warmups[rank]` forwards, then a forward and a backward in turn, then the remaining backwards."""
 
     def row(rank: int) -> tuple[Action, ...]:
-        warmup = min(ranks - rank - 1, microbatches)
+        warmup = min(warmups[rank], microbatches)
         forwards = [Action(Kind.F, rank, microbatch) for microbatch in range(microbatches)]
         backwards = [Action(Kind.B, rank, microbatch) for microbatch in range(microbatches)]
         steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
         return (*forwards[:warmup], *steady, *backwards[microbatches - warmup :])
 
-    return Schedule("1f1b", Placement.linear(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))
+    return Schedule(name, Placement.linear(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))

@@ -40,6 +40,15 @@ THEORY: dict[str, Theory] = {
         bubble=lambda size, cost: (size.ranks - 1) * cost,
         peak=lambda size, rank: min(size.ranks - rank, size.microbatches),
     ),
+    "eager-1f1b": Theory(
+        bubble=lambda size, cost: (size.ranks - 1) * cost,
+        peak=lambda size, rank: min(2 * (size.ranks - rank) - 1, size.microbatches),
+    ),
+    "looped-bfs": Theory(
+        bubble=lambda size, cost: (size.ranks - 1) * cost / size.chunks,
+        peak=lambda size, _: size.microbatches * size.chunks,
+        holds=lambda size: size.microbatches >= size.ranks,
+    ),
     "interleaved-1f1b": Theory(
         bubble=lambda size, cost: (size.ranks - 1) * cost / size.chunks,
         peak=lambda size, rank: min(
@@ -160,3 +169,16 @@ def test_unknown_names_and_options_and_numbers_below_1_are_refused() -> None:
             make_schedule(name, ranks=2, microbatches=0)
     with pytest.raises(UsageError, match="chunks must be"):
         make_schedule("interleaved-1f1b", ranks=2, microbatches=2, chunks=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("microbatches", [16, 32, 64])
+def test_an_eager_warm_up_pays_for_transfers_once(ranks: int, microbatches: int) -> None:
+    cost = 0.25
+    excess = {}
+    for name in ("1f1b", "eager-1f1b"):
+        schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
+        slow = simulate(schedule, CostModel.even(schedule.placement, transfer=cost)).makespan
+        excess[name] = slow - simulate(schedule).makespan
+    assert excess["eager-1f1b"] == pytest.approx(2 * (ranks - 1) * cost)
+    assert excess["1f1b"] >= excess["eager-1f1b"]
