@@ -60,7 +60,7 @@ def _count(number: int, word: str) -> str:
 def measures(timeline: Timeline, unit: Unit) -> str:
     """Makespan, bubble and peak activations in one line; the span where it is not the makespan."""
     parts = [f"makespan {unit.text(timeline.makespan)}"]
-    if not math.isclose(timeline.span, timeline.makespan):
+    if unit.text(timeline.span) != unit.text(timeline.makespan):
         parts.append(f"span {unit.text(timeline.span)}")
     parts += [f"bubble {timeline.bubble_ratio:.1%}", f"peak activations {_peaks(timeline.peak_activations)}"]
     return "  ".join(parts)

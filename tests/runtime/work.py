@@ -28,13 +28,19 @@ class Stepped:
 
 
 def layouts(max_ranks: int = 4, max_chunks: int = 3) -> list[tuple[str, int, int]]:
-    """Every schedule of the registry, by (name, ranks, chunks)."""
+    """Every schedule of the registry that the engine runs, by (name, ranks, chunks)."""
     return [
         (name, ranks, chunks)
         for name in SCHEDULES
+        if has_whole_backwards(name)
         for ranks in range(1, max_ranks + 1)
         for chunks in range(1, (max_chunks if "chunks" in options_of(name) else 1) + 1)
     ]
+
+
+def has_whole_backwards(name: str) -> bool:
+    schedule = make_schedule(name, ranks=2, microbatches=2)
+    return all(action.kind in (Kind.F, Kind.B) for rank in range(2) for action in schedule.actions(rank))
 
 
 def schedule_of(layout: tuple[str, int, int], microbatches: int) -> Schedule:
