@@ -4,7 +4,7 @@ import pytest
 
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.simulate import simulate
-from pipeflow.core.action import Action
+from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
@@ -94,7 +94,8 @@ def test_a_release_comes_with_proof_or_at_the_end(name: str) -> None:
     spans = {span.action: span for span in simulate(schedule)}
     users = {}
     for span in spans.values():
-        users[span.action.kind == "F", span.action.stage, span.action.microbatch] = span
+        if span.action.kind is not Kind.W:
+            users[span.action.kind is Kind.F, span.action.stage, span.action.microbatch] = span
     for program in lower(schedule):
         last = max(index for index, step in enumerate(program.instructions) if isinstance(step, Compute))
         now = 0.0
