@@ -12,10 +12,15 @@ from types import MappingProxyType
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
+from pipeflow.schedules.controllable import v_half, v_min
+from pipeflow.schedules.gis import gis, gis_h
 from pipeflow.schedules.gpipe import gpipe
 from pipeflow.schedules.interleaved import interleaved_one_f_one_b
+from pipeflow.schedules.interleaved_zb import interleaved_zb
 from pipeflow.schedules.looped_bfs import looped_bfs
 from pipeflow.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from pipeflow.schedules.zb_v import zb_v
+from pipeflow.schedules.zero_bubble import zb_h1, zb_h2
 
 SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {
@@ -24,6 +29,14 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "eager-1f1b": eager_one_f_one_b,
         "interleaved-1f1b": interleaved_one_f_one_b,
         "looped-bfs": looped_bfs,
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "zb-v": zb_v,
+        "v-half": v_half,
+        "v-min": v_min,
+        "interleaved-zb": interleaved_zb,
+        "gis": gis,
+        "gis-h": gis_h,
     }
 )
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import pytest
-
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.simulate import simulate
 from pipeflow.analysis.verify import verify
-from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Recv, Send
@@ -44,52 +41,6 @@ def unit_passes(schedule: Schedule) -> Timeline:
     """Every pass through one chunk takes 1."""
     passes = schedule.placement.chunks_per_rank
     return simulate(schedule, CostModel.even(schedule.placement, passes, passes, passes))
-
-
-def zero_bubble(ranks: int, microbatches: int, extra: int) -> Schedule:
-    """ZB-H1 (`extra` 1) and ZB-H2 (2), arXiv 2401.10241: W fills what would be bubble."""
-
-    def row(rank: int) -> tuple[Action, ...]:
-        warmup = extra * (ranks - rank - 1)
-        order = [(Kind.F, microbatch) for microbatch in range(min(warmup, microbatches))]
-        weights = iter(range(microbatches))
-        for microbatch in range(microbatches):
-            if warmup + microbatch < microbatches:
-                order.append((Kind.F, warmup + microbatch))
-            order.append((Kind.I, microbatch))
-            if warmup + microbatch >= extra * (ranks - 1):
-                order.append((Kind.W, next(weights)))
-        order += [(Kind.W, microbatch) for microbatch in weights]
-        return tuple(Action(kind, rank, microbatch) for kind, microbatch in order)
-
-    return Schedule(f"zb-h{extra}", Placement.linear(ranks), microbatches, tuple(map(row, range(ranks))))
-
-
-def test_zb_h1_of_3_ranks_is_the_published_one(require_sound: Sound) -> None:
-    published = from_papers(
-        Placement.linear(3),
-        "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
-        "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
-        "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
-    )
-    assert published.rows == zero_bubble(3, 4, 1).rows
-    require_sound(published)
-    assert unit_passes(published).makespan == 3 * 4 + 2  # (R-1)(F+I-W)
-
-
-@pytest.mark.parametrize("microbatches", [8, 12])
-@pytest.mark.parametrize(
-    ("extra", "makespan_bubble", "span_bubble", "peaks"), [(1, 3, 3, (4, 3, 2, 1)), (2, 3, 0, (7, 5, 3, 1))]
-)
-def test_zero_bubble_of_4_ranks(
-    require_sound: Sound, microbatches: int, extra: int, makespan_bubble: int, span_bubble: int, peaks: tuple[int, ...]
-) -> None:
-    schedule = zero_bubble(4, microbatches, extra)
-    require_sound(schedule)
-    timeline = unit_passes(schedule)
-    assert timeline.makespan == 3 * microbatches + makespan_bubble
-    assert timeline.span == 3 * microbatches + span_bubble
-    assert timeline.peak_activations == peaks
 
 
 def test_zb_v(require_sound: Sound) -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
 from pipeflow.analysis.simulate import simulate
+from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
+from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import make_schedule
+
+
+def unit_passes(name: str, ranks: int, microbatches: int) -> Timeline:
+    """A pass through one chunk takes 1."""
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
+    passes = schedule.placement.chunks_per_rank
+    return simulate(schedule, CostModel.even(schedule.placement, passes, passes, passes))
 
 
 @pytest.mark.parametrize(
@@ -42,4 +53,72 @@ def test_interleaved_of_2_ranks_and_4_microbatches() -> None:
     assert [" ".join(map(str, row)) for row in rows] == [
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "makespan", "span", "peaks"),
+    [
+        ("zb-h1", 8, 27, 27, [4, 3, 2, 1]),
+        ("zb-h1", 12, 39, 39, [4, 3, 2, 1]),
+        ("zb-h2", 8, 27, 24, [7, 5, 3, 1]),
+        ("zb-h2", 12, 39, 36, [7, 5, 3, 1]),
+        ("zb-v", 8, 51, 48, [8, 8, 8, 8]),
+        ("zb-v", 12, 75, 72, [8, 8, 8, 8]),
+    ],
+)
+def test_zero_bubble_of_four_ranks(name: str, microbatches: int, makespan: int, span: int, peaks: list[int]) -> None:
+    timeline = unit_passes(name, 4, microbatches)
+    assert (timeline.makespan, timeline.span) == (makespan, span)
+    assert [peak * timeline.placement.chunks_per_rank for peak in timeline.peak_activations] == peaks
+
+
+@pytest.mark.parametrize(("microbatches", "span"), [(4, 30), (6, 38)])
+def test_zb_v_of_few_microbatches(microbatches: int, span: int) -> None:
+    assert unit_passes("zb-v", 4, microbatches).span == span
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "bubble", "peak"),
+    [
+        ("v-half", 4, 5, 6),
+        ("v-half", 6, 11, 8),
+        ("v-half", 8, 17, 10),
+        ("v-half", 16, 41, 18),
+        ("v-min", 4, 11, 4),
+        ("v-min", 6, 17, 6),
+        ("v-min", 8, 27, 8),
+        ("v-min", 16, 59, 12),
+    ],
+)
+def test_controllable_memory_is_no_worse_than_published(name: str, ranks: int, bubble: int, peak: int) -> None:
+    """In passes: the span's bubble (1F1B: 6(R-1)), and the peak in chunk activations (1F1B: 2R)."""
+    timeline = unit_passes(name, ranks, 3 * ranks)
+    assert timeline.span - timeline.work <= bubble
+    assert {2 * alive for alive in timeline.peak_activations} == {peak}
+
+
+@pytest.mark.parametrize(("name", "peak"), [("v-half", 10), ("v-min", 8)])
+def test_what_waiting_weight_gradients_hold_is_one_activation_more(name: str, peak: int) -> None:
+    """When half of an activation is kept from I to W. Of 8 ranks."""
+    change = {Kind.F: 1.0, Kind.I: -0.5, Kind.W: -0.5}
+    schedule = make_schedule(name, ranks=8, microbatches=24)
+    for rank in range(8):
+        assert max(accumulate(change[action.kind] for action in schedule.actions(rank))) <= peak + 1
+
+
+def test_zb_h1_of_3_ranks_and_4_microbatches() -> None:
+    rows = make_schedule("zb-h1", ranks=3, microbatches=4).rows
+    assert [" ".join(map(str, row)) for row in rows] == [
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
+        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
+    ]
+
+
+def test_zb_v_of_2_ranks_and_4_microbatches() -> None:
+    rows = make_schedule("zb-v", ranks=2, microbatches=4).rows
+    assert [" ".join(map(str, row)) for row in rows] == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3",
+        "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3",
     ]

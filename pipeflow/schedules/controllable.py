@@ -1,0 +1,141 @@
+"""Controllable memory: one building block, repeated, whose offsets set how many activations are alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+
+PASSES = 6  # of one microbatch on a rank: F, I and W of two chunks
+WINDOW = 6  # how many passes of its block a rank looks ahead
+
+Block = Callable[[int], tuple[int, int, int, int]]
+"""Of a rank, the pass in which one microbatch's F on the way down, F up, I up and I down run."""
+
+
+def v_half(ranks: int, microbatches: int) -> Schedule:
+    """A V in half of the activations of 1F1B, for some bubble.
+
+    A forward advances a rank every 2 passes on the way down and every pass on the way up, backwards likewise.
+
+    Source: arXiv 2405.15362; `_repeated` says how a block becomes a schedule. With R ranks, M >= 2R
+    microbatches and F = I = W: peak R+2 chunk activations on every rank (R > 1; 1F1B: 2R on rank 0), and what waiting
+    weight-gradient halves hold is one more; bubble 3(R-3) passes for R >= 6 (published: 3R-7; 1F1B: 6(R-1)). In the
+    picture lower case is the way up.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(v_half(4, 4))))
+    rank 0  F0 F1 F2 F3 .  .  .  f0 i0 f1 i1 w0 w1 f2 i2 I0 w2 f3 i3 I1 W0 I2 w3 W1 W2 I3 W3 .  .
+    rank 1  .  F0 F1 F2 F3 .  f0 .  f1 i0 w0 i1 f2 w1 I0 i2 f3 W0 I1 i3 I2 w2 W1 w3 I3 W2 W3 .  .
+    rank 2  .  .  F0 F1 F2 f0 F3 f1 .  .  i0 f2 i1 I0 w0 f3 i2 I1 w1 I2 i3 W0 w2 I3 W1 W2 w3 W3 .
+    rank 3  .  .  .  F0 f0 F1 f1 F2 f2 .  .  i0 I0 F3 f3 i1 I1 i2 I2 w0 W0 i3 I3 w1 W1 w2 W2 w3 W3
+    """
+    gap = 3 if ranks % 2 == 0 else 0  # else two passes would meet
+
+    def block(rank: int) -> tuple[int, int, int, int]:
+        back = 3 * ranks + gap + 2 * rank - 1
+        return 2 * rank, 3 * ranks - rank - 2, back, 6 * ranks + gap - rank - 2
+
+    return _repeated("v-half", ranks, microbatches, block, peak=ranks + 2)
+
+
+def v_min(ranks: int, microbatches: int) -> Schedule:
+    """A V in a third of the activations of 1F1B, for more bubble.
+
+    Forwards and backwards advance a rank every pass.
+
+    Source: arXiv 2405.15362; `_repeated` says how a block becomes a schedule. With R ranks, M >= 2R
+    microbatches and F = I = W: peak 2 floor((R+4)/3) chunk activations on every rank (1F1B: 2R on rank 0), and what
+    waiting weight-gradient halves hold is one more; bubble at most 4R-5 passes, and 4R-7 where 3 divides R, as
+    published (1F1B: 6(R-1)). In the picture lower case is the way up.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(v_min(4, 4))))
+    rank 0  F0 F1 F2 .  .  .  .  f0 i0 w0 .  .  .  f1 i1 I0 F3 f2 i2 w1 W0 I1 w2 f3 i3 I2 W1 w3 W2 .  .  I3 W3
+    rank 1  .  F0 F1 F2 .  .  f0 .  .  i0 w0 .  f1 .  I0 i1 f2 F3 W0 i2 I1 w1 f3 w2 I2 i3 W1 W2 w3 .  I3 W3 .
+    rank 2  .  .  F0 F1 F2 f0 .  .  .  .  i0 f1 w0 I0 W0 f2 i1 w1 F3 I1 i2 f3 W1 I2 w2 W2 i3 w3 .  I3 W3 .  .
+    rank 3  .  .  .  F0 f0 F1 f1 .  .  .  .  i0 I0 F2 f2 w0 W0 i1 I1 F3 f3 i2 I2 w1 W1 w2 W2 i3 I3 w3 W3 .  .
+    """
+    gap = 2 if ranks % 3 == 0 else 0  # else two passes would meet
+
+    def block(rank: int) -> tuple[int, int, int, int]:
+        return rank, 2 * ranks - 1 - rank, 2 * ranks + gap + rank, 4 * ranks + gap - 1 - rank
+
+    return _repeated("v-min", ranks, microbatches, block, peak=2 * ((ranks + 4) // 3))
+
+
+def _repeated(name: str, ranks: int, microbatches: int, block: Block, *, peak: int) -> Schedule:
+    """`block` once per microbatch, PASSES apart, which fixes the order of F and I on a rank; then run pass by pass:
+
+    - what cannot start yet is overtaken by the next that can, a forward only where no more than `peak`
+      activations are ever alive for it;
+    - a weight-gradient half fills a free pass, and goes before a forward when what the waiting halves still hold
+      (half an activation each) is more than one activation above `peak`.
+    """
+    workers = [_Rank(rank, 2 * ranks, microbatches, block(rank), peak) for rank in range(ranks)]
+    done: set[Action] = set()
+    while any(worker.waiting or worker.weights for worker in workers):
+        done.update([action for worker in workers if (action := worker.turn(done))])
+    return Schedule(name, Placement.vee(ranks), microbatches, tuple(tuple(worker.row) for worker in workers))
+
+
+class _Rank:
+    """A rank while its row is made."""
+
+    def __init__(self, rank: int, stages: int, microbatches: int, block: tuple[int, int, int, int], peak: int) -> None:
+        down, up, last = rank, stages - 1 - rank, stages - 1
+        passes = list(zip(block, ((Kind.F, down), (Kind.F, up), (Kind.I, up), (Kind.I, down)), strict=True))
+        times = [
+            (offset + PASSES * microbatch, Action(kind, stage, microbatch))
+            for microbatch in range(microbatches)
+            for offset, (kind, stage) in passes
+        ]
+        order = [action for _, action in sorted(times, key=lambda time: time[0])]
+        self.waiting = [(action, _needed(action, last)) for action in order]
+        self.weights: list[Action] = []
+        self.row: list[Action] = []
+        self._alive = 0
+        self._peak = peak
+
+    def turn(self, done: set[Action]) -> Action | None:
+        """What the rank runs in a pass, when `done` are those of the passes before."""
+        index = self._startable(done)
+        if index is None or (self.waiting[index][0].kind is Kind.F and self._is_full()):
+            return self._ran(self.weights.pop(0)) if self.weights else None
+        return self._ran(self.waiting.pop(index)[0])
+
+    def _startable(self, done: set[Action]) -> int | None:
+        alive = most = self._alive
+        for index, (action, needed) in enumerate(self.waiting[:WINDOW]):
+            if (needed is None or needed in done) and (action.kind is Kind.I or most < self._peak):
+                return index
+            alive += 1 if action.kind is Kind.F else -1
+            most = max(most, alive)
+        return None
+
+    def _is_full(self) -> bool:
+        return bool(self.weights) and self._alive + len(self.weights) / 2 > self._peak
+
+    def _ran(self, action: Action) -> Action:
+        self.row.append(action)
+        match action.kind:
+            case Kind.F:
+                self._alive += 1
+            case Kind.I:
+                self._alive -= 1
+                self.weights.append(Action(Kind.W, action.stage, action.microbatch))
+            case _:
+                pass
+        return action
+
+
+def _needed(action: Action, last: int) -> Action | None:
+    """What must have run on another stage, or on the last one before its own backward."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.F:
+        return Action(Kind.F, stage - 1, microbatch) if stage else None
+    return Action(Kind.I, stage + 1, microbatch) if stage < last else Action(Kind.F, last, microbatch)

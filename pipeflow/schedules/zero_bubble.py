@@ -1,0 +1,70 @@
+"""Zero bubble on one stage a rank: the weight-gradient halves of backwards fill what would be bubble."""
+
+from __future__ import annotations
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+
+
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """1F1B with split backwards: no more activations, a third of the bubble.
+
+    Warm-up: one forward per rank that follows. Steady state: a forward and an input-gradient half in turn, and on
+    rank r, from the (r+1)-th turn on, a weight-gradient half. Cool-down: the remaining halves.
+
+    Source: arXiv 2401.10241, section 2. With R ranks and M >= R microbatches: bubble (R-1)(F+I-W) where W <= F
+    and W <= I, peak R-r activations on rank r, as 1F1B's; what W still holds grows with the rank.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(zb_h1(4, 4))))
+    rank 0  F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3
+    rank 1  .  F0 F1 F2 .  .  I0 F3 I1 W0 I2 W1 I3 W2 W3
+    rank 2  .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
+    rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+    """
+    return _zero_bubble("zb-h1", ranks, microbatches, lead=1)
+
+
+def zb_h2(ranks: int, microbatches: int) -> Schedule:
+    """ZB-H1 with twice the warm-up: no bubble at equal costs, but for the lead-in.
+
+    Warm-up: two forwards per rank that follows, so that a rank is busy until its first gradient comes.
+    Then as ZB-H1, with weight-gradient halves from the (2r+1)-th turn on.
+
+    Source: arXiv 2401.10241, section 2. With R ranks and M >= 2R-1 microbatches, F = I = W: every rank works
+    without a gap, so `span` has no bubble; rank r begins r forwards late, so `makespan` has (R-1)F. Peak 2(R-r)-1
+    activations on rank r. Only a step that does not end in a barrier gains over ZB-H1.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(zb_h2(4, 7))))
+    rank 0  F0 F1 F2 F3 F4 F5 F6 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 .  .  .
+    rank 1  .  F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 W0 I3 W1 I4 W2 I5 W3 I6 W4 W5 W6 .  .
+    rank 2  .  .  F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 W0 I5 W1 I6 W2 W3 W4 W5 W6 .
+    rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 W1 W2 W3 W4 W5 W6
+    """
+    return _zero_bubble("zb-h2", ranks, microbatches, lead=2)
+
+
+def _zero_bubble(name: str, ranks: int, microbatches: int, *, lead: int) -> Schedule:
+    """`lead` forwards of warm-up per rank that follows."""
+    padded = max(microbatches, lead * (ranks - 1) + 1)  # as many as the steady state needs; then they are dropped
+
+    def row(rank: int) -> tuple[Action, ...]:
+        warmup = lead * (ranks - rank - 1)
+        forwards, inputs, weights = (
+            [Action(kind, rank, microbatch) for microbatch in range(padded)] for kind in (Kind.F, Kind.I, Kind.W)
+        )
+        lag = lead * rank  # weight-gradient halves stay that many behind, so that gradients are early
+        order = forwards[:warmup]
+        for turn in range(padded):
+            order += forwards[warmup + turn : warmup + turn + 1]
+            order.append(inputs[turn])
+            if turn >= lag:
+                order.append(weights[turn - lag])
+        order += weights[padded - lag :]
+        return tuple(action for action in order if action.microbatch < microbatches)
+
+    return Schedule(name, Placement.linear(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))
