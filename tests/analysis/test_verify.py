@@ -15,7 +15,7 @@ from pipeflow.core.errors import ScheduleError
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Program, Recv
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules import make_schedule
+from pipeflow.schedules import SCHEDULES, make_schedule
 
 Rows = tuple[tuple[Entry, ...], ...]
 Mutation = Callable[[Rows], Iterator[Rows]]
@@ -125,10 +125,10 @@ def replaced(rows: Rows) -> Iterator[Rows]:
 
 
 def subjects() -> Iterator[Schedule]:
-    for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"):
-        yield make_schedule(name, ranks=2, microbatches=3)
+    for name in SCHEDULES:
+        yield make_schedule(name, ranks=2, microbatches=2)
         yield make_schedule(name, ranks=3, microbatches=2)
-        yield make_schedule(name, ranks=2, microbatches=4).forward_only()
+        yield make_schedule(name, ranks=2, microbatches=3).forward_only()
     yield from (ZERO_BUBBLE, PAIRED, VEE)
 
 
