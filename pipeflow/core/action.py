@@ -50,6 +50,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
+        """Reads an action's text. Raises ScheduleError unless it is exactly that."""
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ScheduleError(f"{text!r} is not an action: write stage, one of F B I W, microbatch, like 2F0")

@@ -51,10 +51,12 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
+        """How many ranks hold the stages."""
         return max(max(path) for path in self.paths) + 1
 
     @property
     def num_stages(self) -> int:
+        """How many stages a microbatch passes."""
         return len(self.paths[0])
 
     @property

@@ -40,6 +40,7 @@ class Schedule:
 
     @property
     def is_forward_only(self) -> bool:
+        """Whether no action is a backward."""
         return all(action.kind is Kind.F for rank in range(len(self.rows)) for action in self.actions(rank))
 
     def forward_only(self) -> Schedule:

@@ -27,6 +27,7 @@ class Expectation:
         self.last: Meta | None = None
 
     def see(self, meta: Meta) -> None:
+        """Takes note of what came: what comes twice in a row is expected again."""
         self.expected = meta if meta == self.last else None
         self.last = meta
 
