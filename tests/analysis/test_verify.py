@@ -126,9 +126,9 @@ def replaced(rows: Rows) -> Iterator[Rows]:
 
 def subjects() -> Iterator[Schedule]:
     for name in SCHEDULES:
-        yield make_schedule(name, ranks=2, microbatches=2)
+        yield make_schedule(name, ranks=2, microbatches=3)
         yield make_schedule(name, ranks=3, microbatches=2)
-        yield make_schedule(name, ranks=2, microbatches=3).forward_only()
+        yield make_schedule(name, ranks=2, microbatches=4).forward_only()
     yield from (ZERO_BUBBLE, PAIRED, VEE)
 
 
