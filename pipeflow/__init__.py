@@ -13,11 +13,12 @@ from pipeflow.analysis.partition import partition_balanced, partition_uniform
 from pipeflow.analysis.simulate import simulate
 from pipeflow.analysis.verify import Violation, verify
 from pipeflow.core.action import Action, Kind, Pair
-from pipeflow.core.cost import CostModel
+from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.errors import PipeflowError, PipelineError, ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.timeline import Span, Timeline
+from pipeflow.core.span import Cause, Span
+from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 
 if TYPE_CHECKING:
@@ -43,9 +44,11 @@ _RUNTIME = {
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Cause",
     "Context",
     "CostModel",
     "Kind",
+    "Link",
     "Output",
     "Pair",
     "PipeflowError",

@@ -11,7 +11,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content, Value, flows
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.timeline import Span
+from pipeflow.core.span import Span
 
 
 def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, ...]:

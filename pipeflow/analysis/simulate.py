@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pipeflow.analysis.order import Order
-from pipeflow.core.action import Kind
+from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import ScheduleError
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.timeline import Span, Timeline
+from pipeflow.core.span import Span
+from pipeflow.core.timeline import Timeline
 
 
 def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
@@ -16,7 +17,8 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
 
     A value made on another rank arrives a transfer after its maker ends; transfers overlap computation and
     each other. A full backward is seen by its neighbour only when whole. A pair starts when both of its actions
-    have what they need, takes the sum of their times, and is seen by others when whole.
+    have what they need, takes what `CostModel.pair` says, and is seen by others when whole; run one half after the
+    other, a schedule is `schedule.without_pairs()`.
 
     Raises ScheduleError when the schedule cannot run to its end; `verify` says why.
     """
@@ -25,38 +27,55 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
         (kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(schedule.placement.num_stages)
     }
     order = Order(schedule)
-    delays = [_delay(cost, content, stage) for content, stage in order.ends]
-    many = schedule.num_microbatches
-    made = [0.0] * (len(delays) * many)  # per value, when it exists
-    maker = [0] * (len(delays) * many)  # per value, on which rank
+    delays = [delay for content, stage in order.ends for delay in _delays(schedule, cost, content, stage)]
+    made = [0.0] * len(delays)  # per value, when it exists
+    maker = [0] * len(delays)  # per value, on which rank
     spans: list[list[Span]] = [[] for _ in schedule.rows]
     free = [0.0] * len(schedule.rows)
     for rank, actions, needs, makes in order:
         start = free[rank]
         for value in needs:
-            there = made[value] if maker[value] == rank else made[value] + delays[value // many]
+            there = made[value] if maker[value] == rank else made[value] + delays[value]
             if there > start:
                 start = there
-        for action in actions:
+        if len(actions) == 1:
+            (action,) = actions
             end = start + durations[action.kind, action.stage]
             spans[rank].append(Span(action, rank, start, end))
-            start = end
-        free[rank] = start
+        else:
+            pair = _paired(actions[0], actions[1], rank, start, cost)
+            spans[rank] += pair
+            end = pair[1].end
+        free[rank] = end
         for value in makes:
-            made[value] = start
+            made[value] = end
             maker[value] = rank
     if order.stuck:
         entries = ", ".join(f"rank {rank} at {schedule.rows[rank][position]}" for rank, position in order.stuck[:8])
         raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end: stuck are {entries}; see verify()")
-    return Timeline(schedule.name, schedule.placement, tuple(map(tuple, spans)))
+    rows = tuple(map(tuple, spans))
+    return Timeline(schedule.name, schedule.placement, rows, cost.saved_bytes, cost.deferred_bytes)
 
 
-def _delay(cost: CostModel, content: Content, stage: int) -> float:
-    """The time for a value to reach another rank; a gradient is as large as the activation it belongs to."""
+def _paired(forward: Action, backward: Action, rank: int, start: float, cost: CostModel) -> tuple[Span, Span]:
+    """The spans of a pair: one after the other, each as much shorter as the pair is than the sum of the two."""
+    first, second = cost.duration(forward.kind, forward.stage), cost.duration(backward.kind, backward.stage)
+    whole = cost.pair(forward.stage, backward.kind, backward.stage)
+    middle = start + (whole * first / (first + second) if first + second else 0.0)
+    return Span(forward, rank, start, middle, backward), Span(backward, rank, middle, start + whole, forward)
+
+
+def _delays(schedule: Schedule, cost: CostModel, content: Content, stage: int) -> list[float]:
+    """Per microbatch, the time for a value to reach the rank of its user; a gradient is as large as the activation it
+    belongs to.
+    """
     match content:
         case Content.ACTIVATION:
-            return cost.transfer(stage)
+            size, user = stage, stage + 1
         case Content.GRADIENT:
-            return cost.transfer(stage - 1)
+            size, user = stage - 1, stage - 1
         case Content.SAVED | Content.DEFERRED:
-            return 0.0
+            return [0.0] * schedule.num_microbatches
+    paths = schedule.placement.paths
+    by_path = [cost.transfer(size, path[stage], path[user]) for path in paths]
+    return [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]

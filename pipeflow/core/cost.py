@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import NamedTuple
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
@@ -12,14 +14,25 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.timeline import Timeline
 
 
+class Link(NamedTuple):
+    """How values pass from one rank to another: `latency` in time, `bandwidth` in bytes per time."""
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Per stage, the time of a forward and of the two halves of a backward; and the time of a transfer.
+    """Per stage, the time of a forward and of the two halves of a backward; the time of a transfer; and memory.
 
     A full backward takes both halves. Moving a value between two ranks takes `latency` plus, for each
-    stage's activation (and its gradient, of the same size), `activation_bytes[stage] / bandwidth`.
+    stage's activation (and its gradient, of the same size), `activation_bytes[stage] / bandwidth`; `links` has the
+    ordered pairs of ranks (from, to) that differ. Of a pair, `overlap` is the part of the shorter half
+    that the longer one hides: 0, the pair takes the sum of both; 1, only the longer one's time.
 
-    Raises UsageError for tuples of different lengths and for times that are negative or not finite.
+    Per stage, a forward keeps `saved_bytes` for its backward; between its two halves a backward keeps `deferred_bytes`.
+
+    Raises UsageError for tuples of different lengths and for numbers that are negative or not finite.
     """
 
     forward: tuple[float, ...]
@@ -28,14 +41,25 @@ class CostModel:
     latency: float = 0.0
     bandwidth: float = math.inf
     activation_bytes: tuple[float, ...] = ()
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict, hash=False)
+    overlap: float = 0.0
+    saved_bytes: tuple[float, ...] = ()
+    deferred_bytes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        lengths = {len(self.forward), len(self.backward_input), len(self.backward_weight)}
-        if len(lengths) > 1 or len(self.activation_bytes) not in (0, len(self.forward)):
-            raise UsageError("a cost model needs one forward, backward_input and backward_weight time per stage")
-        numbers = (*self.forward, *self.backward_input, *self.backward_weight, self.latency, *self.activation_bytes)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or not self.bandwidth > 0:
-            raise UsageError("costs must be finite and not negative, and the bandwidth positive")
+        stages = len(self.forward)
+        for name in ("forward", "backward_input", "backward_weight", *_BYTES):
+            numbers: tuple[float, ...] = getattr(self, name)
+            if len(numbers) != stages and (numbers or name not in _BYTES):
+                raise UsageError(f"costs are per stage: {name} has {len(numbers)} of them, forward {stages}")
+            for stage, number in enumerate(numbers):
+                _require_cost(f"{name} of stage {stage}", number)
+        for link in (Link(self.latency, self.bandwidth), *self.links.values()):
+            _require_cost("latency", link.latency)
+            if not link.bandwidth > 0:
+                raise UsageError(f"bandwidth must be positive, got {link.bandwidth}")
+        if not 0 <= self.overlap <= 1:
+            raise UsageError(f"overlap is a part of the shorter half, from 0 to 1, got {self.overlap}")
 
     @classmethod
     def even(
@@ -45,16 +69,27 @@ class CostModel:
         backward_input: float = 1,
         backward_weight: float = 1,
         transfer: float = 0,
+        *,
+        saved_bytes: float = 0,
+        deferred_bytes: float = 0,
+        overlap: float = 0,
     ) -> CostModel:
         """The costs of one microbatch on one rank's whole share of the model, divided evenly among its
         chunks, so that schedules with and without chunks compare.
         """
         stages, share = placement.num_stages, placement.chunks_per_rank
+
+        def divided(whole: float) -> tuple[float, ...]:
+            return (whole / share,) * stages
+
         return cls(
-            forward=(forward / share,) * stages,
-            backward_input=(backward_input / share,) * stages,
-            backward_weight=(backward_weight / share,) * stages,
+            forward=divided(forward),
+            backward_input=divided(backward_input),
+            backward_weight=divided(backward_weight),
             latency=transfer,
+            overlap=overlap,
+            saved_bytes=divided(saved_bytes) if saved_bytes else (),
+            deferred_bytes=divided(deferred_bytes) if deferred_bytes else (),
         )
 
     @classmethod
@@ -92,6 +127,22 @@ class CostModel:
             case Kind.W:
                 return self.backward_weight[stage]
 
-    def transfer(self, stage: int) -> float:
-        """The time to move the activation of `stage`, or its gradient, to another rank."""
-        return self.latency + (self.activation_bytes[stage] / self.bandwidth if self.activation_bytes else 0.0)
+    def pair(self, forward: int, backward: Kind, stage: int) -> float:
+        """The time of a forward on stage `forward` overlapped with a `backward` (B or I) on `stage`."""
+        one, other = self.duration(Kind.F, forward), self.duration(backward, stage)
+        return one + other - self.overlap * min(one, other)
+
+    def transfer(self, stage: int, sender: int | None = None, receiver: int | None = None) -> float:
+        """The time to move the activation of `stage`, or its gradient, from rank `sender` to rank `receiver`."""
+        link = Link(self.latency, self.bandwidth)
+        if sender is not None and receiver is not None:
+            link = self.links.get((sender, receiver), link)
+        return link.latency + (self.activation_bytes[stage] / link.bandwidth if self.activation_bytes else 0.0)
+
+
+_BYTES = ("activation_bytes", "saved_bytes", "deferred_bytes")
+
+
+def _require_cost(what: str, number: float) -> None:
+    if not (math.isfinite(number) and number >= 0):
+        raise UsageError(f"{what} must be finite and not negative, got {number}")

@@ -52,6 +52,11 @@ class Schedule:
         )
         return Schedule(f"{self.name} (forward only)", self.placement, self.num_microbatches, rows)
 
+    def without_pairs(self) -> Schedule:
+        """The same schedule with every pair taken apart: its forward, then its backward. Sound whenever this one is."""
+        rows = tuple(tuple(self.actions(rank)) for rank in range(len(self.rows)))
+        return Schedule(self.name, self.placement, self.num_microbatches, rows)
+
     def to_csv(self) -> str:
         """One line a rank, one cell an entry, in the format of torch.distributed.pipelining."""
         return "".join(",".join(map(str, row)) + "\n" for row in self.rows)

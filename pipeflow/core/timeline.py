@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeflow.core.action import Action, Kind
-from pipeflow.core.dataflow import makes, needs
+from pipeflow.core.action import Kind
+from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One action on one rank, from `start` to `end`, in the timeline's unit of time."""
-
-    action: Action
-    rank: int
-    start: float
-    end: float
+from pipeflow.core.span import Cause, Row, Span, causes, waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +17,15 @@ class Timeline:
 
     The measures are those of the zero-bubble paper (arXiv 2401.10241, section 4): `span` is what its
     bubble rates are made of, `makespan` what a step with a barrier at its end costs.
+
+    `saved_bytes` and `deferred_bytes` are the cost model's, per stage; empty when it says nothing of memory.
     """
 
     name: str
     placement: Placement
-    rows: tuple[tuple[Span, ...], ...]
+    rows: tuple[Row, ...]
+    saved_bytes: tuple[float, ...] = ()
+    deferred_bytes: tuple[float, ...] = ()
 
     def __iter__(self) -> Iterator[Span]:
         for row in self.rows:
@@ -62,65 +57,82 @@ class Timeline:
         model. An activation lives from its F to the end of its B or I; without backwards nobody keeps it, and
         there is the one being made.
         """
+        ones = (1.0,) * self.placement.num_stages
         share = self.placement.chunks_per_rank
-        return tuple(_peak(row) / share for row in self.rows)
+        return tuple(_highest(_curve(_changes(row, ones))) / share for row in self.rows)
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """Per rank, the most bytes that forwards keep for backwards at once, what waiting weight-gradient halves
+        hold included. Raises UsageError when the cost model has no `saved_bytes`.
+        """
+        if not self.saved_bytes:
+            raise UsageError("bytes are not known: give the CostModel saved_bytes (and deferred_bytes) per stage")
+        return tuple(_highest(self.memory(rank)) for rank in range(len(self.rows)))
+
+    def memory(self, rank: int) -> list[tuple[float, float]]:
+        """What `rank` keeps for its backwards, as (time, amount from then on), in order of time: in bytes where the
+        cost model knows them, else in activations as `peak_activations` counts them.
+        """
+        if self.saved_bytes:
+            return _curve(_changes(self.rows[rank], self.saved_bytes, self.deferred_bytes))
+        share = self.placement.chunks_per_rank
+        return _curve(_changes(self.rows[rank], (1 / share,) * self.placement.num_stages))
 
     def waits(self) -> list[float]:
         """Where a rank stood idle for a value from another rank: the time from when that was made to when the
         action that needed it began. What a transfer takes, as seen from the timeline.
         """
-        return [
-            span.start - sender.end
-            for span, previous, sender in self._causes()
-            if sender is not None and sender.end > (0.0 if previous is None else previous.end)
-        ]
+        return waits(self.rows, self.placement.num_stages)
 
-    def critical_path(self) -> tuple[Span, ...]:
-        """The chain of spans that the makespan consists of: each began when the one before it, on its own
-        rank or where its input was made, let it.
-        """
-        causes = {span: _cause(span, previous, sender) for span, previous, sender in self._causes()}
+    def causes(self) -> tuple[tuple[Cause, ...], ...]:
+        """Per rank and span, what it began after: the one before it, or one on another rank that made its input."""
+        return causes(self.rows, self.placement.num_stages)
+
+    def critical_path(self) -> tuple[Cause, ...]:
+        """The chain of spans that the makespan consists of, each with its cause: the one before it in the chain."""
+        cause_of = {cause.span: cause for row in self.causes() for cause in row}
         last = max((row[-1] for row in self.rows if row), key=lambda span: span.end, default=None)
-        path: list[Span] = []
+        path: list[Cause] = []
         while last is not None:
-            path.append(last)
-            last = causes[last]
+            path.append(cause_of[last])
+            last = path[-1].after
         return tuple(reversed(path))
 
-    def _causes(self) -> Iterator[tuple[Span, Span | None, Span | None]]:
-        """Each span, the one before it on its rank, and the latest maker of its input on another rank."""
-        stages = self.placement.num_stages
-        makers = {value: span for span in self for value in makes(span.action, stages)}
-        for row in self.rows:
-            for previous, span in zip((None, *row), row, strict=False):
-                inputs = [makers[value] for value in needs(span.action, stages) if value in makers]
-                sent = [maker for maker in inputs if maker.rank != span.rank]
-                yield span, previous, max(sent, key=lambda maker: maker.end, default=None)
 
-
-def _cause(span: Span, previous: Span | None, sender: Span | None) -> Span | None:
-    """What `span` began after: the one before it on its rank, or the maker of its input on another rank.
-
-    A transfer takes an unknown time. So the input is what was waited for when the rank was idle for longer than
-    a measured rank is between any two spans: a twentieth of the span.
-    """
-    if previous is None or sender is None:
-        return previous or sender
-    waited = span.start - previous.end > (span.end - span.start) / 20
-    return sender if waited or sender.end > previous.end else previous
-
-
-def _peak(row: tuple[Span, ...]) -> int:
-    if all(span.action.kind is Kind.F for span in row):
-        return min(len(row), 1)
-    alive = peak = 0
+def _changes(row: Row, saved: tuple[float, ...], deferred: tuple[float, ...] = ()) -> list[tuple[float, float]]:
+    """What is kept on one rank, as (time, change). Without backwards nobody keeps anything for long."""
+    keeps = any(span.action.kind is not Kind.F for span in row)
+    changes: list[tuple[float, float]] = []
     for span in row:
+        stage = span.action.stage
+        held = deferred[stage] if deferred else 0.0
         match span.action.kind:
             case Kind.F:
-                alive += 1
-                peak = max(peak, alive)
-            case Kind.B | Kind.I:
-                alive -= 1
+                changes.append((span.start, saved[stage]))
+                if not keeps:
+                    changes.append((span.end, -saved[stage]))
+            case Kind.B:
+                changes.append((span.end, -saved[stage]))
+            case Kind.I:
+                changes.append((span.end, held - saved[stage]))
             case Kind.W:
-                pass
-    return peak
+                changes.append((span.end, -held))
+    return changes
+
+
+def _curve(changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The changes added up; those of one moment are one."""
+    curve: list[tuple[float, float]] = []
+    amount = 0.0
+    for time, change in changes:
+        amount += change
+        if curve and curve[-1][0] == time:
+            curve.pop()
+        if not curve or curve[-1][1] != amount:
+            curve.append((time, amount))
+    return curve
+
+
+def _highest(curve: list[tuple[float, float]]) -> float:
+    return max((amount for _, amount in curve), default=0.0)

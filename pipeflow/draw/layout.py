@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.timeline import Span, Timeline
+from pipeflow.core.span import Span
+from pipeflow.core.timeline import Timeline
 
 
 class Piece(NamedTuple):

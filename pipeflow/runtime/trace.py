@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from pipeflow.core.placement import Placement
-from pipeflow.core.timeline import Span, Timeline
+from pipeflow.core.span import Span
+from pipeflow.core.timeline import Timeline
 from pipeflow.runtime.agreement import all_gather, all_gather_object
 from pipeflow.runtime.operations import Compute, Operation
 from pipeflow.runtime.transport import Transport

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeflow.core.action import Kind
-from pipeflow.core.cost import CostModel
+from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 
@@ -26,6 +26,17 @@ def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
     assert [cost.transfer(0), cost.transfer(1)] == [5, 7]
 
 
+def test_a_link_of_its_own_differs_from_the_others() -> None:
+    slow = {(0, 1): Link(latency=3, bandwidth=5)}
+    cost = CostModel((1, 1), (1, 1), (1, 1), latency=2, bandwidth=10, activation_bytes=(30, 50), links=slow)
+    assert [cost.transfer(0, 0, 1), cost.transfer(0, 1, 0)] == [9, 5]
+
+
+def test_a_pair_hides_a_part_of_its_shorter_half() -> None:
+    cost = CostModel((4, 4), (2, 2), (1, 1), overlap=0.5)
+    assert [cost.pair(0, Kind.B, 1), cost.pair(0, Kind.I, 1)] == [5.5, 5]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -42,6 +53,12 @@ def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
         {"bandwidth": 0.0},
         {"bandwidth": -1.0},
         {"bandwidth": math.nan},
+        {"links": {(0, 1): Link(latency=-1.0)}},
+        {"links": {(0, 1): Link(bandwidth=0.0)}},
+        {"saved_bytes": (1.0,)},
+        {"deferred_bytes": (1.0, -1.0)},
+        {"overlap": -0.1},
+        {"overlap": 1.1},
     ],
     ids=str,
 )

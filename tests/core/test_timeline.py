@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,8 +9,11 @@ import pytest
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Action
 from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.timeline import Span, Timeline
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.span import Span
+from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 
 
@@ -32,7 +36,7 @@ def test_the_measures_of_two_ranks() -> None:
     assert measured.work == 6
     assert measured.bubble_ratio == pytest.approx(0.4)
     assert measured.peak_activations == (2, 1)
-    assert [str(span.action) for span in measured.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert [str(cause.span.action) for cause in measured.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
 
 
 def test_a_rank_without_work_and_a_timeline_without_spans_measure_zero() -> None:
@@ -44,6 +48,43 @@ def test_a_rank_without_work_and_a_timeline_without_spans_measure_zero() -> None
 
 def test_an_activation_ends_with_its_input_gradient() -> None:
     assert timeline("0F0@0-1 0I0@1-2 0F1@2-3 0I1@3-4 0W0@4-5 0W1@5-6").peak_activations == (1,)
+
+
+def test_memory_is_in_activations_unless_bytes_are_known() -> None:
+    spans = timeline("0F0@0-1 0F1@1-2 0I0@2-3 0W0@3-4 0B1@5-6")
+    assert spans.memory(0) == [(0, 1), (1, 2), (3, 1), (6, 0)]
+    with pytest.raises(UsageError, match="give the CostModel saved_bytes"):
+        _ = spans.peak_bytes
+    sized = replace(spans, saved_bytes=(10.0,), deferred_bytes=(4.0,))
+    assert sized.memory(0) == [(0, 10), (1, 20), (3, 14), (4, 10), (6, 0)]
+    assert sized.peak_bytes == (20,)
+
+
+def test_what_waiting_weight_gradients_hold_counts_in_bytes_alone() -> None:
+    cost = CostModel((1,), (1,), (1,), saved_bytes=(10,), deferred_bytes=(4,))
+    planned = simulate(Schedule.from_csv("0F0,0I0,0F1,0I1,0W0,0W1"), cost)
+    assert planned.peak_activations == (1,)
+    assert planned.peak_bytes == (14,)
+
+
+def test_the_critical_path_says_who_waited_for_what() -> None:
+    planned = simulate(make_schedule("1f1b", ranks=2, microbatches=1), CostModel((1, 1), (1, 1), (1, 1), latency=2))
+    assert [str(cause) for cause in planned.critical_path()] == [
+        "0F0 on rank 0 began at once",
+        "1F0 on rank 1 waited for the activation of stage 0, microbatch 0 from rank 0",
+        "1B0 on rank 1 came after 1F0",
+        "0B0 on rank 0 waited for the gradient of stage 1, microbatch 0 from rank 1",
+    ]
+
+
+def test_a_pair_begins_when_both_of_its_halves_can() -> None:
+    paired = Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1")
+    path = [str(cause.span.action) for cause in simulate(paired).critical_path()]
+    assert path == ["0F0", "1F0", "1B0", "0F1", "0B0", "1F1", "1B1", "0B1"]
+    apart = simulate(paired.without_pairs())
+    assert [str(cause.span.action) for cause in apart.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    hidden = CostModel((1, 1), (1, 1), (1, 1), overlap=1)
+    assert simulate(paired, hidden).makespan == simulate(paired).makespan - 1
 
 
 def test_without_backwards_no_activation_is_kept() -> None:
@@ -61,7 +102,7 @@ def test_the_critical_path_reaches_from_the_start_to_the_makespan(name: str, tra
             tuple(draw.uniform(0.1, 3) for _ in range(stages)) for _ in range(3)
         )
         planned = simulate(schedule, CostModel(forward, backward_input, backward_weight, latency=transfer))
-        path = planned.critical_path()
+        path = [cause.span for cause in planned.critical_path()]
         assert path[0].start == 0
         assert path[-1].end == planned.makespan
         gaps = [after.start - before.end for before, after in pairwise(path)]
@@ -71,10 +112,10 @@ def test_the_critical_path_reaches_from_the_start_to_the_makespan(name: str, tra
 
 def test_on_a_busy_rank_the_critical_path_stays() -> None:
     noisy = timeline("0F0@0-1 0F1@1.01-2 0B0@4-6 0B1@8.1-10", "1F0@1.1-2 1B0@2.01-4 1F1@4.01-6 1B1@6.02-8")
-    assert [str(span.action) for span in noisy.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert [str(cause.span.action) for cause in noisy.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
 
 
 def test_on_an_idle_rank_the_critical_path_leads_to_the_sender() -> None:
     """Rank 1 waits for 0F1, whose transfer takes long, though its own 1F0 ended after 0F1 was made."""
     late = timeline("0F0@0-1 0F1@1-2", "1F0@1-3 1F1@5-6")
-    assert [str(span.action) for span in late.critical_path()] == ["0F0", "0F1", "1F1"]
+    assert [str(cause.span.action) for cause in late.critical_path()] == ["0F0", "0F1", "1F1"]

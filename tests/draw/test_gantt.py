@@ -10,7 +10,8 @@ from rich.console import Console, RenderableType
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.timeline import Span, Timeline
+from pipeflow.core.span import Span
+from pipeflow.core.timeline import Timeline
 from pipeflow.draw import Comparison, Gantt
 from pipeflow.schedules import make_schedule
 
