@@ -1,0 +1,182 @@
+"""Layers that defer: torch's own, whose backward returns the input's gradient and hands the rest to a Deferral. What
+must not live here: how a product is computed, and which layers of a module are made to defer.
+"""
+
+from __future__ import annotations
+
+from copyreg import __newobj__  # type: ignore[attr-defined]
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from pipeflow.core.errors import UsageError
+from pipeflow.runtime.products import ConvolutionProduct, Deferral, EmbeddingProduct, LinearProduct, Product
+
+
+class Deferring(nn.Module):
+    """A stock layer that defers. Only its class is another: copies and pickles of it are the stock layer."""
+
+    stock: ClassVar[type[nn.Module]]
+    deferral: Deferral | None = None
+
+    def deferred_parameters(self) -> list[nn.Parameter]:
+        """Those whose gradients go to the Deferral."""
+        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        if weight is None or not weight.requires_grad:
+            return []
+        return [weight] if bias is None or not bias.requires_grad else [weight, bias]
+
+    def _taker(self) -> Deferral | None:
+        """Who takes this forward's product; None unless there will be a backward, and it is autograd's own."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return None
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if weight is None or not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()):
+            return None
+        return self.deferral if bias is None or bias.is_leaf else None
+
+    def _get_name(self) -> str:
+        return self.stock.__name__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return __newobj__, (self.stock,), {name: value for name, value in vars(self).items() if name != "deferral"}
+
+
+class DeferringLinear(Deferring, nn.Linear):
+    stock = nn.Linear
+
+    def forward(self, input: Tensor) -> Tensor:
+        deferral = self._taker()
+        if deferral is None:
+            return super().forward(input)
+        output: Tensor = _Linear.apply(deferral.anchor, input, deferral, self)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _DeferringConvolution(Deferring, nn.modules.conv._ConvNd):
+    def forward(self, input: Tensor) -> Tensor:
+        deferral = self._taker()
+        if deferral is None:
+            return self._conv_forward(input, self.weight, self.bias)
+        batched = input.dim() == self.weight.dim()
+        padded, padding = self._pad(input if batched else input.unsqueeze(0))
+        output: Tensor = _Convolution.apply(deferral.anchor, padded, deferral, self, padding)  # type: ignore[no-untyped-call]
+        return output if batched else output.squeeze(0)
+
+    def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """The input, and the zeros that the convolution itself still adds on both sides of each dimension."""
+        if self.padding_mode == "zeros" and not isinstance(self.padding, str):
+            return input, self.padding
+        ends = self._reversed_padding_repeated_twice  # left, right of the last dimension, then of the one before
+        if self.padding_mode == "zeros" and ends[::2] == ends[1::2]:
+            return input, tuple(ends[::-2])
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return functional.pad(input, ends, mode), (0,) * len(self.kernel_size)
+
+
+class DeferringConv1d(_DeferringConvolution, nn.Conv1d):
+    stock = nn.Conv1d
+
+
+class DeferringConv2d(_DeferringConvolution, nn.Conv2d):
+    stock = nn.Conv2d
+
+
+class DeferringEmbedding(Deferring, nn.Embedding):
+    stock = nn.Embedding
+
+    def forward(self, input: Tensor) -> Tensor:
+        deferral = self._taker()
+        if deferral is None:
+            return super().forward(input)
+        output: Tensor = _Embedding.apply(deferral.anchor, input, deferral, self)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, deferral: Deferral, layer: DeferringLinear) -> Tensor:
+        input, weight, bias = _begin(ctx, input, deferral, layer)
+        return functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
+        input, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, weight.shape[0])  # shared by all three products
+        _hand_over(ctx, LinearProduct(ctx.weight, ctx.bias, input, rows))
+        return None, rows.mm(weight).view(input.shape) if ctx.needs_input_grad[1] else None, None, None
+
+
+class _Convolution(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        input: Tensor,
+        deferral: Deferral,
+        layer: _DeferringConvolution,
+        padding: tuple[int, ...],
+    ) -> Tensor:
+        input, weight, bias = _begin(ctx, input, deferral, layer)
+        ctx.geometry = (layer.stride, padding, layer.dilation, False, (0,) * len(padding), layer.groups)
+        return torch.convolution(input, weight, bias, *ctx.geometry)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None, None]:
+        input, weight = ctx.saved_tensors
+        _hand_over(ctx, ConvolutionProduct(ctx.weight, ctx.bias, input, gradient, ctx.geometry))
+        of_input = None
+        if ctx.needs_input_grad[1]:
+            backward = torch.ops.aten.convolution_backward
+            of_input = backward(gradient, input, weight, None, *ctx.geometry, (True, False, False))[0]
+        return None, of_input, None, None, None
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, deferral: Deferral, layer: DeferringEmbedding) -> Tensor:
+        ctx.deferral, ctx.weight = deferral, layer.weight
+        ctx.padding_index = -1 if layer.padding_idx is None else layer.padding_idx
+        ctx.scale_by_frequency = layer.scale_grad_by_freq
+        ctx.save_for_backward(input)
+        return functional.embedding(input, layer.weight, layer.padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        [indices] = ctx.saved_tensors
+        _hand_over(ctx, EmbeddingProduct(ctx.weight, indices, gradient, ctx.padding_index, ctx.scale_by_frequency))
+        return None, None, None, None
+
+
+def _begin(
+    ctx: Any, input: Tensor, deferral: Deferral, layer: DeferringLinear | _DeferringConvolution
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Saves what the backward needs; returns what the forward computes with, in autocast's dtype where that is on."""
+    weight, bias = layer.weight, layer.bias
+    ctx.deferral = deferral
+    ctx.weight, ctx.bias = weight, bias if bias is not None and bias.requires_grad else None
+    # Cast here: autocast would keep its cast of the weight, made without a graph, for other users of the weight.
+    if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(input.device.type)
+        lower = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(*lower[:2])
+        return lower
+    ctx.save_for_backward(input, weight)
+    return input, weight, bias
+
+
+def _hand_over(ctx: Any, product: Product) -> None:
+    """Gives the product away, if this backward is one that leaves gradients in parameters.
+
+    Raises UsageError when the backward is itself to be differentiated.
+    """
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "a backward with create_graph=True cannot run through a layer that defers its weight gradient: "
+            "make the layer an instance of a subclass of its own, which is left as it is"
+        )
+    if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):  # not in torch.autograd.grad
+        ctx.deferral.take(product)
