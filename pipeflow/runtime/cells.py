@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from pipeflow.core.errors import UsageError
+from pipeflow.runtime.products import Product
 from pipeflow.runtime.transport import Work
 
 if TYPE_CHECKING:
@@ -68,14 +69,16 @@ class Cell:
 
 class Saved:
     """What a forward keeps for its backward: the leaves it started from and the gradient edges it ended in, not its
-    output, whose memory goes once it is sent.
+    output, whose memory goes once it is sent. And what an input-gradient half keeps for its weight-gradient half: the
+    products that are still to be added to the weights' gradients.
     """
 
-    __slots__ = ("edges", "leaves")
+    __slots__ = ("deferred", "edges", "leaves")
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
         self.edges: list[GradientEdge] = []
+        self.deferred: list[Product] = []
 
 
 class Results:
@@ -96,8 +99,13 @@ class Results:
 
     def loss(self) -> Tensor | None:
         """The batch's mean loss, summed in microbatch order whatever the schedule; None where there is none."""
-        parts = [loss * weight for loss, weight in zip(self.losses, self.weights, strict=False) if loss is not None]
-        return torch.stack(parts).sum() if parts else None
+        parts = self.parts()
+        return torch.stack(list(parts.values())).sum() if parts else None
+
+    def parts(self) -> dict[int, Tensor]:
+        """Per microbatch whose loss is known here, its part of the mean loss, in microbatch order."""
+        weighted = enumerate(zip(self.losses, self.weights, strict=False))
+        return {microbatch: loss * weight for microbatch, (loss, weight) in weighted if loss is not None}
 
 
 def flatten(output: object) -> tuple[list[Tensor], TreeSpec | None]:

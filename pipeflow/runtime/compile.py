@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipeflow.core.action import Action, Kind, actions_of
+from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import Content, Value
-from pipeflow.core.errors import UsageError
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.runtime import operations as ops
 from pipeflow.runtime import transfers
 from pipeflow.runtime.cells import Cell, Meta, Results, Saved
 from pipeflow.runtime.described import Arrival, Lanes, PostDescribed, SendDescribed, WaitDescribed
+from pipeflow.runtime.pairs import Both, Overlap
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.transport import Lane, Transport
 
@@ -38,6 +38,7 @@ def compile_program(
     transport: Transport,
     meta: Meta | None,
     training: bool,
+    overlap: Overlap | None,
 ) -> Compiled:
     """The operations of `program` on this rank.
 
@@ -48,10 +49,9 @@ def compile_program(
         transport: makes the channels.
         meta: what activations between ranks look like; None when headers are to tell.
         training: whether forwards keep what backwards need.
-
-    Raises UsageError for actions that this engine does not run.
+        overlap: runs pairs; without it there must be none.
     """
-    compiler = _Compiler(stages, num_stages, transport, meta, training, num_microbatches)
+    compiler = _Compiler(stages, num_stages, transport, meta, training, overlap, num_microbatches)
     operations = [operation for instruction in program.instructions for operation in compiler.lower(instruction)]
     return Compiled(operations, compiler.results, compiler.positionals)
 
@@ -63,6 +63,7 @@ class _Compiler:
     transport: Transport
     meta: Meta | None
     training: bool
+    overlap: Overlap | None
     num_microbatches: int
     results: Results = field(init=False)
     positionals: list[tuple[object, ...]] = field(init=False)
@@ -81,7 +82,7 @@ class _Compiler:
             case Recv(value, peer):
                 return [self.post(value, peer)]
             case Compute(entry):
-                return [operation for action in actions_of(entry) for operation in self.compute(action)]
+                return self.both(entry) if isinstance(entry, Pair) else self.compute(entry)
             case Send(value, peer):
                 return [self.send(value, peer)]
             case Release(value, peer):
@@ -118,10 +119,19 @@ class _Compiler:
         match action.kind:
             case Kind.F:
                 return self.forward(action)
-            case Kind.B:
+            case Kind.B | Kind.I:
                 return self.backward(action)
-            case Kind.I | Kind.W:
-                raise UsageError(f"{action}: this engine runs whole backwards (B); halves (I, W) can only be planned")
+            case Kind.W:
+                return [ops.BackwardWeight(action, self.saved[action.stage, action.microbatch])]
+
+    def both(self, pair: Pair) -> list[ops.Operation]:
+        """Both halves' inputs first, then the halves."""
+        *before, forward = self.forward(pair.forward)
+        *also, backward = self.backward(pair.backward)
+        assert isinstance(forward, ops.Forward)
+        assert isinstance(backward, ops.Backward)
+        assert self.overlap is not None
+        return [*before, *also, Both(forward, backward, self.overlap, self.stages[pair.backward.stage].module)]
 
     def forward(self, action: Action) -> list[ops.Operation]:
         stage, microbatch = action.stage, action.microbatch
@@ -146,7 +156,10 @@ class _Compiler:
             before = self.awaited(value)
             source = ops.CellGradients(self.cells[value])
         sink = self.cell(Value(Content.GRADIENT, stage, microbatch)) if stage > 0 else None
-        return [*before, ops.Backward(action, self.saved[stage, microbatch], source, sink)]
+        saved = self.saved[stage, microbatch]
+        if action.kind is Kind.I:
+            return [*before, ops.BackwardInput(action, saved, source, sink, self.stages[stage].deferral)]
+        return [*before, ops.Backward(action, saved, source, sink)]
 
     def cell(self, value: Value) -> Cell:
         """The cell of a value that is made on this rank."""

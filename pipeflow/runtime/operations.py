@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_unflatten
 from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
 from pipeflow.runtime.cells import Cell, Results, Saved, flatten
+from pipeflow.runtime.deferral import Deferral
 from pipeflow.runtime.microbatch import detach
 from pipeflow.runtime.stage import Stage
 
@@ -155,6 +156,41 @@ class Backward(Compute):
         if self.sink is not None:
             self.sink.tensors = [_gradient_of(leaf) for leaf in saved.leaves if leaf.requires_grad]
         saved.leaves = []
+
+
+class BackwardInput(Backward):
+    """I: as B, but the products that make weight gradients are kept for later, where the layers can do so."""
+
+    __slots__ = ("deferral",)
+
+    def __init__(
+        self, action: Action, saved: Saved, source: Callable[[], list[Tensor]], sink: Cell | None, deferral: Deferral
+    ) -> None:
+        super().__init__(action, saved, source, sink)
+        self.deferral = deferral
+
+    def __call__(self) -> None:
+        deferral = self.deferral
+        deferral.queue = self.saved.deferred
+        try:
+            super().__call__()
+        finally:
+            deferral.queue = None
+
+
+class BackwardWeight(Compute):
+    """W: the products that I kept, in its order."""
+
+    __slots__ = ("saved",)
+
+    def __init__(self, action: Action, saved: Saved) -> None:
+        super().__init__(action)
+        self.saved = saved
+
+    def __call__(self) -> None:
+        products, self.saved.deferred = self.saved.deferred, []
+        while products:
+            products.pop(0)()
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.runtime.agreement import all_gather_object
 from pipeflow.runtime.cells import Meta
 from pipeflow.runtime.context import Context, current_context
-from pipeflow.runtime.shared import Ties, compare_ties, shared_in
+from pipeflow.runtime.pairs import Overlap
+from pipeflow.runtime.shared import Ties, compare_ties, copies_of, shared_in
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
 
@@ -36,6 +37,14 @@ class Pipeline(nn.Module):
         weigh: `weigh(labels)` gives the weight of a microbatch in the batch's mean loss, such as its number of
             tokens; by default its number of samples.
         stages: the stages that `chunks` were built for, checked against the schedule's placement.
+        overlap: `overlap(forward, backward)` runs a pair of the schedule: it calls both, each once, in any order, on
+            any thread or stream, and returns when both are done. Without it a forward runs before its backward.
+
+    Where the schedule is bidirectional, each stage is on two ranks: their weights are made the same here, those of
+    the lower rank, and each step sums their gradients.
+
+    Weight gradients of stock linear, convolution and embedding layers wait for W where the schedule splits backwards;
+    all others come with I. `print(model.deferrals)` says which.
 
     Raises UsageError when the chunks, the schedule and the ranks do not fit each other.
     """
@@ -50,27 +59,31 @@ class Pipeline(nn.Module):
         tensor_dtype: torch.dtype = torch.float32,
         weigh: Callable[..., float] | None = None,
         stages: Sequence[int] | None = None,
+        overlap: Overlap | None = None,
     ) -> None:
         super().__init__()
         context = current_context()
         self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])
-        self.schedule = schedule
+        self.schedule = schedule if overlap is not None else schedule.without_pairs()
         self.context = context
         self.alarm = context.alarm
         with self.alarm.raised_everywhere():
-            held = _fitting_stages(self.chunks, schedule, context, stages)
-            self.ties = Ties(shared_in(self, context.shared), context.pipeline_rank)
+            held = _fitting_stages(self.chunks, self.schedule, context, stages)
+            modules = dict(zip(held, self.chunks, strict=True))
+            shared = shared_in(self, context.shared)
+            self.ties = Ties([*shared, *copies_of(modules, schedule.placement)], context.pipeline_rank)
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
-            _compare(context, schedule, shape, self.ties)
+            _compare(context, self.schedule, shape, self.ties)
             self.ties.share_values(context.transport)
             self.runner = Runner(
-                schedule,
+                self.schedule,
                 context.transport,
-                {stage: Stage(stage, module) for stage, module in zip(held, self.chunks, strict=True)},
+                {stage: Stage(stage, module) for stage, module in modules.items()},
                 self.ties,
                 None if shape is None else Meta.known(*shape),
                 criterion,
                 weigh,
+                overlap,
             )
             self.alarm.holders.add(self.runner)
 

@@ -1,8 +1,10 @@
-"""Tied weights: one weight of which several ranks hold a copy, like a word embedding that is also the head."""
+"""Tied weights: one weight of which several ranks hold a copy, like a word embedding that is also the head, or a
+stage that a bidirectional schedule has twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
 from pipeflow.runtime.agreement import exchange
 from pipeflow.runtime.context import SharedWeight, current_context
 from pipeflow.runtime.transport import Lane, Transport
@@ -19,8 +22,9 @@ class PipelineSharedModuleWrapper:
     """Ties weights across ranks of the pipeline: one wrapper per tied module or parameter.
 
     Each of `ranks` registers its copy before the `Pipeline` is made; the lowest rank's values win, and after every
-    step each copy's gradient is the sum over the copies. On a single rank (as when `ranks` is `[0, 0]`) all
-    registered copies become one object, the first. Make the optimizer from the Pipeline's parameters.
+    step each copy's gradient is the sum over the copies. All copies that one rank registers (as when `ranks` is
+    `[0, 0]`, or in a bidirectional schedule) become one object, the first. Make the optimizer from the Pipeline's
+    parameters.
 
     Args:
         ranks: the pipeline ranks that hold a copy.
@@ -53,8 +57,6 @@ class PipelineSharedModuleWrapper:
         copies, first = self._weight.copies, _shapes(self._weight.parameters)
         if self._rank not in self.ranks:
             raise UsageError(f"rank {self._rank} is not among the ranks {list(self.ranks)} that share this weight")
-        if copies and len(self.ranks) > 1:
-            raise UsageError(f"rank {self._rank} registers a second copy; each of the ranks {list(self.ranks)} has one")
         if copies and _shapes(copy) != first:
             raise UsageError(f"a copy of shapes {_shapes(copy)} cannot be tied to one of shapes {first}")
         copies.append([ref(parameter) for parameter in copy])
@@ -83,6 +85,15 @@ def shared_in(module: nn.Module, shared: Iterable[SharedWeight]) -> list[SharedW
     return found
 
 
+def copies_of(modules: Mapping[int, nn.Module], placement: Placement) -> list[SharedWeight]:
+    """The stages of which a bidirectional schedule has a copy on two ranks, as shared weights."""
+    return [
+        SharedWeight(ranks, [[ref(parameter) for parameter in module.parameters()]])
+        for stage, module in modules.items()
+        if len(ranks := tuple(sorted({path[stage] for path in placement.paths}))) > 1
+    ]
+
+
 Description = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]  # per weight: its ranks, the shapes of its copy
 
 
@@ -100,13 +111,25 @@ def compare_ties(everyone: list[Description]) -> None:
 
 
 class Ties:
-    """The tied weights of one pipeline on this rank."""
+    """The tied weights of one pipeline on this rank.
+
+    Raises UsageError when a parameter is tied twice, to ranks of which neither are all.
+    """
 
     def __init__(self, weights: Iterable[SharedWeight], rank: int) -> None:
         self._rank = rank
         across = sorted((weight for weight in weights if len(weight.ranks) > 1), key=lambda weight: weight.ranks)
         self._described = [(weight.ranks, _shapes(weight.parameters)) for weight in across]
-        self._ties = [_Tie(parameter, weight.ranks) for weight in across for parameter in weight.parameters]
+        widest: dict[int, _Tie] = {}  # by the parameter's id: a tied weight may be in a stage that has a copy elsewhere
+        for weight in sorted(across, key=lambda weight: -len(weight.ranks)):
+            for parameter in weight.parameters:
+                tie = widest.setdefault(id(parameter), _Tie(parameter, weight.ranks))
+                if not set(weight.ranks) <= set(tie.ranks):
+                    raise UsageError(
+                        f"a weight is shared by ranks {list(tie.ranks)} and has copies on ranks {list(weight.ranks)}: "
+                        "share it among all of them"
+                    )
+        self._ties = list(widest.values())
 
     def describe(self) -> Description:
         """What the ranks compare before they rely on it."""
@@ -116,6 +139,10 @@ class Ties:
     def counted_elsewhere(self) -> set[int]:
         """The ids of the parameters whose copy on a lower rank stands for them."""
         return {id(tie.parameter) for tie in self._ties if tie.ranks[0] != self._rank}
+
+    @property
+    def _trained(self) -> list[_Tie]:
+        return [tie for tie in self._ties if tie.parameter.requires_grad]
 
     def share_values(self, transport: Transport) -> None:
         """Gives every copy the lowest rank's values. Raises LinkError."""
@@ -128,12 +155,12 @@ class Ties:
 
     def begin(self) -> None:
         """Sets the gradients of earlier steps aside, so that this step's part alone is summed."""
-        for tie in self._ties:
+        for tie in self._trained:
             tie.before, tie.parameter.grad = tie.parameter.grad, None
 
     def end(self, transport: Transport) -> None:
         """Sums each gradient over its copies, in rank order, and adds what was set aside. Raises LinkError."""
-        for tie in self._ties:
+        for tie in self._trained:
             total = tie.sum(transport, self._rank)
             tie.parameter.grad = total if tie.before is None else tie.before.add_(total)
             tie.before = None

@@ -1,5 +1,5 @@
-"""Stage: one piece of the model and the keywords it is called with. What must not live here: when it runs, and
-where its input comes from.
+"""Stage: one piece of the model, the keywords it is called with, and where its weight gradients wait. What must not
+live here: when it runs, and where its input comes from.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from inspect import Parameter, signature
 
 from torch import nn
 
+from pipeflow.runtime.deferral import defer_weight_gradients
 from pipeflow.runtime.microbatch import Batch
 
 
 class Stage:
-    """A module, and per microbatch of the step that runs, the keywords for it."""
+    """A module, prepared for split backwards, and per microbatch of the step that runs, the keywords for it."""
 
     def __init__(self, index: int, module: nn.Module) -> None:
         self.index = index
         self.module = module
+        self.deferral = defer_weight_gradients(module)
         self.keywords: list[dict[str, object]] = []
         self._names = _keywords_of(module, takes_input=index > 0)
 

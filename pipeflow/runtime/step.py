@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,13 @@ from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.runtime.agreement import all_gather
-from pipeflow.runtime.cells import Meta
+from pipeflow.runtime.agreement import all_gather, all_gather_object
+from pipeflow.runtime.cells import Meta, Results
 from pipeflow.runtime.compile import Compiled, compile_program
 from pipeflow.runtime.failure import ActionError
 from pipeflow.runtime.microbatch import Batch, merge, next_batch, weights_of
 from pipeflow.runtime.operations import Compute, Operation
+from pipeflow.runtime.pairs import Overlap
 from pipeflow.runtime.shared import Ties
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.trace import Timed, Trace
@@ -32,7 +34,8 @@ class Output:
     """What a step gives.
 
     Attributes:
-        loss: the batch's mean loss, a scalar tensor, on the last stage's rank; elsewhere None unless broadcast.
+        loss: the batch's mean loss, a scalar tensor, on the last stage's rank (a bidirectional schedule has two);
+            elsewhere None unless broadcast.
         outputs: the last stage's outputs, its microbatches put together along dim 0; None unless asked for, and on
             other ranks.
         timeline: every rank's measured spans, in seconds; None unless traced.
@@ -55,6 +58,7 @@ class Runner:
         meta: Meta | None,
         criterion: Callable[..., Tensor] | None,
         weigh: Callable[..., float] | None,
+        overlap: Overlap | None,
     ) -> None:
         self.schedule = schedule
         self.transport = transport
@@ -63,6 +67,8 @@ class Runner:
         self.meta = meta
         self.criterion = criterion
         self.weigh = weigh
+        self.overlap = overlap
+        self._is_split = len({path[-1] for path in schedule.placement.paths}) > 1  # two ranks have the last stage
         self._compiled: dict[bool, Compiled] = {}  # by whether it trains
 
     def forget(self) -> None:
@@ -84,8 +90,10 @@ class Runner:
             if training:
                 self.ties.end(self.transport)
         results = compiled.results
+        if return_outputs and self._is_split:
+            self._exchange_outputs(results)
         outputs = merge(results.outputs) if results.keep_outputs else None  # may fail, so before all agree
-        loss = self._agree(compiled, batch, broadcast_loss)
+        loss = self._agree(results, batch, everywhere=broadcast_loss)
         timeline = None if measured is None else measured.timeline(self.schedule.name, self.schedule.placement)
         self._unload(compiled)
         return Output(loss, outputs, timeline)
@@ -108,6 +116,7 @@ class Runner:
                 transport=self.transport,
                 meta=meta,
                 training=training,
+                overlap=self.overlap,
             )
         return self._compiled[training]
 
@@ -124,20 +133,36 @@ class Runner:
                 results.labels = batch.split(batch.labels)
                 results.weights = weights_of(results.labels, batch.sizes, self.weigh)
 
-    def _agree(self, compiled: Compiled, batch: Batch, broadcast_loss: bool) -> Tensor | None:
-        """Ends the step: no rank goes on before all have come this far. Returns the loss where it is to be known."""
-        loss = compiled.results.loss()
-        told = [float(loss), _DTYPES.index(loss.dtype)] if broadcast_loss and loss is not None else [0.0, -1.0]
-        rows = all_gather(self.transport, [float(sum(batch.sizes)), *told])
-        if len({samples for samples, _, _ in rows}) > 1:
-            sizes = ", ".join(str(int(samples)) for samples, _, _ in rows)
+    def _exchange_outputs(self, results: Results) -> None:
+        """Where two ranks have the last stage, each for half of the microbatches, gives both of them all outputs."""
+        mine = {microbatch: output for microbatch, output in enumerate(results.outputs) if output is not None}
+        everyone: list[Any] = all_gather_object(self.transport, mine)
+        if results.keep_outputs:
+            for outputs in everyone:
+                for microbatch, output in outputs.items():
+                    results.outputs[microbatch] = output
+
+    def _agree(self, results: Results, batch: Batch, *, everywhere: bool) -> Tensor | None:
+        """Ends the step: no rank goes on before all have come this far. Returns the loss where it is to be known:
+        on the ranks that have the last stage, or `everywhere`.
+        """
+        parts, told, dtype = results.parts(), [0.0] * len(results.losses), -1
+        if parts and (everywhere or self._is_split):
+            stacked = torch.stack(list(parts.values()))
+            dtype = _DTYPES.index(stacked.dtype)
+            for microbatch, part in zip(parts, stacked.tolist(), strict=True):
+                told[microbatch] = part
+        rows = all_gather(self.transport, [float(sum(batch.sizes)), float(dtype), *told])
+        if len({samples for samples, *_ in rows}) > 1:
+            sizes = ", ".join(str(int(samples)) for samples, *_ in rows)
             raise UsageError(
                 f"the ranks read batches of different sizes, {sizes}: all need the same data in the same order"
             )
-        for _, value, dtype in rows if broadcast_loss else ():
-            if dtype >= 0:
-                loss = torch.tensor(value, dtype=_DTYPES[int(dtype)], device=self.transport.device)
-        return loss
+        dtype = int(max(dtype for _, dtype, *_ in rows))
+        if dtype < 0 or not (everywhere or results.weights):
+            return results.loss()
+        whole = [sum(column) for column in zip(*(told for _, _, *told in rows), strict=True)]
+        return torch.tensor(whole, dtype=_DTYPES[dtype], device=self.transport.device).sum()
 
     def _unload(self, compiled: Compiled) -> None:
         """Lets go of the batch and of what was made of it."""
@@ -158,6 +183,8 @@ def run(operations: Sequence[Operation]) -> None:
             operation()
     except BaseException as error:
         match operation:
+            case _ if isinstance(error, ActionError):
+                raise
             case Transfer() if _is_of_channel(error):
                 raise LinkError(operation.peer, f"{operation.doing} the {operation.value}", error) from None
             case Transfer(value=value):

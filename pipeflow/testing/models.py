@@ -29,15 +29,17 @@ def _normal(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 class Layer(nn.Module):
-    """A linear layer and a nonlinearity."""
+    """A linear layer, whose weight gradient can be deferred, a scale, whose gradient cannot, and a nonlinearity."""
 
     def __init__(self, index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = initial(1000 + index, WIDTH, WIDTH, dtype=dtype)
-        self.bias = initial(2000 + index, WIDTH, dtype=dtype)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.weight = initial(1000 + index, WIDTH, WIDTH, dtype=dtype)
+        self.linear.bias = initial(2000 + index, WIDTH, dtype=dtype)
+        self.scale = initial(3000 + index, WIDTH, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(functional.linear(hidden, self.weight, self.bias))
+        return torch.tanh(self.linear(hidden) * (1 + self.scale))
 
 
 class Words(nn.Module):
@@ -147,7 +149,7 @@ class TiedModel(TinyModel):
         placement = schedule.placement
         words = [module for module in chunks.modules() if isinstance(module, Words)]
         if words and placement.num_stages > 1:
-            shared = PipelineSharedModuleWrapper([placement.rank_of(0), placement.rank_of(placement.num_stages - 1)])
+            shared = PipelineSharedModuleWrapper([rank for path in placement.paths for rank in (path[0], path[-1])])
             for module in words:
                 shared.register_module(module)
 
