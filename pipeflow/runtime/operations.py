@@ -188,9 +188,9 @@ class BackwardWeight(Compute):
         self.saved = saved
 
     def __call__(self) -> None:
-        products, self.saved.deferred = self.saved.deferred, []
-        while products:
-            products.pop(0)()
+        for product in self.saved.deferred:
+            product()
+        self.saved.deferred = []
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:

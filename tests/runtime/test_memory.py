@@ -19,6 +19,7 @@ from pipeflow import Pipeline, Schedule, execute_pipeline, lower, simulate
 from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Program, Release, Send
 from pipeflow.runtime.context import current_context
+from pipeflow.runtime.products import Deferral, Product, accumulate
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH
 from tests.runtime.work import drawn_at_random, layouts, schedule_of
@@ -61,17 +62,26 @@ class Alive:
 
 
 class Doubling(torch.autograd.Function):
-    """Saves one tensor of its own."""
+    """Saves one tensor of its own. Its product needs the input and the output's gradient, as a linear layer's does."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, deferral: Deferral) -> Tensor:
         ctx.save_for_backward(hidden.clone())
+        ctx.product = ScaleProduct, weight, hidden, deferral
         return hidden * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        [saved] = ctx.saved_tensors
-        return gradient * 2, saved.sum()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        product, weight, hidden, deferral = ctx.product
+        assert ctx.saved_tensors
+        deferral.take(product(weight, None, hidden, gradient))
+        return gradient * 2, None, None
+
+
+class ScaleProduct(Product):
+    def __call__(self) -> None:
+        hidden, gradient = self.release()
+        accumulate(self.weight, (hidden * gradient).sum())
 
 
 class Watched(nn.Module):
@@ -80,10 +90,14 @@ class Watched(nn.Module):
         self.alive = alive
         self.is_last = is_last
         self.weight = nn.Parameter(torch.ones(()))
+        self.deferral: Deferral | None = None
+
+    def deferred_parameters(self) -> list[nn.Parameter]:
+        return [self.weight]
 
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(self.alive.keep, lambda kept: kept.tensor):
-            output: Tensor = Doubling.apply(hidden, self.weight)
+            output: Tensor = Doubling.apply(hidden, self.weight, self.deferral)
         if not self.is_last:
             self.alive.watch(output)
         return output
