@@ -44,7 +44,7 @@ class Placement:
 
     @classmethod
     def zigzag(cls, ranks: int, waves: int) -> Placement:
-        """`waves` vees one after the other, 2 `waves` stages a rank: where two meet, two stages in a row share a rank."""
+        """`waves` vees one after the other: 2 `waves` stages a rank, two in a row where the way turns."""
         require_positive(ranks=ranks, waves=waves)
         return cls(((*range(ranks), *reversed(range(ranks))) * waves,))
 
