@@ -21,9 +21,9 @@ def interleaved_one_f_one_b(
     (R-1)(F+B)/v, peak min(2(R-r-1) + (v-1)g + 1, Mv) chunk activations on rank r. In the picture lower case is chunk 1.
 
     A larger group leaves a microbatch more time between two chunks of a rank, which hides slow transfers. Each of
-    `extra_warmup` forwards that every rank does beforehand costs an activation, and no time; with one, the forward and
-    the backward that stand next to each other are of different microbatches on the last rank too, so that they can
-    overlap.
+    `extra_warmup` forwards that every rank does beforehand costs an activation, and no time where M is a multiple of g
+    and transfers are free; with one, the forward and the backward that stand next to each other are of different
+    microbatches on the last rank too, so that they can overlap (as in Megatron-core's combined 1F1B).
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

@@ -37,7 +37,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     return _backward_first("chimera", Placement.bidirectional(ranks), microbatches)
 
 
-def hanayo(ranks: int, microbatches: int, *, waves: int = 2) -> Schedule:
+def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Schedule:
     """1F1B in waves that go down the ranks and back up.
 
     Rank r holds stages r, 2R-1-r, 2R+r and so on, two for each of the `waves`. At most R microbatches are under way. A
@@ -50,7 +50,7 @@ def hanayo(ranks: int, microbatches: int, *, waves: int = 2) -> Schedule:
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
-    >>> print(picture(simulate(hanayo(4, 4, waves=1))))
+    >>> print(picture(simulate(hanayo(4, 4))))
     rank 0  F0 F1 F2 F3 .  .  .  f0 b0--- f1 b1--- f2 b2--- f3 b3--- .  .  .  B0--- .  .  B1--- .  .  B2--- .  .  B3---
     rank 1  .  F0 F1 F2 F3 .  f0 .  f1 .  b0--- f2 b1--- f3 b2--- .  .  B0--- b3--- B1--- .  .  B2--- .  .  B3--- .  .
     rank 2  .  .  F0 F1 F2 f0 F3 f1 .  f2 .  .  b0--- f3 b1--- .  B0--- b2--- B1--- b3--- B2--- .  .  B3--- .  .  .  .
