@@ -32,14 +32,16 @@ def layouts(max_ranks: int = 4, max_chunks: int = 3) -> list[tuple[str, int, int
     return [
         (name, ranks, chunks)
         for name in SCHEDULES
-        if has_whole_backwards(name)
+        if engine_runs(name)
         for ranks in range(1, max_ranks + 1)
         for chunks in range(1, (max_chunks if "chunks" in options_of(name) else 1) + 1)
     ]
 
 
-def has_whole_backwards(name: str) -> bool:
+def engine_runs(name: str) -> bool:
     schedule = make_schedule(name, ranks=2, microbatches=2)
+    if len(schedule.placement.paths) > 1:
+        return False  # it holds no copies of a stage
     return all(action.kind in (Kind.F, Kind.B) for rank in range(2) for action in schedule.actions(rank))
 
 
