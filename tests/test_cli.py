@@ -48,10 +48,12 @@ def error(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
 def test_list_says_names_options_and_what_each_is(capsys: pytest.CaptureFixture[str]) -> None:
     lines = out(capsys, "list").splitlines()
     assert [line.split()[0] for line in lines] == list(SCHEDULES)
-    assert [line for line in lines if line.split()[0] in ("gpipe", "1f1b", "interleaved-1f1b")] == [
-        "gpipe                       All forwards, then all backwards, both in microbatch order.",
-        "1f1b                        One forward, one backward in turn, so that few activations are alive.",
-        "interleaved-1f1b  --chunks  1F1B over several stages a rank, so that the pipeline fills in smaller steps.",
+    shown = [" ".join(line.split()) for line in lines if line.split()[0] in ("gpipe", "1f1b", "interleaved-1f1b")]
+    assert shown == [
+        "gpipe All forwards, then all backwards, both in microbatch order.",
+        "1f1b --extra-warmup One forward, one backward in turn, so that few activations are alive.",
+        "interleaved-1f1b --chunks --group --extra-warmup "
+        "1F1B over several stages a rank, so that the pipeline fills in smaller steps.",
     ]
 
 
@@ -111,7 +113,8 @@ def test_export_verify_draw_and_simulate_agree_on_a_file(
     schedule = make_schedule(name, ranks=2, microbatches=3)
     assert path.read_text() == schedule.to_csv()
     assert out(capsys, "export", path, "--csv", "-") == path.read_text()
-    file = [path, "--placement", "vee"] if schedule.placement == Placement.vee(2) else [path]
+    placements = {Placement.vee(2): "vee", Placement.bidirectional(2): "bidirectional"}
+    file = [path, "--placement", placements.get(schedule.placement, "looped")]
     assert "is sound: 2 ranks" in out(capsys, "verify", *file)
     named = out(capsys, "simulate", name, "--ranks", 2, "--microbatches", 3)
     assert out(capsys, "simulate", *file) == named
@@ -173,7 +176,7 @@ def test_the_placement_of_a_file_can_be_given(
     ("argv", "message"),
     [
         ("draw interleaved-f1b", "unknown schedule 'interleaved-f1b'; did you mean 'interleaved-1f1b'?"),
-        ("draw 1f1b --chunks 2", "schedule '1f1b' does not take chunks; it has no options"),
+        ("draw gpipe --chunks 2", "schedule 'gpipe' does not take chunks; it has no options"),
         ("draw 1f1b --ranks 0", "ranks must be an integer of at least 1, got 0"),
         ("draw 1f1b --microbatches -3", "microbatches must be an integer of at least 1, got -3"),
         ("draw interleaved-1f1b --chunks 0", "chunks must be an integer of at least 1, got 0"),

@@ -40,8 +40,13 @@ class Placement:
     @classmethod
     def vee(cls, ranks: int) -> Placement:
         """Two stages a rank: down the ranks, then back up, so rank 0 holds the first and the last stage."""
-        require_positive(ranks=ranks)
-        return cls(((*range(ranks), *reversed(range(ranks))),))
+        return cls.zigzag(ranks, 1)
+
+    @classmethod
+    def zigzag(cls, ranks: int, waves: int) -> Placement:
+        """`waves` vees one after the other: 2 `waves` stages a rank, two in a row where the way turns."""
+        require_positive(ranks=ranks, waves=waves)
+        return cls(((*range(ranks), *reversed(range(ranks))) * waves,))
 
     @classmethod
     def bidirectional(cls, ranks: int) -> Placement:
@@ -80,6 +85,11 @@ class Placement:
 
 def require_positive(**arguments: int) -> None:
     """Raises UsageError unless every argument is an integer of at least 1."""
+    require_at_least(1, **arguments)
+
+
+def require_at_least(least: int, **arguments: int) -> None:
+    """Raises UsageError unless every argument is an integer of at least `least`."""
     for name, value in arguments.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"{name} must be an integer of at least {least}, got {value!r}")

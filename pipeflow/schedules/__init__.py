@@ -13,12 +13,14 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.controllable import v_half, v_min
+from pipeflow.schedules.dualpipe import dualpipe, dualpipe_v
 from pipeflow.schedules.gis import gis, gis_h
 from pipeflow.schedules.gpipe import gpipe
 from pipeflow.schedules.interleaved import interleaved_one_f_one_b
 from pipeflow.schedules.interleaved_zb import interleaved_zb
 from pipeflow.schedules.looped_bfs import looped_bfs
 from pipeflow.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from pipeflow.schedules.waves import chimera, hanayo
 from pipeflow.schedules.zb_v import zb_v
 from pipeflow.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -37,6 +39,10 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "interleaved-zb": interleaved_zb,
         "gis": gis,
         "gis-h": gis_h,
+        "chimera": chimera,
+        "hanayo": hanayo,
+        "dualpipe": dualpipe,
+        "dualpipe-v": dualpipe_v,
     }
 )
 
@@ -48,11 +54,13 @@ def options_of(name: str) -> tuple[str, ...]:
 
 
 def make_schedule(name: str, *, ranks: int, microbatches: int, **options: object) -> Schedule:
-    """The schedule `name` for `ranks` ranks and `microbatches` microbatches, any number of either.
+    """The schedule `name` for `ranks` ranks and `microbatches` microbatches: any number of either, but that schedules
+    in two directions need an even number of ranks.
 
     `options` are the family's own, like `chunks=2` for "interleaved-1f1b".
 
-    Raises UsageError for an unknown name (with the nearest known one), an unknown option, and numbers below 1.
+    Raises UsageError for an unknown name (with the nearest known one), an unknown option, numbers below 1, and what a
+    family says that it cannot do.
 
     >>> print(make_schedule("1f1b", ranks=2, microbatches=3))
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2

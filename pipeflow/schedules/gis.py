@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from pipeflow.core.placement import Placement
+from pipeflow.core.placement import Placement, require_at_least, require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.interleaved_zb import grouped_row
 
 
-def gis(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
+def gis(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Schedule:
     """Interleaved 1F1B in the memory of 1F1B: split backwards, a shorter warm-up.
 
-    Groups of R microbatches go through a rank's chunks, as in interleaved 1F1B. Warm-up: one forward per rank that
-    follows, and the first group through every chunk but the last. Then a forward and both halves of a backward in turn;
-    the rank before waits for the first half alone.
+    Groups of g microbatches (`group`, at least R/2; R unless given) go through a rank's chunks, as in interleaved
+    1F1B. Warm-up: one forward per rank that follows, and the first group through every chunk but the last. Then a
+    forward and both halves of a backward in turn; the rank before waits for the first half alone.
 
-    Source: arXiv 2503.01328. With R ranks, v chunks and M a multiple of R: bubble (R-1)(F+I)/v, peak Rv chunk
-    activations on rank 0, one fewer on each rank after it. In the picture lower case is chunk 1.
+    Source: arXiv 2503.01328. With R ranks, v chunks and M a multiple of g: bubble (R-1)(F+I)/v, and at F = I = W
+    (R-g)(v-1)F/v more where g < R; peak min(g(v-1) + R-r, Mv) chunk activations on rank r, so Rv on rank 0 where
+    g = R. In the picture lower case is chunk 1.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -25,17 +26,16 @@ def gis(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     rank 2  .  .  F0 F1 F2 F3 f0 f1 .  i0 w0 f2 i1 w1 f3 i2 w2 .  i3 w3 I0 W0 I1 W1 I2 W2 I3 W3 .  .
     rank 3  .  .  .  F0 F1 F2 F3 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 I1 W1 I2 W2 I3 W3 .  .  .
     """
-    return _grouped("gis", ranks, microbatches, chunks, group=ranks)
+    return _grouped("gis", ranks, microbatches, chunks, group=ranks if group is None else group)
 
 
 def gis_h(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """GIS in groups of half as many microbatches: fewer activations, more bubble.
 
-    As `gis`, in groups of ceil(R/2) microbatches.
+    `gis` in the smallest groups that it can have, of g = ceil(R/2) microbatches.
 
-    Source: arXiv 2503.01328. With R ranks, v chunks, groups of g = ceil(R/2) and M a multiple of g: peak
-    g(v-1) + R chunk activations on rank 0, one fewer on each rank after it; bubble, at F = I = W, (R-1)(F+I)/v and
-    (R-g)(v-1)F/v more.
+    Source: arXiv 2503.01328. With R ranks, v chunks and M a multiple of g: bubble, at F = I = W, (R-1)(F+I)/v and
+    (R-g)(v-1)F/v more, peak min(g(v-1) + R-r, Mv) chunk activations on rank r.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -45,9 +45,16 @@ def gis_h(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     rank 2  .  .  F0 F1 .  .  f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 .  i3 w3 I2 W2 I3 W3 .  .
     rank 3  .  .  .  F0 F1 .  .  f0 i0 w0 f1 i1 w1 F2 I0 W0 F3 I1 W1 f2 i2 w2 f3 i3 w3 I2 W2 I3 W3 .  .  .
     """
-    return _grouped("gis-h", ranks, microbatches, chunks, group=-(-ranks // 2))
+    return _grouped("gis-h", ranks, microbatches, chunks, group=_half(ranks))
 
 
 def _grouped(name: str, ranks: int, microbatches: int, chunks: int, *, group: int) -> Schedule:
+    require_positive(chunks=chunks)
+    require_at_least(_half(ranks), group=group)
     rows = [grouped_row(ranks, microbatches, chunks, rank, group=group, lag=0) for rank in range(ranks)]
     return Schedule(name, Placement.looped(ranks, chunks), microbatches, tuple(rows))
+
+
+def _half(ranks: int) -> int:
+    """The smallest group that does not wait for itself."""
+    return -(-ranks // 2)

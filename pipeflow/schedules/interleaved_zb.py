@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pipeflow.core.action import Action, Kind
+from pipeflow.core.action import Entry, Kind
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
+from pipeflow.schedules.rows import existing, in_groups, in_turn
 
 
 def interleaved_zb(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
@@ -26,30 +27,17 @@ def interleaved_zb(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedul
     rank 2  .  .  F0 F1 F2 F3 f0 f1 .  i0 f2 i1 f3 i2 w0 i3 w1 I0 w2 I1 w3 I2 W0 I3 W1 W2 W3
     rank 3  .  .  .  F0 F1 F2 F3 f0 i0 f1 i1 f2 i2 f3 i3 w0 I0 w1 I1 w2 I2 w3 I3 W0 W1 W2 W3
     """
+    require_positive(chunks=chunks)
     rows = [grouped_row(ranks, microbatches, chunks, rank, group=ranks, lag=rank) for rank in range(ranks)]
     return Schedule("interleaved-zb", Placement.looped(ranks, chunks), microbatches, tuple(rows))
 
 
-def grouped_row(ranks: int, microbatches: int, chunks: int, rank: int, *, group: int, lag: int) -> tuple[Action, ...]:
+def grouped_row(ranks: int, microbatches: int, chunks: int, rank: int, *, group: int, lag: int) -> tuple[Entry, ...]:
     """The row of a rank that takes microbatches through its chunks in groups of `group`, and whose weight-gradient
     halves are `lag` behind its input-gradient halves. The last group is filled up and what does not exist is dropped.
     """
-    require_positive(chunks=chunks)
-    firsts = range(0, microbatches, group)
-
-    def actions(kind: Kind, order: range) -> list[Action]:
-        turns = [(chunk, first + offset) for first in firsts for chunk in order for offset in range(group)]
-        return [Action(kind, chunk * ranks + rank, microbatch) for chunk, microbatch in turns]
-
-    forwards = actions(Kind.F, range(chunks))
-    inputs = actions(Kind.I, range(chunks - 1, -1, -1))
-    weights = actions(Kind.W, range(chunks - 1, -1, -1))
+    stages = range(rank, ranks * chunks, ranks)
+    forwards = in_groups(Kind.F, stages, microbatches, group=group)
+    inputs, weights = (in_groups(kind, reversed(stages), microbatches, group=group) for kind in (Kind.I, Kind.W))
     warmup = (chunks - 1) * group + ranks - rank - 1
-    row = forwards[:warmup]
-    for turn, action in enumerate(inputs):
-        row += forwards[warmup + turn : warmup + turn + 1]
-        row.append(action)
-        if turn >= lag:
-            row.append(weights[turn - lag])
-    row += weights[max(len(weights) - lag, 0) :]
-    return tuple(action for action in row if action.microbatch < microbatches)
+    return existing(in_turn(warmup, forwards, inputs, weights, lag=lag), microbatches)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.placement import Placement
+from pipeflow.core.placement import Placement, require_at_least
 from pipeflow.core.schedule import Schedule
+from pipeflow.schedules.rows import in_turn
 
 
-def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0) -> Schedule:
     """One forward, one backward in turn, so that few activations are alive.
 
     Warm-up: one forward per rank that follows. Steady state: a forward and a backward in turn. Cool-down: the
-    remaining backwards.
+    remaining backwards. Each of `extra_warmup` forwards, on ranks with as many behind them, costs an activation and
+    hides some of a slow transfer (see eager-1f1b, which has as many as help).
 
     Source: PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, section 2.2.1. With R ranks and M
-    microbatches: bubble (R-1)(F+B) as GPipe's, peak min(R-r, M) activations on rank r.
+    microbatches: bubble (R-1)(F+B) as GPipe's, peak min(R-r, M) activations on rank r, and min(extra_warmup, R-r-1)
+    more while they are no more than M.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -24,7 +27,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     rank 2  .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .  .  .
     rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .  .  .
     """
-    return _one_in_turn("1f1b", ranks, microbatches, tuple(ranks - rank - 1 for rank in range(ranks)))
+    require_at_least(0, extra_warmup=extra_warmup)
+    return _one_in_turn("1f1b", ranks, microbatches, extra_warmup=extra_warmup)
 
 
 def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
@@ -44,17 +48,14 @@ def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     rank 2  .  .  F0 F1 F2 .  B0--- F3 B1--- .  B2--- .  B3--- .  .  .  .
     rank 3  .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .  .  .
     """
-    return _one_in_turn("eager-1f1b", ranks, microbatches, tuple(2 * (ranks - rank - 1) for rank in range(ranks)))
+    return _one_in_turn("eager-1f1b", ranks, microbatches, extra_warmup=ranks)
 
 
-def _one_in_turn(name: str, ranks: int, microbatches: int, warmups: tuple[int, ...]) -> Schedule:
-    """`warmups[rank]` forwards, then a forward and a backward in turn, then the remaining backwards."""
-
+def _one_in_turn(name: str, ranks: int, microbatches: int, *, extra_warmup: int) -> Schedule:
     def row(rank: int) -> tuple[Action, ...]:
-        warmup = min(warmups[rank], microbatches)
         forwards = [Action(Kind.F, rank, microbatch) for microbatch in range(microbatches)]
         backwards = [Action(Kind.B, rank, microbatch) for microbatch in range(microbatches)]
-        steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
-        return (*forwards[:warmup], *steady, *backwards[microbatches - warmup :])
+        following = ranks - rank - 1
+        return tuple(in_turn(following + min(extra_warmup, following), forwards, backwards))
 
     return Schedule(name, Placement.linear(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))

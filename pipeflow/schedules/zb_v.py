@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import count
 
-from pipeflow.core.action import Action, Kind
+from pipeflow.core.action import Action, Entry, Kind
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
+from pipeflow.schedules.rows import existing
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
@@ -31,7 +32,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """
     padded = max(microbatches, 2 * ranks - 1)
 
-    def row(rank: int) -> tuple[Action, ...]:
+    def row(rank: int) -> tuple[Entry, ...]:
         stages = {"down": rank, "up": 2 * ranks - 1 - rank}
         following = {(kind, way): count() for kind in Kind for way in stages}
         order: list[Action] = []
@@ -62,6 +63,6 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         for way in ("up", "down"):
             for _ in range(rank):
                 run(way, Kind.W)
-        return tuple(action for action in order if action.microbatch < microbatches)
+        return existing(order, microbatches)
 
     return Schedule("zb-v", Placement.vee(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))

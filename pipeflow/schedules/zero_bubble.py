@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
+from pipeflow.schedules.rows import in_turn
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
@@ -49,22 +50,14 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def _zero_bubble(name: str, ranks: int, microbatches: int, *, lead: int) -> Schedule:
-    """`lead` forwards of warm-up per rank that follows."""
-    padded = max(microbatches, lead * (ranks - 1) + 1)  # as many as the steady state needs; then they are dropped
+    """`lead` forwards of warm-up per rank that follows. Weight-gradient halves stay `lead` turns behind per rank
+    that comes before, so that gradients are early.
+    """
 
     def row(rank: int) -> tuple[Action, ...]:
-        warmup = lead * (ranks - rank - 1)
         forwards, inputs, weights = (
-            [Action(kind, rank, microbatch) for microbatch in range(padded)] for kind in (Kind.F, Kind.I, Kind.W)
+            [Action(kind, rank, microbatch) for microbatch in range(microbatches)] for kind in (Kind.F, Kind.I, Kind.W)
         )
-        lag = lead * rank  # weight-gradient halves stay that many behind, so that gradients are early
-        order = forwards[:warmup]
-        for turn in range(padded):
-            order += forwards[warmup + turn : warmup + turn + 1]
-            order.append(inputs[turn])
-            if turn >= lag:
-                order.append(weights[turn - lag])
-        order += weights[padded - lag :]
-        return tuple(action for action in order if action.microbatch < microbatches)
+        return tuple(in_turn(lead * (ranks - rank - 1), forwards, inputs, weights, lag=lead * rank))
 
     return Schedule(name, Placement.linear(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))

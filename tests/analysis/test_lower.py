@@ -4,12 +4,13 @@ import pytest
 
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.simulate import simulate
-from pipeflow.core.action import Action, Kind
+from pipeflow.core.action import Kind, actions_of
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
+from tests.families import make_near
 
 
 def text(step: Instruction) -> str:
@@ -47,8 +48,8 @@ def test_a_receive_is_posted_before_what_runs_when_its_value_is_sent(name: str, 
         now = 0.0
         for step in program.instructions:
             match step:
-                case Compute(Action() as action):
-                    now = spans[action].end
+                case Compute(entry):
+                    now = spans[actions_of(entry)[-1]].end
                 case Send(value, _):
                     sent[value] = now
                 case _:
@@ -57,8 +58,8 @@ def test_a_receive_is_posted_before_what_runs_when_its_value_is_sent(name: str, 
         posted = 0.0  # when the entry before began: at the latest then a receive here must be posted
         for step in program.instructions:
             match step:
-                case Compute(Action() as action):
-                    posted = spans[action].start
+                case Compute(entry):
+                    posted = spans[actions_of(entry)[0]].start
                 case Recv(value, _):
                     assert posted <= sent[value]
                 case _:
@@ -71,7 +72,7 @@ def brute_force_buffers(program: Program) -> int:
     last = {}
     for index, step in enumerate(steps):
         if isinstance(step, Compute):
-            last[step.entry.stage, step.entry.microbatch] = index  # type: ignore[union-attr]
+            last.update({(action.stage, action.microbatch): index for action in actions_of(step.entry)})
     lives = []
     for index, step in enumerate(steps):
         if isinstance(step, Recv):
@@ -83,14 +84,14 @@ def brute_force_buffers(program: Program) -> int:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 4), (2, 1), (4, 8), (3, 7)])
 def test_receive_buffers_are_counted(name: str, ranks: int, microbatches: int) -> None:
-    for program in lower(make_schedule(name, ranks=ranks, microbatches=microbatches)):
+    for program in lower(make_near(name, ranks=ranks, microbatches=microbatches)):
         assert program.receive_buffers == brute_force_buffers(program)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_release_comes_with_proof_or_at_the_end(name: str) -> None:
     """Run the programs: when a rank lets go of a value, its peer has already used it, or the program ends."""
-    schedule = make_schedule(name, ranks=3, microbatches=6)
+    schedule = make_near(name, ranks=3, microbatches=6)
     spans = {span.action: span for span in simulate(schedule)}
     users = {}
     for span in spans.values():
@@ -101,7 +102,7 @@ def test_a_release_comes_with_proof_or_at_the_end(name: str) -> None:
         now = 0.0
         for index, step in enumerate(program.instructions):
             if isinstance(step, Compute):
-                now = spans[step.entry].end  # type: ignore[index]
+                now = spans[actions_of(step.entry)[-1]].end
             if isinstance(step, Release) and index < last:
                 forward = step.value.content is Content.ACTIVATION
                 user = users[forward, step.value.stage + (1 if forward else -1), step.value.microbatch]

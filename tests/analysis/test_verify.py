@@ -16,6 +16,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.program import Program, Recv
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
+from tests.families import make_near
 
 Rows = tuple[tuple[Entry, ...], ...]
 Mutation = Callable[[Rows], Iterator[Rows]]
@@ -126,9 +127,9 @@ def replaced(rows: Rows) -> Iterator[Rows]:
 
 def subjects() -> Iterator[Schedule]:
     for name in SCHEDULES:
-        yield make_schedule(name, ranks=2, microbatches=3)
-        yield make_schedule(name, ranks=3, microbatches=2)
-        yield make_schedule(name, ranks=2, microbatches=4).forward_only()
+        yield make_near(name, ranks=2, microbatches=3)
+        yield make_near(name, ranks=3, microbatches=2)
+        yield make_near(name, ranks=2, microbatches=4).forward_only()
     yield from (ZERO_BUBBLE, PAIRED, VEE)
 
 

@@ -10,11 +10,19 @@ def test_constructors() -> None:
     assert Placement.linear(3).paths == ((0, 1, 2),)
     assert Placement.looped(2, 3).paths == ((0, 1, 0, 1, 0, 1),)
     assert Placement.vee(3).paths == ((0, 1, 2, 2, 1, 0),)
+    assert Placement.zigzag(2, 2).paths == ((0, 1, 1, 0, 0, 1, 1, 0),)
     assert Placement.bidirectional(3).paths == ((0, 1, 2), (2, 1, 0))
 
 
 @pytest.mark.parametrize(
-    "placement", [Placement.linear(5), Placement.looped(4, 3), Placement.vee(4), Placement.bidirectional(4)]
+    "placement",
+    [
+        Placement.linear(5),
+        Placement.looped(4, 3),
+        Placement.vee(4),
+        Placement.zigzag(4, 3),
+        Placement.bidirectional(4),
+    ],
 )
 def test_stages_ranks_and_chunks_agree(placement: Placement) -> None:
     for microbatch in range(len(placement.paths)):
@@ -62,3 +70,5 @@ def test_ranks_are_positive_integers(ranks: object) -> None:
             constructor(ranks)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="chunks must be an integer of at least 1"):
         Placement.looped(2, ranks)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="waves must be an integer of at least 1"):
+        Placement.zigzag(2, ranks)  # type: ignore[arg-type]

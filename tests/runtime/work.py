@@ -14,6 +14,7 @@ from pipeflow.core.action import Entry
 from pipeflow.runtime.context import current_context
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.testing.models import TinyModel
+from tests.families import accepts
 
 Batch = tuple[Any, Any]
 Gradients = dict[str, numpy.ndarray]
@@ -34,6 +35,7 @@ def layouts(max_ranks: int = 4, max_chunks: int = 3) -> list[tuple[str, int, int
         (name, ranks, chunks)
         for name in SCHEDULES
         for ranks in range(1, max_ranks + 1)
+        if accepts(name, ranks)
         for chunks in range(1, (max_chunks if "chunks" in options_of(name) else 1) + 1)
     ]
 

@@ -13,9 +13,9 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import make_schedule
 
 
-def unit_passes(name: str, ranks: int, microbatches: int) -> Timeline:
+def unit_passes(name: str, ranks: int, microbatches: int, **options: int) -> Timeline:
     """A pass through one chunk takes 1."""
-    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
     passes = schedule.placement.chunks_per_rank
     return simulate(schedule, CostModel.even(schedule.placement, passes, passes, passes))
 
@@ -122,3 +122,67 @@ def test_zb_v_of_2_ranks_and_4_microbatches() -> None:
         "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3",
         "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3",
     ]
+
+
+@pytest.mark.parametrize(
+    ("group", "makespan", "peaks"),
+    [
+        (4, 81, [11, 9, 7, 5]),
+        (6, 81, [13, 11, 9, 7]),
+        (12, 81, [19, 17, 15, 13]),
+    ],
+)
+def test_groups_of_interleaved_1f1b(group: int, makespan: int, peaks: list[int]) -> None:
+    timeline = unit_passes("interleaved-1f1b", 4, 12, group=group)
+    assert timeline.makespan == makespan
+    assert [2 * peak for peak in timeline.peak_activations] == peaks
+
+
+def test_a_last_group_that_is_filled_up_is_no_worse_than_a_smaller_one() -> None:
+    """Groups of 6 and 2 take 62 where the last two microbatches are a group of their own (Megatron-core), not 57."""
+    assert unit_passes("interleaved-1f1b", 4, 8, group=6).makespan == 61
+    assert unit_passes("interleaved-1f1b", 4, 8).makespan == 57
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "makespan", "when_apart", "peak"),
+    [
+        ("dualpipe-v", 4, 8, 54, 51, 9),
+        ("dualpipe-v", 4, 12, 78, 75, 9),
+        ("dualpipe", 8, 20, 66, 63, 9),
+    ],
+)
+def test_dualpipe(name: str, ranks: int, microbatches: int, makespan: int, when_apart: int, peak: int) -> None:
+    """`when_apart`: when the forward of a pair runs before its backward, and is seen as soon as it has."""
+    timeline = unit_passes(name, ranks, microbatches)
+    assert timeline.makespan == timeline.span == makespan
+    assert {alive * timeline.placement.chunks_per_rank for alive in timeline.peak_activations} == {peak}
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches).without_pairs()
+    passes = schedule.placement.chunks_per_rank
+    assert simulate(schedule, CostModel.even(schedule.placement, passes, passes, passes)).makespan == when_apart
+
+
+def test_dualpipe_v_of_2_ranks_and_4_microbatches() -> None:
+    rows = make_schedule("dualpipe-v", ranks=2, microbatches=4).rows
+    assert [" ".join(str(entry).removesuffix("OVERLAP_F_B") for entry in row) for row in rows] == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 (3F3;0B1) 3B3 0I2 0W2 0I3 0W3",
+        "1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3",
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "backward", "ratio"), [(4, 1, 0.2), (8, 1, 0.2727), (4, 2, 0.25), (8, 2, 0.3333)])
+def test_chimera_of_one_unit(ranks: int, backward: float, ratio: float) -> None:
+    """As many microbatches as ranks: (R-2)/(2R+R-2) at B = F, (R-2)/(1.5R+R-2) at B = 2F (arXiv 2107.06925)."""
+    schedule = make_schedule("chimera", ranks=ranks, microbatches=ranks)
+    timeline = simulate(schedule, CostModel.even(schedule.placement, 1, backward / 2, backward / 2))
+    assert timeline.bubble_ratio == pytest.approx(ratio, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "waves", "ratio"),
+    [(4, 1, 0.333), (4, 2, 0.213), (4, 4, 0.119), (8, 1, 0.368), (8, 2, 0.238), (8, 4, 0.135)],
+)
+def test_hanayo_is_no_worse_than_a_list_schedule(ranks: int, waves: int, ratio: float) -> None:
+    """`ratio` is that of a run at B = 2F in which whoever is free takes a backward before a forward, for M = R."""
+    schedule = make_schedule("hanayo", ranks=ranks, microbatches=ranks, waves=waves)
+    assert simulate(schedule).bubble_ratio < ratio + 5e-4

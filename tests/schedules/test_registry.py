@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import count
 from typing import NamedTuple
 
@@ -11,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeflow.analysis.simulate import simulate
-from pipeflow.analysis.verify import verify
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from tests.families import accepts
 
 
 class Size(NamedTuple):
     ranks: int
     microbatches: int
-    chunks: int  # 1 for a schedule without chunks
+    chunks: int  # stages a microbatch visits on a rank: 1 for a schedule without chunks
 
 
 class Costs(NamedTuple):
@@ -57,7 +58,7 @@ class Theory(NamedTuple):
     own: Callable[[Size, Costs], float] | None = None
     at_most: bool = False  # `bubble` is a bound
     fill: Callable[[Size], int] | None = lambda size: size.ranks - 1
-    chunks: int = 1  # of a schedule without such an option
+    chunks: int = 1  # of a schedule without an option for it
 
 
 def gap_less(size: Size, _: Costs) -> float:
@@ -82,6 +83,17 @@ def v_min_passes(size: Size, costs: Costs) -> float:
 
 def half_group(size: Size) -> int:
     return -(-size.ranks // 2)
+
+
+def crossing(depth: int, size: Size, costs: Costs) -> float:
+    """The bubble of waves that cross on ranks that have a place near both ends of a pipeline of `depth` stages."""
+    units, gap = size.microbatches // size.ranks, costs.whole - 2 * costs.forward
+    return (depth - 2) * (costs.whole - costs.forward + (units - 1) * gap) / size.chunks
+
+
+def no_short_backward(costs: Costs) -> Costs:
+    """A whole backward is no shorter than a forward."""
+    return costs._replace(backward_weight=max(costs.backward_weight, costs.forward - costs.backward_input))
 
 
 THEORY: dict[str, Theory] = {
@@ -171,24 +183,64 @@ THEORY: dict[str, Theory] = {
         costs=equal,
         fill=None,
     ),
+    "chimera": Theory(
+        bubble=lambda size, costs: crossing(size.ranks, size, costs),
+        peak=lambda size, rank: size.ranks // 2 + 1 + min(rank, size.ranks - 1 - rank),
+        holds=lambda size: size.microbatches % size.ranks == 0,
+        costs=no_short_backward,
+        fill=None,
+    ),
+    "hanayo": Theory(
+        bubble=lambda size, costs: crossing(2 * size.ranks, size, costs),
+        peak=lambda size, rank: (size.chunks - 1) * size.ranks + rank + 1,
+        holds=lambda size: size.microbatches % size.ranks == 0,
+        costs=no_short_backward,
+        fill=None,
+    ),
+    "dualpipe": Theory(
+        bubble=lambda size, costs: (size.ranks - 2) * costs.forward,
+        peak=lambda size, _: size.ranks + 1,
+        holds=lambda size: size.microbatches % 2 == 0 and size.microbatches >= 2 * size.ranks,
+        costs=equal,
+        fill=None,
+    ),
+    "dualpipe-v": Theory(
+        bubble=lambda size, costs: (size.ranks - 1) * costs.forward,
+        peak=lambda size, _: 2 * size.ranks + 1,
+        holds=lambda size: size.microbatches >= 2 * size.ranks,
+        costs=equal,
+        fill=None,
+        chunks=2,
+    ),
 }
 
 
 def make(name: str, size: Size) -> Schedule:
-    options = {"chunks": size.chunks} if "chunks" in options_of(name) else {}
-    return make_schedule(name, ranks=size.ranks, microbatches=size.microbatches, **options)
+    options = {"chunks": size.chunks, "waves": size.chunks // 2}
+    known = {option: value for option, value in options.items() if option in options_of(name)}
+    return make_schedule(name, ranks=size.ranks, microbatches=size.microbatches, **known)
 
 
+def ranks_up_to(name: str, most: int) -> list[int]:
+    return [ranks for ranks in range(1, most + 1) if accepts(name, ranks)]
+
+
+def chunks_up_to(name: str, most: int) -> list[int]:
+    if "waves" in options_of(name):
+        return list(range(2, most + 1, 2))
+    return list(range(1, most + 1)) if "chunks" in options_of(name) else [THEORY[name].chunks]
+
+
+@cache
 def sizes(name: str, ranks: int, microbatches: int, chunks: int) -> st.SearchStrategy[Size]:
-    chunked = "chunks" in options_of(name)
-    number = st.integers(1, chunks) if chunked else st.just(THEORY[name].chunks)
-    return st.builds(Size, st.integers(1, ranks), st.integers(1, microbatches), number)
+    numbers = (st.sampled_from(ranks_up_to(name, ranks)), st.integers(1, microbatches))
+    return st.builds(Size, *numbers, st.sampled_from(chunks_up_to(name, chunks)))
 
 
 def small(name: str) -> Iterator[Size]:
-    for ranks in range(1, 5):
+    for ranks in ranks_up_to(name, 4):
         for microbatches in range(1, 10):
-            for chunks in range(1, 4) if "chunks" in options_of(name) else (THEORY[name].chunks,):
+            for chunks in chunks_up_to(name, 4 if "waves" in options_of(name) else 3):
                 yield Size(ranks, microbatches, chunks)
 
 
@@ -234,29 +286,25 @@ def test_bubble_and_peak_are_those_of_the_docstring(name: str, data: st.DataObje
     assert timeline.bubble_ratio == pytest.approx(1 - timeline.work / timeline.span)
     peaks = [theory.peak(size, rank) / size.chunks for rank in range(size.ranks)]
     assert list(timeline.peak_activations) == pytest.approx(peaks)
+    require_that_forwards_fill_and_empty_the_pipeline_once(schedule.forward_only(), size, theory.fill)
 
 
-def fitting(name: str, size: Size) -> Size:
-    """`size`, or the next larger one for which the docstring makes its statement."""
-    for ranks in count(size.ranks):
-        for microbatches in range(size.microbatches, size.microbatches + 2 * ranks + 1):
-            if THEORY[name].holds(fits := size._replace(ranks=ranks, microbatches=microbatches)):
-                return fits
-    raise AssertionError
-
-
-@names
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_forward_only_fills_and_empties_the_pipeline_once(name: str, data: st.DataObject) -> None:
-    fill = THEORY[name].fill
-    size = fitting(name, data.draw(sizes(name, 16, 16, 4)))
-    schedule = make(name, size).forward_only()
-    assert verify(schedule) == []
+def require_that_forwards_fill_and_empty_the_pipeline_once(
+    schedule: Schedule, size: Size, fill: Callable[[Size], int] | None
+) -> None:
     timeline = simulate(schedule, CostModel.even(schedule.placement, forward=size.chunks))
     if fill is not None:
         assert timeline.makespan == size.microbatches * size.chunks + fill(size)
     assert timeline.peak_activations == (1 / size.chunks,) * size.ranks
+
+
+def fitting(name: str, size: Size) -> Size:
+    """`size`, or the next larger one for which the docstring makes its statement."""
+    for ranks in (number for number in count(size.ranks) if accepts(name, number)):
+        for microbatches in range(size.microbatches, size.microbatches + 2 * ranks + 1):
+            if THEORY[name].holds(fits := size._replace(ranks=ranks, microbatches=microbatches)):
+                return fits
+    raise AssertionError
 
 
 @names
@@ -282,24 +330,111 @@ def test_unknown_names_and_options_and_numbers_below_1_are_refused() -> None:
     with pytest.raises(UsageError, match="does not take chunks, pace; it has no options"):
         make_schedule("gpipe", ranks=2, microbatches=2, pace=1, chunks=2)
     with pytest.raises(UsageError, match="does not take pace; its options are chunks"):
-        make_schedule("interleaved-1f1b", ranks=2, microbatches=2, pace=1)
+        make_schedule("looped-bfs", ranks=2, microbatches=2, pace=1)
     for name in SCHEDULES:
         with pytest.raises(UsageError, match="ranks must be"):
             make_schedule(name, ranks=0, microbatches=2)
         with pytest.raises(UsageError, match="microbatches must be"):
             make_schedule(name, ranks=2, microbatches=0)
-    with pytest.raises(UsageError, match="chunks must be"):
-        make_schedule("interleaved-1f1b", ranks=2, microbatches=2, chunks=0)
+        for option in options_of(name):
+            with pytest.raises(UsageError, match=f"{option} must be"):
+                make_schedule(name, ranks=2, microbatches=2, **{option: -1})
+    for name in ("chimera", "dualpipe"):
+        with pytest.raises(UsageError, match="two directions and needs an even number of ranks, got 3"):
+            make_schedule(name, ranks=3, microbatches=2)
+    for name, least in (("interleaved-1f1b", 4), ("gis", 2)):
+        with pytest.raises(UsageError, match=f"group must be an integer of at least {least}, got {least - 1}"):
+            make_schedule(name, ranks=4, microbatches=4, group=least - 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("microbatches", [16, 32, 64])
+@pytest.mark.parametrize("microbatches", [16, 64])
 def test_an_eager_warm_up_pays_for_transfers_once(ranks: int, microbatches: int) -> None:
+    """1F1B with no extra warm-up pays at every microbatch; with as much as there can be it is eager-1f1b."""
     cost = 0.25
-    excess = {}
-    for name in ("1f1b", "eager-1f1b"):
-        schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
+    excess = []
+    for extra in range(ranks + 1):
+        schedule = make_schedule("1f1b", ranks=ranks, microbatches=microbatches, extra_warmup=extra)
         slow = simulate(schedule, CostModel.even(schedule.placement, transfer=cost)).makespan
-        excess[name] = slow - simulate(schedule).makespan
-    assert excess["eager-1f1b"] == pytest.approx(2 * (ranks - 1) * cost)
-    assert excess["1f1b"] >= excess["eager-1f1b"]
+        excess.append(slow - simulate(schedule).makespan)
+    assert excess == sorted(excess, reverse=True)
+    assert excess[-1] == pytest.approx(2 * (ranks - 1) * cost)
+    assert schedule.rows == make_schedule("eager-1f1b", ranks=ranks, microbatches=microbatches).rows
+
+
+grouped = {
+    "ranks": st.integers(1, 8),
+    "groups": st.integers(1, 3),
+    "chunks": st.integers(1, 4),
+    "costs": st.builds(Costs, times, times, times),
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(**grouped, larger=st.integers(0, 8), extra=st.integers(0, 8))
+def test_groups_and_warm_ups_of_interleaved_1f1b(
+    require_sound: Callable[[Schedule], None],
+    ranks: int,
+    groups: int,
+    chunks: int,
+    costs: Costs,
+    larger: int,
+    extra: int,
+) -> None:
+    group = ranks + larger
+    options = {"chunks": chunks, "group": group, "extra_warmup": extra}
+    require_sound(make_schedule("interleaved-1f1b", ranks=ranks, microbatches=groups * group - larger, **options))
+    schedule = make_schedule("interleaved-1f1b", ranks=ranks, microbatches=groups * group, **options)
+    timeline = simulate(schedule, CostModel.even(schedule.placement, *costs))
+    assert timeline.makespan - timeline.work == pytest.approx((ranks - 1) * costs.whole / chunks)
+    most = groups * group * chunks
+    peaks = [min(2 * (ranks - rank - 1) + (chunks - 1) * group + 1 + extra, most) for rank in range(ranks)]
+    assert [peak * chunks for peak in timeline.peak_activations] == pytest.approx(peaks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(**grouped, data=st.data())
+def test_groups_of_gis(
+    require_sound: Callable[[Schedule], None],
+    ranks: int,
+    groups: int,
+    chunks: int,
+    costs: Costs,
+    data: st.DataObject,
+) -> None:
+    group = data.draw(st.integers(-(-ranks // 2), 2 * ranks))
+    costs = costs if group >= ranks else equal(costs)
+    options = {"chunks": chunks, "group": group}
+    require_sound(make_schedule("gis", ranks=ranks, microbatches=groups * group - group // 2, **options))
+    size = Size(ranks, groups * group, chunks)
+    schedule = make_schedule("gis", ranks=ranks, microbatches=size.microbatches, **options)
+    timeline = simulate(schedule, CostModel.even(schedule.placement, *costs))
+    bubble = early_gradients(size, costs) + max(ranks - group, 0) * (chunks - 1) * costs.forward / chunks
+    assert timeline.makespan - timeline.work == pytest.approx(bubble)
+    peaks = [min(group * (chunks - 1) + ranks - rank, size.microbatches * chunks) for rank in range(ranks)]
+    assert [peak * chunks for peak in timeline.peak_activations] == pytest.approx(peaks)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+@settings(max_examples=20, deadline=None)
+@given(
+    ranks=st.integers(1, 8),
+    groups=st.integers(1, 4),
+    extra=st.integers(0, 8),
+    drawn=st.builds(Costs, times, times, times),
+)
+def test_an_extra_forward_costs_an_activation_at_most_and_no_time(
+    name: str, ranks: int, groups: int, extra: int, drawn: Costs
+) -> None:
+    """Where transfers are slow it saves time, in 1f1b; in interleaved-1f1b, only the first is sure not to cost any."""
+    for transfer, number in ((0, extra), (0.5, extra if name == "1f1b" else 0)):
+        fewer, more = (
+            simulate(schedule, CostModel.even(schedule.placement, *drawn, transfer=transfer))
+            for schedule in (
+                make_schedule(name, ranks=ranks, microbatches=groups * ranks, extra_warmup=number + one)
+                for one in (0, 1)
+            )
+        )
+        for before, after in zip(fewer.peak_activations, more.peak_activations, strict=True):
+            assert before <= after <= before + 1 / fewer.placement.chunks_per_rank
+        assert more.makespan <= fewer.makespan + 1e-9
