@@ -52,10 +52,12 @@ def require_evaluated(model: TinyModel, results: list[Any]) -> None:
     with torch.no_grad():
         output = module(**inputs) if isinstance(inputs, dict) else module(inputs)
         loss = model.criterion(output, labels)
-    [(told, outputs)] = [(loss, outputs) for loss, outputs in results if loss is not None]
-    assert told == pytest.approx(loss.item(), rel=1e-12)
-    for mine, its in zip(tree_leaves(outputs), tree_leaves(plain(output)), strict=True):
-        assert abs(mine - its).max() <= 1e-14
+    told = [(loss, outputs) for loss, outputs in results if loss is not None]
+    assert len(told) in (1, 2)  # two ranks have the last stage of a bidirectional schedule
+    for its_loss, outputs in told:
+        assert its_loss == pytest.approx(loss.item(), rel=1e-12)
+        for mine, its in zip(tree_leaves(outputs), tree_leaves(plain(output)), strict=True):
+            assert abs(mine - its).max() <= 1e-14
 
 
 @pytest.mark.parametrize("layout", layouts(max_ranks=3, max_chunks=2), ids=str)

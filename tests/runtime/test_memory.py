@@ -213,7 +213,7 @@ def require_received(schedule: Schedule, received: dict[str, Alive]) -> None:
 def test_receive_buffers_are_as_many_as_planned(
     layout: tuple[str, int, int], shape: tuple[int, ...] | None, received: dict[str, Alive]
 ) -> None:
-    schedule = schedule_of(layout, 8)
+    schedule = schedule_of(layout, 8).without_pairs()
     run_threads(run_receiving, layout[1], schedule, shape, False)
     require_received(schedule, received)
     run_threads(run_receiving, layout[1], schedule, shape, True)
