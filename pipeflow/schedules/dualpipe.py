@@ -119,7 +119,7 @@ def _row(near: _Stream, far: _Stream, depth: int, place: int, microbatches: int)
         yield weights.pop(0)
         yield far.forward()
     for turn in range(padded - 2 * depth + place + 1):  # steady state
-        if turn == 0 and behind == 0:  # the one that turned here first: its gradient is needed early
+        if turn == 0 and behind == 0:  # apart, since other ranks wait for this first gradient
             yield near.forward()
             yield far.backward()
         else:

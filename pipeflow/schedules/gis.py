@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pipeflow.core.placement import Placement, require_at_least, require_positive
+from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.interleaved_zb import grouped_row
+from pipeflow.schedules.rows import group_size
 
 
 def gis(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Schedule:
@@ -26,7 +27,7 @@ def gis(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = N
     rank 2  .  .  F0 F1 F2 F3 f0 f1 .  i0 w0 f2 i1 w1 f3 i2 w2 .  i3 w3 I0 W0 I1 W1 I2 W2 I3 W3 .  .
     rank 3  .  .  .  F0 F1 F2 F3 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 i3 w3 I0 W0 I1 W1 I2 W2 I3 W3 .  .  .
     """
-    return _grouped("gis", ranks, microbatches, chunks, group=ranks if group is None else group)
+    return _grouped("gis", ranks, microbatches, chunks, group=group)
 
 
 def gis_h(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
@@ -45,16 +46,11 @@ def gis_h(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     rank 2  .  .  F0 F1 .  .  f0 f1 .  i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 .  i3 w3 I2 W2 I3 W3 .  .
     rank 3  .  .  .  F0 F1 .  .  f0 i0 w0 f1 i1 w1 F2 I0 W0 F3 I1 W1 f2 i2 w2 f3 i3 w3 I2 W2 I3 W3 .  .  .
     """
-    return _grouped("gis-h", ranks, microbatches, chunks, group=_half(ranks))
+    return _grouped("gis-h", ranks, microbatches, chunks, group=-(-ranks // 2))
 
 
-def _grouped(name: str, ranks: int, microbatches: int, chunks: int, *, group: int) -> Schedule:
+def _grouped(name: str, ranks: int, microbatches: int, chunks: int, *, group: int | None) -> Schedule:
     require_positive(chunks=chunks)
-    require_at_least(_half(ranks), group=group)
-    rows = [grouped_row(ranks, microbatches, chunks, rank, group=group, lag=0) for rank in range(ranks)]
+    size = group_size(group, ranks=ranks, microbatches=microbatches, least=-(-ranks // 2))
+    rows = [grouped_row(ranks, microbatches, chunks, rank, group=size, lag=0) for rank in range(ranks)]
     return Schedule(name, Placement.looped(ranks, chunks), microbatches, tuple(rows))
-
-
-def _half(ranks: int) -> int:
-    """The smallest group that does not wait for itself."""
-    return -(-ranks // 2)

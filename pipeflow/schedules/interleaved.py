@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeflow.core.action import Entry, Kind
 from pipeflow.core.placement import Placement, require_at_least, require_positive
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.rows import existing, in_groups, in_turn
+from pipeflow.schedules.rows import existing, group_size, in_groups, in_turn
 
 
 def interleaved_one_f_one_b(
@@ -33,16 +33,15 @@ def interleaved_one_f_one_b(
     rank 2  .  .  F0 F1 F2 F3 f0 f1 f2 .  b0--- f3 b1--- .  b2--- .  b3--- B0--- B1--- B2--- B3--- .  .  .  .
     rank 3  .  .  .  F0 F1 F2 F3 f0 b0--- f1 b1--- f2 b2--- f3 b3--- B0--- B1--- B2--- B3--- .  .  .  .  .  .
     """
-    group = ranks if group is None else group
     require_positive(chunks=chunks)
-    require_at_least(ranks, group=group)
     require_at_least(0, extra_warmup=extra_warmup)
+    size = group_size(group, ranks=ranks, microbatches=microbatches, least=ranks)
 
     def row(rank: int) -> tuple[Entry, ...]:
         stages = range(rank, ranks * chunks, ranks)
-        forwards = in_groups(Kind.F, stages, microbatches, group=group)
-        backwards = in_groups(Kind.B, reversed(stages), microbatches, group=group)
-        warmup = 2 * (ranks - rank - 1) + (chunks - 1) * group + extra_warmup
+        forwards = in_groups(Kind.F, stages, microbatches, group=size)
+        backwards = in_groups(Kind.B, reversed(stages), microbatches, group=size)
+        warmup = 2 * (ranks - rank - 1) + (chunks - 1) * size + extra_warmup
         return existing(in_turn(warmup, forwards, backwards), microbatches)
 
     rows = tuple(row(rank) for rank in range(ranks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
+from pipeflow.schedules.rows import in_groups
 
 
 def looped_bfs(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
@@ -27,11 +28,9 @@ def looped_bfs(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     require_positive(chunks=chunks)
 
     def row(rank: int) -> tuple[Action, ...]:
-        stages = [chunk * ranks + rank for chunk in range(chunks)]
-        forwards = [Action(Kind.F, stage, microbatch) for stage in stages for microbatch in range(microbatches)]
-        backwards = [
-            Action(Kind.B, stage, microbatch) for stage in reversed(stages) for microbatch in range(microbatches)
-        ]
+        stages = range(rank, ranks * chunks, ranks)
+        forwards = in_groups(Kind.F, stages, microbatches, group=microbatches)
+        backwards = in_groups(Kind.B, reversed(stages), microbatches, group=microbatches)
         return (*forwards, *backwards)
 
     rows = tuple(row(rank) for rank in range(ranks))

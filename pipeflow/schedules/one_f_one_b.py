@@ -16,8 +16,7 @@ def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0) -> Sche
     hides some of a slow transfer (see eager-1f1b, which has as many as help).
 
     Source: PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, section 2.2.1. With R ranks and M
-    microbatches: bubble (R-1)(F+B) as GPipe's, peak min(R-r, M) activations on rank r, and min(extra_warmup, R-r-1)
-    more while they are no more than M.
+    microbatches: bubble (R-1)(F+B) as GPipe's, peak min(R-r + min(extra_warmup, R-r-1), M) activations on rank r.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

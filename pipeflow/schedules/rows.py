@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_at_least
 
 
 def in_groups(kind: Kind, stages: Iterable[int], microbatches: int, *, group: int) -> list[Action]:
@@ -44,8 +45,22 @@ def existing(row: Iterable[Entry], microbatches: int) -> tuple[Entry, ...]:
 
     Taking a microbatch out of a sound schedule leaves it sound.
     """
-    kept = ((entry, [action for action in actions_of(entry) if action.microbatch < microbatches]) for entry in row)
-    return tuple(entry if len(left) == len(actions_of(entry)) else left[0] for entry, left in kept if left)
+    kept: list[Entry] = []
+    for entry in row:
+        actions = actions_of(entry)
+        left = tuple(action for action in actions if action.microbatch < microbatches)
+        kept += (entry,) if left == actions else left
+    return tuple(kept)
+
+
+def group_size(group: int | None, *, ranks: int, microbatches: int, least: int) -> int:
+    """The microbatches of a group: `ranks` unless given; larger groups than there are microbatches are all the same.
+
+    Raises UsageError below `least`, where a group would wait for itself.
+    """
+    group = ranks if group is None else group
+    require_at_least(least, group=group)
+    return min(group, max(ranks, microbatches))
 
 
 def require_even(name: str, ranks: int) -> None:
