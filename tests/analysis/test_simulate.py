@@ -12,7 +12,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
-from tests.families import apart, make_near
+from tests.families import make_near
 
 
 def random_cost(stages: int, seed: int) -> CostModel:
@@ -27,7 +27,7 @@ def random_cost(stages: int, seed: int) -> CostModel:
 def test_every_action_starts_as_early_as_the_graph_allows(name: str, seed: int) -> None:
     """The longest path through the dependency graph, with networkx's order and nothing else in common."""
     networkx = pytest.importorskip("networkx")
-    schedule = apart(make_near(name, ranks=3, microbatches=5))
+    schedule = make_near(name, ranks=3, microbatches=5).without_pairs()
     cost = random_cost(schedule.placement.num_stages, seed)
     graph = dependency_graph(schedule)
     ends: dict[object, float] = {}
