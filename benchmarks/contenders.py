@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks import by_hand, pipeflow_side, torch_side
 from benchmarks.task import Contender, Task, check
+from pipeflow import Placement
 
 
 def all_of(
@@ -19,5 +20,5 @@ def all_of(
     if unknown_shape:
         made.append(pipeflow_side.contender(task, rank, name, chunks=chunks, known_shape=False))
     for contender in made:
-        check(task, contender, rank, chunks)
+        check(task, contender, rank, Placement.looped(task.ranks, chunks))
     return {contender.name: contender for contender in made}

@@ -23,9 +23,10 @@ def schedule_of(task: Task, name: str, chunks: int) -> pipeflow.Schedule:
 
 
 def pipeline(task: Task, rank: int, name: str, *, chunks: int = 1, known_shape: bool = True) -> pipeflow.Pipeline:
+    schedule = schedule_of(task, name, chunks)
     return pipeflow.Pipeline(
-        nn.ModuleList(task.chunks_of(rank, chunks)),
-        schedule_of(task, name, chunks),
+        nn.ModuleList(task.stages_of(rank, schedule.placement)),
+        schedule,
         criterion=task.criterion,
         tensor_shape=task.shape if known_shape else None,
         tensor_dtype=torch.float32,

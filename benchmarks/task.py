@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pipeflow import Placement
+
 
 @dataclass(frozen=True)
 class Task:
@@ -31,7 +33,12 @@ class Task:
 
     def chunks_of(self, rank: int, chunks: int) -> list[nn.Module]:
         """The stages of `rank` when every rank holds `chunks` of them, stage s on rank s modulo `ranks`."""
-        return self.make_stages(self.ranks * chunks)[rank :: self.ranks]
+        return self.stages_of(rank, Placement.looped(self.ranks, chunks))
+
+    def stages_of(self, rank: int, placement: Placement) -> list[nn.Module]:
+        """The stages of `rank`, in chunk order."""
+        stages = self.make_stages(placement.num_stages)
+        return [stages[stage] for stage in placement.stages_of(rank)]
 
 
 @dataclass(frozen=True)
@@ -59,16 +66,17 @@ def gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
 
 
-def check(task: Task, contender: Contender, rank: int, chunks: int) -> None:
+def check(task: Task, contender: Contender, rank: int, placement: Placement) -> None:
     """One step of `contender` must leave the plain model's gradients: mean loss over the samples of the batch.
 
     Raises AssertionError naming the contender and the worst relative difference.
     """
-    stages = task.make_stages(task.ranks * chunks)
+    stages = task.make_stages(placement.num_stages)
     task.criterion(nn.Sequential(*stages)(task.inputs), task.labels).backward()
     contender.zero_grad()
     contender.step()
-    pairs = zip(contender.gradients(), gradients(stages[rank :: task.ranks]), strict=True)
+    held = [stages[stage] for stage in placement.stages_of(rank)]
+    pairs = zip(contender.gradients(), gradients(held), strict=True)
     worst = max(((ours - plain).norm() / plain.norm().clamp_min(1e-12)).item() for ours, plain in pairs)
     if not worst < 1e-4:
         raise AssertionError(f"{contender.name}: gradients differ from the plain model's by {worst:.1e} on rank {rank}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from benchmarks.task import Contender, Task
+from pipeflow import Placement
 
 
 def one_f_one_b(task: Task, rank: int) -> Contender:
@@ -22,13 +23,29 @@ def interleaved(task: Task, rank: int, chunks: int) -> Contender:
     return _contender(task, rank, modules, ScheduleInterleaved1F1B(stages, task.microbatches, loss_fn=task.criterion))
 
 
+def zero_bubble_v(task: Task, rank: int) -> Contender:
+    placement = Placement.vee(task.ranks)
+    modules, stages = task.stages_of(rank, placement), placement.stages_of(rank)
+    device = torch.device("cpu")
+    held = [PipelineStage(each, stage, 2 * task.ranks, device) for each, stage in zip(modules, stages, strict=True)]
+    schedule = ScheduleZBVZeroBubble(held, task.microbatches, loss_fn=task.criterion)
+    return _contender(task, rank, modules, schedule, last=0)
+
+
 def _contender(
-    task: Task, rank: int, modules: list[nn.Module], schedule: Schedule1F1B | ScheduleInterleaved1F1B
+    task: Task,
+    rank: int,
+    modules: list[nn.Module],
+    schedule: Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble,
+    *,
+    last: int | None = None,
 ) -> Contender:
+    """`last`: the rank that computes the loss, the last one unless given."""
     inputs = (task.inputs,) if rank == 0 else ()
+    last = task.ranks - 1 if last is None else last
 
     def step() -> Tensor | None:
-        if rank != task.ranks - 1:
+        if rank != last:
             schedule.step(*inputs, return_outputs=False)
             return None
         losses: list[Tensor] = []
