@@ -11,6 +11,7 @@ Category = Callable[[FrameType], str | None]
 
 FOREIGN = (  # the user's module, and autograd; below them only the library's own calls count
     "/benchmarks/models.py",
+    "/pipeflow/runtime/deferring.py",  # stands in for torch's layers
     "/torch/nn/",
     "/torch/_tensor.py",
     "/torch/autograd/__init__.py",
@@ -21,6 +22,8 @@ LIBRARY = ("/pipeflow/", "/torch/distributed/", "/benchmarks/by_hand.py")
 TORCH_ACTIONS = {
     "FORWARD": "F",
     "FULL_BACKWARD": "B",
+    "BACKWARD_INPUT": "I",
+    "BACKWARD_WEIGHT": "W",
     "SEND_F": "P2P",
     "RECV_F": "P2P",
     "SEND_B": "P2P",
@@ -30,6 +33,7 @@ TORCH_FUNCTIONS = {
     "forward_one_chunk": "F",
     "_maybe_compute_loss": "F",
     "backward_one_chunk": "B",
+    "backward_weight_one_chunk": "W",
     "_maybe_get_loss": "B",
     "get_fwd_recv_ops": "P2P",
     "get_bwd_recv_ops": "P2P",
@@ -45,6 +49,8 @@ def of_torch(frame: FrameType) -> str | None:
     name = frame.f_code.co_name
     if name == "_perform_action":
         return TORCH_ACTIONS.get(frame.f_locals["action"].computation_type.name)
+    if name == "backward_one_chunk" and not frame.f_locals["full_backward"]:
+        return "I"
     return TORCH_FUNCTIONS.get(name) if "/pipelining/" in frame.f_code.co_filename else None
 
 

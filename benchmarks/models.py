@@ -50,6 +50,17 @@ class TrivialStage(nn.Module):
         return hidden * self.scale
 
 
+class LinearStage(nn.Module):
+    """A stage of one small linear layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden)
+
+
 class Block(nn.Module):
     """A pre-norm transformer block over (batch, length, width)."""
 

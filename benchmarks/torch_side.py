@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from benchmarks.task import Contender, Task
 from pipeflow import Placement
@@ -17,10 +24,20 @@ def one_f_one_b(task: Task, rank: int) -> Contender:
 
 
 def interleaved(task: Task, rank: int, chunks: int) -> Contender:
+    modules, stages = _looped(task, rank, chunks)
+    return _contender(task, rank, modules, ScheduleInterleaved1F1B(stages, task.microbatches, loss_fn=task.criterion))
+
+
+def _looped(task: Task, rank: int, chunks: int) -> tuple[list[nn.Module], list[PipelineStage]]:
     modules = task.chunks_of(rank, chunks)
     total, device = task.ranks * chunks, torch.device("cpu")
-    stages = [PipelineStage(each, rank + i * task.ranks, total, device) for i, each in enumerate(modules)]
-    return _contender(task, rank, modules, ScheduleInterleaved1F1B(stages, task.microbatches, loss_fn=task.criterion))
+    return modules, [PipelineStage(each, rank + i * task.ranks, total, device) for i, each in enumerate(modules)]
+
+
+def interleaved_zero_bubble(task: Task, rank: int, chunks: int) -> Contender:
+    modules, stages = _looped(task, rank, chunks)
+    schedule = ScheduleInterleavedZeroBubble(stages, task.microbatches, loss_fn=task.criterion)
+    return _contender(task, rank, modules, schedule)
 
 
 def zero_bubble_v(task: Task, rank: int) -> Contender:
@@ -36,7 +53,7 @@ def _contender(
     task: Task,
     rank: int,
     modules: list[nn.Module],
-    schedule: Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble,
+    schedule: Schedule1F1B | PipelineScheduleMulti,
     *,
     last: int | None = None,
 ) -> Contender:
