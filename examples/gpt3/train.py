@@ -167,7 +167,7 @@ def build_stages(
     held = [parts[stage] for stage in placement.stages_of(context.pipeline_rank)]
     stages = nn.ModuleList(build_stage(shape, *part, seed=arguments.seed, dtype=dtype) for part in held)
     stages.to(context.device)
-    wrapper = pipeflow.PipelineSharedModuleWrapper([placement.rank_of(0), placement.rank_of(len(parts) - 1)])
+    wrapper = pipeflow.PipelineSharedModuleWrapper([*placement.ranks_of(0), *placement.ranks_of(len(parts) - 1)])
     for table in [table for stage in stages for table in (stage.word_embeddings, stage.head) if table is not None]:
         wrapper.register_module(table)
     return stages

@@ -94,8 +94,9 @@ class CostModel:
 
     @classmethod
     def measured(cls, timeline: Timeline) -> CostModel:
-        """The costs that a timeline shows: per stage the mean time of its actions (a full backward counted as two
-        equal halves), and as latency the median time that an idle rank waited for a value after it was made.
+        """The costs that a timeline shows: per stage the mean time of its actions, and as latency the median time that
+        an idle rank waited for a value after it was made. What a whole backward takes is shared out between its halves
+        as where they ran apart, or equally.
         """
         times: dict[tuple[Kind, int], list[float]] = {}
         for span in timeline:
@@ -104,12 +105,20 @@ class CostModel:
         def mean(kind: Kind, stage: int) -> float:
             return fmean(times.get((kind, stage), [0.0]))
 
+        def halves(stage: int) -> tuple[float, float]:
+            """Of the mean backward on `stage`, whole or not."""
+            whole, apart = len(times.get((Kind.B, stage), ())), len(times.get((Kind.I, stage), ()))
+            first, second = mean(Kind.I, stage), mean(Kind.W, stage)
+            both = (whole * mean(Kind.B, stage) + apart * (first + second)) / max(whole + apart, 1)
+            part = first / (first + second) if first + second else 0.5
+            return both * part, both * (1 - part)
+
         stages = range(timeline.placement.num_stages)
-        halves = tuple(mean(Kind.B, stage) / 2 for stage in stages)
+        backward_input, backward_weight = zip(*map(halves, stages), strict=True)
         return cls(
             forward=tuple(mean(Kind.F, stage) for stage in stages),
-            backward_input=tuple(half + mean(Kind.I, stage) for half, stage in zip(halves, stages, strict=True)),
-            backward_weight=tuple(half + mean(Kind.W, stage) for half, stage in zip(halves, stages, strict=True)),
+            backward_input=backward_input,
+            backward_weight=backward_weight,
             latency=median(timeline.waits() or [0.0]),
         )
 

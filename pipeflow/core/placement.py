@@ -73,6 +73,10 @@ class Placement:
         """The rank on which `stage` works on `microbatch`."""
         return self.paths[microbatch % len(self.paths)][stage]
 
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a copy of `stage`, ascending: one, but for bidirectional schedules."""
+        return tuple(sorted({path[stage] for path in self.paths}))
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages whose weights `rank` holds, in ascending order: a stage's index there is its chunk."""
         held = {stage for path in self.paths for stage, holder in enumerate(path) if holder == rank}

@@ -90,7 +90,7 @@ def copies_of(modules: Mapping[int, nn.Module], placement: Placement) -> list[Sh
     return [
         SharedWeight(ranks, [[ref(parameter) for parameter in module.parameters()]])
         for stage, module in modules.items()
-        if len(ranks := tuple(sorted({path[stage] for path in placement.paths}))) > 1
+        if len(ranks := placement.ranks_of(stage)) > 1
     ]
 
 

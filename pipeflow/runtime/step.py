@@ -68,7 +68,7 @@ class Runner:
         self.criterion = criterion
         self.weigh = weigh
         self.overlap = overlap
-        self._is_split = len({path[-1] for path in schedule.placement.paths}) > 1  # two ranks have the last stage
+        self._is_split = len(schedule.placement.ranks_of(schedule.placement.num_stages - 1)) > 1
         self._compiled: dict[bool, Compiled] = {}  # by whether it trains
 
     def forget(self) -> None:

@@ -149,7 +149,9 @@ class TiedModel(TinyModel):
         placement = schedule.placement
         words = [module for module in chunks.modules() if isinstance(module, Words)]
         if words and placement.num_stages > 1:
-            shared = PipelineSharedModuleWrapper([rank for path in placement.paths for rank in (path[0], path[-1])])
+            shared = PipelineSharedModuleWrapper(
+                [*placement.ranks_of(0), *placement.ranks_of(placement.num_stages - 1)]
+            )
             for module in words:
                 shared.register_module(module)
 

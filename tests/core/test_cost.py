@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from pipeflow.core.action import Kind
+from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.span import Span
+from pipeflow.core.timeline import Timeline
 
 
 def test_costs_of_a_share_are_divided_among_its_chunks() -> None:
@@ -72,3 +74,11 @@ def test_impossible_costs_are_refused(change: dict[str, Any]) -> None:
 def test_a_stage_without_a_cost_is_an_error() -> None:
     with pytest.raises(UsageError, match="has 1 stages; stage 1 has no cost"):
         CostModel((1,), (1,), (1,)).duration(Kind.F, 1)
+
+
+def test_measured_costs_of_a_backward_are_those_of_whole_ones_and_of_halves() -> None:
+    times = {"0F0": (0, 2), "0B0": (2, 8), "0F1": (8, 10), "0I1": (10, 11), "0W1": (11, 14)}
+    spans = tuple(Span(Action.parse(text), 0, start, end) for text, (start, end) in times.items())
+    cost = CostModel.measured(Timeline("by hand", Placement.linear(1), (spans,)))
+    assert cost.duration(Kind.F, 0) == 2
+    assert [cost.duration(kind, 0) for kind in (Kind.I, Kind.W, Kind.B)] == [1.25, 3.75, 5]

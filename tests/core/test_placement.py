@@ -45,6 +45,8 @@ def test_a_bidirectional_microbatch_picks_its_path() -> None:
     assert [placement.rank_of(0, microbatch) for microbatch in range(4)] == [0, 3, 0, 3]
     assert placement.stages_of(1) == (1, 2)
     assert placement.chunk_of(2, microbatch=1) == 1
+    assert placement.ranks_of(0) == placement.ranks_of(3) == (0, 3)
+    assert Placement.vee(2).ranks_of(3) == (0,)
 
 
 @pytest.mark.parametrize(
