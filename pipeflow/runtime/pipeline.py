@@ -17,6 +17,7 @@ from pipeflow.runtime.agreement import all_gather_object
 from pipeflow.runtime.cells import Meta
 from pipeflow.runtime.context import Context, current_context
 from pipeflow.runtime.pairs import Overlap
+from pipeflow.runtime.products import Deferral
 from pipeflow.runtime.shared import Ties, compare_ties, copies_of, shared_in
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
@@ -44,7 +45,7 @@ class Pipeline(nn.Module):
     the lower rank, and each step sums their gradients.
 
     Weight gradients of stock linear, convolution and embedding layers wait for W where the schedule splits backwards;
-    all others come with I. `print(model.deferrals)` says which.
+    all others come with I. `deferrals` has, per stage, which are which, and its text says it.
 
     Raises UsageError when the chunks, the schedule and the ranks do not fit each other.
     """
@@ -86,6 +87,11 @@ class Pipeline(nn.Module):
                 overlap,
             )
             self.alarm.holders.add(self.runner)
+
+    @property
+    def deferrals(self) -> dict[int, Deferral]:
+        """Per stage of this rank, which weight gradients can wait for W, and which come with I."""
+        return {index: stage.deferral for index, stage in self.runner.stages.items()}
 
     def forward(self, *_: object, **__: object) -> None:
         """Refuses: a rank holds a part of the model only."""
