@@ -208,8 +208,11 @@ def test_what_cannot_run_is_neither_simulated_nor_lowered() -> None:
         simulate(deadlocked())
     with pytest.raises(ScheduleError, match="stuck"):
         lower(deadlocked())
-    with pytest.raises(ScheduleError, match="rank 1: there is no 2F0 in this schedule"):
-        simulate(Schedule.from_csv("0F0,0B0\n2F0,1B0", Placement.linear(2)))
+    for refuse in (simulate, lower):
+        with pytest.raises(ScheduleError, match="rank 1: there is no 2F0 in this schedule"):
+            refuse(Schedule.from_csv("0F0,0B0\n2F0,1B0", Placement.linear(2)))
+        with pytest.raises(ScheduleError, match="rank 0: there is no 0F2 in this schedule"):
+            refuse(Schedule("few", Placement.linear(1), 2, Schedule.from_csv("0F0,0B0,0F2,0B2").rows))
 
 
 @pytest.mark.parametrize(
