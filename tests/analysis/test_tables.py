@@ -167,37 +167,16 @@ def test_the_table_of_dualpipe_one_way(name: str, weights: int, costs: tuple[int
 )
 def test_the_table_of_dualpipe_two_ways(name: str, stages: int, overlap: float) -> None:
     """The README of deepseek-ai/DualPipe: bubble (PP/2-1)(F&B + B - 3W), activations PP+1 stages, of PP stages, on PP
-    ranks or folded on PP/2. A pass through a stage takes 1.
+    ranks or folded on PP/2. A pass through a stage takes 1. It is the rank with the most pairs that idles so long.
     """
     ranks = stages // 2 if name == "dualpipe-v" else stages
     schedule = make_schedule(name, ranks=ranks, microbatches=20 if name == "dualpipe" else 2 * ranks + 4)
     share = schedule.placement.chunks_per_rank
     timeline = simulate(schedule, CostModel.even(schedule.placement, share, share, share, overlap=overlap))
     pair = 3 - overlap
-    assert timeline.makespan - timeline.work == (stages / 2 - 1) * (pair + 2 - 3)
+    idle = [timeline.makespan - sum(span.end - span.start for span in row) for row in timeline.rows]
+    assert max(idle) == (stages / 2 - 1) * (pair + 2 - 3)
     assert [peak * share for peak in timeline.peak_activations] == [stages + 1] * ranks
-
-
-@registered("dualpipe-v")
-@pytest.mark.parametrize(("microbatches", "paired", "apart"), [(8, 54, 51), (12, 78, 75)])
-def test_dualpipe_v_of_four_ranks(microbatches: int, paired: int, apart: int) -> None:
-    """At 1 per pass: a pair that hides nothing costs more than its halves in turn, which the neighbours see earlier."""
-    schedule = make_schedule("dualpipe-v", ranks=4, microbatches=microbatches)
-    cost = CostModel.even(schedule.placement, 2, 2, 2)
-    for each, makespan in ((schedule, paired), (schedule.without_pairs(), apart)):
-        timeline = simulate(each, cost)
-        assert (timeline.makespan, timeline.span) == (makespan, makespan)
-        assert timeline.peak_activations == (4.5,) * 4
-
-
-@registered("dualpipe-v")
-def test_dualpipe_v_of_2_ranks_and_4_microbatches() -> None:
-    """As deepseek-ai/DualPipe runs it."""
-    rows = make_schedule("dualpipe-v", ranks=2, microbatches=4).rows
-    assert [" ".join(map(str, row)).replace("OVERLAP_F_B", "") for row in rows] == [
-        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 (3F3;0B1) 3B3 0I2 0W2 0I3 0W3",
-        "1F0 2F0 1F1 2F1 1F2 2B0 (2F2;1B0) (1F3;2B1) (2F3;1B1) 2B2 1B2 2I3 1I3 2W3 1W3",
-    ]
 
 
 @pytest.mark.parametrize(("microbatches", "makespan"), [(8, 57), (12, 81)])

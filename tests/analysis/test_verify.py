@@ -133,7 +133,7 @@ def replaced(rows: Rows) -> Iterator[Rows]:
 def subjects() -> Iterator[Schedule]:
     for name in SCHEDULES:
         yield make_schedule(name, ranks=2, microbatches=3)
-        yield make_schedule(name, ranks=3, microbatches=2)
+        yield make_schedule(name, ranks=4, microbatches=2)
         yield make_schedule(name, ranks=2, microbatches=4).forward_only()
     yield from BY_HAND
 
