@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from pipeflow.analysis.graph import dependency_graph
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.simulate import simulate
 from pipeflow.analysis.verify import Violation, verify
@@ -208,11 +209,14 @@ def test_what_cannot_run_is_neither_simulated_nor_lowered() -> None:
         simulate(deadlocked())
     with pytest.raises(ScheduleError, match="stuck"):
         lower(deadlocked())
-    for refuse in (simulate, lower):
+    for refuse in (simulate, lower, dependency_graph):
         with pytest.raises(ScheduleError, match="rank 1: there is no 2F0 in this schedule"):
             refuse(Schedule.from_csv("0F0,0B0\n2F0,1B0", Placement.linear(2)))
+    for refuse in (simulate, lower):
         with pytest.raises(ScheduleError, match="rank 0: there is no 0F2 in this schedule"):
             refuse(Schedule("few", Placement.linear(1), 2, Schedule.from_csv("0F0,0B0,0F2,0B2").rows))
+        with pytest.raises(ScheduleError, match="rank 1: 0B0 belongs on rank 0, which holds its stage"):
+            refuse(Schedule.from_csv("0F0\n1F0,1B0,0B0"))
 
 
 @pytest.mark.parametrize(
