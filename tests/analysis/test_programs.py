@@ -44,31 +44,31 @@ class Oracle:
         self.made: set[Value] = set()
         self.own: list[set[Value]] = [set() for _ in rows]  # made here, neither used nor sent
         self.posted: list[set[Value]] = [set() for _ in rows]  # and not used
-        self.ever: list[set[Value]] = [set() for _ in rows]
+        self.ever: list[set[Value]] = [set() for _ in rows]  # made here, or posted
         self.arrived: list[set[Value]] = [set() for _ in rows]
         self.sent: list[set[tuple[Value, int]]] = [set() for _ in rows]  # and not released
         self.channels: dict[tuple[int, int, Content], list[Value]] = {}
 
     def sound(self) -> bool:
         try:
-            while any(self.step(rank) for rank in range(len(self.rows))):
+            while sum(self.go_on(rank) for rank in range(len(self.rows))):
                 pass
         except BrokenError:
             return False
         ended = all(at == len(row) for at, row in zip(self.at, self.rows, strict=True))
         return ended and not any((*self.own, *self.posted, *self.sent, *self.channels.values()))
 
-    def step(self, rank: int) -> bool:
-        """Whether the rank's next instruction could run."""
-        if self.at[rank] == len(self.rows[rank]) or not self.run(rank, self.rows[rank][self.at[rank]]):
-            return False
-        self.at[rank] += 1
-        return True
+    def go_on(self, rank: int) -> int:
+        """How many more instructions the rank could run."""
+        start = self.at[rank]
+        while self.at[rank] < len(self.rows[rank]) and self.run(rank, self.rows[rank][self.at[rank]]):
+            self.at[rank] += 1
+        return self.at[rank] - start
 
     def run(self, rank: int, step: Instruction) -> bool:
         match step:
             case Recv(value, peer):
-                require(value not in self.ever[rank] and value not in self.made_on(rank))
+                require(value not in self.ever[rank])
                 self.ever[rank].add(value)
                 self.posted[rank].add(value)
                 self.channels.setdefault((peer, rank, value.content), []).append(value)
@@ -88,15 +88,6 @@ class Oracle:
                 return self.compute(rank, of(step))
         return True
 
-    def made_on(self, rank: int) -> set[Value]:
-        return {
-            value
-            for step in self.rows[rank][: self.at[rank]]
-            if isinstance(step, Compute)
-            for action in of(step)
-            for value in self.makes(action)
-        }
-
     def compute(self, rank: int, actions: tuple[Action, ...]) -> bool:
         wanted = [value for action in actions for value in self.needs(action)]
         require(all(value in self.own[rank] | self.posted[rank] for value in wanted))
@@ -105,8 +96,9 @@ class Oracle:
         for value in wanted:
             (self.own if value in self.own[rank] else self.posted)[rank].remove(value)
         for value in (value for action in actions for value in self.makes(action)):
-            require(value not in self.made | self.ever[rank])
+            require(value not in self.made and value not in self.ever[rank])
             self.made.add(value)
+            self.ever[rank].add(value)
             self.own[rank].add(value)
         return True
 
