@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeflow.core.action import Action, Entry, actions_of
 from pipeflow.core.dataflow import Value, makes, needs
+from pipeflow.core.errors import ScheduleError
 from pipeflow.core.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -19,10 +20,15 @@ def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
     An edge's `reason` is "row" (the next on the same rank) or the value that passes, as text. The two actions of
     a pair wait, and are waited for, together. The schedule can run to its end if and only if every needed value
     has a maker and this graph has no cycle.
+
+    Raises ScheduleError for an action of a stage that does not exist.
     """
     import networkx
 
     stages = schedule.placement.num_stages
+    for rank in range(len(schedule.rows)):
+        if foreign := next((action for action in schedule.actions(rank) if action.stage >= stages), None):
+            raise ScheduleError(f"rank {rank}: there is no {foreign} in this schedule; see verify()")
     graph: networkx.DiGraph[Action] = networkx.DiGraph()
     makers: dict[Value, Entry] = {}
     for rank, row in enumerate(schedule.rows):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from typing import NamedTuple
 
 from pipeflow.analysis.simulate import simulate
-from pipeflow.core.action import Entry, actions_of
+from pipeflow.core.action import Entry, Pair, actions_of
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content, Value, flows
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
@@ -25,104 +26,134 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
 
     Raises ScheduleError when the schedule cannot run to its end.
     """
-    transfers = _Transfers(schedule)
-    posts = _posts(schedule, transfers, cost)
-    releases = _releases(schedule, transfers)
-    return tuple(_program(schedule, rank, transfers, posts[rank], releases[rank]) for rank in range(len(schedule.rows)))
+    rows = simulate(schedule, cost).rows  # and so it can run to its end
+    times = [_times(row, spans) for row, spans in zip(schedule.rows, rows, strict=True)]
+    del rows  # the garbage collector would walk it again and again
+    channels = _channels(schedule)
+    posts = _posts(times, channels)
+    sends, releases = _sends(schedule, channels), _releases(schedule, channels)
+    return tuple(
+        Program(rank, _instructions(row, posts[rank], sends[rank], releases[rank]), _buffers(row, posts[rank]))
+        for rank, row in enumerate(schedule.rows)
+    )
 
 
-Name = tuple[Content, int, int]  # a Value, or the plain tuple that equals it and is made faster
+class _Transfer(NamedTuple):
+    """A value and the positions, in its sender's row where it is made and in its receiver's where it is used."""
+
+    value: Value
+    made: int
+    used: int
 
 
-class _Transfers:
-    """Per ordered pair of ranks, the values that pass, in the sender's order; where each is made and used."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        table = flows(schedule.placement.num_stages)
-        self.made: dict[Name, tuple[int, int]] = {}  # value -> (rank, position)
-        self.used: dict[Name, tuple[int, int]] = {}
-        for rank, row in enumerate(schedule.rows):
-            for position, entry in enumerate(row):
-                for action in actions_of(entry):
-                    flow = table[action.kind, action.stage]
-                    for content, stage in flow.makes:
-                        self.made[content, stage, action.microbatch] = (rank, position)
-                    for content, stage in flow.needs:
-                        self.used[content, stage, action.microbatch] = (rank, position)
-        self.channels: dict[tuple[int, int], list[Value]] = defaultdict(list)
-        for value, (maker, _) in self.made.items():
-            if value in self.used and (user := self.used[value][0]) != maker:
-                self.channels[maker, user].append(Value(*value))
+Channels = dict[tuple[int, int], list[_Transfer]]  # (from, to) -> in the sender's order
 
 
-def _posts(schedule: Schedule, transfers: _Transfers, cost: CostModel | None) -> list[dict[int, list[Recv]]]:
+def _channels(schedule: Schedule) -> Channels:
+    """What passes between ranks; saved and deferred values stay where they are."""
+    table = flows(schedule.placement.num_stages)
+    users: dict[tuple[Content, int], dict[int, tuple[int, int]]] = defaultdict(dict)  # of a stage, per microbatch
+    for rank, row in enumerate(schedule.rows):
+        for position, entry in enumerate(row):
+            for action in actions_of(entry):
+                for end in table[action.kind, action.stage].needs:
+                    users[end][action.microbatch] = rank, position
+    channels: Channels = defaultdict(list)
+    for rank, row in enumerate(schedule.rows):
+        for position, entry in enumerate(row):
+            for action in actions_of(entry):
+                microbatch = action.microbatch
+                for end in table[action.kind, action.stage].makes:
+                    user, used = users[end].get(microbatch, (rank, 0))
+                    if user != rank:
+                        channels[rank, user].append(_Transfer(Value(*end, microbatch), position, used))
+    return channels
+
+
+def _posts(times: list[_Times], channels: Channels) -> list[dict[int, list[Recv]]]:
     """Per rank and position, the receives to post before the entry there."""
-    timeline = simulate(schedule, cost)
-    times = [_entry_times(row, spans) for row, spans in zip(schedule.rows, timeline.rows, strict=True)]
-    posts: list[dict[int, list[Recv]]] = [defaultdict(list) for _ in schedule.rows]
-    for (sender, receiver), values in sorted(transfers.channels.items()):
+    posts: list[dict[int, list[Recv]]] = [defaultdict(list) for _ in times]
+    for (sender, receiver), transfers in sorted(channels.items()):
+        starts, ends = times[receiver].starts, times[sender].ends
+        activations = {
+            (value.stage, value.microbatch): made
+            for value, made, _ in channels.get((receiver, sender), ())
+            if value.content is Content.ACTIVATION
+        }
         running = 0  # the entry that the receiver is at when the value is sent
         described = 0  # a gradient looks like its activation, so it is posted for once that was made
-        for value in values:
-            _, sent = times[sender][transfers.made[value][1]]
-            while running + 1 < len(times[receiver]) and times[receiver][running + 1][0] < sent:
+        for value, made, _ in transfers:
+            sent = ends[made]
+            while running + 1 < len(starts) and starts[running + 1] < sent:
                 running += 1
             position = max(0, running - 1)
             if value.content is Content.GRADIENT:
-                activation = (Content.ACTIVATION, value.stage - 1, value.microbatch)
-                described = max(described, transfers.made[activation][1] + 1)
+                described = max(described, activations[value.stage - 1, value.microbatch] + 1)
                 position = max(position, described)
             posts[receiver][position].append(Recv(value, sender))
     return posts
 
 
-def _entry_times(row: tuple[Entry, ...], spans: tuple[Span, ...]) -> list[tuple[float, float]]:
-    """Per entry of a row, its start and end; a pair has two spans."""
+class _Times(NamedTuple):
+    """Per entry of a row."""
+
+    starts: list[float]
+    ends: list[float]
+
+
+def _times(row: tuple[Entry, ...], spans: tuple[Span, ...]) -> _Times:
+    """When the entries of a row run; a pair has two spans."""
     remaining = iter(spans)
-    times = []
+    times = _Times([], [])
     for entry in row:
-        of_entry = [next(remaining) for _ in actions_of(entry)]
-        times.append((of_entry[0].start, of_entry[-1].end))
+        first = last = next(remaining)
+        if isinstance(entry, Pair):
+            last = next(remaining)
+        times.starts.append(first.start)
+        times.ends.append(last.end)
     return times
 
 
-def _releases(schedule: Schedule, transfers: _Transfers) -> list[dict[int, list[Release]]]:
+def _sends(schedule: Schedule, channels: Channels) -> list[dict[int, list[Send]]]:
+    """Per rank and position, the sends that follow the entry there."""
+    sends: list[dict[int, list[Send]]] = [defaultdict(list) for _ in schedule.rows]
+    for (sender, receiver), transfers in sorted(channels.items()):
+        for value, made, _ in transfers:
+            sends[sender][made].append(Send(value, receiver))
+    return sends
+
+
+def _releases(schedule: Schedule, channels: Channels) -> list[dict[int, list[Release]]]:
     """Per rank and position, the sent values to let go of after the entry there; what no value proves comes
     after the last entry.
     """
     releases: list[dict[int, list[Release]]] = [defaultdict(list) for _ in schedule.rows]
-    for (sender, receiver), values in sorted(transfers.channels.items()):
-        answers = transfers.channels.get((receiver, sender), [])
-        made = [transfers.made[answer][1] for answer in answers]
-        for value in values:
-            proof = bisect_left(made, transfers.used[value][1])
-            position = transfers.used[answers[proof]][1] if proof < len(answers) else len(schedule.rows[sender]) - 1
+    for (sender, receiver), transfers in sorted(channels.items()):
+        answers = channels.get((receiver, sender), [])
+        made = [answer.made for answer in answers]
+        for value, _, used in transfers:
+            proof = bisect_left(made, used)
+            position = answers[proof].used if proof < len(answers) else len(schedule.rows[sender]) - 1
             releases[sender][position].append(Release(value, receiver))
     return releases
 
 
-def _program(
-    schedule: Schedule,
-    rank: int,
-    transfers: _Transfers,
+def _instructions(
+    row: tuple[Entry, ...],
     posts: dict[int, list[Recv]],
+    sends: dict[int, list[Send]],
     releases: dict[int, list[Release]],
-) -> Program:
-    table = flows(schedule.placement.num_stages)
+) -> tuple[Instruction, ...]:
     instructions: list[Instruction] = []
-    for position, entry in enumerate(schedule.rows[rank]):
+    for position, entry in enumerate(row):
         instructions += posts.get(position, ())
         instructions.append(Compute(entry))
-        for action in actions_of(entry):
-            for content, stage in table[action.kind, action.stage].makes:
-                user, _ = transfers.used.get((content, stage, action.microbatch), (rank, 0))
-                if user != rank:
-                    instructions.append(Send(Value(content, stage, action.microbatch), user))
+        instructions += sends.get(position, ())
         instructions += releases.get(position, ())
-    return Program(rank, tuple(instructions), _receive_buffers(schedule.rows[rank], posts))
+    return tuple(instructions)
 
 
-def _receive_buffers(row: tuple[Entry, ...], posts: dict[int, list[Recv]]) -> int:
+def _buffers(row: tuple[Entry, ...], posts: dict[int, list[Recv]]) -> int:
     """The most received values alive at once: from the post until the user's stage is done with the microbatch."""
     last = {
         (action.stage, action.microbatch): position

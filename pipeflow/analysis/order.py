@@ -27,7 +27,8 @@ class Order:
     schedules have hundreds of thousands of values, and numbers are what Python handles fastest.
 
     When the iteration has ended, `stuck` holds the (rank, position) of every entry that waits for ever: none,
-    unless the schedule is unsound. Raises ScheduleError for a stage or microbatch that does not exist.
+    unless the schedule is unsound. Raises ScheduleError for a stage or microbatch that does not exist, and for an
+    action on a rank that does not hold its stage.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -38,6 +39,7 @@ class Order:
         self._needs = {key: [first[end] for end in flow.needs] for key, flow in table.items()}
         self._makes = {key: [first[end] for end in flow.makes] for key, flow in table.items()}
         self._rows = schedule.rows
+        self._paths = schedule.placement.paths
         self._positions = [0] * len(self._rows)
 
     def __iter__(self) -> Iterator[Turn]:
@@ -78,6 +80,9 @@ class Order:
         key, microbatch = (action.kind, action.stage), action.microbatch
         if key not in self._needs or microbatch >= self._many:
             raise ScheduleError(f"rank {rank}: there is no {action} in this schedule; see verify()")
+        holder = self._paths[microbatch % len(self._paths)][action.stage]
+        if holder != rank:
+            raise ScheduleError(f"rank {rank}: {action} belongs on rank {holder}, which holds its stage; see verify()")
         needs = [first + microbatch for first in self._needs[key]]
         return Turn(rank, (action,), needs, [first + microbatch for first in self._makes[key]])
 

@@ -6,7 +6,7 @@ from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
-from pipeflow.core.errors import ScheduleError
+from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
@@ -20,12 +20,17 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     have what they need, takes what `CostModel.pair` says, and is seen by others when whole; run one half after the
     other, a schedule is `schedule.without_pairs()`.
 
-    Raises ScheduleError when the schedule cannot run to its end; `verify` says why.
+    Raises ScheduleError when the schedule cannot run to its end (`verify` says why), and UsageError for costs of
+    another number of stages.
     """
     cost = CostModel.even(schedule.placement) if cost is None else cost
-    durations = {
-        (kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(schedule.placement.num_stages)
-    }
+    stages = schedule.placement.num_stages
+    if len(cost.forward) != stages:
+        raise UsageError(
+            f"the cost model has {len(cost.forward)} stages, schedule {schedule.name!r} has {stages}: give one cost "
+            "per stage, as CostModel.even(schedule.placement) does"
+        )
+    durations = {(kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(stages)}
     order = Order(schedule)
     delays = [delay for content, stage in order.ends for delay in _delays(schedule, cost, content, stage)]
     made = [0.0] * len(delays)  # per value, when it exists

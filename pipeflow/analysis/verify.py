@@ -1,50 +1,38 @@
-"""Verify: everything that is wrong with a schedule, or with its programs, each with its place and the reason."""
+"""Verify: everything that is wrong with a schedule, each with its place and the reason. `programs` does so for what
+`lower` makes of one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterator
 
-from pipeflow.analysis.graph import dependency_graph
+from pipeflow.analysis.deadlock import Place, deadlocks
+from pipeflow.analysis.memory import Cap, over_cap
 from pipeflow.analysis.order import Order
+from pipeflow.analysis.programs import verify_programs
+from pipeflow.analysis.violation import Violation
 from pipeflow.core.action import Action, Kind, actions_of
-from pipeflow.core.dataflow import Content, Value
-from pipeflow.core.program import Program, Recv, Send
+from pipeflow.core.dataflow import Value, makes, needs
 from pipeflow.core.schedule import Schedule
 
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """One thing that is wrong. `rank` and `position` (an index into the rank's row) say where, when there is a
-    place; `problem` says what is there, `expected` what should be.
-    """
-
-    problem: str
-    expected: str
-    rank: int | None = None
-    position: int | None = None
-
-    def __str__(self) -> str:
-        where = "" if self.rank is None else f"rank {self.rank}"
-        where += "" if self.position is None else f", position {self.position}"
-        return (
-            f"{where}: {self.problem}; expected {self.expected}"
-            if where
-            else f"{self.problem}; expected {self.expected}"
-        )
-
+__all__ = ["Violation", "verify", "verify_programs"]
 
 Ran = dict[tuple[int, int], list[tuple[Kind, int, int]]]  # (stage, microbatch) -> (kind, rank, position)
 
 
-def verify(schedule: Schedule) -> list[Violation]:
+def verify(schedule: Schedule, *, memory_cap: Cap | None = None) -> list[Violation]:
     """Every violation of `schedule`; an empty list proves that it is sound:
 
     - every action is on the rank that holds its stage, within the stages and microbatches there are;
     - every (stage, microbatch) runs forward once, and backward once, whole or in two halves (or the schedule
       has forwards alone);
-    - no rank waits for ever: the order has no cycle.
+    - no rank waits for ever: the order has no cycle;
+    - with a `memory_cap`, in microbatches of a rank's whole share of the model (one number, or one per rank), no rank
+      keeps more activations alive, as `Timeline.peak_activations` counts them.
+
+    Whether an order has a cycle is asked only of the right actions in the right places.
+
+    Raises UsageError unless `memory_cap` is positive, and one per rank where it is several.
     """
     ran: Ran = {}
     for rank, row in enumerate(schedule.rows):
@@ -52,7 +40,8 @@ def verify(schedule: Schedule) -> list[Violation]:
             for action in actions_of(entry):
                 ran.setdefault((action.stage, action.microbatch), []).append((action.kind, rank, position))
     violations = [*_foreign(schedule, ran), *_misplaced(schedule, ran), *_not_once(schedule, ran)]
-    return violations or list(_deadlock(schedule))
+    violations = violations or list(_deadlock(schedule))
+    return violations if memory_cap is None else [*violations, *over_cap(schedule, memory_cap)]
 
 
 def _foreign(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
@@ -106,48 +95,29 @@ def _deadlock(schedule: Schedule) -> Iterator[Violation]:
     for _ in order:
         pass
     if order.stuck:
-        yield _cycle(schedule)
+        makers = _makers(schedule)
+        at = dict(order.stuck)
+        stages = schedule.placement.num_stages
+
+        def waits_for(place: Place) -> Place:
+            """Where the first value is made that is not there yet."""
+            entry = schedule.rows[place[0]][place[1]]
+            needed = [makers[value] for action in actions_of(entry) for value in needs(action, stages)]
+            return next(maker for maker in needed if maker[1] >= at.get(maker[0], maker[1] + 1))
+
+        def text(place: Place) -> str:
+            return str(schedule.rows[place[0]][place[1]])
+
+        yield from deadlocks(order.stuck, waits_for, text, "an order in which no action waits for itself")
 
 
-def _cycle(schedule: Schedule) -> Violation:
-    import networkx
-
-    graph = dependency_graph(schedule)
-    cycle = [edge[0] for edge in networkx.find_cycle(graph)]
-    first = graph.nodes[cycle[0]]
-    chain = " -> ".join(f"{action} (rank {graph.nodes[action]['rank']})" for action in (*cycle, cycle[0]))
-    return Violation(
-        f"deadlock: {chain}", "an order in which no action waits for itself", first["rank"], first["position"]
-    )
-
-
-def verify_programs(programs: Sequence[Program]) -> list[Violation]:
-    """Every violation of the channel rule: between each ordered pair of ranks, the activations that one sends and
-    those for which the other posts receives are the same, in the same order; and so for gradients.
-    """
-    sent: dict[Channel, list[Value]] = {}
-    received: dict[Channel, list[Value]] = {}
-    for program in programs:
-        for instruction in program.instructions:
-            match instruction:
-                case Send(value, peer):
-                    sent.setdefault((program.rank, peer, value.content), []).append(value)
-                case Recv(value, peer):
-                    received.setdefault((peer, program.rank, value.content), []).append(value)
-                case _:
-                    pass
-    channels = sorted({*sent, *received})
-    found = [_mismatch(channel, sent.get(channel, []), received.get(channel, [])) for channel in channels]
-    return [violation for violation in found if violation is not None]
-
-
-Channel = tuple[int, int, Content]  # from, to, of what
-
-
-def _mismatch(channel: Channel, sent: list[Value], received: list[Value]) -> Violation | None:
-    for index, (there, here) in enumerate(zip_longest(sent, received)):
-        if there != here:
-            ends = f"sent is {there or 'nothing'}, received is {here or 'nothing'}"
-            problem = f"from rank {channel[0]} to rank {channel[1]}, transfer {index}: {ends}"
-            return Violation(problem, "both ends to list the same values in the same order")
-    return None
+def _makers(schedule: Schedule) -> dict[Value, Place]:
+    """Where every value is made."""
+    stages = schedule.placement.num_stages
+    return {
+        value: (rank, position)
+        for rank, row in enumerate(schedule.rows)
+        for position, entry in enumerate(row)
+        for action in actions_of(entry)
+        for value in makes(action, stages)
+    }

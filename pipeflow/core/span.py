@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeflow.core.action import Action
-from pipeflow.core.dataflow import Value, makes, needs
+from pipeflow.core.dataflow import DATAFLOW, Content, Value, flows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,44 +51,85 @@ def causes(rows: tuple[Row, ...], num_stages: int) -> tuple[tuple[Cause, ...], .
     A transfer takes an unknown time. So the input is what was waited for when the rank was idle for longer than
     a measured rank is between any two spans: a twentieth of the span.
     """
-    return tuple(tuple(_cause(*each) for each in row) for row in _candidates(rows, num_stages))
+    makers = _Makers(rows, num_stages)
+    return tuple(
+        tuple(_cause(rows, makers, rank, position) for position in range(len(row))) for rank, row in enumerate(rows)
+    )
+
+
+def critical_path(rows: tuple[Row, ...], num_stages: int) -> tuple[Cause, ...]:
+    """From the span that ends last, cause after cause, back to one that began at once; earliest first."""
+    last = max((row[-1] for row in rows if row), key=lambda span: span.end, default=None)
+    makers = _Makers(rows, num_stages)
+    path: list[Cause] = []
+    while last is not None:
+        path.append(_cause(rows, makers, *makers.place(last.action)))
+        last = path[-1].after
+    return tuple(reversed(path))
 
 
 def waits(rows: tuple[Row, ...], num_stages: int) -> list[float]:
     """Where a rank stood idle for a value from another rank: the time from when that was made to when the
     action that needed it began. What a transfer takes, as seen from the timeline.
     """
+    makers = _Makers(rows, num_stages)
     return [
         span.start - sent[0].end
-        for row in _candidates(rows, num_stages)
-        for span, previous, sent in row
-        if sent is not None and sent[0].end > (0.0 if previous is None else previous.end)
+        for row in rows
+        for previous, span in zip((None, *row), row, strict=False)
+        if (sent := makers.sent(span)) is not None and sent[0].end > (0.0 if previous is None else previous.end)
     ]
 
 
 Sent = tuple[Span, Value]
 
 
-def _candidates(rows: tuple[Row, ...], num_stages: int) -> Iterator[Iterator[tuple[Span, Span | None, Sent | None]]]:
-    """Each span, the one before it on its rank, and the latest maker of its input on another rank."""
-    makers: dict[Value, Span] = {}
-    for row in rows:
-        for span, following in zip(row, (*row[1:], *row[-1:]), strict=True):
-            seen = following if following.action == span.partner else span  # others see a pair when both are done
-            makers.update(dict.fromkeys(makes(span.action, num_stages), seen))
+class _Makers:
+    """Where every action ran, to find what made a value."""
 
-    def sent(span: Span) -> Sent | None:
-        wanted = needs(span.action, num_stages)
-        if span.partner is not None:  # a pair begins when both have what they need
-            wanted += needs(span.partner, num_stages)
-        arriving = [(makers[value], value) for value in wanted if value in makers and makers[value].rank != span.rank]
-        return max(arriving, key=lambda one: one[0].end, default=None)
+    def __init__(self, rows: tuple[Row, ...], num_stages: int) -> None:
+        self._rows = rows
+        self._flows = flows(num_stages)
+        self._places = {
+            (span.action.kind, span.action.stage, span.action.microbatch): (rank, position)
+            for rank, row in enumerate(rows)
+            for position, span in enumerate(row)
+        }
 
-    for row in rows:
-        yield ((span, previous, sent(span)) for previous, span in zip((None, *row), row, strict=False))
+    def place(self, action: Action) -> tuple[int, int]:
+        """The rank of an action, and its index there."""
+        return self._places[action.kind, action.stage, action.microbatch]
+
+    def sent(self, span: Span) -> Sent | None:
+        """What `span` needs from another rank: the latest of its makers, and what that made. A pair begins when both
+        of its halves have what they need, and is seen by others when both are done.
+        """
+        latest: Sent | None = None
+        for action in (span.action,) if span.partner is None else (span.action, span.partner):
+            for content, stage in self._flows[action.kind, action.stage].needs:
+                for kind in _MAKERS[content]:
+                    rank, position = self._places.get((kind, stage, action.microbatch), (span.rank, 0))
+                    if rank != span.rank:
+                        row = self._rows[rank]
+                        maker = row[position]
+                        if maker.partner is not None and row[position + 1 : position + 2]:
+                            following = row[position + 1]
+                            maker = following if following.action == maker.partner else maker
+                        if latest is None or maker.end > latest[0].end:
+                            latest = maker, Value(content, stage, action.microbatch)
+        return latest
 
 
-def _cause(span: Span, previous: Span | None, sent: Sent | None) -> Cause:
+_MAKERS = {
+    content: [kind for kind, flow in DATAFLOW.items() if content in (made for made, _ in flow.makes)]
+    for content in Content
+}
+
+
+def _cause(rows: tuple[Row, ...], makers: _Makers, rank: int, position: int) -> Cause:
+    span = rows[rank][position]
+    previous = rows[rank][position - 1] if position else None
+    sent = makers.sent(span)
     if sent is None or (previous is not None and previous.partner == span.action):
         return Cause(span, previous, None)
     maker, value = sent

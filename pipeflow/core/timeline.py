@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.span import Cause, Row, Span, causes, waits
+from pipeflow.core.span import Cause, Row, Span, causes, critical_path, waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,7 @@ class Timeline:
 
     def critical_path(self) -> tuple[Cause, ...]:
         """The chain of spans that the makespan consists of, each with its cause: the one before it in the chain."""
-        cause_of = {cause.span: cause for row in self.causes() for cause in row}
-        last = max((row[-1] for row in self.rows if row), key=lambda span: span.end, default=None)
-        path: list[Cause] = []
-        while last is not None:
-            path.append(cause_of[last])
-            last = path[-1].after
-        return tuple(reversed(path))
+        return critical_path(self.rows, self.placement.num_stages)
 
 
 def _changes(row: Row, saved: tuple[float, ...], deferred: tuple[float, ...] = ()) -> list[tuple[float, float]]:

@@ -65,9 +65,12 @@ def test_the_rows_of_a_timeline_are_those_of_the_schedule() -> None:
     assert [str(span.action) for span in simulate(schedule)] == ["0F0", "0F1", "0F2", "0B0", "0B1", "0B2"]
 
 
-def test_a_stage_without_a_cost_is_an_error() -> None:
-    with pytest.raises(UsageError, match="stage 1 has no cost"):
-        simulate(make_schedule("1f1b", ranks=2, microbatches=2), CostModel((1,), (1,), (1,)))
+@pytest.mark.parametrize("stages", [1, 3])
+def test_costs_of_another_number_of_stages_are_an_error(stages: int) -> None:
+    with pytest.raises(
+        UsageError, match=f"the cost model has {stages} stages, schedule '1f1b' has 2: give one cost per"
+    ):
+        simulate(make_schedule("1f1b", ranks=2, microbatches=2), CostModel.even(Placement.linear(stages)))
 
 
 def test_the_graph_names_places_and_reasons() -> None:

@@ -1,0 +1,159 @@
+"""Schedules go to torch.distributed.pipelining and come from it, as CSV. Checked with torch 2.13, whose names for this
+are private; no process runs.
+
+torch cannot say a schedule of two directions (its validator wants every stage on one rank) nor one without backwards.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeflow.analysis.lower import lower
+from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.verify import verify
+from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import Content
+from pipeflow.core.placement import Placement
+from pipeflow.core.program import Send
+from pipeflow.core.schedule import Schedule
+from pipeflow.draw import picture
+from pipeflow.schedules import SCHEDULES, make_schedule
+
+pytest.importorskip("torch")
+from torch.distributed.pipelining import schedules as theirs
+
+SIZES = [(2, 3), (4, 4), (4, 9)]
+
+
+def stages(ranks: int, chunks: int) -> list[Any]:
+    """What torch's schedules ask of stages before they run."""
+    common = {"num_stages": ranks * chunks, "group_size": ranks, "group_rank": 0, "submod": None, "is_last": False}
+    return [SimpleNamespace(stage_index=chunk * ranks, **common) for chunk in range(chunks)]
+
+
+def loaded(schedule: Schedule, path: Path) -> Any:
+    """torch's runtime, which has validated and lowered the file."""
+    path.write_text(schedule.to_csv())
+    ranks = schedule.placement.num_ranks
+    runtime = theirs._PipelineScheduleRuntime(
+        stages(ranks, schedule.placement.num_stages // ranks), schedule.num_microbatches
+    )
+    runtime._load_csv(str(path))
+    return runtime
+
+
+def transfers_of(rank: int, schedule: Schedule) -> dict[str, list[tuple[int, int]]]:
+    """What we would send from `rank`, in order."""
+    sent = [step.value for step in lower(schedule)[rank].instructions if isinstance(step, Send)]
+    names = {"SEND_F": Content.ACTIVATION, "SEND_B": Content.GRADIENT}
+    return {
+        name: [(value.stage, value.microbatch) for value in sent if value.content is content]
+        for name, content in names.items()
+    }
+
+
+def one_way(name: str) -> bool:
+    return len(make_schedule(name, ranks=4, microbatches=4).placement.paths) == 1
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])
+def test_torch_loads_runs_and_sends_the_same(name: str, ranks: int, microbatches: int, tmp_path: Path) -> None:
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
+    runtime = loaded(schedule, tmp_path / "schedule.csv")
+    assert tuple(tuple(map(str, runtime.pipeline_order[rank])) for rank in range(ranks)) == tuple(
+        tuple(map(str, row)) for row in schedule.rows
+    )
+    holders = {stage: schedule.placement.rank_of(stage) for stage in range(schedule.placement.num_stages)}
+    assert runtime.stage_index_to_group_rank == holders
+
+    order: dict[int, list[Any]] = {rank: [] for rank in range(ranks)}
+    for rank, row in runtime.pipeline_order_with_comms.items():
+        for action in row:  # torch's simulator knows neither pairs nor what its lowering adds for sharding
+            if action.computation_type.name not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
+                order[rank] += action.sub_actions or [action]
+        for kind, values in transfers_of(rank, schedule).items():
+            sends = [action for action in order[rank] if action.computation_type.name == kind]
+            assert [(action.stage_index, action.microbatch_index) for action in sends] == values
+    steps = theirs._simulate_comms_compute(order, holders.__getitem__, len(holders))
+    assert {rank: [action for action in row if action] for rank, row in steps.items()} == order
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if not one_way(name)])
+def test_torch_cannot_say_two_directions(name: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="is assigned to both rank"):
+        loaded(make_schedule(name, ranks=4, microbatches=8), tmp_path / "schedule.csv")
+
+
+def test_torch_cannot_say_forwards_alone(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="Invalid backward microbatches"):
+        loaded(make_schedule("1f1b", ranks=2, microbatches=2).forward_only(), tmp_path / "schedule.csv")
+
+
+MULTI = [
+    ("Interleaved1F1B", "interleaved-1f1b", 2),
+    ("Interleaved1F1B", "interleaved-1f1b", 3),
+    ("LoopedBFS", "looped-bfs", 2),
+    ("InterleavedZeroBubble", "interleaved-zb", 2),
+    ("ZBVZeroBubble", "zb-v", 2),
+    ("DualPipeV", "dualpipe-v", 2),
+]
+
+
+@pytest.mark.parametrize(("theirs_name", "name", "chunks"), MULTI, ids=lambda value: str(value))
+@pytest.mark.parametrize("microbatches", [8, 16])
+def test_torch_exports_what_we_read_verify_simulate_and_draw(
+    theirs_name: str, name: str, chunks: int, microbatches: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "schedule.csv"
+    exported = theirs.get_schedule_class(theirs_name)(stages(4, chunks), microbatches)
+    exported._dump_csv(str(path), format="compute_only")
+    vee = name in ("zb-v", "dualpipe-v")
+    schedule = Schedule.from_csv(path.read_text(), Placement.vee(4) if vee else None, name=name)
+    assert verify(schedule) == []
+    assert schedule.num_microbatches == microbatches
+    passes = CostModel.even(schedule.placement, chunks, chunks, chunks)
+    timeline = simulate(schedule, passes)
+    assert timeline.work == 3 * chunks * microbatches
+    drawn = picture(timeline).splitlines()
+    assert [line.split()[:2] for line in drawn] == [["rank", str(rank)] for rank in range(4)]
+    if name in SCHEDULES:
+        options = {} if vee else {"chunks": chunks}
+        ours = simulate(make_schedule(name, ranks=4, microbatches=microbatches, **options), passes)
+        assert timeline.makespan == ours.makespan
+        assert timeline.peak_activations == ours.peak_activations
+
+
+def single(theirs_name: str) -> Schedule:
+    """What torch draws of a schedule with one stage a rank, but for its reductions of gradients."""
+    exported = theirs.get_schedule_class(theirs_name)(stages(4, 1)[0], 8)
+    rows = [
+        ",".join(
+            "" if action is None else str(action) for action in exported.pipeline_order[rank] if not reduces(action)
+        )
+        for rank in range(4)
+    ]
+    return Schedule.from_csv("\n".join(rows), num_microbatches=8 if theirs_name == "GPipe" else None)
+
+
+def reduces(action: Any) -> bool:
+    return action is not None and action.computation_type.name == "REDUCE_GRAD"
+
+
+def test_gpipe_of_torch_is_ours() -> None:
+    assert single("GPipe").rows == make_schedule("gpipe", ranks=4, microbatches=8).rows
+
+
+def test_1f1b_of_torch_is_drawn_wrong_on_the_last_rank() -> None:
+    """It runs another order there: its drawing counts that rank's forwards from 1."""
+    drawn, ours = single("1F1B"), make_schedule("1f1b", ranks=4, microbatches=8)
+    assert drawn.rows[:3] == ours.rows[:3]
+    wrong = Schedule("1F1B", drawn.placement, 8, drawn.rows)
+    assert [str(violation) for violation in verify(wrong)] == [
+        "rank 3, position 14: 3F8 does not exist; expected stages 0..3 and microbatches 0..7",
+        "rank 3: of stage 3, microbatch 0 runs 3B0; expected F and B, or F, I and W",
+    ]
