@@ -11,8 +11,9 @@ from rich.text import Text
 
 from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.layout import fit, num_chunks, pieces, round_half_up
+from pipeflow.draw.layout import fit, heights, num_chunks, pieces, round_half_up
 from pipeflow.draw.measures import Unit, axis, heading, measures
+from pipeflow.draw.memory import Memory, memory_of, same_memory
 from pipeflow.draw.painters import Colours, Letters, Painter, paint
 
 
@@ -42,38 +43,61 @@ class Gantt:
     timeline: Timeline
     unit: str = ""
     factor: float = 1.0
+    memory: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        return stacked({heading(self.timeline): self.timeline}, Unit(self.unit, self.factor), console, options)
+        drawing = {heading(self.timeline): self.timeline}
+        return stacked(drawing, Unit(self.unit, self.factor), console, options, memory=self.memory)
 
 
-def stacked(timelines: dict[str, Timeline], unit: Unit, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+def stacked(
+    timelines: dict[str, Timeline], unit: Unit, console: Console, options: ConsoleOptions, *, memory: bool
+) -> Iterator[Text]:
     """Titled timelines above each other on one time scale, with one legend below."""
-    painter = _painter(timelines, console, options)
-    margin = max(len(f"rank {len(timeline.rows) - 1}  ") for timeline in timelines.values())
+    timelines = dict(zip(timelines, same_memory([*timelines.values()]), strict=True))
+    painter = painter_for(max(map(num_chunks, timelines.values())), console, options)
+    kept = memory_of([*timelines.values()]) if memory else None
+    margin = max(len(label) for timeline in timelines.values() for label in _labels(timeline, kept)) + 2
     room = max(options.max_width - margin, 1)
     horizon = max(timeline.makespan for timeline in timelines.values())
     scale = fit(timelines.values(), room)
     for title, timeline in timelines.items():
         yield Text(title, "bold")
         yield _line(" " * margin, (axis(horizon, scale, room, unit), "bright_black"))
-        width = round_half_up(timeline.makespan * scale)
-        for rank, line in enumerate(pieces(timeline, scale)):
-            yield _line(f"rank {rank}".ljust(margin), *paint(line, width, painter))
+        yield from _rows(timeline, scale, margin, painter, kept)
         yield Text(measures(timeline, unit))
         yield Text()
-    yield Text.assemble(*painter.legend(_kinds(timelines)))
+    spans = [span for timeline in timelines.values() for span in timeline]
+    kinds = {span.action.kind for span in spans}
+    pairs = any(span.partner is not None for span in spans)
+    legend = painter.legend([kind for kind in Kind if kind in kinds], pairs=pairs, memory=kept)
+    yield Text.assemble(*legend)
 
 
-def _painter(timelines: dict[str, Timeline], console: Console, options: ConsoleOptions) -> Painter:
-    chunks = max(num_chunks(timeline) for timeline in timelines.values())
+def painter_for(chunks: int, console: Console, options: ConsoleOptions) -> Painter:
+    """Colours where the console has them, else letters."""
     plain = console.color_system is None or console.no_color or options.ascii_only
     return Letters(chunks) if plain else Colours(chunks, few=console.color_system in ("standard", "windows"))
 
 
-def _kinds(timelines: dict[str, Timeline]) -> list[Kind]:
-    present = {span.action.kind for timeline in timelines.values() for span in timeline}
-    return [kind for kind in Kind if kind in present]
+def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept: Memory | None) -> Iterator[Text]:
+    """Per rank a line of actions and, where memory is shown, a line of what is kept."""
+    width = round_half_up(timeline.makespan * scale)
+    labels = iter(_labels(timeline, kept))
+    for rank, line in enumerate(pieces(timeline, scale)):
+        yield _line(next(labels).ljust(margin), *paint(line, width, painter))
+        if kept is not None:
+            amounts = heights(timeline.memory(rank), timeline.makespan, scale)
+            yield _line((next(labels).ljust(margin), "bright_black"), painter.memory(amounts, kept))
+            yield from [Text()] * painter.space
+
+
+def _labels(timeline: Timeline, kept: Memory | None) -> Iterator[str]:
+    """What stands before each line."""
+    for rank in range(len(timeline.rows)):
+        yield f"rank {rank}"
+        if kept is not None:
+            yield f"peak {kept.text(max((amount for _, amount in timeline.memory(rank)), default=0.0))}"
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:
