@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeflow.cli.draw import show
 from pipeflow.cli.files import write
-from pipeflow.cli.measures import COLUMNS, Column, Measures
+from pipeflow.cli.measures import COLUMNS, Column, Measures, size
 from pipeflow.cli.options import cost_options, schedule_options
 from pipeflow.cli.plans import Asked, sound_plan
 from pipeflow.core.errors import UsageError
@@ -121,6 +121,6 @@ def _scatter(found: Found) -> Scatter:
 
     kept = COLUMNS["activations" if any(measures.peak_bytes is None for measures in found.values()) else "bytes"]
     lost = COLUMNS["makespan-bubble"]
-    axes = [Axis(" ".join(column.title.split()), column.text) for column in (kept, lost)]
+    axes = [Axis(" ".join(each.title.split()), each.text, 1024 if each.text is size else 10) for each in (kept, lost)]
     points = [Point(name, kept.of(each) or 0.0, lost.of(each) or 0.0) for name, each in found.items()]
     return Scatter(points, *axes)

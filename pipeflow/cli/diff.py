@@ -109,7 +109,7 @@ def _table(
             continue
         text = Unit(arguments.unit, arguments.factor).text if key in TIMES else column.text
         rows.append([" ".join(column.title.split()), text(before), text(after), *_change(key, before, after, text)])
-    return Table(["", *names, "difference", ""], rows)
+    return Table(["", *names, "change", ""], rows)
 
 
 def _change(key: str, before: float, after: float, text: Callable[[float], str]) -> list[str]:

@@ -62,7 +62,7 @@ def show(*renderables: RenderableType) -> None:
     console = Console(highlight=False)
     with console.capture() as capture:
         for renderable in renderables:
-            console.print(renderable)
+            console.print(renderable, markup=False, crop=False)
     sys.stdout.writelines(capture.get().splitlines(keepends=True))
 
 

@@ -4,27 +4,58 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import replace
 
-from pipeflow.core.action import Entry
+from pipeflow.core.action import Action, Entry, Kind, Pair
 from pipeflow.core.schedule import Schedule
 
 SHOWN = 4  # of each kind of difference
 
 
 def moved_lines(first: Schedule, second: Schedule) -> Iterator[str]:
-    """Per rank a line: where the rows first differ, and which actions moved, or are in one of them alone."""
+    """Per rank, where the rows first differ, and which actions moved, or are in one of them alone."""
     if first.placement != second.placement:
-        sizes = [f"{each.placement.num_stages} stages on {each.placement.num_ranks} ranks" for each in (first, second)]
-        where = ": " + " and ".join(sizes) if sizes[0] != sizes[1] else ""
-        yield f"The rows are not compared, since the stages are placed differently{where}."
+        yield "The rows are not compared, since the stages are placed differently:"
+        yield from (f"{each.name}: {_placed(each)}" for each in (first, second))
         return
-    same = [rank for rank, rows in enumerate(zip(first.rows, second.rows, strict=True)) if rows[0] == rows[1]]
-    if len(same) == len(first.rows):
+    if _splits(first) != _splits(second):
+        whole, split = (second, first) if _splits(first) else (first, second)
+        yield f"{split.name} has backwards in halves: its I is compared with the B of {whole.name}, its W with nothing."
+        first, second = _without_halves(first), _without_halves(second)
+    rows = list(zip(first.rows, second.rows, strict=True))
+    if all(before == after for before, after in rows):
         yield "The rows are the same on every rank."
         return
-    for rank, (before, after) in enumerate(zip(first.rows, second.rows, strict=True)):
-        label = f"rank {rank}".ljust(len(f"rank {len(first.rows) - 1}  "))
-        yield label + ("the same" if rank in same else "; ".join(_differences(before, after)))
+    margin = len(f"rank {len(rows) - 1}  ")
+    for rank, (before, after) in enumerate(rows):
+        lines = _differences(before, after) if before != after else iter(["the same"])
+        yield f"rank {rank}".ljust(margin) + next(lines)
+        yield from (" " * margin + line for line in lines)
+
+
+def _placed(schedule: Schedule) -> str:
+    paths = schedule.placement.paths
+    return "; ".join(f"stages on ranks {' '.join(map(str, path[:16]))}{' ...' * (len(path) > 16)}" for path in paths)
+
+
+def _splits(schedule: Schedule) -> bool:
+    return any(action.kind is Kind.W for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
+
+
+def _without_halves(schedule: Schedule) -> Schedule:
+    """With B for every I, and no W."""
+
+    def whole(action: Action) -> Action:
+        return replace(action, kind=Kind.B) if action.kind is Kind.I else action
+
+    def entry(each: Entry) -> Entry:
+        return whole(each) if isinstance(each, Action) else Pair(each.forward, whole(each.backward))
+
+    rows = tuple(
+        tuple(entry(each) for each in row if not (isinstance(each, Action) and each.kind is Kind.W))
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
 
 
 def _differences(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> Iterator[str]:
@@ -32,12 +63,13 @@ def _differences(before: tuple[Entry, ...], after: tuple[Entry, ...]) -> Iterato
         (index for index, (one, other) in enumerate(zip(before, after, strict=False)) if one != other),
         min(len(before), len(after)),
     )
-    ends = [str(row[position]) if position < len(row) else "the end" for row in (before, after)]
-    yield f"from position {position}: {ends[0]}, then {ends[1]}"
+    ends = [str(row[position]) if position < len(row) else "its end" for row in (before, after)]
+    yield f"position {position}: the first has {ends[0]}, the second {ends[1]}"
+    held = set(before), set(after)
     for what, entries in (
         ("moved", _moved(before, after)),
-        ("only first", [str(entry) for entry in before if entry not in set(after)]),
-        ("only second", [str(entry) for entry in after if entry not in set(before)]),
+        ("only in the first", [str(entry) for entry in before if entry not in held[1]]),
+        ("only in the second", [str(entry) for entry in after if entry not in held[0]]),
     ):
         if entries:
             more = f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -14,7 +14,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import fit, heights, num_chunks, pieces, round_half_up
 from pipeflow.draw.measures import Unit, axis, heading, measures
 from pipeflow.draw.memory import Memory, memory_of, same_memory
-from pipeflow.draw.painters import Colours, Letters, Painter, paint
+from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
 
 
 @final
@@ -71,7 +71,7 @@ def stacked(
     kinds = {span.action.kind for span in spans}
     pairs = any(span.partner is not None for span in spans)
     legend = painter.legend([kind for kind in Kind if kind in kinds], pairs=pairs, memory=kept)
-    yield Text.assemble(*legend)
+    yield from _flowed(legend, options.max_width)
 
 
 def painter_for(chunks: int, console: Console, options: ConsoleOptions) -> Painter:
@@ -90,6 +90,18 @@ def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept:
             amounts = heights(timeline.memory(rank), timeline.makespan, scale)
             yield _line((next(labels).ljust(margin), "bright_black"), painter.memory(amounts, kept))
             yield from [Text()] * painter.space
+
+
+def _flowed(items: Iterable[list[Painted]], width: int) -> Iterator[Text]:
+    """The items in as few lines as hold them whole."""
+    line = Text()
+    for item in items:
+        text = Text.assemble(*item)
+        if line and len(line) + 3 + len(text) > width:
+            yield line
+            line = Text()
+        line = Text.assemble(line, "   " * bool(line), text)
+    yield line
 
 
 def _labels(timeline: Timeline, kept: Memory | None) -> Iterator[str]:

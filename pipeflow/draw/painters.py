@@ -23,7 +23,7 @@ NAMES = {
 
 
 class Painter(Protocol):
-    """Paints the pieces of a timeline. Bars of memory need a line of `space` below, lest they belong to the next rank."""
+    """Paints the pieces of a timeline. Bars of memory need lines of `space` below, lest they seem the next rank's."""
 
     space: ClassVar[int]
 
@@ -36,8 +36,8 @@ class Painter(Protocol):
     def memory(self, amounts: list[float], memory: Memory) -> Painted:
         """What is kept, one column each."""
 
-    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[Painted]:
-        """What the looks mean."""
+    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
+        """What the looks mean, one item each."""
 
     def word(self, action: Action) -> Painted:
         """An action by itself, in a text."""
@@ -91,17 +91,13 @@ class Letters:
         before = ["0", *digits]
         return "".join(" " if digit == last else digit for digit, last in zip(digits, before, strict=False)), ""
 
-    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[Painted]:
-        yield "   ".join(f"{kind.value} {NAMES[kind]}" for kind in kinds), ""
-        if self.chunks == 2:
-            yield "   lower case: chunk 1", ""
-        if self.chunks > 2:
-            yield "   4F0: stage 4, microbatch 0", ""
-        if pairs:
-            yield f"   {self.joint} pair, overlapped", ""
-        yield "   . idle", ""
-        if memory is not None:
-            yield f"\n{memory.about_digits}", ""
+    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
+        texts = [f"{kind.value} {NAMES[kind]}" for kind in kinds]
+        texts += ["lower case: chunk 1"] if self.chunks == 2 else []
+        texts += ["4F0: stage 4, microbatch 0"] if self.chunks > 2 else []
+        texts += [f"{self.joint} pair, overlapped"] if pairs else []
+        texts += [". idle", *([] if memory is None else [memory.about_digits])]
+        yield from ([(text, "")] for text in texts)
 
     def word(self, action: Action) -> Painted:
         return str(action), ""
@@ -155,22 +151,18 @@ class Colours:
         """A bar of eighths in every column."""
         return "".join(EIGHTHS[memory.eighth(amount)] for amount in amounts), self._memory()
 
-    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[Painted]:
+    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
         for kind in kinds:
-            for chunk in range(self.chunks):
-                yield "  ", f"on {self._colour(kind, chunk)}"
-            yield f" {NAMES[kind]}   ", ""
+            shades = [("  ", f"on {self._colour(kind, chunk)}") for chunk in range(self.chunks)]
+            yield [*shades, (f" {NAMES[kind]}", "")]
         if self.chunks > 1:
-            yield "lighter: later chunk   ", ""
+            yield [("lighter: later chunk", "")]
         if pairs:
-            yield f"{JOINT} pair, overlapped   ", ""
-        yield "\u00b7\u00b7", "bright_black"
-        yield " idle", ""
+            yield [(f"{JOINT} pair, overlapped", "")]
+        yield [("\u00b7\u00b7", "bright_black"), (" idle", "")]
         if memory is not None:
-            yield f"\n{EIGHTHS[1:]}", self._memory()
-            yield f" {memory.what}, ", ""
-            yield EIGHTHS[8], self._memory()
-            yield f" is {memory.text(memory.highest)}", ""
+            most = f" {memory.what}, at most {memory.text(memory.highest)}"
+            yield [(EIGHTHS[1:], self._memory()), (most, "")]
 
     def word(self, action: Action) -> Painted:
         return str(action), self._colour(action.kind, 0)

@@ -41,7 +41,7 @@ class Stretch(NamedTuple):
         _, after, value = self.causes[0]
         if after is None:
             return ""
-        return f"{value.content.value} from rank {after.rank}" if value else f"after {after.action}"
+        return f"{value.content.value} from rank {after.rank}" if value else str(after.action)
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -65,20 +65,25 @@ class CriticalPath:
         computing, waiting = computing_and_waiting(self.timeline)
         painter = painter_for(num_chunks(self.timeline), console, options)
         yield Text(f"critical path of {heading(self.timeline)}", "bold")
-        rows = [("at", "waited", "for", "rank", Text("runs"))]
+        rows = [("at", "waited" * bool(waiting), "after", "rank", Text("runs"))]
         for stretch, copies in folded(stretches(self.timeline)):
             start, wait = unit.text(stretch.causes[0].span.start), unit.text(stretch.wait) if stretch.wait else ""
             if copies is None:
                 rows.append((start, wait, stretch.reason, str(stretch.rank), _runs(stretch, painter)))
             else:
-                rows.append(("", "", copies, "", Text()))
+                rows.append(("", "", "", "", Text(copies, "bright_black")))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         for index, (start, wait, reason, rank, runs) in enumerate(rows):
-            head = f"{start:>{widths[0]}}  {wait:>{widths[1]}}  {reason:{widths[2]}}  {rank:>{widths[3]}}  "
-            style = "" if index else "bright_black"
-            line = Text(head, style, no_wrap=True, overflow="ignore")
-            yield line.append_text(runs if index else Text("runs", style))
-        yield Text(f"computing {unit.text(computing)}  waiting {unit.text(waiting)}")
+            columns = [f"{start:>{widths[0]}}", f"{wait:>{widths[1]}}", f"{reason:{widths[2]}}", f"{rank:>{widths[3]}}"]
+            head = "  ".join(column for column in columns if column)
+            yield _line(head, runs, "" if index else "bright_black")
+        yield Text(f"computing {unit.text(computing)}, waiting {unit.text(waiting)}")
+
+
+def _line(head: str, runs: Text, style: str) -> Text:
+    line = Text.assemble((head + "  ", style), runs, no_wrap=True, overflow="ignore")
+    line.rstrip()
+    return line
 
 
 def computing_and_waiting(timeline: Timeline) -> tuple[float, float]:

@@ -5,7 +5,7 @@ picture in `scatter_svg` shares with it: which points are on the front, and wher
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -26,17 +26,21 @@ class Point(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is measured, and how a number of it is written."""
+    """What is measured, and how a number of it is written: in powers of `base` times 1, 2 or 5."""
 
     title: str
     text: Callable[[float], str]
+    base: int = 10
 
     def ticks(self, highest: float, number: int) -> list[float]:
         """At most `number` round values from 0 on, the last of them at least `highest`."""
-        step = tick_step(max(highest, 1e-12) / max(number - 1, 1))
+        highest = max(highest, 1e-12)
+        unit = float(self.base) ** math.floor(math.log(highest, self.base))
+        step = unit * tick_step(highest / unit / max(number - 1, 1))
         return [index * step for index in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
+Place = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
@@ -50,30 +54,31 @@ def front(points: Iterable[Point]) -> list[Point]:
 
 
 def place_labels(
-    anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], gap: tuple[float, float], room: Box
-) -> list[tuple[float, float] | None]:
+    anchors: Sequence[Place], sizes: Sequence[Place], gap: Place, room: Box, *, leftwards: Container[int] = ()
+) -> list[Place | None]:
     """Per anchor the left top corner of its label, where it overlaps no anchor and no label before it; None where
-    there is no such place. `gap` keeps a label from its anchor.
+    there is no such place. `gap` keeps a label from its anchor. The labels of those in `leftwards` are rather on the
+    left, the others on the right.
     """
     taken: list[Box] = [(x - gap[0] / 2, y - gap[1] / 2, x + gap[0] / 2, y + gap[1] / 2) for x, y in anchors]
-    corners: list[tuple[float, float] | None] = []
-    for (x, y), (width, height) in zip(anchors, sizes, strict=True):
-        boxes = [(left, top, left + width, top + height) for left, top in _corners(x, y, width, height, gap)]
+    corners: list[Place | None] = []
+    for index, (anchor, (width, height)) in enumerate(zip(anchors, sizes, strict=True)):
+        left_tops = _corners(anchor, width, height, gap[0], -1 if index in leftwards else 1)
+        boxes = ((left, top, left + width, top + height) for left, top in left_tops)
         found = next((box for box in boxes if _inside(box, room) and not any(_meet(box, one) for one in taken)), None)
         taken += [found] if found else []
         corners.append(found and found[:2])
     return corners
 
 
-def _corners(
-    x: float, y: float, width: float, height: float, gap: tuple[float, float]
-) -> Iterator[tuple[float, float]]:
+def _corners(anchor: Place, width: float, height: float, gap: float, side: int) -> Iterator[Place]:
     """Places beside an anchor, the best first."""
-    beside, level = gap[0], y - height / 2
-    yield from ((x + beside, level), (x - beside - width, level))
+    x, y = anchor
+    beside = (x + gap, x - gap - width)[::side]
+    yield from ((left, y - height / 2) for left in beside)
     for away in (1, 2):
-        for top in (level - away * height, level + away * height):
-            yield from ((left, top) for left in (x - width / 2, x + beside / 2, x - beside / 2 - width))
+        for top in (y - (away + 0.5) * height, y + (away - 0.5) * height)[::side]:
+            yield from ((left, top) for left in (x - width / 2, *beside))
 
 
 def _inside(box: Box, room: Box) -> bool:
@@ -113,7 +118,7 @@ class Scatter:
 
     def _plotted(self, width: int, height: int, marks: tuple[str, str]) -> tuple[list[Text], list[str]]:
         """The plot, `height` rows high, and the names that found no room in it."""
-        ticks = self.y.ticks(max(point.y for point in self.points), height // 3)
+        ticks = self.y.ticks(max(point.y for point in self.points), height // 2)
         across = self.x.ticks(max(point.x for point in self.points), width // 12)
         margin = max(len(self.y.text(tick)) for tick in ticks) + 2
         columns = width - margin - 2
@@ -150,7 +155,8 @@ class Scatter:
         line = ""
         for tick in ticks:
             text = self.x.text(tick)
-            column = margin + round(tick / (ticks[-1] or 1) * (columns - 1)) - len(text) // 2
+            column = round(tick / (ticks[-1] or 1) * (columns - 1)) - len(text) // 2
+            column = margin + min(column, columns - len(text))
             if column > len(line):
                 line = line.ljust(column) + text
         yield Text(line, "bright_black", no_wrap=True)

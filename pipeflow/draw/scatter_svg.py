@@ -20,11 +20,13 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 .beyond { fill: #3dae6e; opacity: 0.08 }
 .best { fill: #3dae6e }
 .rest { fill: #5c8feb }
+.name { paint-order: stroke; stroke: #ffffff; stroke-width: 4px; stroke-linejoin: round }
 .strong { font-weight: 600 }
 @media (prefers-color-scheme: dark) {
   text { fill: #d0d7de }
   .quiet { fill: #8b949e }
   .paper { fill: #0d1117 }
+  .name { stroke: #0d1117 }
   .grid { stroke: #30363d }
 }"""
 
@@ -85,13 +87,17 @@ def _marks(points: Sequence[Point], best: set[str], places: list[tuple[float, fl
         together.setdefault((round(left, 1), round(top, 1)), []).append(point.name)
     names = [", ".join(sharing) for sharing in together.values()]
     sizes = [(len(name) * LETTER, LINE) for name in names]
-    corners = place_labels([*together], sizes, (16, 14), (LEFT, TOP - LINE, WIDTH, BOTTOM))
-    for (left, top), sharing, name, corner in zip(together, together.values(), names, corners, strict=True):
-        kind = "rest" if best.isdisjoint(sharing) else "best"
-        yield f'<circle class="{kind}" cx="{left}" cy="{top}" r="5"><title>{escape(name)}</title></circle>'
+    on_front = [not best.isdisjoint(sharing) for sharing in together.values()]
+    beside = [(x, y + LINE * 0.4 * lower) for (x, y), lower in zip(together, on_front, strict=True)]  # below the line
+    leftwards = {index for index, good in enumerate(on_front) if good}
+    room = LEFT, TOP - LINE, WIDTH, BOTTOM + LINE / 2
+    corners = place_labels(beside, sizes, (16, 12), room, leftwards=leftwards)
+    for (left, top), name, good, corner in zip(together, names, on_front, corners, strict=True):
+        yield f'<circle class="{"best" if good else "rest"}" cx="{left}" cy="{top}" r="5">'
+        yield f"<title>{escape(name)}</title></circle>"
         if corner is not None:
             anchor, x = ("end", corner[0] + len(name) * LETTER) if corner[0] < left - 16 else ("start", corner[0])
-            yield _text(name, x, corner[1] + 13, "strong" if kind == "best" else "", anchor)
+            yield _text(name, x, corner[1] + 13, "name strong" if good else "name", anchor)
 
 
 def _text(text: str, x: float, y: float, kind: str, anchor: str = "start") -> str:
