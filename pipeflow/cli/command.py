@@ -26,19 +26,33 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 for an unsound schedule, 2 for arguments that cannot
-    work, 141 when the reader of the output went away.
+    work, 130 when it was interrupted, 141 when the reader of the output went away.
     """
     try:
         arguments = _parser().parse_args(argv)
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except UsageError as error:
-        print(f"pipeflow: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _failed(str(error))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
+        _let_go()
         return 141
+    except OSError as error:  # files are seen to where they are used; what is left is standard output
+        _let_go()
+        return _failed(f"standard output: {error.strerror}")
+    except KeyboardInterrupt:
+        return 130
     return status
+
+
+def _failed(message: str) -> int:
+    print(f"pipeflow: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _let_go() -> None:
+    """What is left in the buffer of standard output goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> Parser:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(arguments.schedules)) or list(SCHEDULES)
     found, refused = _measured(names, Asked.of(arguments))
     if not found:
-        raise UsageError(f"nothing to compare: {'; '.join(f'{name}: {why}' for name, why in refused.items())}")
+        raise UsageError("; ".join(_grouped(refused)))
     found = _sorted(found, arguments.sort)
     if arguments.svg is not None:
         from pipeflow.draw import scatter_svg
@@ -98,9 +98,15 @@ def _show(found: Found, refused: Mapping[str, str]) -> None:
     same = [column for column in shown if len(found) > 1 and len({column.cell(each) for each in found.values()}) == 1]
     first = next(iter(found.values()))
     notes = [f"{' '.join(column.title.split())}: {column.cell(first)} in all of them" for column in same]
-    notes += [f"{name} is not here: {why}" for name, why in refused.items()]
+    notes += [f"not here: {line}" for line in _grouped(refused)]
     table = _table(found, [column for column in shown if column not in same])
     show(table, *[""] * bool(notes), *notes, "", _scatter(found))
+
+
+def _grouped(refused: Mapping[str, str]) -> Iterator[str]:
+    """One line a reason: which schedules it keeps away."""
+    for why in dict.fromkeys(refused.values()):
+        yield f"{', '.join(name for name in refused if refused[name] == why)}: {why}"
 
 
 def _table(found: Found, columns: list[Column]) -> Table:

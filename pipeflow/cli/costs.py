@@ -41,8 +41,9 @@ class Costs:
         """The costs on `placement`. Raises UsageError for a file that does not fit it, or is none."""
         if self.file is None:
             return CostModel.even(placement, **self.even)
+        text = read(self.file)
         try:
-            model = cost_model(read(self.file))
+            model = cost_model(text)
             if len(model.forward) != placement.num_stages:
                 raise UsageError(f"costs are per stage: the file has {len(model.forward)}, not {placement.num_stages}")
         except UsageError as error:

@@ -129,4 +129,4 @@ def _ratio(timelines: tuple[Timeline, Timeline], measured: list[bool]) -> list[s
     planned, happened = reversed(timelines) if measured[0] else timelines
     if not happened.makespan:
         return []
-    return [f"planned / measured: {planned.makespan / happened.makespan:.3f}"]
+    return ["", f"planned / measured: {planned.makespan / happened.makespan:.3f}"]

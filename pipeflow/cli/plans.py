@@ -87,10 +87,8 @@ class Plan:
 
 
 def is_file(name: str) -> bool:
-    """Whether an argument means a file: by its ending, or because there is one."""
-    return name not in SCHEDULES and (
-        name.endswith((".csv", ".json")) or os.path.dirname(name) != "" or os.path.isfile(name)
-    )
+    """Whether an argument means a file: because it looks like one, or because there is one."""
+    return name not in SCHEDULES and ("." in name or os.path.dirname(name) != "" or os.path.isfile(name))
 
 
 def sound_plan(name: str, asked: Asked) -> Plan:

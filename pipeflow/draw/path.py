@@ -65,9 +65,11 @@ class CriticalPath:
         computing, waiting = computing_and_waiting(self.timeline)
         painter = painter_for(num_chunks(self.timeline), console, options)
         yield Text(f"critical path of {heading(self.timeline)}", "bold")
-        rows = [("at", "waited" * bool(waiting), "after", "rank", Text("runs"))]
+        plain = Unit("", self.factor)
+        at = f"at {self.unit}".rstrip()
+        rows = [(at, "waited" * bool(waiting), "after", "rank", Text("runs"))]
         for stretch, copies in folded(stretches(self.timeline)):
-            start, wait = unit.text(stretch.causes[0].span.start), unit.text(stretch.wait) if stretch.wait else ""
+            start, wait = plain.text(stretch.causes[0].span.start), plain.text(stretch.wait) if stretch.wait else ""
             if copies is None:
                 rows.append((start, wait, stretch.reason, str(stretch.rank), _runs(stretch, painter)))
             else:
