@@ -12,7 +12,7 @@ from typing import NamedTuple, final
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from pipeflow.draw.measures import tick_step
+from pipeflow.draw.measures import round_step
 
 
 class Point(NamedTuple):
@@ -36,7 +36,7 @@ class Axis:
         """At most `number` round values from 0 on, the last of them at least `highest`."""
         highest = max(highest, 1e-12)
         unit = float(self.base) ** math.floor(math.log(highest, self.base))
-        step = unit * tick_step(highest / unit / max(number - 1, 1))
+        step = unit * round_step(highest / unit / max(number - 1, 1))
         return [index * step for index in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
