@@ -69,10 +69,12 @@ class Letters:
     joint: str = "+"
 
     def piece(self, piece: Piece) -> Iterator[Painted]:
-        text, last = self.label(piece), self.joint if piece.joined else " "
-        if len(text) > piece.width:
-            text, last = self._letter(piece.kind, piece.chunk), "-"
-        yield text.ljust(piece.width - 1, "-").ljust(piece.width, last), ""
+        text, room = self.label(piece), piece.width - piece.joined
+        if len(text) > room > 0:
+            yield self._letter(piece.kind, piece.chunk).ljust(room, "-") + self.joint * piece.joined, ""
+        else:
+            last = self.joint if piece.joined else " "
+            yield text[: piece.width].ljust(piece.width - 1, "-").ljust(piece.width, last), ""
 
     def idle(self, first: int, end: int) -> Painted:
         return "".join(" " if column % self.grid else "." for column in range(first, end)), ""

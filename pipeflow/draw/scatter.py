@@ -148,7 +148,9 @@ class Scatter:
     def _framed(self, canvas: list[Text], ticks: list[float], margin: int) -> Iterator[Text]:
         named = {round((1 - tick / (ticks[-1] or 1)) * (len(canvas) - 1)): self.y.text(tick) for tick in ticks}
         for row, line in enumerate(canvas):
-            yield Text.assemble((f"{named.get(row, ''):>{margin - 2}} |", "bright_black"), line, no_wrap=True)
+            framed = Text.assemble((f"{named.get(row, ''):>{margin - 2}} |", "bright_black"), line, no_wrap=True)
+            framed.rstrip()
+            yield framed
 
     def _below(self, ticks: list[float], margin: int, columns: int) -> Iterator[Text]:
         yield Text(" " * (margin - 1) + "+" + "-" * columns, "bright_black", no_wrap=True)
