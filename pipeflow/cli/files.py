@@ -71,7 +71,7 @@ def _stage(path: str, text: str) -> str:
     try:
         with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
-    except OSError:
+    except BaseException:
         if os.path.exists(temporary):
             os.remove(temporary)
         raise

@@ -78,9 +78,11 @@ def number(value: float) -> str:
     return f"{value:{'.4g' if abs(value) < 9999.5 else '.0f'}}"
 
 
-def percent(ratio: float) -> str:
+def percent(value: float) -> str:
     """A part of the whole, as people write it."""
-    return f"{ratio + 0.0 if abs(ratio) >= 5e-4 else 0.0:.1%}"
+    from pipeflow.draw.measures import percent
+
+    return percent(value)
 
 
 def size(value: float) -> str:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
 
 PLACEMENTS = ("linear", "looped", "vee", "bidirectional")
-FAMILY_OPTIONS = tuple(sorted({option for name in SCHEDULES for option in options_of(name)} - {"cost"}))
 EVEN_COSTS = {  # the arguments of CostModel.even: what each is, and its default
     "forward": "a forward: 1 unless given",
     "backward_input": "the input-gradient half of a backward: 1 unless given",
@@ -40,6 +39,11 @@ def flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
+def family_options() -> list[str]:
+    """The options that some schedule has, but for its costs, which have options of their own."""
+    return sorted({option for name in SCHEDULES for option in options_of(name)} - {"cost"})
+
+
 def schedule_argument() -> Parser:
     """Which schedule it is about."""
     parser = Parser(add_help=False)
@@ -54,7 +58,7 @@ def schedule_options() -> Parser:
     group = parser.add_argument_group("schedule")
     group.add_argument("--ranks", type=_whole, metavar="N", help="4 unless given")
     group.add_argument("--microbatches", type=_whole, metavar="N", help="8 unless given, or as many as the file has")
-    for option in FAMILY_OPTIONS:
+    for option in family_options():
         takers = ", ".join(name for name in SCHEDULES if option in options_of(name))
         group.add_argument(flag(option), type=_number, metavar="N", help=f"of {takers}")
     group.add_argument("--placement", choices=PLACEMENTS, help="of the stages of a CSV file: looped unless given")

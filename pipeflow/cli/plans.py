@@ -13,7 +13,7 @@ from pipeflow.analysis.simulate import simulate
 from pipeflow.analysis.verify import Violation, verify, verify_programs
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.files import read
-from pipeflow.cli.options import FAMILY_OPTIONS, flag
+from pipeflow.cli.options import family_options, flag
 from pipeflow.core.action import Entry, Kind, Pair
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
@@ -40,7 +40,7 @@ class Asked:
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Asked:
         """From the arguments of a command with schedule_options; cost_options are taken where it has them."""
-        given = [(name, getattr(arguments, name)) for name in FAMILY_OPTIONS]
+        given = [(name, getattr(arguments, name)) for name in family_options()]
         return cls(
             Costs.of(arguments) if hasattr(arguments, "costs") else Costs({}),
             arguments.ranks,

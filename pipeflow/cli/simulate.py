@@ -37,14 +37,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measures(timeline: Timeline) -> dict[str, object]:
-    computing, waiting, by_rank = _critical(timeline)
+    from pipeflow.draw.measures import computing_and_waiting
+
+    by_rank, waiting = computing_and_waiting(timeline)
     return {
         "makespan": timeline.makespan,
         "span": timeline.span,
         "bubble_ratio": timeline.bubble_ratio,
         "peak_activations": timeline.peak_activations,
         **({"peak_bytes": timeline.peak_bytes} if timeline.saved_bytes else {}),
-        "critical_path": {"computing": computing, "waiting": waiting, "computing_by_rank": by_rank},
+        "critical_path": {"computing": sum(by_rank), "waiting": waiting, "computing_by_rank": by_rank},
     }
 
 
@@ -52,26 +54,16 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
     def time(value: float) -> str:
         return f"{value * factor:.6g} {unit}".rstrip()
 
-    computing, waiting, by_rank = _critical(timeline)
+    from pipeflow.draw.measures import computing_and_waiting
+
+    by_rank, waiting = computing_and_waiting(timeline)
+    part = percent(waiting / timeline.makespan if timeline.makespan else 0.0)
     return {
         "makespan": time(timeline.makespan),
         "span": time(timeline.span),
-        "bubble ratio": f"{timeline.bubble_ratio + 0.0:.4f}",
+        "bubble ratio": f"{round(timeline.bubble_ratio, 4) + 0.0:.4f}",
         "peak activations": " ".join(map(number, timeline.peak_activations)),
         **({"peak memory": "  ".join(map(size, timeline.peak_bytes))} if timeline.saved_bytes else {}),
-        "critical path": f"computing {time(computing)}, waiting {time(waiting)} ({_part(waiting, timeline.makespan)})",
+        "critical path": f"computing {time(sum(by_rank))}, waiting {time(waiting)} ({part})",
         "  by rank": " ".join(f"{each * factor:.4g}" for each in by_rank),
     }
-
-
-def _part(part: float, whole: float) -> str:
-    return percent(part / whole if whole else 0.0)
-
-
-def _critical(timeline: Timeline) -> tuple[float, float, list[float]]:
-    """Of the critical path: the time that it computes, the time that it waits, and where it computes."""
-    by_rank = [0.0] * len(timeline.rows)
-    for cause in timeline.critical_path():
-        by_rank[cause.span.rank] += cause.span.end - cause.span.start
-    waiting = timeline.makespan - sum(by_rank)
-    return sum(by_rank), waiting if waiting > 1e-9 * timeline.makespan else 0.0, by_rank

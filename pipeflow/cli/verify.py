@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeflow.cli.options import FAMILY_OPTIONS, cost_options, schedule_argument, schedule_options
+from pipeflow.cli.options import cost_options, family_options, schedule_argument, schedule_options
 from pipeflow.cli.plans import Asked, plan, violations_of
 from pipeflow.schedules import SCHEDULES, options_of
 
@@ -18,7 +18,7 @@ def add_to(commands: Commands) -> None:
     """The command and its options."""
     parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for theirs
     command = commands.add_parser("verify", help="prove a schedule sound, or say all that is wrong", parents=parents)
-    if "memory_cap" not in FAMILY_OPTIONS:
+    if "memory_cap" not in family_options():
         help_ = "prove, too, that no rank ever keeps more than so many activations"
         command.add_argument("--memory-cap", type=float, metavar="X", help=help_)
     command.set_defaults(run=run)

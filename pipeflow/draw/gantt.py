@@ -20,7 +20,8 @@ from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
 @final
 @dataclass(frozen=True, slots=True)
 class Gantt:
-    """Draws a timeline with one line a rank, time from left to right, scaled to the width there is.
+    """Draws a timeline with one line a rank, time from left to right, scaled to the width there is; and, with `memory`,
+    a line below it for what the rank keeps for its backwards: bars or, in plain text, a digit where the amount changes.
 
     Where there are colours, hue is the kind of action, shade the chunk and the number the microbatch; where
     there are none, letters say the same. Below stand makespan, bubble and peak activations.
@@ -34,10 +35,12 @@ class Gantt:
     1f1b, 2 ranks, 3 microbatches
             0 s                 5                   10
     rank 0  F0- F1- ........B0----- F2- B1----- ....B2-----
+    peak 2  1   2                               1
     rank 1  ....F0- B0----- F1- B1----- F2- B2----- ........
+    peak 1      1                                   0
     makespan 12 s  bubble 25.0%  peak activations 2 1
     <BLANKLINE>
-    F forward   B backward   . idle
+    F forward   B backward   . idle   1-2 activations kept
     """
 
     timeline: Timeline

@@ -62,8 +62,22 @@ def measures(timeline: Timeline, unit: Unit) -> str:
     parts = [f"makespan {unit.text(timeline.makespan)}"]
     if unit.text(timeline.span) != unit.text(timeline.makespan):
         parts.append(f"span {unit.text(timeline.span)}")
-    parts += [f"bubble {timeline.bubble_ratio:.1%}", f"peak activations {_peaks(timeline.peak_activations)}"]
+    parts += [f"bubble {percent(timeline.bubble_ratio)}", f"peak activations {_peaks(timeline.peak_activations)}"]
     return "  ".join(parts)
+
+
+def percent(ratio: float) -> str:
+    """A part of the whole, as people write it, without a sign for what is only rounding."""
+    return f"{ratio if abs(ratio) >= 5e-4 else 0.0:.1%}"
+
+
+def computing_and_waiting(timeline: Timeline) -> tuple[list[float], float]:
+    """Of the critical path: per rank the time that it computes there, and the time in which it only waits."""
+    by_rank = [0.0] * len(timeline.rows)
+    for cause in timeline.critical_path():
+        by_rank[cause.span.rank] += cause.span.end - cause.span.start
+    waiting = timeline.makespan - sum(by_rank)
+    return by_rank, waiting if waiting > 1e-9 * timeline.makespan else 0.0
 
 
 def _peaks(peaks: tuple[float, ...]) -> str:

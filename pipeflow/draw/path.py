@@ -15,10 +15,10 @@ from pipeflow.core.span import Cause
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.gantt import painter_for
 from pipeflow.draw.layout import num_chunks
-from pipeflow.draw.measures import Unit, heading
+from pipeflow.draw.measures import Unit, computing_and_waiting, heading
 from pipeflow.draw.painters import Painter
 
-SHOWN = 6  # actions of one stretch that are written out
+SHOWN = 4  # actions of one stretch that are written out
 
 
 class Stretch(NamedTuple):
@@ -62,38 +62,37 @@ class CriticalPath:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unit = Unit(self.unit, self.factor)
-        computing, waiting = computing_and_waiting(self.timeline)
+        by_rank, waiting = computing_and_waiting(self.timeline)
         painter = painter_for(num_chunks(self.timeline), console, options)
         yield Text(f"critical path of {heading(self.timeline)}", "bold")
-        plain = Unit("", self.factor)
         at = f"at {self.unit}".rstrip()
-        rows = [(at, "waited" * bool(waiting), "after", "rank", Text("runs"))]
-        for stretch, copies in folded(stretches(self.timeline)):
-            start, wait = plain.text(stretch.causes[0].span.start), plain.text(stretch.wait) if stretch.wait else ""
-            if copies is None:
-                rows.append((start, wait, stretch.reason, str(stretch.rank), _runs(stretch, painter)))
-            else:
-                rows.append(("", "", "", "", Text(copies, "bright_black")))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        for index, (start, wait, reason, rank, runs) in enumerate(rows):
-            columns = [f"{start:>{widths[0]}}", f"{wait:>{widths[1]}}", f"{reason:{widths[2]}}", f"{rank:>{widths[3]}}"]
-            head = "  ".join(column for column in columns if column)
-            yield _line(head, runs, "" if index else "bright_black")
-        yield Text(f"computing {unit.text(computing)}, waiting {unit.text(waiting)}")
+        titles = at, "waited" * bool(waiting), "after", "rank", Text("runs")
+        folds = folded(stretches(self.timeline))
+        rows = [([self._row(stretch, painter) for stretch in fold.stretches], fold) for fold in folds]
+        every = [titles, *(row for written, _ in rows for row in written)]
+        widths = [max(len(row[column]) for row in every) for column in range(4)]
+        yield _line(titles, widths, "bright_black")
+        for written, fold in rows:
+            yield from (_line(row, widths, "") for row in written)
+            if fold.times:
+                again = f"... the same {fold.times} time{'s' * (fold.times > 1)} more, to {fold.last}"
+                yield Text(" " * (sum(widths[:2]) + 2 + 2 * bool(waiting)) + again, "bright_black")
+        yield Text(f"computing {unit.text(sum(by_rank))}, waiting {unit.text(waiting)}")
+
+    def _row(self, stretch: Stretch, painter: Painter) -> Row:
+        start, wait = (f"{time * self.factor:.6g}" for time in (stretch.causes[0].span.start, stretch.wait))
+        return start, wait if stretch.wait else "", stretch.reason, str(stretch.rank), _runs(stretch, painter)
 
 
-def _line(head: str, runs: Text, style: str) -> Text:
-    line = Text.assemble((head + "  ", style), runs, no_wrap=True, overflow="ignore")
+Row = tuple[str, str, str, str, Text]  # all but the last are aligned
+
+
+def _line(row: Row, widths: list[int], style: str) -> Text:
+    aligned = [f"{text:{sign}{width}}" for text, sign, width in zip(row[:4], ">><>", widths, strict=True)]
+    line = Text("  ".join(filter(None, aligned)) + "  ", style, no_wrap=True, overflow="ignore")
+    line.append_text(row[4])
     line.rstrip()
     return line
-
-
-def computing_and_waiting(timeline: Timeline) -> tuple[float, float]:
-    """The parts of the makespan on the critical path."""
-    path = timeline.critical_path()
-    computing = sum(cause.span.end - cause.span.start for cause in path)
-    waiting = timeline.makespan - computing
-    return computing, waiting if waiting > 1e-9 * timeline.makespan else 0.0
 
 
 def stretches(timeline: Timeline) -> list[Stretch]:
@@ -107,18 +106,25 @@ def stretches(timeline: Timeline) -> list[Stretch]:
     return found
 
 
-def folded(path: list[Stretch]) -> Iterator[tuple[Stretch, str | None]]:
-    """Each stretch and None; and, for several that only repeat those before them, one with text that says so."""
+class Fold(NamedTuple):
+    """Stretches that are written out, and how many `times` they come again, alike but for the microbatches; `last` is
+    the last action of them all.
+    """
+
+    stretches: tuple[Stretch, ...]
+    times: int
+    last: Action
+
+
+def folded(path: list[Stretch]) -> Iterator[Fold]:
+    """The path, what repeats said once."""
     shapes = [stretch.shape for stretch in path]
     position = 0
     while position < len(path):
         period, times = _repeats(shapes, position)
-        yield from ((stretch, None) for stretch in path[position : position + period])
-        position += period
-        if times:
-            last = path[position + period * times - 1].actions[-1]
-            yield path[position], f"... the same {times} time{'s' * (times > 1)} more, to {last}"
-            position += period * times
+        end = position + period * (1 + times)
+        yield Fold(tuple(path[position : position + period]), times, path[end - 1].actions[-1])
+        position = end
 
 
 def _repeats(shapes: list[tuple[object, ...]], start: int) -> tuple[int, int]:
@@ -128,7 +134,7 @@ def _repeats(shapes: list[tuple[object, ...]], start: int) -> tuple[int, int]:
         times = 0
         while shapes[start : start + period] == shapes[start + period * (times + 1) : start + period * (times + 2)]:
             times += 1
-        if times and period * times - 1 > best[0] * best[1] - 1 and period * times > 1:
+        if period * times > max(best[0] * best[1], 1):
             best = period, times
     return best
 
