@@ -17,7 +17,7 @@ from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 RANKS, MICROBATCHES = 4, 8
 SIZES = f"--ranks {RANKS} --microbatches {MICROBATCHES}"
 PAPER = r"arXiv (\d{4}\.\d{5})"
-WIDTHS = (80, 100, 120, 140)
+WIDTHS = (80, 100, 120, 144)
 
 INTRODUCTION = f"""\
 # The schedules
