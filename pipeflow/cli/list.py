@@ -22,20 +22,25 @@ def add_to(commands: Commands) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    """One line a schedule; on a terminal, folded where it is too narrow."""
-    options = {
-        name: " ".join("--costs" if option == "cost" else flag(option) for option in options_of(name))
-        for name in SCHEDULES
-    }
+    """One line a schedule; in a terminal that is too narrow for that, folded, the options below."""
+    summaries = {name: (generator.__doc__ or "").partition("\n")[0] for name, generator in SCHEDULES.items()}
+    options = {name: " ".join(map(_flag, options_of(name))) for name in SCHEDULES}
     widths = max(map(len, options)), max(map(len, options.values()))
-    for name, generator in SCHEDULES.items():
-        summary = (generator.__doc__ or "").partition("\n")[0]
-        line = f"{name:{widths[0]}}  {options[name]:{widths[1]}}  {summary}".rstrip()
-        print(_folded(line, sum(widths) + 4) if sys.stdout.isatty() else line)
+    lines = [
+        f"{name:{widths[0]}}  {options[name]:{widths[1]}}  {summary}".rstrip() for name, summary in summaries.items()
+    ]
+    columns = shutil.get_terminal_size().columns
+    if sys.stdout.isatty() and max(map(len, lines)) > columns:
+        indent = " " * (widths[0] + 2)
+        lines = [
+            textwrap.fill(text, columns, initial_indent=first, subsequent_indent=indent)
+            for name, summary in summaries.items()
+            for text, first in ((summary, f"{name:{widths[0]}}  "), (options[name], indent))
+            if text
+        ]
+    print("\n".join(lines))
     return 0
 
 
-def _folded(line: str, indent: int) -> str:
-    columns = max(shutil.get_terminal_size().columns, indent + 20)
-    head, rest = line[:indent], line[indent:]
-    return head + f"\n{' ' * indent}".join(textwrap.wrap(rest, columns - indent))
+def _flag(option: str) -> str:
+    return "--costs" if option == "cost" else flag(option)
