@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pipeflow.cli.draw import show
 from pipeflow.cli.files import write
 from pipeflow.cli.measures import COLUMNS, Column, Measures, size
 from pipeflow.cli.options import cost_options, schedule_options
-from pipeflow.cli.plans import Asked, sound_plan
+from pipeflow.cli.outputs import show
+from pipeflow.cli.plans import Asked, Plan, sound_plan
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import SCHEDULES
 
@@ -63,18 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measured(names: list[str], asked: Asked) -> tuple[Found, dict[str, str]]:
     """The measures of those schedules that take what was asked, and why the others do not. A name that stands for
-    nothing is an error, and so are costs that fit no schedule.
+    nothing is an error, and so is a file that does not fit.
     """
     found, refused = {}, {}
     for name, part in asked.among(names).items():
-        if name not in SCHEDULES:
-            plan = sound_plan(name, part)
-            found[name] = Measures.of(plan.schedule, plan.measured or plan.timeline(part.costs))
-            continue
         try:
-            plan = sound_plan(name, part)
+            plan = Plan(sound_plan(name, part).schedule)  # a timeline's own times are left out: the costs are the same
             found[name] = Measures.of(plan.schedule, plan.timeline(part.costs))
         except UsageError as error:
+            if name not in SCHEDULES:
+                raise
             refused[name] = " ".join(str(error).split())
     return found, refused
 

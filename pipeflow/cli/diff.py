@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeflow.cli.costs import Costs
-from pipeflow.cli.draw import show
 from pipeflow.cli.measures import COLUMNS, Measures
 from pipeflow.cli.moves import moved_lines
 from pipeflow.cli.options import cost_options, schedule_options, unit_options
+from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
 from pipeflow.cli.plans import Asked, Plan, is_file, sound_plan
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
@@ -20,7 +20,9 @@ from pipeflow.core.timeline import Timeline
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
     from pipeflow.draw import Table
+    from pipeflow.draw.measures import Unit
 
+FORMATS = ("html", "perfetto")  # of those of `draw`, the ones that can hold two timelines
 TIMES = ("makespan", "span")
 RATIOS = ("bubble", "makespan-bubble")
 
@@ -32,24 +34,31 @@ def add_to(commands: Commands) -> None:
     which = "a name from `pipeflow list`, a CSV file, or a timeline kept as JSON"
     command.add_argument("first", metavar="A", help=which)
     command.add_argument("second", metavar="B", help="another one")
-    command.add_argument("--no-memory", dest="memory", action="store_false", help="without the lines of what is kept")
+    add_outputs(command, *FORMATS)
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows what differs, then both timelines on one time scale."""
+    paths = files_named(arguments, *FORMATS)
     names = [arguments.first, arguments.second]
     asked = Asked.of(arguments)
     plans = _plans(names, asked)
     timelines = _timelines(plans, asked.costs)
     measured = [plan.measured is not None for plan in plans]
     titles = ("planned", "measured") if measured == [False, True] else ("first", "second")
+    unit, factor = arguments.unit, arguments.factor
+    if paths:
+        named = (replace(each, name=f"{title}: {each.name}") for title, each in zip(titles, timelines, strict=True))
+        write_drawings(paths, *named, unit=unit, factor=factor)
+        return 0
 
     from pipeflow.draw import Comparison
+    from pipeflow.draw.measures import Unit
 
     lines = moved_lines(plans[0].schedule, plans[1].schedule)
-    table = _table(names, plans, timelines, arguments)
-    picture = Comparison(*timelines, arguments.unit, arguments.factor, titles, arguments.memory)
+    table = _table(names, plans, timelines, Unit(unit, factor))
+    picture = Comparison(*timelines, unit, factor, titles, arguments.memory)
     show(*lines, "", table, *_ratio(timelines, measured), "", picture)
     return 0
 
@@ -84,22 +93,18 @@ def _timelines(plans: list[Plan], costs: Costs) -> tuple[Timeline, Timeline]:
     from pipeflow.analysis.simulate import simulate
 
     model = CostModel.measured(measured[0])
-    for plan in plans:
-        stages = plan.schedule.placement.num_stages
-        if stages != len(model.forward):
+    for schedule in (plan.schedule for plan in plans if plan.measured is None):
+        if (stages := schedule.placement.num_stages) != len(model.forward):
             raise UsageError(
-                f"{plan.schedule.name} has {stages} stages and what was measured {len(model.forward)}, so its costs do "
+                f"{schedule.name} has {stages} stages and what was measured {len(model.forward)}, so its costs do "
                 "not fit: give costs, as in --forward 1"
             )
     first, second = (plan.measured or simulate(plan.schedule, model) for plan in plans)
     return first, second
 
 
-def _table(
-    names: list[str], plans: list[Plan], timelines: tuple[Timeline, Timeline], arguments: argparse.Namespace
-) -> Table:
+def _table(names: list[str], plans: list[Plan], timelines: tuple[Timeline, Timeline], unit: Unit) -> Table:
     from pipeflow.draw import Table
-    from pipeflow.draw.measures import Unit
 
     first, second = (Measures.of(plan.schedule, timeline) for plan, timeline in zip(plans, timelines, strict=True))
     rows = []
@@ -107,7 +112,7 @@ def _table(
         before, after = column.of(first), column.of(second)
         if before is None or after is None:
             continue
-        text = Unit(arguments.unit, arguments.factor).text if key in TIMES else column.text
+        text = unit.text if key in TIMES else column.text
         rows.append([" ".join(column.title.split()), text(before), text(after), *_change(key, before, after, text)])
     return Table(["", *names, "change", ""], rows)
 

@@ -39,10 +39,10 @@ class Asked:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Asked:
-        """From the arguments of a command with schedule_options; cost_options are taken where it has them."""
+        """From the arguments of a command with schedule_options and cost_options."""
         given = [(name, getattr(arguments, name)) for name in family_options()]
         return cls(
-            Costs.of(arguments) if hasattr(arguments, "costs") else Costs({}),
+            Costs.of(arguments),
             arguments.ranks,
             arguments.microbatches,
             tuple((name, value) for name, value in given if value is not None),
@@ -56,9 +56,10 @@ class Asked:
         """
         families = [name for name in names if not is_file(name)]
         files = [name for name in names if is_file(name)]
+        known = [name for name in families if name in SCHEDULES]
         for option, _ in self.options:
-            if families and not any(name in SCHEDULES and option in options_of(name) for name in families):
-                raise UsageError(f"none of {', '.join(families)} takes {flag(option)}")
+            if known and not any(option in options_of(name) for name in known):
+                raise UsageError(f"none of {', '.join(known)} takes {flag(option)}")
         sized = replace(self, placement=None) if files else self
         placed = replace(self, ranks=None, microbatches=None, options=()) if families else self
         return {name: placed if name in files else sized.fitting(name) for name in names}

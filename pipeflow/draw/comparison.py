@@ -29,6 +29,6 @@ class Comparison:
     memory: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        titled = zip(self.titles, (self.first, self.second), strict=True)
-        drawings = {f"{title}: {heading(timeline)}": timeline for title, timeline in titled}
-        return stacked(drawings, Unit(self.unit, self.factor), console, options, memory=self.memory)
+        timelines = self.first, self.second
+        titles = [f"{title}: {heading(timeline)}" for title, timeline in zip(self.titles, timelines, strict=True)]
+        return stacked(titles, timelines, Unit(self.unit, self.factor), console, options, memory=self.memory)

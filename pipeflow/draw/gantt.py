@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -49,28 +49,34 @@ class Gantt:
     memory: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        drawing = {heading(self.timeline): self.timeline}
-        return stacked(drawing, Unit(self.unit, self.factor), console, options, memory=self.memory)
+        unit = Unit(self.unit, self.factor)
+        return stacked([heading(self.timeline)], [self.timeline], unit, console, options, memory=self.memory)
 
 
 def stacked(
-    timelines: dict[str, Timeline], unit: Unit, console: Console, options: ConsoleOptions, *, memory: bool
+    titles: Sequence[str],
+    timelines: Sequence[Timeline],
+    unit: Unit,
+    console: Console,
+    options: ConsoleOptions,
+    *,
+    memory: bool,
 ) -> Iterator[Text]:
-    """Titled timelines above each other on one time scale, with one legend below."""
-    timelines = dict(zip(timelines, same_memory([*timelines.values()]), strict=True))
-    painter = painter_for(max(map(num_chunks, timelines.values())), console, options)
-    kept = memory_of([*timelines.values()]) if memory else None
-    margin = max(len(label) for timeline in timelines.values() for label in _labels(timeline, kept)) + 2
+    """Timelines above each other on one time scale, each with its title, and one legend below."""
+    timelines = same_memory(timelines)
+    painter = painter_for(max(map(num_chunks, timelines)), console, options)
+    kept = memory_of(timelines) if memory else None
+    margin = max(len(label) for timeline in timelines for label in _labels(timeline, kept)) + 2
     room = max(options.max_width - margin, 1)
-    horizon = max(timeline.makespan for timeline in timelines.values())
-    scale = fit(timelines.values(), room)
-    for title, timeline in timelines.items():
+    horizon = max(timeline.makespan for timeline in timelines)
+    scale = fit(timelines, room)
+    for title, timeline in zip(titles, timelines, strict=True):
         yield Text(title, "bold")
         yield _line(" " * margin, (axis(horizon, scale, room, unit), "bright_black"))
         yield from _rows(timeline, scale, margin, painter, kept)
         yield Text(measures(timeline, unit))
         yield Text()
-    spans = [span for timeline in timelines.values() for span in timeline]
+    spans = [span for timeline in timelines for span in timeline]
     kinds = {span.action.kind for span in spans}
     pairs = any(span.partner is not None for span in spans)
     legend = painter.legend([kind for kind in Kind if kind in kinds], pairs=pairs, memory=kept)

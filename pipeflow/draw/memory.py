@@ -31,6 +31,8 @@ class Memory:
     @property
     def about_digits(self) -> str:
         """What the digits say, as text."""
+        if self.digits < 2:
+            return "1 activation kept" if self.digits else "nothing kept"
         if self.digits != self.highest and self.digits == 9:
             return f"1-9 {self.what}, 9 is {self.text(self.highest)}"
         return f"1-{self.digits} {self.what}{'' if self.whole else ', rounded up'}"

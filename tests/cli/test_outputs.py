@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +26,18 @@ from tests.cli.run import error, out
 def formats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writers that say what they were given."""
 
+    def makespans(timelines: Timeline | Sequence[Timeline], factor: float = 1) -> str:
+        several = [timelines] if isinstance(timelines, Timeline) else timelines
+        return " ".join(f"{timeline.name} {timeline.makespan * factor:g}" for timeline in several)
+
     def timed(name: str) -> object:
-        return lambda timeline, *, unit, factor: f"{name} {timeline.makespan * factor:g} {unit}\n"
+        return lambda timelines, *, unit, factor: f"{name} {makespans(timelines, factor)} {unit}\n"
 
     monkeypatch.setattr(pipeflow.draw, "svg", timed("svg"), raising=False)
     monkeypatch.setattr(pipeflow.draw, "html", timed("html"), raising=False)
-    monkeypatch.setattr(pipeflow.draw, "perfetto", lambda timeline: f"perfetto {timeline.makespan:g}\n", raising=False)
+    monkeypatch.setattr(
+        pipeflow.draw, "perfetto", lambda timelines: f"perfetto {makespans(timelines)}\n", raising=False
+    )
 
 
 @pytest.mark.usefixtures("formats")
@@ -38,12 +45,21 @@ def test_several_outputs_in_one_call(capsys: pytest.CaptureFixture[str], tmp_pat
     paths = {name: tmp_path / f"drawn.{name}" for name in ("svg", "html")}
     options = [word for name, path in paths.items() for word in (f"--{name}", path)]
     shown = out(capsys, "draw", "1f1b", *options, "--perfetto", "-", "--unit", "ms", "--factor", 1000)
-    assert shown == "perfetto 33\n"
+    assert shown == "perfetto 1f1b 33\n"
     assert {name: path.read_text() for name, path in paths.items()} == {
-        "svg": "svg 33000 ms\n",
-        "html": "html 33000 ms\n",
+        "svg": "svg 1f1b 33000 ms\n",
+        "html": "html 1f1b 33000 ms\n",
     }
     assert sorted(tmp_path.iterdir()) == sorted(paths.values())
+
+
+@pytest.mark.usefixtures("formats")
+def test_two_timelines_in_one_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "both.html"
+    assert out(capsys, "diff", "1f1b", "zb-h1", "--html", path, "--perfetto", "-") == (
+        "perfetto first: 1f1b 33 second: zb-h1 27\n"
+    )
+    assert path.read_text() == "html first: 1f1b 33 second: zb-h1 27 \n"
 
 
 @pytest.mark.usefixtures("formats")
