@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import fmean, median
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
@@ -97,6 +96,8 @@ class CostModel:
         """The costs that a timeline shows: per stage the mean time of its actions (a full backward counted as two
         equal halves), and as latency the median time that an idle rank waited for a value after it was made.
         """
+        from statistics import fmean, median  # slow to import, and needed here alone
+
         times: dict[tuple[Kind, int], list[float]] = {}
         for span in timeline:
             times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
