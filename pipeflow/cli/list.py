@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import textwrap
 from typing import TYPE_CHECKING
 
 from pipeflow.cli.options import flag
@@ -29,17 +27,27 @@ def run(_: argparse.Namespace) -> int:
     lines = [
         f"{name:{widths[0]}}  {options[name]:{widths[1]}}  {summary}".rstrip() for name, summary in summaries.items()
     ]
-    columns = shutil.get_terminal_size().columns
-    if sys.stdout.isatty() and max(map(len, lines)) > columns:
-        indent = " " * (widths[0] + 2)
-        lines = [
-            textwrap.fill(text, columns, initial_indent=first, subsequent_indent=indent)
-            for name, summary in summaries.items()
-            for text, first in ((summary, f"{name:{widths[0]}}  "), (options[name], indent))
-            if text
-        ]
+    if sys.stdout.isatty():
+        lines = _fitting(lines, summaries, options)
     print("\n".join(lines))
     return 0
+
+
+def _fitting(lines: list[str], summaries: dict[str, str], options: dict[str, str]) -> list[str]:
+    """The lines, if they fit, else folded ones."""
+    import shutil
+    import textwrap
+
+    columns = shutil.get_terminal_size().columns
+    if max(map(len, lines)) <= columns:
+        return lines
+    width = max(map(len, options)) + 2
+    return [
+        textwrap.fill(text, columns, initial_indent=first, subsequent_indent=" " * width)
+        for name, summary in summaries.items()
+        for text, first in ((summary, f"{name:{width}}"), (options[name], " " * width))
+        if text
+    ]
 
 
 def _flag(option: str) -> str:
