@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench gallery clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -24,6 +24,9 @@ check: .venv/installed          ## lint, types, layers
 
 bench: .venv/installed          ## every benchmark, side by side with its peers
 	$(PY) -m benchmarks $(ARGS)
+
+gallery: .venv/installed        ## docs/schedules.md: every schedule, drawn and measured
+	$(PY) docs/gallery.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -124,8 +124,9 @@ from pipeflow.cli import main
 assert main(["list"]) == 0
 heavy = {"networkx", "rich", "json"} & set(sys.modules)
 assert not heavy, heavy
-for command in ("draw", "simulate", "verify", "export"):
+for command in ("draw", "simulate", "compare", "verify", "export"):
     assert main([command, "interleaved-1f1b", *(["--csv", "-"] if command == "export" else [])]) == 0
+assert main(["diff", "interleaved-1f1b", "zb-v"]) == 0
 
 import pipeflow
 for name in pipeflow.__all__:

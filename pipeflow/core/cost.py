@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import fmean, median
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
@@ -98,6 +97,8 @@ class CostModel:
         an idle rank waited for a value after it was made. What a whole backward takes is shared out between its halves
         as where they ran apart, or equally.
         """
+        from statistics import fmean, median  # slow to import, and needed here alone
+
         times: dict[tuple[Kind, int], list[float]] = {}
         for span in timeline:
             times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)

@@ -93,6 +93,19 @@ class Timeline:
         """The chain of spans that the makespan consists of, each with its cause: the one before it in the chain."""
         return critical_path(self.rows, self.placement.num_stages)
 
+    def to_json(self) -> str:
+        """The timeline as text, to be kept in a file: `Timeline.from_json` gives back an equal one."""
+        from pipeflow.core.saved import to_json  # json is loaded by those who need it
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """Reads `to_json`'s text. Raises UsageError naming the rank and span, or the field, that is wrong."""
+        from pipeflow.core.saved import from_json
+
+        return from_json(text)
+
 
 def _changes(row: Row, saved: tuple[float, ...], deferred: tuple[float, ...] = ()) -> list[tuple[float, float]]:
     """What is kept on one rank, as (time, change). Without backwards nobody keeps anything for long."""

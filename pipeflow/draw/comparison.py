@@ -1,4 +1,4 @@
-"""Comparison: the plan above what happened, on one time scale."""
+"""Comparison: two timelines above each other on one time scale: a plan and what happened, or two plans."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from pipeflow.draw.measures import Unit, heading
 class Comparison:
     """Draws two timelines above each other, each as a `Gantt` with its own measures, on the same time scale.
 
-    Both must be in the same unit of time: simulate the plan under the costs that were measured.
+    Both must be in the same unit of time: simulate the plan under the costs that were measured. Each is titled by what
+    it is, and before that by the word that `titles` has for it.
     """
 
-    planned: Timeline
-    measured: Timeline
+    first: Timeline
+    second: Timeline
     unit: str = ""
     factor: float = 1.0
+    titles: tuple[str, str] = ("planned", "measured")
+    memory: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        timelines = {
-            f"planned: {heading(self.planned)}": self.planned,
-            f"measured: {heading(self.measured)}": self.measured,
-        }
-        return stacked(timelines, Unit(self.unit, self.factor), console, options)
+        timelines = self.first, self.second
+        titles = [f"{title}: {heading(timeline)}" for title, timeline in zip(self.titles, timelines, strict=True)]
+        return stacked(titles, timelines, Unit(self.unit, self.factor), console, options, memory=self.memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -11,15 +11,17 @@ from rich.text import Text
 
 from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.layout import fit, num_chunks, pieces, round_half_up
+from pipeflow.draw.layout import fit, heights, num_chunks, pieces, round_half_up
 from pipeflow.draw.measures import Unit, axis, heading, measures
-from pipeflow.draw.painters import Colours, Letters, Painter, paint
+from pipeflow.draw.memory import Memory, memory_of, same_memory
+from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Gantt:
-    """Draws a timeline with one line a rank, time from left to right, scaled to the width there is.
+    """Draws a timeline with one line a rank, time from left to right, scaled to the width there is; and, with `memory`,
+    a line below it for what the rank keeps for its backwards: bars or, in plain text, a digit where the amount changes.
 
     Where there are colours, hue is the kind of action, shade the chunk and the number the microbatch; where
     there are none, letters say the same. Below stand makespan, bubble and peak activations.
@@ -33,47 +35,90 @@ class Gantt:
     1f1b, 2 ranks, 3 microbatches
             0 s                 5                   10
     rank 0  F0- F1- ........B0----- F2- B1----- ....B2-----
+    peak 2  1   2                               1
     rank 1  ....F0- B0----- F1- B1----- F2- B2----- ........
+    peak 1      1                                   0
     makespan 12 s  bubble 25.0%  peak activations 2 1
     <BLANKLINE>
-    F forward   B backward   . idle
+    F forward   B backward   . idle   1-2 activations kept
     """
 
     timeline: Timeline
     unit: str = ""
     factor: float = 1.0
+    memory: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        return stacked({heading(self.timeline): self.timeline}, Unit(self.unit, self.factor), console, options)
+        unit = Unit(self.unit, self.factor)
+        return stacked([heading(self.timeline)], [self.timeline], unit, console, options, memory=self.memory)
 
 
-def stacked(timelines: dict[str, Timeline], unit: Unit, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-    """Titled timelines above each other on one time scale, with one legend below."""
-    painter = _painter(timelines, console, options)
-    margin = max(len(f"rank {len(timeline.rows) - 1}  ") for timeline in timelines.values())
+def stacked(
+    titles: Sequence[str],
+    timelines: Sequence[Timeline],
+    unit: Unit,
+    console: Console,
+    options: ConsoleOptions,
+    *,
+    memory: bool,
+) -> Iterator[Text]:
+    """Timelines above each other on one time scale, each with its title, and one legend below."""
+    timelines = same_memory(timelines)
+    painter = painter_for(max(map(num_chunks, timelines)), console, options)
+    kept = memory_of(timelines) if memory else None
+    margin = max(len(label) for timeline in timelines for label in _labels(timeline, kept)) + 2
     room = max(options.max_width - margin, 1)
-    horizon = max(timeline.makespan for timeline in timelines.values())
-    scale = fit(timelines.values(), room)
-    for title, timeline in timelines.items():
+    horizon = max(timeline.makespan for timeline in timelines)
+    scale = fit(timelines, room)
+    for title, timeline in zip(titles, timelines, strict=True):
         yield Text(title, "bold")
         yield _line(" " * margin, (axis(horizon, scale, room, unit), "bright_black"))
-        width = round_half_up(timeline.makespan * scale)
-        for rank, line in enumerate(pieces(timeline, scale)):
-            yield _line(f"rank {rank}".ljust(margin), *paint(line, width, painter))
+        yield from _rows(timeline, scale, margin, painter, kept)
         yield Text(measures(timeline, unit))
         yield Text()
-    yield Text.assemble(*painter.legend(_kinds(timelines)))
+    spans = [span for timeline in timelines for span in timeline]
+    kinds = {span.action.kind for span in spans}
+    pairs = any(span.partner is not None for span in spans)
+    legend = painter.legend([kind for kind in Kind if kind in kinds], pairs=pairs, memory=kept)
+    yield from _flowed(legend, options.max_width)
 
 
-def _painter(timelines: dict[str, Timeline], console: Console, options: ConsoleOptions) -> Painter:
-    chunks = max(num_chunks(timeline) for timeline in timelines.values())
+def painter_for(chunks: int, console: Console, options: ConsoleOptions) -> Painter:
+    """Colours where the console has them, else letters."""
     plain = console.color_system is None or console.no_color or options.ascii_only
     return Letters(chunks) if plain else Colours(chunks, few=console.color_system in ("standard", "windows"))
 
 
-def _kinds(timelines: dict[str, Timeline]) -> list[Kind]:
-    present = {span.action.kind for timeline in timelines.values() for span in timeline}
-    return [kind for kind in Kind if kind in present]
+def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept: Memory | None) -> Iterator[Text]:
+    """Per rank a line of actions and, where memory is shown, a line of what is kept."""
+    width = round_half_up(timeline.makespan * scale)
+    labels = iter(_labels(timeline, kept))
+    for rank, line in enumerate(pieces(timeline, scale)):
+        yield _line(next(labels).ljust(margin), *paint(line, width, painter))
+        if kept is not None:
+            amounts = heights(timeline.memory(rank), timeline.makespan, scale)
+            yield _line((next(labels).ljust(margin), "bright_black"), painter.memory(amounts, kept))
+            yield from [Text()] * painter.space
+
+
+def _flowed(items: Iterable[list[Painted]], width: int) -> Iterator[Text]:
+    """The items in as few lines as hold them whole."""
+    line = Text()
+    for item in items:
+        text = Text.assemble(*item)
+        if line and len(line) + 3 + len(text) > width:
+            yield line
+            line = Text()
+        line = Text.assemble(line, "   " * bool(line), text)
+    yield line
+
+
+def _labels(timeline: Timeline, kept: Memory | None) -> Iterator[str]:
+    """What stands before each line."""
+    for rank in range(len(timeline.rows)):
+        yield f"rank {rank}"
+        if kept is not None:
+            yield f"peak {kept.text(max((amount for _, amount in timeline.memory(rank)), default=0.0))}"
 
 
 def _line(*parts: str | tuple[str, str]) -> Text:

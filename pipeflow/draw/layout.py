@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
@@ -16,7 +17,7 @@ class Piece(NamedTuple):
     """Columns `first` to `end` (excluded) of one rank's line, and what runs there.
 
     `action` is None when the piece is one column of a line so dense that a column holds many actions; `kind`
-    and `chunk` are then what the column shows.
+    and `chunk` are then what the column shows. `joined` says that the piece after it is the other half of its pair.
     """
 
     kind: Kind
@@ -24,6 +25,7 @@ class Piece(NamedTuple):
     first: int
     end: int
     action: Action | None
+    joined: bool = False
 
     @property
     def width(self) -> int:
@@ -73,12 +75,23 @@ def pieces(timeline: Timeline, scale: float) -> list[list[Piece]]:
 def _blocks(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list[Piece]:
     """One piece a span; what is narrower than half a column may vanish, and what overlaps is cut."""
     blocks: list[Piece] = []
-    for span in row:
+    for span, following in zip(row, (*row[1:], *row[-1:]), strict=True):
         first, end = round_half_up(span.start * scale), round_half_up(span.end * scale)
         first = max(first, blocks[-1].end if blocks else 0)
         if first < end:
-            blocks.append(Piece(span.action.kind, chunks[span.action.stage], first, end, span.action))
+            joined = following.action == span.partner
+            blocks.append(Piece(span.action.kind, chunks[span.action.stage], first, end, span.action, joined))
     return blocks
+
+
+def heights(curve: list[tuple[float, float]], makespan: float, scale: float) -> list[float]:
+    """Per column the most of what `curve` says, as (time, amount from then on): a peak is seen however short it is."""
+    line = [0.0] * round_half_up(makespan * scale)
+    for (time, amount), (until, _) in pairwise([*curve, (makespan, 0.0)]):
+        first = round_half_up(time * scale)
+        for column in range(first, min(max(round_half_up(until * scale), first + 1), len(line))):
+            line[column] = max(line[column], amount)
+    return line
 
 
 def round_half_up(number: float) -> int:

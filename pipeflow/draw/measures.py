@@ -24,7 +24,7 @@ class Unit:
 def axis(horizon: float, scale: float, width: int, unit: Unit) -> str:
     """The times up to `horizon`, each written from its own column on, as far as `width` columns hold them."""
     horizon, scale = horizon * unit.factor, scale / unit.factor
-    step = _step(10 / scale) if scale else 1.0
+    step = round_step(10 / scale) if scale else 1.0
     line = ""
     for index in range(int(horizon / step + 1e-9) + 1):
         text = f"{index * step:.10g}" + f" {unit.name}" * (index == 0 and bool(unit.name))
@@ -34,7 +34,7 @@ def axis(horizon: float, scale: float, width: int, unit: Unit) -> str:
     return line
 
 
-def _step(least: float) -> float:
+def round_step(least: float) -> float:
     """The smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
@@ -62,8 +62,22 @@ def measures(timeline: Timeline, unit: Unit) -> str:
     parts = [f"makespan {unit.text(timeline.makespan)}"]
     if unit.text(timeline.span) != unit.text(timeline.makespan):
         parts.append(f"span {unit.text(timeline.span)}")
-    parts += [f"bubble {timeline.bubble_ratio:.1%}", f"peak activations {_peaks(timeline.peak_activations)}"]
+    parts += [f"bubble {percent(timeline.bubble_ratio)}", f"peak activations {_peaks(timeline.peak_activations)}"]
     return "  ".join(parts)
+
+
+def percent(ratio: float) -> str:
+    """A part of the whole, as people write it, without a sign for what is only rounding."""
+    return f"{ratio if abs(ratio) >= 5e-4 else 0.0:.1%}"
+
+
+def computing_and_waiting(timeline: Timeline) -> tuple[list[float], float]:
+    """Of the critical path: per rank the time that it computes there, and the time in which it only waits."""
+    by_rank = [0.0] * len(timeline.rows)
+    for cause in timeline.critical_path():
+        by_rank[cause.span.rank] += cause.span.end - cause.span.start
+    waiting = timeline.makespan - sum(by_rank)
+    return by_rank, waiting if waiting > 1e-9 * timeline.makespan else 0.0
 
 
 def _peaks(peaks: tuple[float, ...]) -> str:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import ClassVar, Protocol, final
 
-from pipeflow.core.action import Kind
+from pipeflow.core.action import Action, Kind
 from pipeflow.draw.layout import Piece
+from pipeflow.draw.memory import Memory
 
 Painted = tuple[str, str]
 
@@ -22,7 +23,9 @@ NAMES = {
 
 
 class Painter(Protocol):
-    """Paints the pieces of a timeline."""
+    """Paints the pieces of a timeline. Bars of memory need lines of `space` below, lest they seem the next rank's."""
+
+    space: ClassVar[int]
 
     def piece(self, piece: Piece) -> Iterator[Painted]:
         """Exactly `piece.width` columns."""
@@ -30,8 +33,14 @@ class Painter(Protocol):
     def idle(self, first: int, end: int) -> Painted:
         """Exactly the columns `first` to `end`, excluded."""
 
-    def legend(self, kinds: Iterable[Kind]) -> Iterator[Painted]:
-        """What the looks mean."""
+    def memory(self, amounts: list[float], memory: Memory) -> Painted:
+        """What is kept, one column each."""
+
+    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
+        """What the looks mean, one item each."""
+
+    def word(self, action: Action) -> Painted:
+        """An action by itself, in a text."""
 
 
 def paint(line: list[Piece], width: int, painter: Painter) -> Iterator[Painted]:
@@ -50,18 +59,22 @@ def paint(line: list[Piece], width: int, painter: Painter) -> Iterator[Painted]:
 @dataclass(frozen=True, slots=True)
 class Letters:
     """Kind and microbatch as letter and number. Upper case is chunk 0, lower case chunk 1; when a rank has more
-    than two `chunks` an action says its stage, as in "4F0". A dot every `grid` columns is idle time. All ASCII.
+    than two `chunks` an action says its stage, as in "4F0". A dot every `grid` columns is idle time. `joint` stands
+    between the halves of a pair. All ASCII.
     """
 
+    space: ClassVar[int] = 0
     chunks: int
     grid: int = 1
+    joint: str = "+"
 
     def piece(self, piece: Piece) -> Iterator[Painted]:
-        text = self.label(piece)
-        if len(text) > piece.width:
-            yield self._letter(piece.kind, piece.chunk).ljust(piece.width, "-"), ""
+        text, room = self.label(piece), piece.width - piece.joined
+        if len(text) > room > 0:
+            yield self._letter(piece.kind, piece.chunk).ljust(room, "-") + self.joint * piece.joined, ""
         else:
-            yield text.ljust(piece.width - 1, "-").ljust(piece.width), ""
+            last = self.joint if piece.joined else " "
+            yield text[: piece.width].ljust(piece.width - 1, "-").ljust(piece.width, last), ""
 
     def idle(self, first: int, end: int) -> Painted:
         return "".join(" " if column % self.grid else "." for column in range(first, end)), ""
@@ -74,13 +87,22 @@ class Letters:
             return str(piece.action)
         return f"{self._letter(piece.kind, piece.chunk)}{piece.action.microbatch}"
 
-    def legend(self, kinds: Iterable[Kind]) -> Iterator[Painted]:
-        yield "   ".join(f"{kind.value} {NAMES[kind]}" for kind in kinds), ""
-        if self.chunks == 2:
-            yield "   lower case: chunk 1", ""
-        if self.chunks > 2:
-            yield "   4F0: stage 4, microbatch 0", ""
-        yield "   . idle", ""
+    def memory(self, amounts: list[float], memory: Memory) -> Painted:
+        """A digit where the amount changes."""
+        digits = [str(memory.digit(amount)) for amount in amounts]
+        before = ["0", *digits]
+        return "".join(" " if digit == last else digit for digit, last in zip(digits, before, strict=False)), ""
+
+    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
+        texts = [f"{kind.value} {NAMES[kind]}" for kind in kinds]
+        texts += ["lower case: chunk 1"] if self.chunks == 2 else []
+        texts += ["4F0: stage 4, microbatch 0"] if self.chunks > 2 else []
+        texts += [f"{self.joint} pair, overlapped"] if pairs else []
+        texts += [". idle", *([] if memory is None else [memory.about_digits])]
+        yield from ([(text, "")] for text in texts)
+
+    def word(self, action: Action) -> Painted:
+        return str(action), ""
 
     def _letter(self, kind: Kind, chunk: int) -> str:
         return kind.value.lower() if self.chunks == 2 and chunk else kind.value
@@ -96,6 +118,9 @@ COLOURS: dict[Kind, tuple[Colour, str]] = {  # and the nearest of the 16 that ev
 }
 INK = (16, 20, 28), "black"
 EDGE = "\u258a"  # the left three quarters of a cell: a thin gap between two pieces
+JOINT = "+"
+MEMORY = (150, 125, 185), "magenta"
+EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 @final
@@ -105,6 +130,7 @@ class Colours:
     shades.
     """
 
+    space: ClassVar[int] = 1
     chunks: int
     few: bool = False
 
@@ -118,20 +144,33 @@ class Colours:
         ink = INK[1] if self.few else _rgb(INK[0])
         if room:
             yield (number if len(number) <= room else "").center(room), f"{ink} on {colour}"
-        yield EDGE, colour
+        yield (JOINT, f"{ink} on {colour}") if piece.joined else (EDGE, colour)
 
     def idle(self, first: int, end: int) -> Painted:
         return "\u00b7" * (end - first), "bright_black"
 
-    def legend(self, kinds: Iterable[Kind]) -> Iterator[Painted]:
+    def memory(self, amounts: list[float], memory: Memory) -> Painted:
+        """A bar of eighths in every column."""
+        return "".join(EIGHTHS[memory.eighth(amount)] for amount in amounts), self._memory()
+
+    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
         for kind in kinds:
-            for chunk in range(self.chunks):
-                yield "  ", f"on {self._colour(kind, chunk)}"
-            yield f" {NAMES[kind]}   ", ""
+            shades = [("  ", f"on {self._colour(kind, chunk)}") for chunk in range(self.chunks)]
+            yield [*shades, (f" {NAMES[kind]}", "")]
         if self.chunks > 1:
-            yield "lighter: later chunk   ", ""
-        yield "\u00b7\u00b7", "bright_black"
-        yield " idle", ""
+            yield [("lighter: later chunk", "")]
+        if pairs:
+            yield [(f"{JOINT} pair, overlapped", "")]
+        yield [("\u00b7\u00b7", "bright_black"), (" idle", "")]
+        if memory is not None:
+            most = f" {memory.what}, at most {memory.text(memory.highest)}"
+            yield [(EIGHTHS[1:], self._memory()), (most, "")]
+
+    def word(self, action: Action) -> Painted:
+        return str(action), self._colour(action.kind, 0)
+
+    def _memory(self) -> str:
+        return MEMORY[1] if self.few else _rgb(MEMORY[0])
 
     def _colour(self, kind: Kind, chunk: int) -> str:
         """The kind's colour, mixed with the more white the later the chunk."""

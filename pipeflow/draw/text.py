@@ -22,7 +22,7 @@ def picture(timeline: Timeline) -> str:
     chunks = num_chunks(timeline)
     labels = [Letters(chunks).label(piece) for line in pieces(timeline, 1 / unit) for piece in line]
     columns = max(map(len, labels), default=0) + 1
-    painter = Letters(chunks, grid=columns)
+    painter = Letters(chunks, grid=columns, joint=" ")
     width = round_half_up(timeline.makespan / unit * columns)
     margin = len(f"rank {len(timeline.rows) - 1}  ")
     return "\n".join(

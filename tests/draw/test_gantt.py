@@ -47,19 +47,23 @@ def test_1f1b_at_80_columns() -> None:
 1f1b, 4 ranks, 8 microbatches
         0         5         10        15        20        25        30
 rank 0  F0F1F2F3............B0- F4B1- F5B2- F6B3- F7B4- ..B5- ..B6- ..B7-
+peak 4  1 2 3 4                                         3     2     1
 rank 1  ..F0F1F2........B0- F3B1- F4B2- F5B3- F6B4- F7B5- ..B6- ..B7- ....
+peak 3    1 2 3                                           2     1     0
 rank 2  ....F0F1....B0- F2B1- F3B2- F4B3- F5B4- F6B5- F7B6- ..B7- ........
+peak 2      1 2                                             1     0
 rank 3  ......F0B0- F1B1- F2B2- F3B3- F4B4- F5B5- F6B6- F7B7- ............
+peak 1        1                                               0
 makespan 33  bubble 27.3%  peak activations 4 3 2 1
 
-F forward   B backward   . idle
+F forward   B backward   . idle   1-4 activations kept
 """
     )
 
 
 def test_lower_case_is_the_second_chunk() -> None:
     assert (
-        draw(Gantt(planned("interleaved-1f1b", 2, 2)), 60)
+        draw(Gantt(planned("interleaved-1f1b", 2, 2), memory=False), 60)
         == """\
 interleaved-1f1b, 2 ranks, 2 chunks, 2 microbatches
         0           2           4           6
@@ -79,7 +83,7 @@ def test_with_more_chunks_actions_say_their_stage() -> None:
 
 
 def test_halves_have_letters_and_names_of_their_own() -> None:
-    drawing = draw(Gantt(simulate(Schedule.from_csv("0F0,0I0,0W0"))))
+    drawing = draw(Gantt(simulate(Schedule.from_csv("0F0,0I0,0W0")), memory=False))
     assert re.search(r"rank 0  F0-+ I0-+ W0-+\n", drawing)
     assert drawing.endswith("F forward   I input gradient   W weight gradient   . idle\n")
 
@@ -151,7 +155,7 @@ def test_a_comparison_says_the_measures_of_both() -> None:
     assert "measured: gpipe, 2 ranks, 4 microbatches" in lines
     assert "makespan 15000 ms  bubble 20.0%  peak activations 2 1" in lines
     assert "makespan 195 ms  bubble 20.0%  peak activations 4 on every rank" in lines
-    assert lines[-1] == "F forward   B backward   . idle"
+    assert lines[-1] == "F forward   B backward   . idle   1-4 activations kept"
 
 
 def test_times_are_in_the_unit_of_the_caller() -> None:
@@ -187,3 +191,50 @@ def test_spans_that_overlap_are_cut() -> None:
     drawing = draw(Gantt(Timeline("overlapping", planned(ranks=1).placement, ((late, *rest),))), 80)
     assert next(line for line in drawing.splitlines() if line.startswith("rank 0")).split()[2][:2] == "F0"
     assert max(map(len, drawing.splitlines())) <= 80
+
+
+def test_pairs_are_joined() -> None:
+    paired = simulate(Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1"))
+    assert "F1---+B0--------- ..................B1" in draw(Gantt(paired))
+    narrow = draw(Gantt(paired), 35)
+    assert "F+B0- " in narrow  # no room for the forward's number
+    assert "+ pair, overlapped" in narrow
+    assert "\x1b[38;2;16;20;28;48;2;92;143;235m+\x1b" in draw(Gantt(paired), colours="truecolor")
+    assert "pair" not in draw(Gantt(planned()))
+
+
+def memory_lines(drawing: str, margin: int = 8) -> list[str]:
+    plain = re.sub(r"\x1b\[[\d;]*m", "", drawing)
+    return [line[margin:] for line in plain.splitlines() if line.startswith("peak")]
+
+
+def test_memory_is_drawn_to_the_scale_of_the_highest_peak() -> None:
+    bars = memory_lines(draw(Gantt(planned("1f1b", 4, 8)), colours="truecolor"))
+    assert [max(line.rstrip()) for line in bars] == ["\u2588", "\u2586", "\u2584", "\u2582"]  # 4, 3, 2, 1 of 4
+
+
+def test_a_digit_says_how_much_is_kept_from_there_on() -> None:
+    sixteen = simulate(make_schedule("gpipe", ranks=1, microbatches=16))
+    assert "1-9 activations kept, 9 is 16" in draw(Gantt(sixteen), 200)
+    (line,) = memory_lines(draw(Gantt(sixteen), 200), 9)
+    assert line.replace(" ", "") == "1234567898765432" + "1" * ("1" in line[-8:])
+    assert "1-6 activations kept, rounded up" in draw(Gantt(planned("interleaved-1f1b")))
+
+
+def test_a_short_peak_is_seen_in_a_drawing_that_is_scaled_down() -> None:
+    short = Schedule.from_csv(",".join(["0F0,0B0"] + [f"0F{m},0B{m}" for m in range(1, 99)]) + ",0F99,0F100,0B99,0B100")
+    (line,) = memory_lines(draw(Gantt(simulate(short)), 40))
+    assert "2" in line
+
+
+def test_bytes_are_drawn_where_they_are_known_for_all() -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    known = simulate(schedule, CostModel.even(schedule.placement, saved_bytes=3 * 2**29))
+    assert "peak 3 GiB" in draw(Gantt(known))
+    assert "memory kept, 9 is 3 GiB" in draw(Gantt(known))
+    assert "peak 2  " in draw(Comparison(known, simulate(schedule)))
+
+
+def test_the_legend_breaks_between_its_items() -> None:
+    lines = draw(Gantt(planned("interleaved-1f1b")), 50).splitlines()
+    assert lines[-2:] == ["F forward   B backward   lower case: chunk 1", ". idle   1-6 activations kept, rounded up"]

@@ -9,52 +9,19 @@ import pytest
 
 from pipeflow import __version__
 from pipeflow.cli import main
+from pipeflow.cli.options import flag
 from pipeflow.core.placement import Placement
-from pipeflow.schedules import SCHEDULES, make_schedule
-
-
-@pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a pipe of 80 columns sees, whatever the tests run in."""
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-
-
-@pytest.fixture
-def csv(tmp_path: Path) -> Path:
-    path = tmp_path / "schedule.csv"
-    path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    return path
-
-
-def out(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert main([str(word) for word in argv]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
-def error(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """The one line that a command that cannot work leaves."""
-    assert main([str(word) for word in argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("pipeflow: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err.removeprefix("pipeflow: error: ").rstrip("\n")
+from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from tests.cli.run import error, out
 
 
 def test_list_says_names_options_and_what_each_is(capsys: pytest.CaptureFixture[str]) -> None:
     lines = out(capsys, "list").splitlines()
     assert [line.split()[0] for line in lines] == list(SCHEDULES)
-    shown = [" ".join(line.split()) for line in lines if line.split()[0] in ("gpipe", "1f1b", "interleaved-1f1b")]
-    assert shown == [
-        "gpipe All forwards, then all backwards, both in microbatch order.",
-        "1f1b --extra-warmup One forward, one backward in turn, so that few activations are alive.",
-        "interleaved-1f1b --chunks --group --extra-warmup "
-        "1F1B over several stages a rank, so that the pipeline fills in smaller steps.",
-    ]
+    for name, line in zip(SCHEDULES, lines, strict=True):
+        assert line.endswith((SCHEDULES[name].__doc__ or "").splitlines()[0])
+        flags = {word for word in line.split() if word.startswith("--")}
+        assert flags == {"--costs" if option == "cost" else flag(option) for option in options_of(name)}
 
 
 def test_draw(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,10 +29,12 @@ def test_draw(capsys: pytest.CaptureFixture[str]) -> None:
 1f1b, 2 ranks, 4 microbatches
         0                   5                   10                  15
 rank 0  F0- F1- ........B0----- F2- B1----- F3- B2----- ....B3-----
+peak 2  1   2                                           1
 rank 1  ....F0- B0----- F1- B1----- F2- B2----- F3- B3----- ........
+peak 1      1                                               0
 makespan 15  bubble 20.0%  peak activations 2 1
 
-F forward   B backward   . idle
+F forward   B backward   . idle   1-2 activations kept
 """  # fmt: skip
 
 
@@ -85,6 +54,7 @@ def test_draw_forward_only(capsys: pytest.CaptureFixture[str]) -> None:
 def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
     assert out(capsys, "simulate", "1f1b", "--forward", 2, "--transfer", 0.5) == (
         "makespan          52\nspan              52\nbubble ratio      0.3846\npeak activations  4 3 2 1\n"
+        "critical path     computing 44, waiting 8 (15.4%)\n  by rank         8 12 12 12\n"
     )
 
 
@@ -95,6 +65,7 @@ def test_simulate_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
         "span": 26.25,
         "bubble_ratio": pytest.approx(2.25 / 26.25),
         "peak_activations": [4.75, 4.25, 3.75, 3.25],
+        "critical_path": {"computing": 26.25, "waiting": 0, "computing_by_rank": [6.75, 0.75, 0.75, 18]},
     }
 
 
@@ -180,12 +151,22 @@ def test_the_placement_of_a_file_can_be_given(
         ("draw 1f1b --ranks 0", "ranks must be an integer of at least 1, got 0"),
         ("draw 1f1b --microbatches -3", "microbatches must be an integer of at least 1, got -3"),
         ("draw interleaved-1f1b --chunks 0", "chunks must be an integer of at least 1, got 0"),
-        ("draw 1f1b --ranks four", "argument --ranks: invalid int value: 'four' (see pipeflow draw --help)"),
-        ("draw 1f1b --forward -1", "forward of stage 0 must be finite and not negative, got -1.0"),
-        ("simulate 1f1b --transfer nan", "latency must be finite and not negative, got nan"),
+        (
+            "draw 1f1b --ranks four",
+            "argument --ranks: it must be a whole number, got 'four' (see pipeflow draw --help)",
+        ),
+        (
+            "draw 1f1b --forward -1",
+            "argument --forward: it must be finite and not negative, got -1 (see pipeflow draw --help)",
+        ),
+        (
+            "simulate 1f1b --transfer nan",
+            "argument --transfer: it must be finite and not negative, got nan (see pipeflow simulate --help)",
+        ),
+        ("draw gpipe --unit s --factor 0", "argument --factor: it must be positive, got 0 (see pipeflow draw --help)"),
         ("draw 1f1b --placement vee", "--placement is for CSV files; schedule '1f1b' has its own"),
         ("verify missing.csv", "missing.csv: No such file or directory"),
-        ("verify missing.csv --ranks 2", "--ranks and --chunks are for named schedules; missing.csv has its own"),
+        ("verify missing.csv --ranks 2", "--ranks is for named schedules; missing.csv has its own"),
         ("export 1f1b", "the following arguments are required: --csv (see pipeflow export --help)"),
         ("export 1f1b --csv missing/folder.csv", "missing/folder.csv: No such file or directory"),
         ("draw", "the following arguments are required: SCHEDULE (see pipeflow draw --help)"),
@@ -222,7 +203,7 @@ def test_an_unsound_file_is_neither_drawn_nor_simulated(capsys: pytest.CaptureFi
     csv.write_text("0F0,0B0\n1F0\n")
     for command in ("draw", "simulate"):
         assert error(capsys, command, csv) == (
-            f"{csv} has 1 violations, the first: rank 1: of stage 1, microbatch 0 runs 1F0; "
+            f"{csv} is unsound, 1 violation, the first: rank 1: of stage 1, microbatch 0 runs 1F0; "
             "expected F and B, or F, I and W; see pipeflow verify"
         )
 

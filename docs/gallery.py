@@ -1,0 +1,82 @@
+"""Writes schedules.md and schedules.svg, the gallery of all schedules, from what the command says: `make gallery`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import re
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+from pipeflow.cli import main
+from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+
+RANKS, MICROBATCHES = 4, 8
+SIZES = f"--ranks {RANKS} --microbatches {MICROBATCHES}"
+PAPER = r"arXiv (\d{4}\.\d{5})"
+WIDTHS = (80, 100, 120, 144)
+
+INTRODUCTION = f"""\
+# The schedules
+
+Every schedule that `pipeflow list` knows, on {RANKS} ranks with {MICROBATCHES} microbatches, where a forward takes 1,
+each half of a backward 1, and a transfer nothing. `make gallery` writes this page from what the command says.
+
+In the pictures a letter is the kind of action and a number the microbatch; lower case is the second stage of a rank.
+Below each rank stands what it keeps for its backwards, where that changes. A bubble is counted in the span (from a
+rank's first start to its last end, as the zero-bubble papers do) or in the makespan (as a step with a barrier costs).
+"""
+
+
+def write(folder: Path) -> None:
+    """Writes both files."""
+    (folder / "schedules.svg").write_text(said(f"compare {SIZES} --svg -", 80))
+    parts = [INTRODUCTION, "![Bubble against memory](schedules.svg)\n", block(f"compare {SIZES}", 80)]
+    page = "\n".join([*parts, *map(section, SCHEDULES)])
+    papers = sorted(set(re.findall(PAPER, page)))
+    links = "".join(f"[arXiv {paper}]: https://arxiv.org/abs/{paper}\n" for paper in papers)
+    (folder / "schedules.md").write_text(f"{page}\n{links}")
+
+
+def section(name: str) -> str:
+    """One schedule: what it is, where it comes from, how it looks."""
+    text = inspect.cleandoc(SCHEDULES[name].__doc__ or "").partition(">>>")[0].strip()
+    text = re.sub(PAPER, r"[arXiv \1]", text)
+    options = ", ".join(f"`--{option.replace('_', '-')}`" for option in options_of(name))
+    command = f"draw {name} {SIZES}"
+    parts = [
+        f"## {name}\n",
+        f"{text}\n",
+        f"Options: {options}.\n" if options else "",
+        block(command, width(name, command)),
+    ]
+    return "\n".join(filter(None, parts))
+
+
+def width(name: str, command: str) -> int:
+    """The fewest columns in which every action has its number."""
+    schedule = make_schedule(name, ranks=RANKS, microbatches=MICROBATCHES)
+    actions = sum(1 for rank in range(RANKS) for _ in schedule.actions(rank))
+    numbered = (each for each in WIDTHS if len(re.findall(r"[FBIWfbiw]\d", said(command, each))) >= actions)
+    return next(numbered, WIDTHS[-1])
+
+
+def block(command: str, columns: int) -> str:
+    """A command and what it says."""
+    return f"```console\n$ pipeflow {command}\n{said(command, columns).rstrip()}\n```\n"
+
+
+def said(command: str, columns: int) -> str:
+    """What the command prints into a pipe of so many columns."""
+    out = io.StringIO()
+    with patch.dict(os.environ, {"COLUMNS": str(columns)}, clear=True), contextlib.redirect_stdout(out):
+        if main(command.split()):
+            raise SystemExit(f"pipeflow {command} failed")
+    return out.getvalue()
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

@@ -1,0 +1,69 @@
+"""The command line itself: which commands there are, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from pipeflow import __version__
+from pipeflow.cli import compare, diff, draw, export, simulate, verify
+from pipeflow.cli import list as list_
+from pipeflow.cli.options import Parser
+from pipeflow.core.errors import UsageError
+
+EXAMPLES = """\
+examples:
+  pipeflow draw 1f1b --ranks 4 --microbatches 8
+  pipeflow draw zb-v --html zb-v.html --critical-path
+  pipeflow compare --ranks 8 --microbatches 32 --transfer 0.1
+  pipeflow diff 1f1b zb-h1
+  pipeflow diff 1f1b measured.json --unit ms --factor 1000
+  pipeflow verify mine.csv
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 1 for an unsound schedule, 2 for arguments that cannot
+    work, 130 when it was interrupted, 141 when the reader of the output went away.
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except UsageError as error:
+        return _failed(str(error))
+    except BrokenPipeError:
+        _let_go()
+        return 141
+    except OSError as error:  # files are seen to where they are used; what is left is standard output
+        _let_go()
+        return _failed(f"standard output: {error.strerror}")
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _failed(message: str) -> int:
+    print(f"pipeflow: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _let_go() -> None:
+    """What is left in the buffer of standard output goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="pipeflow",
+        description="Pipeline schedules: list, draw, price, compare, prove, export.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"pipeflow {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (list_, draw, simulate, compare, diff, verify, export):
+        module.add_to(commands)
+    return parser

@@ -1,0 +1,130 @@
+"""`pipeflow compare`: the measures of many schedules under the same costs, as a table and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from pipeflow.cli.files import write
+from pipeflow.cli.measures import COLUMNS, Column, Measures, size
+from pipeflow.cli.options import cost_options, schedule_options
+from pipeflow.cli.outputs import show
+from pipeflow.cli.plans import Asked, Plan, sound_plan
+from pipeflow.core.errors import UsageError
+from pipeflow.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands
+    from pipeflow.draw import Scatter, Table
+
+Found = dict[str, Measures]
+TABLE = tuple(name for name in COLUMNS if name != "span")
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parents = [schedule_options(), cost_options()]
+    command = commands.add_parser("compare", help="many schedules under the same costs", parents=parents)
+    command.add_argument("schedules", metavar="SCHEDULE", nargs="*", help="names or files; every schedule unless given")
+    group = command.add_argument_group("output")
+    group.add_argument(
+        "--sort", choices=["name", *TABLE], default="makespan", metavar="COLUMN", help=", ".join(["name", *TABLE])
+    )
+    group.add_argument("--svg", metavar="FILE", help="bubble against peak memory as a picture; - is standard output")
+    group.add_argument("--json", action="store_true", help="for programs")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures each schedule, and shows all of them."""
+    if arguments.json and arguments.svg == "-":
+        raise UsageError("standard output can take one output, not --json and --svg")
+    names = list(dict.fromkeys(arguments.schedules)) or list(SCHEDULES)
+    found, refused = _measured(names, Asked.of(arguments))
+    if not found:
+        raise UsageError("; ".join(_grouped(refused)))
+    found = _sorted(found, arguments.sort)
+    if arguments.svg is not None:
+        from pipeflow.draw import scatter_svg
+
+        plot = _scatter(found)
+        write({arguments.svg: scatter_svg(plot.points, plot.x, plot.y)})
+    if arguments.json:
+        import json
+
+        schedules = {name: asdict(measures) for name, measures in found.items()}
+        print(json.dumps({"schedules": schedules, "refused": refused}))
+    elif arguments.svg is None:
+        _show(found, refused)
+    return 0
+
+
+def _measured(names: list[str], asked: Asked) -> tuple[Found, dict[str, str]]:
+    """The measures of those schedules that take what was asked, and why the others do not. A name that stands for
+    nothing is an error, and so is a file that does not fit.
+    """
+    found, refused = {}, {}
+    for name, part in asked.among(names).items():
+        try:
+            plan = Plan(sound_plan(name, part).schedule)  # a timeline's own times are left out: the costs are the same
+            found[name] = Measures.of(plan.schedule, plan.timeline(part.costs))
+        except UsageError as error:
+            if name not in SCHEDULES:
+                raise
+            refused[name] = " ".join(str(error).split())
+    return found, refused
+
+
+def _sorted(found: Found, by: str) -> Found:
+    """The least first; equal ones by makespan, then as they are in the registry."""
+
+    def key(name: str) -> tuple[float, ...]:
+        return tuple(round(COLUMNS[column].of(found[name]) or 0.0, 9) for column in (by, "makespan"))
+
+    names = sorted(found) if by == "name" else sorted(found, key=key)
+    return {name: found[name] for name in names}
+
+
+def _show(found: Found, refused: Mapping[str, str]) -> None:
+    shown = [
+        column
+        for column in map(COLUMNS.__getitem__, TABLE)
+        if any(column.of(each) is not None for each in found.values())
+    ]
+    same = [column for column in shown if len(found) > 1 and len({column.cell(each) for each in found.values()}) == 1]
+    first = next(iter(found.values()))
+    notes = [f"{' '.join(column.title.split())}: {column.cell(first)} in all of them" for column in same]
+    notes += [f"not here: {line}" for line in _grouped(refused)]
+    table = _table(found, [column for column in shown if column not in same])
+    show(table, *[""] * bool(notes), *notes, "", _scatter(found))
+
+
+def _grouped(refused: Mapping[str, str]) -> Iterator[str]:
+    """One line a reason: which schedules it keeps away."""
+    for why in dict.fromkeys(refused.values()):
+        yield f"{', '.join(name for name in refused if refused[name] == why)}: {why}"
+
+
+def _table(found: Found, columns: list[Column]) -> Table:
+    from pipeflow.draw import Table
+
+    best = set()
+    for index, column in enumerate(columns, start=1):
+        cells = [column.of(measures) for measures in found.values()]
+        least = min(cell for cell in cells if cell is not None)
+        texts = [column.cell(measures) for measures in found.values()]
+        best |= {(row, index) for row, text in enumerate(texts) if text == column.text(least)}
+    rows = [[name, *(column.cell(measures) for column in columns)] for name, measures in found.items()]
+    return Table(["schedule", *(column.title for column in columns)], rows, frozenset(best))
+
+
+def _scatter(found: Found) -> Scatter:
+    from pipeflow.draw import Axis, Point, Scatter
+
+    kept = COLUMNS["activations" if any(measures.peak_bytes is None for measures in found.values()) else "bytes"]
+    lost = COLUMNS["makespan-bubble"]
+    axes = [Axis(" ".join(each.title.split()), each.text, 1024 if each.text is size else 10) for each in (kept, lost)]
+    points = [Point(name, kept.of(each) or 0.0, lost.of(each) or 0.0) for name, each in found.items()]
+    return Scatter(points, *axes)

@@ -1,0 +1,101 @@
+"""The cost model that the arguments describe: even costs from options, or those of a file, stage by stage."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass, fields
+from typing import Any, final
+
+from pipeflow.cli.files import read
+from pipeflow.cli.options import EVEN_COSTS, flag
+from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+
+NUMBERS = ("latency", "bandwidth", "overlap")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The costs that were given: `even` ones by the names of CostModel.even, or a `file` of others."""
+
+    even: dict[str, float]
+    file: str | None = None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Costs:
+        """Raises UsageError for even costs beside a file."""
+        even = {name: getattr(arguments, name) for name in EVEN_COSTS if getattr(arguments, name) is not None}
+        if even and arguments.costs is not None:
+            raise UsageError(f"{flag(min(even))} and --costs are two ways to give costs: choose one")
+        return cls(even, arguments.costs)
+
+    @property
+    def given(self) -> str | None:
+        """An option that gave a cost, if there is one."""
+        return "--costs" if self.file is not None else next(map(flag, self.even), None)
+
+    def model(self, placement: Placement) -> CostModel:
+        """The costs on `placement`. Raises UsageError for a file that does not fit it, or is none."""
+        if self.file is None:
+            return CostModel.even(placement, **self.even)
+        text = read(self.file)
+        try:
+            model = cost_model(text)
+            if len(model.forward) != placement.num_stages:
+                raise UsageError(f"costs are per stage: the file has {len(model.forward)}, not {placement.num_stages}")
+        except UsageError as error:
+            raise UsageError(f"{self.file}: {error}") from None
+        return model
+
+
+def cost_model(text: str) -> CostModel:
+    """Reads JSON whose keys are fields of CostModel. Raises UsageError naming the field that is wrong."""
+    import json
+
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"this is not JSON: {error}") from None
+    known = [field.name for field in fields(CostModel)]
+    if not isinstance(given, dict):
+        raise UsageError(f"costs are an object with some of {', '.join(known)}")
+    if unknown := [name for name in given if name not in known]:
+        raise UsageError(f"{unknown[0]!r} is no cost; there are {', '.join(known)}")
+    if missing := [name for name in known[:3] if name not in given]:
+        raise UsageError(f"{missing[0]} is missing: a list with one number per stage")
+    return CostModel(**{name: _field(name, value) for name, value in given.items()})
+
+
+def _field(name: str, value: object) -> Any:
+    if name == "links":
+        return _links(value)
+    if name in NUMBERS:
+        return _number(value, name)
+    if not isinstance(value, list):
+        raise UsageError(f"{name} must be a list with one number per stage, got {value!r}")
+    return tuple(_number(number, f"{name} of stage {stage}") for stage, number in enumerate(value))
+
+
+def _links(value: object) -> dict[tuple[int, int], Link]:
+    if not isinstance(value, dict):
+        raise UsageError(f'links must be like {{"0->1": {{"latency": 0.1}}}}, got {value!r}')
+    links = {}
+    for key, given in value.items():
+        ends = re.fullmatch(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", key, re.ASCII)
+        if ends is None or not isinstance(given, dict) or set(given) - set(Link._fields):
+            raise UsageError(f'links: {key!r} must be like "0->1": {{"latency": 0.1, "bandwidth": 50}}')
+        numbers = {name: _number(number, f"{name} of link {key}") for name, number in given.items()}
+        link = Link(**numbers)
+        if link.latency < 0 or not link.bandwidth > 0:
+            raise UsageError(f"link {key}: latency must not be negative and bandwidth must be positive, got {given}")
+        links[int(ends[1]), int(ends[2])] = link
+    return links
+
+
+def _number(value: object, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{what} must be a number, got {value!r}")
+    return float(value)

@@ -1,0 +1,137 @@
+"""`pipeflow diff`: two schedules, or a plan and what happened: what moved, what it costs, how it looks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeflow.cli.costs import Costs
+from pipeflow.cli.measures import COLUMNS, Measures
+from pipeflow.cli.moves import moved_lines
+from pipeflow.cli.options import cost_options, schedule_options, unit_options
+from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
+from pipeflow.cli.plans import Asked, Plan, is_file, sound_plan
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.timeline import Timeline
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands
+    from pipeflow.draw import Table
+    from pipeflow.draw.measures import Unit
+
+FORMATS = ("html", "perfetto")  # of those of `draw`, the ones that can hold two timelines
+TIMES = ("makespan", "span")
+RATIOS = ("bubble", "makespan-bubble")
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parents = [schedule_options(), cost_options(), unit_options()]
+    command = commands.add_parser("diff", help="two schedules, or a plan and what was measured", parents=parents)
+    which = "a name from `pipeflow list`, a CSV file, or a timeline kept as JSON"
+    command.add_argument("first", metavar="A", help=which)
+    command.add_argument("second", metavar="B", help="another one")
+    add_outputs(command, *FORMATS)
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows what differs, then both timelines on one time scale."""
+    paths = files_named(arguments, *FORMATS)
+    names = [arguments.first, arguments.second]
+    asked = Asked.of(arguments)
+    plans = _plans(names, asked)
+    timelines = _timelines(plans, asked.costs)
+    measured = [plan.measured is not None for plan in plans]
+    titles = ("planned", "measured") if measured == [False, True] else ("first", "second")
+    unit, factor = arguments.unit, arguments.factor
+    if paths:
+        named = (replace(each, name=f"{title}: {each.name}") for title, each in zip(titles, timelines, strict=True))
+        write_drawings(paths, *named, unit=unit, factor=factor)
+        return 0
+
+    from pipeflow.draw import Comparison
+    from pipeflow.draw.measures import Unit
+
+    lines = moved_lines(plans[0].schedule, plans[1].schedule)
+    table = _table(names, plans, timelines, Unit(unit, factor))
+    picture = Comparison(*timelines, unit, factor, titles, arguments.memory)
+    show(*lines, "", table, *_ratio(timelines, measured), "", picture)
+    return 0
+
+
+def _plans(names: list[str], asked: Asked) -> list[Plan]:
+    """Both plans. A named schedule has the sizes of the file that it is compared with, where none are given."""
+    parts = [asked.among(names)[name] for name in names]
+    plans = {index: sound_plan(name, parts[index]) for index, name in enumerate(names) if is_file(name)}
+    for file in list(plans.values()):
+        ranks, microbatches = file.schedule.placement.num_ranks, file.schedule.num_microbatches
+        parts = [
+            replace(
+                part,
+                ranks=ranks if part.ranks is None else part.ranks,
+                microbatches=microbatches if part.microbatches is None else part.microbatches,
+            )
+            for part in parts
+        ]
+    return [plans[index] if index in plans else sound_plan(name, parts[index]) for index, name in enumerate(names)]
+
+
+def _timelines(plans: list[Plan], costs: Costs) -> tuple[Timeline, Timeline]:
+    """Both timelines. A plan beside a measured timeline is simulated under the costs that were measured, unless costs
+    are given.
+    """
+    measured = [plan.measured for plan in plans if plan.measured is not None]
+    if len(measured) == 2 and costs.given is not None:
+        raise UsageError(f"{costs.given} is for schedules; the times of a timeline are its own")
+    if not measured or costs.given is not None:
+        first, second = (plan.measured or plan.timeline(costs) for plan in plans)
+        return first, second
+    from pipeflow.analysis.simulate import simulate
+
+    model = CostModel.measured(measured[0])
+    for schedule in (plan.schedule for plan in plans if plan.measured is None):
+        if (stages := schedule.placement.num_stages) != len(model.forward):
+            raise UsageError(
+                f"{schedule.name} has {stages} stages and what was measured {len(model.forward)}, so its costs do "
+                "not fit: give costs, as in --forward 1"
+            )
+    first, second = (plan.measured or simulate(plan.schedule, model) for plan in plans)
+    return first, second
+
+
+def _table(names: list[str], plans: list[Plan], timelines: tuple[Timeline, Timeline], unit: Unit) -> Table:
+    from pipeflow.draw import Table
+
+    first, second = (Measures.of(plan.schedule, timeline) for plan, timeline in zip(plans, timelines, strict=True))
+    rows = []
+    for key, column in COLUMNS.items():
+        before, after = column.of(first), column.of(second)
+        if before is None or after is None:
+            continue
+        text = unit.text if key in TIMES else column.text
+        rows.append([" ".join(column.title.split()), text(before), text(after), *_change(key, before, after, text)])
+    return Table(["", *names, "change", ""], rows)
+
+
+def _change(key: str, before: float, after: float, text: Callable[[float], str]) -> list[str]:
+    difference = after - before
+    if abs(difference) <= 1e-9 * max(abs(before), abs(after)):
+        return ["same", ""]
+    if key in RATIOS:
+        return [f"{100 * difference:+.1f} points", ""]
+    sign = "+" if difference > 0 else "-"
+    return [sign + text(abs(difference)), f"{difference / before:+.1%}" if before else ""]
+
+
+def _ratio(timelines: tuple[Timeline, Timeline], measured: list[bool]) -> list[str]:
+    """How the plan's makespan compares with the measured one."""
+    if measured[0] == measured[1]:
+        return []
+    planned, happened = reversed(timelines) if measured[0] else timelines
+    if not happened.makespan:
+        return []
+    return ["", f"planned / measured: {planned.makespan / happened.makespan:.3f}"]

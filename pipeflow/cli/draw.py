@@ -1,0 +1,45 @@
+"""`pipeflow draw`: a timeline in the terminal, or as files."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from pipeflow.cli.files import STANDARD_OUTPUT
+from pipeflow.cli.options import cost_options, schedule_argument, schedule_options, unit_options
+from pipeflow.cli.outputs import FORMATS, add_outputs, files_named, show, write_drawings
+from pipeflow.cli.plans import Asked, sound_plan
+from pipeflow.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parents = [schedule_argument(), schedule_options(), cost_options(), unit_options()]
+    command = commands.add_parser("draw", help="the timeline of a schedule, or a measured one", parents=parents)
+    add_outputs(command, *FORMATS)
+    command.add_argument("--critical-path", action="store_true", help="also list what the makespan consists of")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draws what was asked for."""
+    paths = files_named(arguments, *FORMATS)
+    if arguments.critical_path and STANDARD_OUTPUT in paths.values():
+        raise UsageError("standard output can take one output, not a file and --critical-path")
+    asked = Asked.of(arguments)
+    timeline = sound_plan(arguments.schedule, asked).timeline(asked.costs)
+    unit, factor = arguments.unit, arguments.factor
+    if paths:
+        write_drawings(paths, timeline, unit=unit, factor=factor)
+    else:
+        from pipeflow.draw import Gantt
+
+        show(Gantt(timeline, unit, factor, memory=arguments.memory))
+    if arguments.critical_path:
+        from pipeflow.draw import CriticalPath
+
+        show(*[] if paths else [""], CriticalPath(timeline, unit, factor))
+    return 0

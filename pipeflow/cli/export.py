@@ -1,0 +1,27 @@
+"""`pipeflow export`: a schedule as a table."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from pipeflow.cli.files import write
+from pipeflow.cli.options import cost_options, schedule_argument, schedule_options
+from pipeflow.cli.plans import Asked, plan
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for theirs
+    command = commands.add_parser("export", help="write a schedule as a table", parents=parents)
+    command.add_argument("--csv", required=True, metavar="FILE", help="one line a rank; - is standard output")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the table."""
+    write({arguments.csv: plan(arguments.schedule, Asked.of(arguments)).schedule.to_csv()})
+    return 0

@@ -1,0 +1,62 @@
+"""Where drawings go: to the terminal, or into files of several formats."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from pipeflow.cli.files import STANDARD_OUTPUT, write
+from pipeflow.cli.options import Parser, flag
+from pipeflow.core.errors import UsageError
+from pipeflow.core.timeline import Timeline
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+FORMATS = {
+    "svg": "a picture that scales",
+    "html": "a page that shows each action, its cause and the memory",
+    "perfetto": "a trace for ui.perfetto.dev, a unit of time as a second",
+}
+
+
+def add_outputs(command: Parser, *formats: str) -> None:
+    """The options that name files."""
+    group = command.add_argument_group("output", "in the terminal unless files are named; - is standard output")
+    for name in formats:
+        group.add_argument(flag(name), metavar="FILE", help=FORMATS[name])
+    group.add_argument("--no-memory", dest="memory", action="store_false", help="without the lines of what is kept")
+
+
+def files_named(arguments: argparse.Namespace, *formats: str) -> dict[str, str]:
+    """Per format, the file that was named. Raises UsageError for one that is named twice."""
+    paths = {name: path for name in formats if (path := getattr(arguments, name)) is not None}
+    for path in paths.values():
+        if (times := [*paths.values()].count(path)) > 1:
+            raise UsageError(
+                f"{'standard output' if path == STANDARD_OUTPUT else path} can take one output, not {times}"
+            )
+    return paths
+
+
+def write_drawings(paths: dict[str, str], *timelines: Timeline, unit: str, factor: float) -> None:
+    """Writes the timelines into the files of `files_named`, all of them or none."""
+    from pipeflow import draw
+
+    texts = {}
+    for name, path in paths.items():
+        times = {} if name == "perfetto" else {"unit": unit, "factor": factor}  # a trace has a unit of its own
+        texts[path] = getattr(draw, name)(timelines[0] if len(timelines) == 1 else timelines, **times)
+    write(texts)
+
+
+def show(*renderables: RenderableType) -> None:
+    """Prints to standard output, with the colours that it has, a line at a time."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        for renderable in renderables:
+            console.print(renderable, markup=False, crop=False)
+    sys.stdout.writelines(capture.get().splitlines(keepends=True))

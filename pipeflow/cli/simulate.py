@@ -1,0 +1,69 @@
+"""`pipeflow simulate`: the measures of a timeline."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from pipeflow.cli.measures import number, percent, size
+from pipeflow.cli.options import cost_options, schedule_argument, schedule_options, unit_options
+from pipeflow.cli.plans import Asked, sound_plan
+from pipeflow.core.timeline import Timeline
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parents = [schedule_argument(), schedule_options(), cost_options(), unit_options()]
+    command = commands.add_parser("simulate", help="the measures of a timeline", parents=parents)
+    command.add_argument("--json", action="store_true", help="for programs, in the timeline's own unit of time")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the measures."""
+    asked = Asked.of(arguments)
+    timeline = sound_plan(arguments.schedule, asked).timeline(asked.costs)
+    if arguments.json:
+        import json
+
+        print(json.dumps(_measures(timeline)))
+    else:
+        for name, text in _texts(timeline, arguments.unit, arguments.factor).items():
+            print(f"{name:16}  {text}")
+    return 0
+
+
+def _measures(timeline: Timeline) -> dict[str, object]:
+    from pipeflow.draw.measures import computing_and_waiting
+
+    by_rank, waiting = computing_and_waiting(timeline)
+    return {
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble_ratio": timeline.bubble_ratio,
+        "peak_activations": timeline.peak_activations,
+        **({"peak_bytes": timeline.peak_bytes} if timeline.saved_bytes else {}),
+        "critical_path": {"computing": sum(by_rank), "waiting": waiting, "computing_by_rank": by_rank},
+    }
+
+
+def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
+    def time(value: float) -> str:
+        return f"{value * factor:.6g} {unit}".rstrip()
+
+    from pipeflow.draw.measures import computing_and_waiting
+
+    by_rank, waiting = computing_and_waiting(timeline)
+    part = percent(waiting / timeline.makespan if timeline.makespan else 0.0)
+    return {
+        "makespan": time(timeline.makespan),
+        "span": time(timeline.span),
+        "bubble ratio": f"{round(timeline.bubble_ratio, 4) + 0.0:.4f}",
+        "peak activations": " ".join(map(number, timeline.peak_activations)),
+        **({"peak memory": "  ".join(map(size, timeline.peak_bytes))} if timeline.saved_bytes else {}),
+        "critical path": f"computing {time(sum(by_rank))}, waiting {time(waiting)} ({part})",
+        "  by rank": " ".join(f"{each * factor:.4g}" for each in by_rank),
+    }

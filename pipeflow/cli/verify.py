@@ -1,0 +1,44 @@
+"""`pipeflow verify`: a proof, or everything that is wrong."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeflow.cli.options import cost_options, family_options, schedule_argument, schedule_options
+from pipeflow.cli.plans import Asked, plan, violations_of
+from pipeflow.schedules import SCHEDULES, options_of
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for theirs
+    command = commands.add_parser("verify", help="prove a schedule sound, or say all that is wrong", parents=parents)
+    if "memory_cap" not in family_options():
+        help_ = "prove, too, that no rank ever keeps more than so many activations"
+        command.add_argument("--memory-cap", type=float, metavar="X", help=help_)
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the proof's result, or one line a violation."""
+    name: str = arguments.schedule
+    asked = Asked.of(arguments)
+    if name not in SCHEDULES or "memory_cap" not in options_of(name):
+        asked = replace(asked, options=tuple(each for each in asked.options if each[0] != "memory_cap"))
+    schedule = plan(name, asked).schedule
+    violations = violations_of(schedule, arguments.memory_cap)
+    for violation in violations:
+        print(violation)
+    if violations:
+        return 1
+    placement = schedule.placement
+    print(
+        f"{schedule.name} is sound: {placement.num_ranks} ranks, {placement.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches"
+    )
+    return 0

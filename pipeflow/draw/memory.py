@@ -1,0 +1,75 @@
+"""Memory: in what a drawing's memory lines are counted, and the amount that a full line stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import final
+
+from pipeflow.core.timeline import Timeline
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The `highest` amount of several timelines, in bytes or in activations, and whether all amounts are `whole`."""
+
+    highest: float
+    in_bytes: bool
+    whole: bool
+
+    @property
+    def digits(self) -> int:
+        """The digit that stands for the highest amount: the amount itself, rounded up, where one digit can say it."""
+        return ceil(self.highest) if not self.in_bytes and self.highest <= 9 else 9
+
+    @property
+    def what(self) -> str:
+        return "memory kept" if self.in_bytes else "activations kept"
+
+    @property
+    def about_digits(self) -> str:
+        """What the digits say, as text."""
+        if self.digits < 2:
+            return "1 activation kept" if self.digits else "nothing kept"
+        if self.digits != self.highest and self.digits == 9:
+            return f"1-9 {self.what}, 9 is {self.text(self.highest)}"
+        return f"1-{self.digits} {self.what}{'' if self.whole else ', rounded up'}"
+
+    def digit(self, amount: float) -> int:
+        """The amount as one digit."""
+        if self.digits == 9 and self.highest:
+            amount *= 9 / self.highest
+        return min(ceil(amount - 1e-6), 9)
+
+    def eighth(self, amount: float) -> int:
+        """The amount in eighths of the highest, rounded up."""
+        return min(ceil(amount / self.highest * 8 - 1e-6), 8) if self.highest else 0
+
+    def text(self, amount: float) -> str:
+        return bytes_text(amount) if self.in_bytes else f"{amount:.4g}"
+
+
+def same_memory(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """The timelines, all in bytes or all in activations: bytes that not all of them know are left out."""
+    if all(timeline.saved_bytes for timeline in timelines):
+        return [*timelines]
+    return [replace(timeline, saved_bytes=(), deferred_bytes=()) for timeline in timelines]
+
+
+def memory_of(timelines: Sequence[Timeline]) -> Memory:
+    """The scale of timelines that are alike in what they count."""
+    curves = [timeline.memory(rank) for timeline in timelines for rank in range(len(timeline.rows))]
+    amounts = [amount for curve in curves for _, amount in curve]
+    whole = all(amount == int(amount) for amount in amounts)
+    return Memory(max(amounts, default=0.0), bool(timelines[0].saved_bytes), whole)
+
+
+def bytes_text(number: float) -> str:
+    """As people write sizes: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 999.5 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{number:.3g} {unit}"

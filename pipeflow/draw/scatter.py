@@ -1,0 +1,174 @@
+"""Scatter: named points in a plane in which less is better on both axes, on a terminal or as plain text. And what its
+picture in `scatter_svg` shares with it: which points are on the front, and where labels have room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from pipeflow.draw.measures import round_step
+
+
+class Point(NamedTuple):
+    """A name and where it stands."""
+
+    name: str
+    x: float
+    y: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What is measured, and how a number of it is written: in powers of `base` times 1, 2 or 5."""
+
+    title: str
+    text: Callable[[float], str]
+    base: int = 10
+
+    def ticks(self, highest: float, number: int) -> list[float]:
+        """At most `number` round values from 0 on, the last of them at least `highest`."""
+        highest = max(highest, 1e-12)
+        unit = float(self.base) ** math.floor(math.log(highest, self.base))
+        step = unit * round_step(highest / unit / max(number - 1, 1))
+        return [index * step for index in range(math.ceil(highest / step - 1e-9) + 1)]
+
+
+Place = tuple[float, float]
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def front(points: Iterable[Point]) -> list[Point]:
+    """The points that no other one beats: none is as good on one axis and better on the other. From left to right."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.x, point.y)):
+        if not best or point.y < best[-1].y - 1e-9 or (point.x, point.y) == best[-1][1:]:
+            best.append(point)
+    return best
+
+
+def place_labels(
+    anchors: Sequence[Place], sizes: Sequence[Place], gap: Place, room: Box, *, leftwards: Container[int] = ()
+) -> list[Place | None]:
+    """Per anchor the left top corner of its label, where it overlaps no anchor and no label before it; None where
+    there is no such place. `gap` keeps a label from its anchor. The labels of those in `leftwards` are rather on the
+    left, the others on the right.
+    """
+    taken: list[Box] = [(x - gap[0] / 2, y - gap[1] / 2, x + gap[0] / 2, y + gap[1] / 2) for x, y in anchors]
+    corners: list[Place | None] = []
+    for index, (anchor, (width, height)) in enumerate(zip(anchors, sizes, strict=True)):
+        left_tops = _corners(anchor, width, height, gap[0], -1 if index in leftwards else 1)
+        boxes = ((left, top, left + width, top + height) for left, top in left_tops)
+        found = next((box for box in boxes if _inside(box, room) and not any(_meet(box, one) for one in taken)), None)
+        taken += [found] if found else []
+        corners.append(found and found[:2])
+    return corners
+
+
+def _corners(anchor: Place, width: float, height: float, gap: float, side: int) -> Iterator[Place]:
+    """Places beside an anchor, the best first."""
+    x, y = anchor
+    beside = (x + gap, x - gap - width)[::side]
+    yield from ((left, y - height / 2) for left in beside)
+    for away in (1, 2):
+        for top in (y - (away + 0.5) * height, y + (away - 0.5) * height)[::side]:
+            yield from ((left, top) for left in (x - width / 2, *beside))
+
+
+def _inside(box: Box, room: Box) -> bool:
+    return box[0] >= room[0] and box[1] >= room[1] and box[2] <= room[2] and box[3] <= room[3]
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Draws points with their names, as high as it takes to name them all. Points of one place share it. Those on the
+    front are marked.
+    """
+
+    points: Sequence[Point]
+    x: Axis
+    y: Axis
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        plain = console.color_system is None or console.no_color or options.ascii_only
+        marks = ("*", "o") if plain else ("\u25cf", "\u25cf")
+        lines: list[Text] = []
+        for height in (14, 18, 24, 32):
+            lines, nameless = self._plotted(min(options.max_width, 110), height, marks)
+            if not nameless:
+                break
+        yield Text.assemble((f"{self.y.title} against {self.x.title}", "bold"))
+        yield from lines
+        yield Text.assemble(
+            (marks[0], FRONT), " no other is better in both   ", (marks[1], REST), " another is", no_wrap=True
+        )
+        if nameless:
+            yield Text(f"without a name: {', '.join(nameless)}")
+
+    def _plotted(self, width: int, height: int, marks: tuple[str, str]) -> tuple[list[Text], list[str]]:
+        """The plot, `height` rows high, and the names that found no room in it."""
+        ticks = self.y.ticks(max(point.y for point in self.points), height // 2)
+        across = self.x.ticks(max(point.x for point in self.points), width // 12)
+        margin = max(len(self.y.text(tick)) for tick in ticks) + 2
+        columns = width - margin - 2
+        best = {point.name for point in front(self.points)}
+
+        def cell(point: Point) -> tuple[int, int]:
+            column = round(point.x / across[-1] * (columns - 1)) if across[-1] else 0
+            return column, round((1 - point.y / ticks[-1]) * (height - 1)) if ticks[-1] else height - 1
+
+        places: dict[tuple[int, int], list[str]] = {}
+        for point in sorted(self.points, key=lambda point: point.name not in best):
+            places.setdefault(cell(point), []).append(point.name)
+        names = [", ".join(together) for together in places.values()]
+        centres = [(column + 0.5, row + 0.5) for column, row in places]
+        corners = place_labels(centres, [(len(name), 1) for name in names], (1.5, 1), (0, 0, columns, height))
+        canvas = [Text(" " * columns, no_wrap=True, overflow="crop") for _ in range(height)]
+        nameless = []
+        for (column, row), name, together, corner in zip(places, names, places.values(), corners, strict=True):
+            on_front = not best.isdisjoint(together)
+            _put(canvas[row], column, marks[not on_front], FRONT if on_front else REST)
+            if corner is None:
+                nameless += together
+            else:
+                _put(canvas[math.floor(corner[1])], math.ceil(corner[0]), name, "bold" if on_front else "")
+        return [*self._framed(canvas, ticks, margin), *self._below(across, margin, columns)], nameless
+
+    def _framed(self, canvas: list[Text], ticks: list[float], margin: int) -> Iterator[Text]:
+        named = {round((1 - tick / (ticks[-1] or 1)) * (len(canvas) - 1)): self.y.text(tick) for tick in ticks}
+        for row, line in enumerate(canvas):
+            framed = Text.assemble((f"{named.get(row, ''):>{margin - 2}} |", "bright_black"), line, no_wrap=True)
+            framed.rstrip()
+            yield framed
+
+    def _below(self, ticks: list[float], margin: int, columns: int) -> Iterator[Text]:
+        yield Text(" " * (margin - 1) + "+" + "-" * columns, "bright_black", no_wrap=True)
+        line = ""
+        for tick in ticks:
+            text = self.x.text(tick)
+            column = round(tick / (ticks[-1] or 1) * (columns - 1)) - len(text) // 2
+            column = margin + min(column, columns - len(text))
+            if column > len(line):
+                line = line.ljust(column) + text
+        yield Text(line, "bright_black", no_wrap=True)
+
+
+FRONT, REST = "bold green", "blue"
+
+
+def _put(line: Text, column: int, text: str, style: str) -> None:
+    """Writes over what stands in a line from `column` on."""
+    head, rest = line[:column], line[column + len(text) :]
+    line.plain = ""
+    line.append_text(head).append(text, style).append_text(rest)

@@ -1,0 +1,64 @@
+"""Table: rows of numbers under titles, the best of each column marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+BEST = "bold green"
+GAP = 2  # between columns, the mark of a cell included
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The first column is text, the others are numbers as text. `best` holds the (row, column) of cells that are
+    marked: with a star everywhere, and in colour where there is colour. A title may have several lines. Columns that
+    do not fit beside the others stand below them, with the first column again.
+    """
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    best: frozenset[tuple[int, int]] = frozenset()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = list(zip(self.titles, *self.rows, strict=True))
+        widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+        for number, group in enumerate(_groups(widths, options.max_width)):
+            yield from [Text()] * bool(number)
+            yield from self._block(group, widths)
+
+    def _block(self, group: list[int], widths: list[int]) -> Iterator[Text]:
+        """The columns of `group`, titles first."""
+        titles = [self.titles[column].split("\n") for column in group]
+        tall = max(map(len, titles))
+        for heads in zip(*([""] * (tall - len(title)) + title for title in titles), strict=True):
+            yield _line([(head, widths[column], "bold", "") for head, column in zip(heads, group, strict=True)])
+        for index, row in enumerate(self.rows):
+            marks = [(BEST, "*") if (index, column) in self.best else ("", "") for column in group]
+            yield _line([(row[column], widths[column], *mark) for column, mark in zip(group, marks, strict=True)])
+
+
+def _groups(widths: list[int], room: int) -> list[list[int]]:
+    """The columns that stand beside each other: the first one, and as many others as there is room for."""
+    groups: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        taken = widths[0] + sum(GAP + widths[other] for other in groups[-1][1:])
+        if len(groups[-1]) > 1 and taken + GAP + widths[column] > room:
+            groups.append([0])
+        groups[-1].append(column)
+    return groups
+
+
+def _line(cells: list[tuple[str, int, str, str]]) -> Text:
+    """From (text, width, style, mark): the first to the left, the others to the right."""
+    (first, width, style, _), *others = cells
+    line = Text(no_wrap=True, overflow="ignore").append(first.ljust(width), style)
+    for text, width, style, mark in others:
+        line.append(" " * (GAP - 1 + width - len(text))).append(text, style).append(mark or " ", style)
+    line.rstrip()
+    return line

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from pipeflow.analysis.lower import lower
+from pipeflow.analysis.simulate import simulate
+from pipeflow.cli import main
+from pipeflow.cli.measures import Measures
+from pipeflow.core.program import Send
+from pipeflow.schedules import SCHEDULES, make_schedule
+from tests.cli.run import error, out
+
+
+def compared(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(out(capsys, "compare", *argv, "--json"))
+    return read
+
+
+def test_every_schedule_is_compared_or_its_reason_said(capsys: pytest.CaptureFixture[str]) -> None:
+    read = compared(capsys, "--ranks", 3, "--microbatches", 5)
+    assert sorted([*read["schedules"], *read["refused"]]) == sorted(SCHEDULES)
+    makespans = [measures["makespan"] for measures in read["schedules"].values()]
+    assert makespans == sorted(makespans)
+    table = out(capsys, "compare", "--ranks", 3, "--microbatches", 5)
+    assert all(name in table for name in SCHEDULES)
+    assert max(map(len, table.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_transfers_are_the_values_that_the_programs_send(name: str) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=6)
+    sent = sum(isinstance(step, Send) for program in lower(schedule) for step in program.instructions)
+    assert Measures.of(schedule, simulate(schedule)).transfers == sent
+
+
+def test_both_bubbles_are_those_of_their_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    measures = compared(capsys, "zb-h2")["schedules"]["zb-h2"]
+    assert measures["bubble_ratio"] == 0
+    assert measures["makespan_bubble_ratio"] == pytest.approx(3 / 27)
+
+
+def test_the_best_of_a_column_is_marked_and_rows_are_sorted(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = out(capsys, "compare", "gpipe", "1f1b", "zb-h2", "--sort", "activations").splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["1f1b", "zb-h2", "gpipe"]
+    assert [[word for word in line.split() if word.endswith("*")] for line in lines[2:5]] == [
+        ["4*"],
+        ["27*", "0.0%*", "11.1%*"],
+        [],
+    ]
+    assert lines[6:8] == ["weight copies: 1 in all of them", "transfers: 48 in all of them"]
+    by_name = out(capsys, "compare", "gpipe", "1f1b", "--sort", "name").splitlines()
+    assert [line.split()[0] for line in by_name[2:4]] == ["1f1b", "gpipe"]
+
+
+def test_memory_is_compared_in_bytes_where_they_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    table = out(capsys, "compare", "gpipe", "1f1b", "--saved-bytes", 2**30)
+    assert "4 GiB*" in table
+    assert "bubble of makespan against peak memory" in table
+
+
+def test_options_are_for_those_that_have_them(capsys: pytest.CaptureFixture[str]) -> None:
+    read = compared(capsys, "1f1b", "interleaved-1f1b", "--chunks", 4)["schedules"]
+    assert read["interleaved-1f1b"]["transfers"] > 2 * read["1f1b"]["transfers"]
+    assert error(capsys, "compare", "gpipe", "zb-h1", "--chunks", 2) == "none of gpipe, zb-h1 takes --chunks"
+
+
+def test_costs_of_stages_leave_out_those_with_other_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({name: [1, 2] for name in ("forward", "backward_input", "backward_weight")}))
+    read = compared(capsys, "gpipe", "interleaved-1f1b", "--ranks", 2, "--costs", costs)
+    assert list(read["schedules"]) == ["gpipe"]
+    assert read["refused"] == {"interleaved-1f1b": f"{costs}: costs are per stage: the file has 2, not 4"}
+
+
+def test_files_are_compared_with_schedules(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
+    read = compared(capsys, csv, "1f1b", "--ranks", 2, "--microbatches", 2)["schedules"]
+    assert read[str(csv)]["makespan"] == read["1f1b"]["makespan"] + 0  # the file is 1f1b but for one forward
+    csv.write_text("0F0,0B0\n1F0")
+    assert error(capsys, "compare", csv).startswith(f"{csv} is unsound, 1 violation")
+
+
+def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plane.svg"
+    assert out(capsys, "compare", "gpipe", "1f1b", "--svg", path) == ""
+    assert ElementTree.parse(path).getroot().tag.endswith("svg")
+    assert out(capsys, "compare", "gpipe", "1f1b", "--svg", "-") == path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("gpip", "unknown schedule 'gpip'; did you mean 'gpipe'?"),
+        ("--ranks 0", "ranks must be an integer of at least 1, got 0"),
+        ("--costs missing.json", "missing.json: No such file or directory"),
+        ("--json --svg -", "standard output can take one output, not --json and --svg"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(capsys: pytest.CaptureFixture[str], argv: str, message: str) -> None:
+    assert error(capsys, "compare", *argv.split()).endswith(message)
+
+
+def test_an_unknown_column_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--sort", "colour"]) == 2
+    assert "'makespan', 'bubble'" in capsys.readouterr().err

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.run import error, out
+
+SOUND: dict[str, Any] = {"forward": [1, 2], "backward_input": [1, 1], "backward_weight": [1, 1]}
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(SOUND))
+    return path
+
+
+def makespan(capsys: pytest.CaptureFixture[str], *argv: object) -> float:
+    number: float = json.loads(out(capsys, "simulate", *argv, "--json"))["makespan"]
+    return number
+
+
+def test_costs_per_stage_are_read_from_a_file(capsys: pytest.CaptureFixture[str], costs: Path) -> None:
+    sizes = ["gpipe", "--ranks", 2, "--microbatches", 1, "--costs", costs]
+    assert makespan(capsys, *sizes) == 1 + 2 + 2 + 2
+    costs.write_text(json.dumps(SOUND | {"latency": 0.25, "links": {"0->1": {"latency": 3}}}))
+    assert makespan(capsys, *sizes) == 1 + 3 + 2 + 2 + 0.25 + 2
+    costs.write_text(json.dumps(SOUND | {"bandwidth": 2, "activation_bytes": [4, 1]}))
+    assert makespan(capsys, *sizes) == 7 + 2 * 4 / 2
+
+
+def test_every_option_is_a_cost(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["1f1b", "--ranks", 2, "--microbatches", 4]
+    plain = makespan(capsys, *sizes)
+    for option in ("--forward", "--backward-input", "--backward-weight", "--transfer"):
+        assert makespan(capsys, *sizes, option, 3) > plain
+    paired = tmp_path / "paired.csv"
+    paired.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1")
+    assert makespan(capsys, paired, "--overlap", 1) == makespan(capsys, paired) - 1
+
+
+def test_bytes_are_said_where_they_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["zb-h1", "--ranks", 2, "--microbatches", 4]
+    assert "memory" not in out(capsys, "simulate", *sizes)
+    assert "peak memory       2 GiB  1.5 GiB\n" in out(
+        capsys, "simulate", *sizes, "--saved-bytes", 2**30, "--deferred-bytes", 2**29
+    )
+    read = json.loads(out(capsys, "simulate", *sizes, "--saved-bytes", 8, "--json"))
+    assert read["peak_bytes"] == [16, 8]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps({"forwards": [1]}), "'forwards' is no cost; there are forward, backward_input, "),
+        (json.dumps({"forward": [1, 2]}), "backward_input is missing: a list with one number per stage"),
+        (json.dumps(SOUND | {"forward": 1}), "forward must be a list with one number per stage, got 1"),
+        (json.dumps(SOUND | {"forward": [1]}), "costs are per stage: backward_input has 2 of them, forward 1"),
+        (json.dumps(SOUND | {"forward": [1, "2"]}), "forward of stage 1 must be a number, got '2'"),
+        (json.dumps(SOUND | {"forward": [1, -2]}), "forward of stage 1 must be finite and not negative, got -2.0"),
+        (json.dumps(SOUND | {"saved_bytes": [1]}), "costs are per stage: saved_bytes has 1 of them, forward 2"),
+        (json.dumps(SOUND | {"latency": -1}), "latency must be finite and not negative, got -1.0"),
+        (json.dumps(SOUND | {"latency": [1]}), "latency must be a number, got [1]"),
+        (json.dumps(SOUND | {"overlap": 2}), "overlap is a part of the shorter half"),
+        (json.dumps(SOUND | {"links": [1]}), "links must be like "),
+        (json.dumps(SOUND | {"links": {"0-1": {}}}), "links: '0-1' must be like "),
+        (json.dumps(SOUND | {"links": {"0->1": {"speed": 1}}}), "links: '0->1' must be like "),
+        (json.dumps(SOUND | {"links": {"0->1": {"latency": -1}}}), "link 0->1: latency must not be negative"),
+        (json.dumps(SOUND | {"links": {"0->1": {"bandwidth": 0}}}), "link 0->1: latency must not be negative and band"),
+        ("[1, 2]", "costs are an object with some of forward, "),
+        ("1F0,", "this is not JSON: "),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_costs(
+    capsys: pytest.CaptureFixture[str], costs: Path, text: str, message: str
+) -> None:
+    costs.write_text(text)
+    said = error(capsys, "simulate", "1f1b", "--ranks", 2, "--costs", costs)
+    assert said.startswith(f"{costs}: {message}")
+
+
+def test_costs_must_fit_the_schedule_and_be_given_once(capsys: pytest.CaptureFixture[str], costs: Path) -> None:
+    said = error(capsys, "draw", "1f1b", "--costs", costs)
+    assert said == f"{costs}: costs are per stage: the file has 2, not 4"
+    said = error(capsys, "draw", "1f1b", "--costs", costs, "--transfer", 1)
+    assert said == "--transfer and --costs are two ways to give costs: choose one"
+    missing = costs.with_name("cost.json")
+    assert error(capsys, "draw", "1f1b", "--costs", missing).endswith(f"did you mean {costs}?")

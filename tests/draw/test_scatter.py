@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeflow.draw import Axis, Point, Scatter, Table, scatter_svg
+from pipeflow.draw.scatter import front, place_labels
+from tests.draw.test_gantt import draw
+
+X, Y = Axis("memory", "{:.4g}".format), Axis("bubble", "{:.0%}".format)
+POINTS = [Point("a", 1, 0.4), Point("b", 2, 0.2), Point("c", 3, 0.3), Point("d", 4, 0.1), Point("e", 2, 0.2)]
+plane = st.lists(st.builds(Point, st.just("p"), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30)
+
+
+def test_the_front_is_what_no_other_point_beats() -> None:
+    assert [point.name for point in front(POINTS)] == ["a", "b", "e", "d"]
+
+
+@given(plane)
+def test_the_front_by_its_definition(points: list[Point]) -> None:
+    def beaten(point: Point) -> bool:
+        return any(
+            other.x <= point.x and other.y <= point.y and (other.x, other.y) != (point.x, point.y) for other in points
+        )
+
+    assert sorted(front(points)) == sorted(point for point in points if not beaten(point))
+
+
+@given(plane)
+def test_labels_overlap_nothing_and_stay_inside(points: list[Point]) -> None:
+    anchors = [(float(x), float(y)) for _, x, y in points]
+    corners = place_labels(anchors, [(2, 1)] * len(points), (1, 1), (0, 0, 12, 10), leftwards={0})
+    boxes = [corner for corner in corners if corner is not None]
+    for index, (left, top) in enumerate(boxes):
+        assert 0 <= left <= 10
+        assert 0 <= top <= 9
+        assert all(abs(left - other[0]) >= 2 or abs(top - other[1]) >= 1 for other in boxes[:index])
+        assert all(not (left - 0.5 < x < left + 2.5 and top - 0.5 < y < top + 1.5) for x, y in anchors)
+
+
+def test_ticks_are_round_and_reach_the_highest() -> None:
+    assert Axis("", str).ticks(0.33, 7) == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+    assert Axis("", str, base=1024).ticks(30 * 2**30, 5) == [0, 10 * 2**30, 20 * 2**30, 30 * 2**30]
+    assert Axis("", str).ticks(0, 5)[0] == 0
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_every_point_is_named_within_the_width(width: int) -> None:
+    drawing = draw(Scatter(POINTS, X, Y), width)
+    assert drawing.isascii()
+    assert max(map(len, drawing.splitlines())) <= width
+    assert re.search(r"\* b, e|b, e \*", drawing)
+    assert re.search(r"o c|c o", drawing)
+    assert drawing.splitlines()[0] == "bubble against memory"
+
+
+def test_points_that_find_no_room_for_their_name_are_listed() -> None:
+    crowd = [Point(f"a-very-long-name-{index}", index / 1000, index / 1000) for index in range(60)]
+    drawing = draw(Scatter([*crowd, Point("far", 9, 9)], X, Y))
+    assert all(point.name in drawing.replace("\n", " ") for point in crowd)
+
+
+def test_points_at_zero_are_drawn() -> None:
+    assert "nothing" in draw(Scatter([Point("nothing", 0, 0)], X, Y))
+    assert "nothing" in scatter_svg([Point("nothing", 0, 0)], X, Y)
+
+
+def test_the_svg_has_every_point_where_it_belongs() -> None:
+    root = ElementTree.fromstring(scatter_svg([*POINTS, Point("<&>", 5, 0.5)], X, Y))
+    tag = "{http://www.w3.org/2000/svg}"
+    circles = {circle.find(f"{tag}title").text: circle for circle in root.iter(f"{tag}circle")}  # type: ignore[union-attr]
+    assert set(circles) == {"a", "b, e", "c", "d", "<&>"}
+    assert {name for name, circle in circles.items() if circle.get("class") == "best"} == {"a", "b, e", "d"}
+    places = {name: (float(circle.get("cx", "")), float(circle.get("cy", ""))) for name, circle in circles.items()}
+    assert places["a"][0] < places["b, e"][0] < places["c"][0] < places["d"][0]
+    assert places["d"][1] > places["b, e"][1] > places["c"][1] > places["a"][1]  # down is less
+    assert all(math.isfinite(number) for place in places.values() for number in place)
+    words = {"".join(text.itertext()) for text in root.iter(f"{tag}text")}
+    assert {"a", "b, e", "c", "d", "<&>", "memory", "bubble"} <= words
+
+
+def test_a_table_marks_the_best_and_lines_up() -> None:
+    table = Table(
+        ["name", "long\ntitle", "n"], [["one", "1.5", "20"], ["other", "10", "3"]], frozenset({(0, 1), (1, 2)})
+    )
+    assert draw(table) == """\
+       long
+name  title   n
+one     1.5* 20
+other    10   3*
+"""  # fmt: skip
+
+
+def test_columns_without_room_stand_below() -> None:
+    table = Table(["name", "first", "second"], [["one", "1", "2"]])
+    assert draw(table, 13) == "name first\none      1\n\nname second\none       2\n"

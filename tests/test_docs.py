@@ -1,0 +1,73 @@
+"""What the documents show is what there is: the gallery is made anew, and the schedule of one's own is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeflow import Timeline
+from pipeflow.schedules import SCHEDULES
+
+ROOT = Path(__file__).parent.parent
+OWN = (ROOT / "docs" / "own-schedule.md").read_text()
+
+
+def run(*argv: str, cwd: Path, code: int = 0) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def block(kind: str, start: str = "") -> str:
+    """The first block of that kind, of those that start like this."""
+    found = re.search(rf"```{kind}\n({re.escape(start)}.*?)```", OWN, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_gallery_is_what_the_command_says(tmp_path: Path) -> None:
+    run(str(ROOT / "docs" / "gallery.py"), str(tmp_path), cwd=tmp_path)
+    for name in ("schedules.md", "schedules.svg"):
+        assert (tmp_path / name).read_text() == (ROOT / "docs" / name).read_text(), "make gallery writes it anew"
+    sections = re.findall(r"^## (.*)$", (tmp_path / "schedules.md").read_text(), re.MULTILINE)
+    assert sections == list(SCHEDULES)
+
+
+def test_a_schedule_as_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text(block("csv"))
+    commands = re.findall(r"^\$ pipeflow (.*)\n((?:[^$].*\n|\n)*)", block("console", "$ pipeflow verify"), re.MULTILINE)
+    assert [command.split()[0] for command, _ in commands] == ["verify", "draw"]
+    for command, shown in commands:
+        assert run("-m", "pipeflow", *shlex.split(command), cwd=tmp_path).strip() == shown.strip()
+
+
+def test_a_schedule_as_a_function_runs_and_is_compared(tmp_path: Path) -> None:
+    script = block("python")
+    start = script.index("def grouped")
+    assert script[start : script.index("context =")].strip().count("\n") < 20
+    (tmp_path / "train.py").write_text(script)
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert "grouped, 2 ranks, 6 microbatches" in run(*launched, "train.py", cwd=tmp_path)
+    timeline = Timeline.from_json((tmp_path / "measured.json").read_text())
+    assert timeline.peak_activations == (3, 3)
+    command = re.search(r"\$ pipeflow (diff .*)", OWN)
+    assert command is not None
+    shown = run("-m", "pipeflow", *shlex.split(command[1]), cwd=tmp_path)
+    assert "The rows are the same on every rank." in shown
+    assert re.search(r"^planned / measured: \d\.\d{3}$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/schedules.md", "docs/own-schedule.md", "docs/design.md"])
+def test_links_between_documents_lead_somewhere(path: str) -> None:
+    document = ROOT / path
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
+    assert [target for target in targets if not (document.parent / target).exists()] == []
