@@ -127,19 +127,16 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 def _plain_grad(parameter: nn.Parameter) -> Tensor | None:
     """The parameter's gradient, if it may be added to in place."""
     grad = parameter.grad
-    if grad is None or grad.requires_grad or grad.layout is not torch.strided or _has_hooks(parameter):
+    if grad is None or grad.requires_grad or grad.layout is not torch.strided:
         return None
-    return grad
+    return None if parameter._backward_hooks or parameter._post_accumulate_grad_hooks else grad
 
 
 def _is_first_as_it_is(parameter: nn.Parameter, gradient: Tensor) -> bool:
     """Whether `gradient` can become the parameter's."""
-    alike = gradient.dtype is parameter.dtype and gradient.stride() == parameter.stride()
-    return parameter.grad is None and alike and not _has_hooks(parameter)
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    if parameter.grad is not None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return False
+    return gradient.dtype is parameter.dtype and gradient.stride() == parameter.stride()
 
 
 class Deferral:
