@@ -35,7 +35,7 @@ class Deferring(nn.Module):
 
     def deferred_parameters(self) -> list[nn.Parameter]:
         """Those whose gradients go to the Deferral."""
-        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if weight is None or not weight.requires_grad:
             return []
         return [weight] if bias is None or not bias.requires_grad else [weight, bias]
@@ -56,6 +56,8 @@ class Deferring(nn.Module):
         return self.stock.__name__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if "stock" not in vars(type(self)):  # a class that something else made of this one, like a parametrization
+            return super().__reduce_ex__(protocol)
         return object.__new__, (self.stock,), {name: value for name, value in vars(self).items() if name != "deferral"}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,8 @@ class LinearProduct(Product):
     def __call__(self) -> None:
         input, gradient = self.release()
         rows = input.reshape(gradient.shape[0], input.shape[-1])
-        grad = _plain_grad(self.weight)
-        if grad is not None and grad.dtype is gradient.dtype:
+        grad = self.weight.grad
+        if _takes_products(grad, self.weight, gradient):
             grad.addmm_(gradient.t(), rows)
         else:
             accumulate(self.weight, gradient.t() @ rows)
@@ -115,28 +115,22 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Adds `gradient`, which nobody else holds, to the parameter's. Autograd does so where it could make a difference:
     it runs hooks, and knows how the first gradient of a parameter must be laid out.
     """
-    grad = _plain_grad(parameter)
-    if grad is not None:
-        grad.add_(gradient)
-    elif _is_first_as_it_is(parameter, gradient):
-        parameter.grad = gradient
-    else:
-        parameter.backward(gradient)
-
-
-def _plain_grad(parameter: nn.Parameter) -> Tensor | None:
-    """The parameter's gradient, if it may be added to in place."""
     grad = parameter.grad
-    if grad is None or grad.requires_grad or grad.layout is not torch.strided:
-        return None
-    return None if parameter._backward_hooks or parameter._post_accumulate_grad_hooks else grad
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        parameter.backward(gradient)
+    elif grad is None and gradient.dtype is parameter.dtype and gradient.stride() == parameter.stride():
+        parameter.grad = gradient
+    elif grad is None or grad.requires_grad or grad.layout is not torch.strided:
+        parameter.backward(gradient)
+    else:
+        grad.add_(gradient)
 
 
-def _is_first_as_it_is(parameter: nn.Parameter, gradient: Tensor) -> bool:
-    """Whether `gradient` can become the parameter's."""
-    if parameter.grad is not None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+def _takes_products(grad: Tensor | None, parameter: nn.Parameter, gradient: Tensor) -> TypeGuard[Tensor]:
+    """Whether a product with `gradient` may be added to the parameter's `grad` while it is computed."""
+    if grad is None or grad.dtype is not gradient.dtype or grad.requires_grad or grad.layout is not torch.strided:
         return False
-    return gradient.dtype is parameter.dtype and gradient.stride() == parameter.stride()
+    return not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class Deferral:

@@ -291,6 +291,7 @@ def test_a_layer_changed_afterwards_is_left_to_torch() -> None:
     module = nn.Linear(5, 4)
     deferral = defer_weight_gradients(module)
     parametrizations.weight_norm(module)
+    assert defer_weight_gradients(module).deferred == {}
     with collecting(deferral) as queue:
         module(normal(3, 5, dtype=torch.float32)).sum().backward()
     assert queue == []
@@ -355,15 +356,17 @@ def test_hooks_of_a_parameter_run_with_its_product() -> None:
     for name, parameter in module.named_parameters():
         parameter.register_hook(lambda gradient, name=name: [seen.append(name), 3 * gradient][1])
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(f"{name} added"))
-    deferral = defer_weight_gradients(module)
+    deferral, each = defer_weight_gradients(module), ["weight", "weight added", "bias", "bias added"]
     for microbatch in range(2):
         with collecting(deferral) as queue:
             backward(module, input, microbatch)
         assert seen == []
         run(queue)
-        assert seen == ["weight", "weight added", "bias", "bias added"]
+        assert seen == each
         seen.clear()
-    whole(plain, input, microbatches=2)
+    backward(module, input, 2)
+    assert seen == each
+    whole(plain, input)
     require_near(gradients(module, input), {name: 3 * each for name, each in gradients(plain, input).items()})
 
 
