@@ -44,6 +44,8 @@ class Deferring(nn.Module):
         """None unless there will be a backward, and it is autograd's own."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return None
+        if torch._C._get_tracing_state():
+            return None
         parameters = self._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None or not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()):
