@@ -45,6 +45,12 @@ def linear(name: str, input: Callable[[], Tensor], **options: Any) -> Case:
     return Case(f"linear-{name}", lambda: nn.Linear(5, 4, **options), input)
 
 
+def laid_out_by_columns() -> nn.Module:
+    layer = nn.Linear(5, 4)
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    return layer
+
+
 def conv(dimensions: int, name: str, *shape: int, **options: Any) -> Case:
     layer = nn.Conv1d if dimensions == 1 else nn.Conv2d
     shape = shape or (3, 4, *(9, 8)[:dimensions])
@@ -64,6 +70,7 @@ CASES = [
     linear("without-bias", lambda: normal(2, 3, 5), bias=False),
     linear("transposed", lambda: normal(5, 3, 2).transpose(0, 2)),
     linear("of-nothing", lambda: normal(0, 5)),
+    Case("linear-by-columns", laid_out_by_columns, lambda: normal(3, 5)),
     *(conv(d, name, **options) for d in (1, 2) for name, options in {
         "plain": {},
         "without-bias": {"bias": False},
