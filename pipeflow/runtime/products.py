@@ -55,7 +55,7 @@ class LinearProduct(Product):
         if _takes_products(grad, self.weight, gradient):
             grad.addmm_(gradient.t(), rows)
         else:
-            accumulate(self.weight, gradient.t() @ rows)
+            accumulate(self.weight, gradient.t().mm(rows))
         if self.bias is not None:
             accumulate(self.bias, gradient.sum(0))
 
