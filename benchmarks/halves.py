@@ -50,7 +50,7 @@ def run(rounds: int | None = None) -> Report:
     report.notes.append(f"Python calls per W of a stage with one linear: {calls[1]}, {calls[0]} the first time")
     report.notes.append("ratios are medians over rounds of two times of the same round")
     report.notes.append(
-        "freed memory stays with the process, as torch keeps it on a GPU: page faults are nobody's cost"
+        "malloc keeps freed memory, as torch does on a GPU: otherwise page faults add a few percent to every I + W"
     )
     return report
 

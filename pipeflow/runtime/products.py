@@ -136,7 +136,8 @@ def _takes_products(grad: Tensor | None, parameter: nn.Parameter, gradient: Tens
 class Deferral:
     """Where the layers of one stage hand their products. While `queue` is None a product runs at once, as in a whole
     backward B; set to a list it collects them: setting it before a backward and resetting it after makes that
-    backward an I, and calling the products in order is its W. Gradients have the same bits either way.
+    backward an I, and calling the products in order is its W. Gradients have the same bits either way, but for a
+    parameter that is also used outside of the layers that defer: the other part of its gradient is then added first.
 
     Attributes:
         queue: where products go, in the order of the backward; None to run each at once.
