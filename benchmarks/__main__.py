@@ -5,7 +5,18 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-NAMES = ("sleep", "compute", "zero_bubble", "plans", "one_rank", "failure", "calls", "analysis", "buffers")
+NAMES = (
+    "sleep",
+    "compute",
+    "zero_bubble",
+    "plans",
+    "one_rank",
+    "halves",
+    "failure",
+    "calls",
+    "analysis",
+    "buffers",
+)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pipeflow.runtime.deferring import DeferringConv1d, DeferringConv2d, DeferringEmbedding, DeferringLinear
 from pipeflow.runtime.products import Deferral
@@ -45,7 +46,8 @@ def defer_weight_gradients(module: nn.Module) -> Deferral:
         layer.deferral = deferral
     deferral.num_layers = len(layers)
     late = {id(parameter) for layer in layers for parameter in layer.deferred_parameters()}
-    wanted = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    made = [(name, parameter) for name, parameter in module.named_parameters() if not is_lazy(parameter)]
+    wanted = [(name, parameter) for name, parameter in made if parameter.requires_grad]
     deferral.deferred = {name: parameter.numel() for name, parameter in wanted if id(parameter) in late}
     deferral.remaining = {name: parameter.numel() for name, parameter in wanted if id(parameter) not in late}
     return deferral

@@ -4,8 +4,7 @@ must not live here: how a product is computed, and which layers of a module are 
 
 from __future__ import annotations
 
-from copyreg import __newobj__  # type: ignore[attr-defined]
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,18 @@ from pipeflow.core.errors import UsageError
 from pipeflow.runtime.products import ConvolutionProduct, Deferral, EmbeddingProduct, LinearProduct, Product
 
 
+class Given(NamedTuple):
+    """What a forward hands to its function beside the input. A tuple, so that no parameter is part of the graph."""
+
+    deferral: Deferral
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @property
+    def trained_bias(self) -> nn.Parameter | None:
+        return None if self.bias is None or not self.bias.requires_grad else self.bias
+
+
 class Deferring(nn.Module):
     """A stock layer that defers. Only its class is another: copies and pickles of it are the stock layer."""
 
@@ -24,46 +35,54 @@ class Deferring(nn.Module):
 
     def deferred_parameters(self) -> list[nn.Parameter]:
         """Those whose gradients go to the Deferral."""
-        weight, bias = self._parameters["weight"], self._parameters.get("bias")
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if weight is None or not weight.requires_grad:
             return []
         return [weight] if bias is None or not bias.requires_grad else [weight, bias]
 
-    def _taker(self) -> Deferral | None:
-        """Who takes this forward's product; None unless there will be a backward, and it is autograd's own."""
+    def _given(self) -> Given | None:
+        """None unless there will be a backward, and it is autograd's own."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return None
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if torch._C._get_tracing_state():
+            return None
+        parameters = self._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None or not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()):
             return None
-        return self.deferral if bias is None or bias.is_leaf else None
+        if self.deferral is None or not (bias is None or bias.is_leaf):
+            return None
+        return Given(self.deferral, weight, bias)
 
     def _get_name(self) -> str:
         return self.stock.__name__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return __newobj__, (self.stock,), {name: value for name, value in vars(self).items() if name != "deferral"}
+        if "stock" not in vars(type(self)):  # a class that something else made of this one, like a parametrization
+            return super().__reduce_ex__(protocol)
+        return object.__new__, (self.stock,), {name: value for name, value in vars(self).items() if name != "deferral"}
 
 
 class DeferringLinear(Deferring, nn.Linear):
     stock = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        deferral = self._taker()
-        if deferral is None:
+        given = self._given()
+        if given is None:
             return super().forward(input)
-        output: Tensor = _Linear.apply(deferral.anchor, input, deferral, self)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(given.deferral.anchor, input, given)  # type: ignore[no-untyped-call]
         return output
 
 
 class _DeferringConvolution(Deferring, nn.modules.conv._ConvNd):
     def forward(self, input: Tensor) -> Tensor:
-        deferral = self._taker()
-        if deferral is None:
+        given = self._given()
+        if given is None:
             return self._conv_forward(input, self.weight, self.bias)
         batched = input.dim() == self.weight.dim()
-        padded, padding = self._pad(input if batched else input.unsqueeze(0))
-        output: Tensor = _Convolution.apply(deferral.anchor, padded, deferral, self, padding)  # type: ignore[no-untyped-call]
+        input, padding = self._pad(input if batched else input.unsqueeze(0))
+        geometry = (self.stride, padding, self.dilation, False, (0,) * len(padding), self.groups)
+        output: Tensor = _Convolution.apply(given.deferral.anchor, input, given, geometry)  # type: ignore[no-untyped-call]
         return output if batched else output.squeeze(0)
 
     def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -89,75 +108,66 @@ class DeferringEmbedding(Deferring, nn.Embedding):
     stock = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
-        deferral = self._taker()
-        if deferral is None:
+        given = self._given()
+        if given is None:
             return super().forward(input)
-        output: Tensor = _Embedding.apply(deferral.anchor, input, deferral, self)  # type: ignore[no-untyped-call]
+        output: Tensor = _Embedding.apply(given.deferral.anchor, input, given, self)  # type: ignore[no-untyped-call]
         return output
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, input: Tensor, deferral: Deferral, layer: DeferringLinear) -> Tensor:
-        input, weight, bias = _begin(ctx, input, deferral, layer)
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, given: Given) -> Tensor:
+        input, weight, bias = _begin(ctx, input, given)
         return functional.linear(input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
         input, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])  # shared by all three products
-        _hand_over(ctx, LinearProduct(ctx.weight, ctx.bias, input, rows))
-        return None, rows.mm(weight).view(input.shape) if ctx.needs_input_grad[1] else None, None, None
+        _hand_over(ctx, LinearProduct(ctx.given.weight, ctx.given.trained_bias, input, rows))
+        return None, rows.mm(weight).view(input.shape) if ctx.needs_input_grad[1] else None, None
 
 
 class _Convolution(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        input: Tensor,
-        deferral: Deferral,
-        layer: _DeferringConvolution,
-        padding: tuple[int, ...],
-    ) -> Tensor:
-        input, weight, bias = _begin(ctx, input, deferral, layer)
-        ctx.geometry = (layer.stride, padding, layer.dilation, False, (0,) * len(padding), layer.groups)
-        return torch.convolution(input, weight, bias, *ctx.geometry)
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, given: Given, geometry: tuple[Any, ...]) -> Tensor:
+        input, weight, bias = _begin(ctx, input, given)
+        ctx.geometry = geometry
+        return torch.convolution(input, weight, bias, *geometry)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         input, weight = ctx.saved_tensors
-        _hand_over(ctx, ConvolutionProduct(ctx.weight, ctx.bias, input, gradient, ctx.geometry))
+        _hand_over(ctx, ConvolutionProduct(ctx.given.weight, ctx.given.trained_bias, input, gradient, ctx.geometry))
         of_input = None
         if ctx.needs_input_grad[1]:
             backward = torch.ops.aten.convolution_backward
             of_input = backward(gradient, input, weight, None, *ctx.geometry, (True, False, False))[0]
-        return None, of_input, None, None, None
+        return None, of_input, None, None
 
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, input: Tensor, deferral: Deferral, layer: DeferringEmbedding) -> Tensor:
-        ctx.deferral, ctx.weight = deferral, layer.weight
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, given: Given, layer: nn.Embedding) -> Tensor:
+        ctx.given = given
         ctx.padding_index = -1 if layer.padding_idx is None else layer.padding_idx
         ctx.scale_by_frequency = layer.scale_grad_by_freq
         ctx.save_for_backward(input)
-        return functional.embedding(input, layer.weight, layer.padding_idx)
+        return functional.embedding(input, given.weight, layer.padding_idx)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         [indices] = ctx.saved_tensors
-        _hand_over(ctx, EmbeddingProduct(ctx.weight, indices, gradient, ctx.padding_index, ctx.scale_by_frequency))
+        weight = ctx.given.weight
+        _hand_over(ctx, EmbeddingProduct(weight, indices, gradient, ctx.padding_index, ctx.scale_by_frequency))
         return None, None, None, None
 
 
-def _begin(
-    ctx: Any, input: Tensor, deferral: Deferral, layer: DeferringLinear | _DeferringConvolution
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _begin(ctx: Any, input: Tensor, given: Given) -> tuple[Tensor, Tensor, Tensor | None]:
     """Saves what the backward needs; returns what the forward computes with, in autocast's dtype where that is on."""
-    weight, bias = layer.weight, layer.bias
-    ctx.deferral = deferral
-    ctx.weight, ctx.bias = weight, bias if bias is not None and bias.requires_grad else None
+    ctx.given = given
+    _, weight, bias = given
     # Cast here: autocast would keep its cast of the weight, made without a graph, for other users of the weight.
     if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(input.device.type)
@@ -179,4 +189,4 @@ def _hand_over(ctx: Any, product: Product) -> None:
             "make the layer an instance of a subclass of its own, which is left as it is"
         )
     if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):  # not in torch.autograd.grad
-        ctx.deferral.take(product)
+        ctx.given.deferral.take(product)

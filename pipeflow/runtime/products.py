@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +51,11 @@ class LinearProduct(Product):
     def __call__(self) -> None:
         input, gradient = self.release()
         rows = input.reshape(gradient.shape[0], input.shape[-1])
-        grad = _plain_grad(self.weight)
-        if grad is not None and grad.dtype is gradient.dtype:
+        grad = self.weight.grad
+        if _takes_products(grad, self.weight, gradient):
             grad.addmm_(gradient.t(), rows)
         else:
-            accumulate(self.weight, gradient.t() @ rows)
+            accumulate(self.weight, gradient.t().mm(rows))
         if self.bias is not None:
             accumulate(self.bias, gradient.sum(0))
 
@@ -115,37 +115,29 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Adds `gradient`, which nobody else holds, to the parameter's. Autograd does so where it could make a difference:
     it runs hooks, and knows how the first gradient of a parameter must be laid out.
     """
-    grad = _plain_grad(parameter)
-    if grad is not None:
-        grad.add_(gradient)
-    elif _is_first_as_it_is(parameter, gradient):
-        parameter.grad = gradient
-    else:
-        parameter.backward(gradient)
-
-
-def _plain_grad(parameter: nn.Parameter) -> Tensor | None:
-    """The parameter's gradient, if it may be added to in place."""
     grad = parameter.grad
-    if grad is None or grad.requires_grad or grad.layout is not torch.strided or _has_hooks(parameter):
-        return None
-    return grad
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        parameter.backward(gradient)
+    elif grad is None and gradient.dtype is parameter.dtype and gradient.stride() == parameter.stride():
+        parameter.grad = gradient
+    elif grad is None or grad.requires_grad or grad.layout is not torch.strided:
+        parameter.backward(gradient)
+    else:
+        grad.add_(gradient)
 
 
-def _is_first_as_it_is(parameter: nn.Parameter, gradient: Tensor) -> bool:
-    """Whether `gradient` can become the parameter's."""
-    alike = gradient.dtype is parameter.dtype and gradient.stride() == parameter.stride()
-    return parameter.grad is None and alike and not _has_hooks(parameter)
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def _takes_products(grad: Tensor | None, parameter: nn.Parameter, gradient: Tensor) -> TypeGuard[Tensor]:
+    """Whether a product with `gradient` may be added to the parameter's `grad` while it is computed."""
+    if grad is None or grad.dtype is not gradient.dtype or grad.requires_grad or grad.layout is not torch.strided:
+        return False
+    return not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class Deferral:
     """Where the layers of one stage hand their products. While `queue` is None a product runs at once, as in a whole
     backward B; set to a list it collects them: setting it before a backward and resetting it after makes that
-    backward an I, and calling the products in order is its W. Gradients have the same bits either way.
+    backward an I, and calling the products in order is its W. Gradients have the same bits either way, but for a
+    parameter that is also used outside of the layers that defer: the other part of its gradient is then added first.
 
     Attributes:
         queue: where products go, in the order of the backward; None to run each at once.

@@ -1,0 +1,297 @@
+"""Deferring layers amid the rest of autograd: hooks, casts, checkpoints, threads, transforms; and what they hold."""
+
+from __future__ import annotations
+
+import copy
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from pipeflow import UsageError
+from pipeflow.runtime.deferral import Deferral, defer_weight_gradients
+from pipeflow.runtime.products import LinearProduct
+from pipeflow.testing import run_threads
+from tests.runtime.halves import (
+    CASES,
+    TIED,
+    Case,
+    backward,
+    collecting,
+    gradients,
+    gradients_of,
+    halves,
+    normal,
+    require_near,
+    require_same_bits,
+    run,
+    whole,
+)
+
+
+def test_hooks_of_a_parameter_run_with_its_product() -> None:
+    seen: list[str] = []
+    module, input = nn.Linear(5, 4).double(), normal(3, 5)
+    plain = copy.deepcopy(module)
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: [seen.append(name), 3 * gradient][1])
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(f"{name} added"))
+    deferral, each = defer_weight_gradients(module), ["weight", "weight added", "bias", "bias added"]
+    for microbatch in range(2):
+        with collecting(deferral) as queue:
+            backward(module, input, microbatch)
+        assert seen == []
+        run(queue)
+        assert seen == each
+        seen.clear()
+    backward(module, input, 2)
+    assert seen == each
+    whole(plain, input)
+    require_near(gradients(module, input), {name: 3 * each for name, each in gradients(plain, input).items()})
+
+
+def test_a_gradient_of_another_dtype_is_added_to() -> None:
+    module = nn.Linear(5, 4).to(torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
+    halves(module, normal(3, 5, dtype=torch.bfloat16), microbatches=1)
+    assert module.weight.grad is not None
+    assert module.weight.grad.dtype == torch.float32
+    assert not torch.equal(module.weight.grad, torch.ones(4, 5))
+
+
+def test_torch_autograd_grad_leaves_parameters_alone() -> None:
+    module, input = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 4)), normal(3, 5, dtype=torch.float32).requires_grad_()
+    plain = copy.deepcopy(module)
+    deferral = defer_weight_gradients(module)
+    with collecting(deferral) as queue:
+        [mine] = torch.autograd.grad(module(input).sum(), input)
+        module(input).sum().backward(inputs=[input])
+    [theirs] = torch.autograd.grad(plain(input).sum(), input)
+    torch.testing.assert_close(mine, theirs)
+    assert queue == []
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_backward_cannot_be_differentiated_again() -> None:
+    module = nn.Linear(5, 4)
+    defer_weight_gradients(module)
+    with pytest.raises(UsageError, match="create_graph=True"):
+        module(normal(3, 5, dtype=torch.float32)).sum().backward(create_graph=True)
+
+
+class Cast(nn.Module):
+    """Uses its weight in a layer and by hand."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.layer(input)
+        by_hand = {nn.Linear: functional.linear, nn.Conv2d: functional.conv2d}
+        [use] = [use for kind, use in by_hand.items() if isinstance(self.layer, kind)]
+        return output + use(input, self.layer.weight)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("linear-4d", "conv2d-plain")], ids=str)
+def test_under_autocast_the_same_dtypes_flow(case: Case) -> None:
+    plain = Cast(case.module(torch.float32))
+    mine, found = copy.deepcopy(plain), []
+    deferral = defer_weight_gradients(mine)
+    for module in (plain, mine):
+        input = case.inputs(torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(input)
+        with collecting(deferral) as queue:
+            output.backward(normal(*output.shape, dtype=output.dtype))
+        run(queue)
+        found.append(gradients(module, input) | {"output": output.detach()})
+    for name, theirs in found[0].items():
+        assert found[1][name].dtype == theirs.dtype
+        torch.testing.assert_close(found[1][name], theirs, rtol=1e-2, atol=1e-2)
+
+
+class Counted(nn.Module):
+    """A block that counts its forwards; checkpointed, with or without reentrance, or not at all (None)."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+        self.reentrant = reentrant
+        self.forwards = 0
+
+    def run(self, hidden: Tensor) -> Tensor:
+        self.forwards += 1
+        return hidden + self.second(torch.tanh(self.norm(self.first(hidden))))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.run(hidden)
+        return checkpoint(self.run, hidden, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block_runs_twice_and_makes_each_product_once(reentrant: bool) -> None:
+    mine = Case("", lambda: Counted(reentrant), lambda: normal(3, 5)).module(torch.float32)
+    plain = copy.deepcopy(mine)
+    plain.reentrant = None
+    deferral, input = defer_weight_gradients(mine), normal(3, 5, dtype=torch.float32)
+    inputs = [input.clone().requires_grad_() for _ in range(2)]
+    with collecting(deferral) as queue:
+        backward(mine, inputs[0], 0)
+    assert len(queue) == 2
+    run(queue)
+    assert mine.forwards == 2
+    defer_weight_gradients(plain)
+    backward(plain, inputs[1], 0)
+    require_same_bits(gradients(mine, inputs[0]), gradients(plain, inputs[1]))
+
+
+class Scale(torch.autograd.Function):
+    """Saves a tensor of its own, and lets others watch it."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, factor: float, watched: list[StorageWeakRef]) -> Tensor:
+        saved = torch.full_like(input, factor)
+        watched.append(StorageWeakRef(saved.untyped_storage()))
+        ctx.save_for_backward(saved)
+        return input * saved
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        [saved] = ctx.saved_tensors
+        return gradient * saved, None, None
+
+
+def test_what_only_i_needs_is_freed_by_it_and_the_rest_product_by_product() -> None:
+    layers, inputs, saved = nn.ModuleList(nn.Linear(5, 5) for _ in range(3)), [], []
+    deferral = defer_weight_gradients(layers)
+    hidden = torch.ones(3, 5, requires_grad=True)
+    for layer in layers:
+        hidden = Scale.apply(hidden, 2.0, saved)
+        inputs.append(StorageWeakRef(hidden.untyped_storage()))
+        hidden = layer(hidden)
+    with collecting(deferral) as queue:
+        hidden.sum().backward()
+    del hidden
+    assert all(each.expired() for each in saved)
+    gradient_of = [StorageWeakRef(product.gradient.untyped_storage()) for product in queue]
+    for done, product in enumerate(queue):
+        assert [each.expired() for each in reversed(inputs)] == [index < done for index in range(3)]
+        assert [each.expired() for each in gradient_of] == [index < done for index in range(3)]
+        product()
+    assert all(each.expired() for each in [*inputs, *gradient_of])
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (24,), (2, 12)])
+def test_a_gradient_that_is_still_needed_is_nobody_elses_to_add_to(shape: tuple[int, ...]) -> None:
+    """A parameter added to the output is given the very tensor that is the output's gradient, and adds to it later."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.shift = nn.Linear(shape[-1], shape[-1]), nn.Parameter(torch.zeros(4, 6))
+
+        def forward(self, input: Tensor) -> Tensor:
+            return self.layer(input).view(4, 6) + self.shift
+
+    module = Case("", Shifted, lambda: normal(*shape)).module(torch.float64)
+    input = normal(*shape)
+    require_near(gradients_of(halves, module, input), gradients_of(whole, module, input))
+
+
+def test_an_input_overwritten_before_w_is_noticed() -> None:
+    module, input = nn.Linear(5, 4), torch.ones(3, 5)
+    with collecting(defer_weight_gradients(module)) as queue:
+        module(input).sum().backward()
+    input.add_(1)
+    with pytest.raises(UsageError, match=r"\(4, 5\) was modified in place"):
+        run(queue)
+
+
+def test_the_backward_may_run_on_another_thread() -> None:
+    module, input = TIED.module(torch.float64), TIED.input()
+    mine = copy.deepcopy(module)
+    deferral = defer_weight_gradients(mine)
+    output = mine(input).sum()
+    with collecting(deferral) as queue:
+        thread = Thread(target=output.backward)
+        thread.start()
+        thread.join()
+    run(queue)
+    module(input).sum().backward()
+    require_near(gradients(mine, input), gradients(module, input))
+
+
+def run_stage(microbatches: int) -> dict[str, Tensor]:
+    module = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.float64) for _ in range(4)))
+    for index, parameter in enumerate(module.parameters()):
+        parameter.data = normal(*parameter.shape, seed=index)
+    input = normal(5, 8).requires_grad_()
+    halves(module, input, microbatches=microbatches)
+    whole(module, input, microbatches=microbatches)
+    return {name: gradient / microbatches for name, gradient in gradients(module, input).items()}
+
+
+def test_ranks_that_are_threads_do_not_disturb_each_other() -> None:
+    results = run_threads(run_stage, 3, 20)
+    for result in results[1:]:
+        require_same_bits(result, results[0])
+
+
+class Own(nn.Module):
+    """A layer that is Deferrable by itself: a hook on its output hands over the product."""
+
+    deferral: Deferral | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 5))
+
+    def deferred_parameters(self) -> list[nn.Parameter]:
+        return [self.scale]
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = functional.linear(input, self.scale.detach()).requires_grad_()
+        assert self.deferral is not None
+        take = self.deferral.take
+        output.register_hook(lambda gradient: take(LinearProduct(self.scale, None, input, gradient)))
+        return output.clone()
+
+
+def test_a_layer_of_ones_own_takes_part_by_the_protocol() -> None:
+    module = Own()
+    deferral = defer_weight_gradients(module)
+    assert deferral.deferred == {"scale": 20}
+    with collecting(deferral) as queue:
+        module(torch.ones(3, 5)).sum().backward()
+    assert module.scale.grad is None
+    run(queue)
+    assert torch.equal(module.scale.grad, torch.full((4, 5), 3.0))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_transforms_and_the_compiler_see_the_plain_layer() -> None:
+    module, input = nn.Linear(5, 4), normal(3, 5, dtype=torch.float32)
+    plain, weights = copy.deepcopy(module), dict(module.named_parameters())
+    deferral = defer_weight_gradients(module)
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(module, weights, input).square().sum()
+
+    detached = {name: weight.detach() for name, weight in weights.items()}
+    by_transform = torch.func.grad(loss)(detached)
+    plain(input).square().sum().backward()
+    torch.testing.assert_close(by_transform["weight"], plain.weight.grad)
+    with collecting(deferral) as queue:
+        torch.compile(module, backend="eager", fullgraph=True)(input).square().sum().backward()
+        torch.jit.trace(module, input)(input).square().sum().backward()
+    assert queue == []
+    torch.testing.assert_close(module.weight.grad, 2 * plain.weight.grad)
