@@ -78,6 +78,7 @@ def read_arguments() -> argparse.Namespace:
     add("--lr", type=float, default=4e-3, help="the highest learning rate (%(default)s)")
     add("--check", action="store_true", help="train the model in one piece as well, and compare")
     add("--short", action="store_true", help="fewer steps")
+    add("--timeline", type=Path, metavar="FILE", help="write the measured step here, for `pipeflow diff`")
     arguments = parser.parse_args()
     if arguments.steps is None:
         arguments.steps = 10 if arguments.check else 60 if arguments.short else 700
@@ -95,11 +96,13 @@ def validate(arguments: argparse.Namespace) -> None:
     stages = make_schedule(arguments, arguments.microbatches).placement.num_stages
     name, shape = arguments.preset, PRESETS[arguments.preset]
     batch, microbatches, length = arguments.batch, arguments.microbatches, arguments.sequence
+    directory = arguments.timeline.parent if arguments.timeline else Path()
     for broken, message in (
         (arguments.ranks != world, f"--ranks {arguments.ranks}, but {world} processes were started"),
         (stages > shape.layers, f"{stages} stages are too many for --preset {name}, which has {shape.layers} layers"),
         (batch < microbatches, f"--batch {batch} does not fill --microbatches {microbatches}"),
         (not 2 <= length <= shape.positions, f"--sequence must be 2 to {shape.positions} for --preset {name}"),
+        (not directory.is_dir(), f"--timeline: there is no directory {directory}"),
         (arguments.steps < 1, f"--steps must be at least 1, not {arguments.steps}"),
         (not arguments.lr > 0, f"--lr must be positive, not {arguments.lr}"),
     ):
@@ -147,6 +150,8 @@ def run(arguments: argparse.Namespace) -> None:
     console.print(f"\nloss on held-out text: {before:.3f} before, {after:.3f} after {arguments.steps} steps\n")
     planned = pipeflow.simulate(model.schedule, pipeflow.CostModel.measured(measured))
     console.print(Comparison(planned, measured, unit="ms", factor=1000))
+    if arguments.timeline is not None and context.rank == 0:
+        arguments.timeline.write_text(measured.to_json())
     ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), os.cpu_count() or 1
     if ranks > cores and context.device.type == "cpu":
         console.print(f"\n{ranks} ranks share {cores} cores here, so actions take longer than they would alone.")
