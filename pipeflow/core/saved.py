@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Row, Span
-from pipeflow.core.timeline import Timeline
 
 
-def to_json(timeline: Timeline) -> str:
+class Fields(NamedTuple):
+    """What a timeline consists of, in its order."""
+
+    name: str
+    placement: Placement
+    rows: tuple[Row, ...]
+    saved_bytes: tuple[float, ...]
+    deferred_bytes: tuple[float, ...]
+
+
+def to_json(timeline: Fields) -> str:
     """One line a span: action, start, end, and the other action of a pair."""
     rows = [[_cells(span) for span in row] for row in timeline.rows]
     fields = {
@@ -32,7 +41,7 @@ def _cells(span: Span) -> list[str | float]:
     return [str(span.action), span.start, span.end, *partner]
 
 
-def from_json(text: str) -> Timeline:
+def from_json(text: str) -> Fields:
     """Reads what `to_json` wrote. Raises UsageError saying where it is not that."""
     try:
         fields = json.loads(text)
@@ -49,7 +58,7 @@ def from_json(text: str) -> Timeline:
     rows = _list(fields["rows"], "rows")
     if len(rows) != placement.num_ranks:
         raise UsageError(f"rows: there are {len(rows)} for a placement on {placement.num_ranks} ranks")
-    return Timeline(
+    return Fields(
         str(fields.get("name", "timeline")),
         placement,
         tuple(_row(row, rank, placement) for rank, row in enumerate(rows)),

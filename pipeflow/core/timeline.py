@@ -95,16 +95,16 @@ class Timeline:
 
     def to_json(self) -> str:
         """The timeline as text, to be kept in a file: `Timeline.from_json` gives back an equal one."""
-        from pipeflow.core.saved import to_json  # json is loaded by those who need it
+        from pipeflow.core.saved import Fields, to_json  # json is loaded by those who need it
 
-        return to_json(self)
+        return to_json(Fields(self.name, self.placement, self.rows, self.saved_bytes, self.deferred_bytes))
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """Reads `to_json`'s text. Raises UsageError naming the rank and span, or the field, that is wrong."""
         from pipeflow.core.saved import from_json
 
-        return from_json(text)
+        return cls(*from_json(text))
 
 
 def _changes(row: Row, saved: tuple[float, ...], deferred: tuple[float, ...] = ()) -> list[tuple[float, float]]:
