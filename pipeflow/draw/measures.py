@@ -24,7 +24,7 @@ class Unit:
 def axis(horizon: float, scale: float, width: int, unit: Unit) -> str:
     """The times up to `horizon`, each written from its own column on, as far as `width` columns hold them."""
     horizon, scale = horizon * unit.factor, scale / unit.factor
-    step = _step(10 / scale) if scale else 1.0
+    step = round_step(10 / scale) if scale else 1.0
     line = ""
     for index in range(int(horizon / step + 1e-9) + 1):
         text = f"{index * step:.10g}" + f" {unit.name}" * (index == 0 and bool(unit.name))
@@ -34,7 +34,7 @@ def axis(horizon: float, scale: float, width: int, unit: Unit) -> str:
     return line
 
 
-def _step(least: float) -> float:
+def round_step(least: float) -> float:
     """The smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
