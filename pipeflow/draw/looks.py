@@ -1,0 +1,97 @@
+"""Looks: what the drawings for screens share: colours that all eyes can tell apart, and how memory is written. What
+must not live here: geometry, and the terminal's colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipeflow.core.action import Kind
+from pipeflow.core.errors import UsageError
+from pipeflow.core.timeline import Timeline
+
+Colour = tuple[int, int, int]
+
+COLOURS: dict[Kind, Colour] = {
+    Kind.F: (84, 138, 232),
+    Kind.B: (47, 168, 106),
+    Kind.I: (56, 196, 196),
+    Kind.W: (240, 176, 62),
+}
+INK = "#10141c"  # of what is written on blocks, in both schemes
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The colours of what is not a block, as CSS writes them."""
+
+    background: str
+    lane: str
+    grid: str
+    text: str
+    muted: str
+    memory: str
+    accent: str
+
+
+LIGHT = Scheme(
+    background="#ffffff",
+    lane="#eef1f5",
+    grid="#d5dbe3",
+    text="#171c26",
+    muted="#566072",
+    memory="#7c6bb0",
+    accent="#c2185b",
+)
+DARK = Scheme(
+    background="#14171d",
+    lane="#222732",
+    grid="#363d4b",
+    text="#e8ebf0",
+    muted="#a3adbd",
+    memory="#a79bdc",
+    accent="#ff5c93",
+)
+
+
+def shade(kind: Kind, chunk: int, chunks: int) -> str:
+    """The colour of a kind of action, mixed with the more white the later the chunk (of `chunks`)."""
+    white = 0.55 * chunk / max(chunks - 1, 1)
+    return "#{:02x}{:02x}{:02x}".format(*(round(part + (255 - part) * white) for part in COLOURS[kind]))
+
+
+def kinds(timelines: Iterable[Timeline]) -> list[Kind]:
+    """The kinds of action that there are, in their order."""
+    present = {span.action.kind for timeline in timelines for span in timeline}
+    return [kind for kind in Kind if kind in present]
+
+
+def memory_unit(timeline: Timeline) -> str:
+    """What `Timeline.memory` counts."""
+    return "bytes" if timeline.saved_bytes else "activations"
+
+
+def amount(timeline: Timeline, memory: float) -> str:
+    """An amount of memory as a person reads it.
+
+    >>> from pipeflow import make_schedule, simulate
+    >>> amount(simulate(make_schedule("1f1b", ranks=2, microbatches=2)), 1.5)
+    '1.5'
+    """
+    if not timeline.saved_bytes:
+        return f"{memory:.4g}"
+    for prefix in ("", "Ki", "Mi", "Gi"):
+        if memory < 1000:
+            return f"{memory:.3g} {prefix}B"
+        memory /= 1024
+    return f"{memory:.4g} TiB"
+
+
+def several(timelines: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
+    """One timeline or more as a tuple. Raises UsageError when there is none."""
+    if isinstance(timelines, Timeline):
+        return (timelines,)
+    if not timelines:
+        raise UsageError("there is nothing to draw: give at least one timeline")
+    return tuple(timelines)
