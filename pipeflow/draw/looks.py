@@ -14,10 +14,10 @@ from pipeflow.core.timeline import Timeline
 Colour = tuple[int, int, int]
 
 COLOURS: dict[Kind, Colour] = {
-    Kind.F: (84, 138, 232),
-    Kind.B: (47, 168, 106),
-    Kind.I: (56, 196, 196),
-    Kind.W: (240, 176, 62),
+    Kind.F: (96, 146, 240),
+    Kind.B: (40, 170, 100),
+    Kind.I: (226, 118, 172),
+    Kind.W: (242, 182, 52),
 }
 INK = "#10141c"  # of what is written on blocks, in both schemes
 
@@ -65,6 +65,11 @@ def kinds(timelines: Iterable[Timeline]) -> list[Kind]:
     """The kinds of action that there are, in their order."""
     present = {span.action.kind for timeline in timelines for span in timeline}
     return [kind for kind in Kind if kind in present]
+
+
+def chunks_of(timeline: Timeline, rank: int) -> dict[int, int]:
+    """Per stage that `rank` holds, its chunk."""
+    return {stage: chunk for chunk, stage in enumerate(timeline.placement.stages_of(rank))}
 
 
 def memory_unit(timeline: Timeline) -> str:

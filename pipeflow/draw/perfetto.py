@@ -9,7 +9,7 @@ from typing import Any
 from pipeflow.core.dataflow import Value, makes, needs
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.looks import memory_unit, several
+from pipeflow.draw.looks import chunks_of, memory_unit, several
 from pipeflow.draw.measures import heading
 from pipeflow.draw.painters import NAMES
 
@@ -52,11 +52,12 @@ def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Ite
     ends: list[Event] = []
     for rank, row in enumerate(timeline.rows):
         of = {"pid": process, "tid": thread + rank}
+        chunks = chunks_of(timeline, rank)
         free = 0.0
         for span in row:
             start = max(_microseconds(span.start, factor), free)
             free = max(_microseconds(span.end, factor), start)
-            yield {"ph": "X", **of, "ts": start, "dur": free - start, **_described(timeline, span)}
+            yield {"ph": "X", **of, "ts": start, "dur": free - start, **_described(span, chunks[span.action.stage])}
             if start == free:
                 continue  # no moment is inside it that an arrow could be bound to
             for value in makes(span.action, stages):
@@ -76,12 +77,12 @@ def _arrows(starts: dict[Value, Event], ends: list[Event]) -> Iterator[Event]:
             yield {**end, **called}
 
 
-def _described(timeline: Timeline, span: Span) -> Event:
+def _described(span: Span, chunk: int) -> Event:
     action = span.action
     arguments: Event = {
         "kind": NAMES[action.kind],
         "stage": action.stage,
-        "chunk": timeline.placement.chunk_of(action.stage, action.microbatch),
+        "chunk": chunk,
         "microbatch": action.microbatch,
         "rank": span.rank,
     }

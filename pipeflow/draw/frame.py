@@ -1,0 +1,107 @@
+"""Frame: where the lanes of a drawing lie, in pixels. What must not live here: colours, and the language of a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeflow.core.span import Row
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.layout import fit, shortest
+from pipeflow.draw.looks import amount
+
+NARROWEST, WIDEST = 560, 1400  # of the lanes
+SHORTEST = 20, 44  # of the shortest span: the width that it would like, the width that is enough
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The lanes begin at `left`, `top` and are `width` wide, at `scale` pixels per unit of time. A rank has a lane
+    of height `lane` for its blocks, one of height `memory` below, and then a `gap`; to the right there is
+    room for its peak.
+    """
+
+    left: float
+    top: float
+    width: float
+    right: float
+    scale: float
+    lane: int
+    memory: int
+    gap: int
+
+    def x(self, time: float) -> float:
+        return self.left + time * self.scale
+
+    def y(self, rank: int) -> float:
+        return self.top + rank * (self.lane + self.memory + self.gap)
+
+
+def frame(timeline: Timeline, top: float) -> Frame:
+    """The frame for a timeline: as wide as its blocks need, within limits, and the flatter the more ranks."""
+    ranks = len(timeline.rows)
+    horizon, unit = timeline.makespan, shortest(timeline)
+    wanted = min(max(horizon / unit * SHORTEST[0], NARROWEST), WIDEST)
+    scale = fit([timeline], wanted)
+    if scale * unit < 4 and horizon:  # a whole number of pixels per span would leave too much of the width empty
+        scale = wanted / horizon
+    scale = min(scale, SHORTEST[1] / unit)
+    lane, memory, gap = next(heights for most, heights in HEIGHTS if ranks <= most)
+    return Frame(
+        left=24 + 6.5 * len(f"rank {ranks - 1}"),
+        top=top,
+        width=max(horizon * scale, NARROWEST / 2),
+        right=22 + 6.5 * max(4, *(len(amount(timeline, peak)) for peak in peaks(timeline))),
+        scale=scale,
+        lane=lane,
+        memory=memory,
+        gap=gap,
+    )
+
+
+HEIGHTS = (
+    (8, (24, 16, 8)),
+    (16, (20, 12, 6)),
+    (32, (14, 8, 5)),
+    (10**9, (9, 7, 3)),
+)
+
+
+def peaks(timeline: Timeline) -> tuple[float, ...]:
+    """Per rank, the most of what `Timeline.memory` counts."""
+    return timeline.peak_bytes if timeline.saved_bytes else timeline.peak_activations
+
+
+class Block(NamedTuple):
+    """A span and where it lies from left to right."""
+
+    index: int
+    first: float
+    end: float
+
+
+def blocks(row: Row, at: Frame) -> list[Block]:
+    """The spans of a row that take time; what overlaps is cut."""
+    found: list[Block] = []
+    for index, span in enumerate(row):
+        first = max(at.x(span.start), found[-1].end if found else at.left)
+        end = at.x(span.end)
+        if end - first > 1e-3:
+            found.append(Block(index, first, end))
+    return found
+
+
+def steps(curve: list[tuple[float, float]], at: Frame, finest: float) -> list[tuple[float, float]]:
+    """A memory curve as (x, amount from there on), with at most one step every `finest` pixels: the highest of
+    those that it stands for, so that no peak is lost.
+    """
+    shown: list[tuple[float, float]] = []
+    for time, memory in curve:
+        x = at.x(time)
+        if shown and x - shown[-1][0] < finest:
+            shown[-1] = shown[-1][0], max(shown[-1][1], memory)
+        elif not shown or shown[-1][1] != memory:
+            shown.append((x, memory))
+    if shown and curve[-1][1] != shown[-1][1]:
+        shown.append((max(at.x(curve[-1][0]), shown[-1][0]), curve[-1][1]))
+    return shown
