@@ -46,7 +46,7 @@ def frame(timeline: Timeline, top: float) -> Frame:
     if scale * unit < 4 and horizon:  # a whole number of pixels per span would leave too much of the width empty
         scale = wanted / horizon
     scale = min(scale, SHORTEST[1] / unit)
-    lane, memory, gap = next(heights for most, heights in HEIGHTS if ranks <= most)
+    lane, memory, gap = heights(ranks)
     return Frame(
         left=24 + 6.5 * len(f"rank {ranks - 1}"),
         top=top,
@@ -59,12 +59,21 @@ def frame(timeline: Timeline, top: float) -> Frame:
     )
 
 
-HEIGHTS = (
-    (8, (24, 16, 8)),
-    (16, (20, 12, 6)),
-    (32, (14, 8, 5)),
-    (10**9, (9, 7, 3)),
-)
+class Heights(NamedTuple):
+    """Of what belongs to one rank, in pixels."""
+
+    lane: int
+    memory: int
+    gap: int
+
+
+def heights(ranks: int) -> Heights:
+    """The flatter the more ranks there are."""
+    if ranks <= 8:
+        return Heights(24, 16, 8)
+    if ranks <= 16:
+        return Heights(20, 12, 6)
+    return Heights(14, 8, 5) if ranks <= 32 else Heights(9, 7, 3)
 
 
 def peaks(timeline: Timeline) -> tuple[float, ...]:
