@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeflow.core.span import Row
+from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import fit, shortest
 from pipeflow.draw.looks import amount
 
-NARROWEST, WIDEST = 560, 1400  # of the lanes
+NARROWEST, WIDEST = 560.0, 1400.0  # of the lanes
 SHORTEST = 20, 44  # of the shortest span: the width that it would like, the width that is enough
 
 
@@ -42,7 +42,7 @@ def frame(timeline: Timeline, top: float) -> Frame:
     ranks = len(timeline.rows)
     horizon, unit = timeline.makespan, shortest(timeline)
     wanted = min(max(horizon / unit * SHORTEST[0], NARROWEST), WIDEST)
-    scale = fit([timeline], wanted)
+    scale = fit([timeline], int(wanted))
     if scale * unit < 4 and horizon:  # a whole number of pixels per span would leave too much of the width empty
         scale = wanted / horizon
     scale = min(scale, SHORTEST[1] / unit)
@@ -84,7 +84,7 @@ def peaks(timeline: Timeline) -> tuple[float, ...]:
 class Block(NamedTuple):
     """A span and where it lies from left to right."""
 
-    index: int
+    span: Span
     first: float
     end: float
 
@@ -92,11 +92,11 @@ class Block(NamedTuple):
 def blocks(row: Row, at: Frame) -> list[Block]:
     """The spans of a row that take time; what overlaps is cut."""
     found: list[Block] = []
-    for index, span in enumerate(row):
+    for span in row:
         first = max(at.x(span.start), found[-1].end if found else at.left)
         end = at.x(span.end)
         if end - first > 1e-3:
-            found.append(Block(index, first, end))
+            found.append(Block(span, first, end))
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
+from itertools import pairwise
 from string import Template
 from typing import Any
 
@@ -102,11 +103,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
                 "actions": " ".join(str(span.action) for span in row),
                 "times": [_short(time) for span in row for time in (span.start, span.end)],
                 "chunks": chunks_of(timeline, rank),
-                "pairs": [
-                    index
-                    for index, (one, other) in enumerate(zip(row, row[1:], strict=False))
-                    if one.partner == other.action
-                ],
+                "pairs": [index for index, (one, other) in enumerate(pairwise(row)) if one.partner == other.action],
                 "waits": [_wait(index, cause, places) for index, cause in enumerate(causes) if cause.value],
                 "memory": [_short(number) for step in timeline.memory(rank) for number in step],
                 "peak": amount(timeline, most[rank]),
@@ -118,7 +115,8 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 
 def _wait(index: int, cause: Cause, places: dict[Any, tuple[int, int]]) -> tuple[int | str, ...]:
     """The index of a span that waited, the rank and index of the one that it waited for, and the value."""
-    assert cause.after is not None and cause.value is not None  # a value has a maker
+    assert cause.after is not None
+    assert cause.value is not None
     content, stage, microbatch = cause.value
     return index, *places[cause.after], content.value, stage, microbatch
 
@@ -145,8 +143,9 @@ def _legend(timelines: tuple[Timeline, ...]) -> Iterator[str]:
 
 def _chart(timeline: Timeline, unit: Unit) -> str:
     title, said = escape(heading(timeline)), escape(measures(timeline, unit))
+    parts = "".join(f"<span>{part}</span>" for part in said.split("  "))
     return (
-        f'<section>\n<h2>{title}</h2>\n<p class="said">{said.replace("  ", " &emsp;")}</p>\n'
+        f'<section>\n<h2>{title}</h2>\n<p class="said">{parts}</p>\n'
         '<div class="chart"><canvas class="axis" aria-hidden="true"></canvas>'
         '<canvas class="lanes" tabindex="0" role="application" aria-roledescription="timeline"'
         f' aria-label="{title}: {said}" aria-describedby="keys"></canvas></div>\n</section>'

@@ -37,12 +37,12 @@ class Scheme:
 
 LIGHT = Scheme(
     background="#ffffff",
-    lane="#eef1f5",
+    lane="#e9edf3",
     grid="#d5dbe3",
     text="#171c26",
     muted="#566072",
     memory="#7c6bb0",
-    accent="#c2185b",
+    accent="#c8102e",
 )
 DARK = Scheme(
     background="#14171d",
@@ -51,7 +51,7 @@ DARK = Scheme(
     text="#e8ebf0",
     muted="#a3adbd",
     memory="#a79bdc",
-    accent="#ff5c93",
+    accent="#ff5d52",
 )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from html import escape
+from itertools import pairwise
 
 from pipeflow.core.action import Kind
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.frame import Frame, blocks, frame, peaks, steps
+from pipeflow.draw.frame import Block, Frame, blocks, frame, peaks, steps
 from pipeflow.draw.layout import Piece, num_chunks, pieces
 from pipeflow.draw.looks import DARK, INK, LIGHT, Scheme, amount, chunks_of, kinds, memory_unit, shade
 from pipeflow.draw.measures import Unit, heading, measures, round_step
@@ -91,30 +92,28 @@ def _blocks(timeline: Timeline, row: Row, at: Frame, unit: Unit) -> Iterator[str
     chunk_of = chunks_of(timeline, row[0].rank) if row else {}
     placed = blocks(row, at)
     for block in placed:
-        span = row[block.index]
-        y, room = at.y(span.rank), block.end - block.first
-        joined = span.partner is not None and span.action.kind is Kind.F
-        width = room if joined or room < 3 else room - (1 if room > 5 else 0.5)
-        round_ = ' rx="2"' if width > 6 else ""
-        yield (
-            f'<rect class="block" x="{_n(block.first)}" y="{_n(y)}" width="{_n(width)}" height="{at.lane}"'
-            f' fill="{shade(span.action.kind, chunk_of[span.action.stage], chunks)}"{round_}><title>{escape(_said(span, unit))}</title></rect>'
-        )
-        number = str(span.action.microbatch)
-        look = next((look for look, letter in NUMBERS if len(number) * letter <= width - 1), None)
-        if look and at.lane > 12:
-            yield _text(block.first + width / 2, y + at.lane / 2 + 4, number, look)
-    yield from _pairs(row, [(block.index, block.first, block.end) for block in placed], at)
+        action = block.span.action
+        yield from _block(block, shade(action.kind, chunk_of[action.stage], chunks), at, unit)
+    for one, other in pairwise(placed):
+        if one.span.partner == other.span.action:
+            size = f'x="{_n(one.first + 0.25)}" y="{_n(at.y(row[0].rank) - 0.75)}" height="{at.lane + 1.5}"'
+            yield f'<rect class="pair" {size} width="{_n(other.end - one.first - 1.5)}" rx="3"/>'
 
 
-def _pairs(row: Row, placed: Iterable[tuple[int, float, float]], at: Frame) -> Iterator[str]:
-    """A frame around the two blocks of each pair."""
-    where = {index: (first, end) for index, first, end in placed}
-    for index, (first, _) in where.items():
-        span = row[index]
-        if span.partner is not None and span.action.kind is Kind.F and index + 1 in where:
-            size = f'x="{_n(first + 0.25)}" y="{_n(at.y(span.rank) - 0.75)}" height="{at.lane + 1.5}"'
-            yield f'<rect class="pair" {size} width="{_n(where[index + 1][1] - first - 1.5)}" rx="3"/>'
+def _block(block: Block, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
+    """A thin gap before the next block, but not between the two of a pair; its number where it fits."""
+    span, room = block.span, block.end - block.first
+    joined = span.partner is not None and span.action.kind is Kind.F
+    width = room if joined or room < 3 else room - (1 if room > 5 else 0.5)
+    rounded = ' rx="2"' if width > 6 else ""
+    yield (
+        f'<rect class="block" x="{_n(block.first)}" y="{_n(at.y(span.rank))}" width="{_n(width)}" height="{at.lane}"'
+        f' fill="{colour}"{rounded}><title>{escape(_said(span, unit))}</title></rect>'
+    )
+    number = str(span.action.microbatch)
+    look = next((look for look, letter in NUMBERS if len(number) * letter <= width - 0.5), None)
+    if look and at.lane > 12:
+        yield _text(block.first + width / 2, at.y(span.rank) + at.lane / 2 + 4, number, look)
 
 
 def _merged(timeline: Timeline, at: Frame) -> list[list[str]]:
@@ -161,7 +160,8 @@ def _memory(timeline: Timeline, rank: int, at: Frame, most: tuple[float, ...]) -
     path = "".join(f"H{_n(x)}V{_n(floor - memory * tall)}" for x, memory in curve)
     yield f'<path class="memory" d="M{_n(curve[0][0])} {_n(floor)}{path}"/>'
     x = next(x for x, memory in curve if memory >= most[rank] * (1 - 1e-9))
-    yield f'<circle class="peak" cx="{_n(x)}" cy="{_n(floor - most[rank] * tall)}" r="{2.5 if at.memory > 10 else 1.75}"/>'
+    radius = 2.5 if at.memory > 10 else 1.75
+    yield f'<circle class="peak" cx="{_n(x)}" cy="{_n(floor - most[rank] * tall)}" r="{radius}"/>'
 
 
 def _legend(timeline: Timeline, width: float, y: float) -> tuple[list[str], float]:

@@ -40,10 +40,11 @@ function repaint() {
 function paintAll() {
   const colours = scheme();
   document.documentElement.style.setProperty("--bar", `${document.querySelector(".bar").offsetHeight}px`);
-  for (const chart of charts) paintChart(chart, colours);
-  by("view").textContent = `${said(view.first)} to ${said(view.last)}`;
+  const dense = charts.map((chart) => paintChart(chart, colours)).some(Boolean);
+  by("view").textContent = `${said(view.first)} to ${said(view.last)}${dense ? "; colours are mixed where blocks are too small" : ""}`;
 }
 
+/** Whether a lane was too dense for blocks. */
 function paintChart(chart, colours) {
   const {timeline} = chart;
   const wide = chart.chart.clientWidth;
@@ -55,10 +56,11 @@ function paintChart(chart, colours) {
   paintAxis(prepared(chart.axis, wide, AXIS, sharp), place, view, colours);
   const context = prepared(chart.lanes, wide, place.height, sharp);
   paintGround(context, timeline, place, view, colours);
-  paintLanes(context, timeline, place, view, marks, colours);
+  const dense = paintLanes(context, timeline, place, view, marks, colours);
   if (marks.way !== null) paintLinks(context, steps(wayOf(timeline, marks.way)), place, colours.text, 1.25);
   if (marks.path) paintLinks(context, steps(timeline.path), place, colours.accent, 1.75);
   frameBlock(chart, chart.focused, document.activeElement === chart.lanes ? chart.focus : null);
+  return dense;
 }
 
 /** From each block to the next one; weight gradients, which nothing waits for, are left out. */

@@ -84,23 +84,27 @@ function shown(row, view) {
   return [first, lastAt(row.length, (at) => row[at].start, view.last) + 1];
 }
 
-/** All lanes: those that are too dense for blocks as the mean colour of what runs in each column of pixels. */
+/** All lanes: those that are too dense for blocks as the mean colour of what runs in each column of pixels.
+ * Whether there are any of these. */
 function paintLanes(context, timeline, place, view, marks, colours) {
   const ratio = context.getTransform().a;
+  let dense = false;
   context.save();
   context.beginPath();
   context.rect(place.left, -1, place.width, place.height + 2);
   context.clip();
   timeline.rows.forEach((row, rank) => {
     const [first, end] = shown(row, view);
-    if ((end - first) * 2.5 > place.width * ratio) paintColumns(context, timeline, row.slice(first, end), place, rank, marks, colours);
-    else paintBlocks(context, timeline, row.slice(first, end), place, rank, marks, colours);
+    const columns = (end - first) * 2.5 > place.width * ratio;
+    (columns ? paintColumns : paintBlocks)(context, row.slice(first, end), place, rank, marks, colours);
+    dense ||= columns;
     paintMemory(context, timeline, place, view, rank, colours);
   });
   context.restore();
+  return dense;
 }
 
-function paintBlocks(context, timeline, blocks, place, rank, marks, colours) {
+function paintBlocks(context, blocks, place, rank, marks, colours) {
   const ratio = context.getTransform().a;
   const snapped = (time) => Math.round(place.x(time) * ratio) / ratio;
   const y = rank * place.pitch;
@@ -159,7 +163,7 @@ function parts(colour) {
   return painted.get(colour);
 }
 
-function paintColumns(context, timeline, blocks, place, rank, marks, colours) {
+function paintColumns(context, blocks, place, rank, marks, colours) {
   const ratio = context.getTransform().a;
   const width = Math.round(place.width * ratio);
   const sums = new Float32Array(4 * width); // red, green, blue and how much of the column is not idle
@@ -246,9 +250,9 @@ function paintLinks(context, links, place, colour, width) {
     const down = to.rank > from.rank;
     const [x, end] = [place.x(from.end), place.x(to.start)];
     if (Math.max(x, end) < place.left - 9 || Math.min(x, end) > place.left + place.width + 9) continue;
-    const y = from.rank * place.pitch + (down ? place.lane - 3 : 3);
-    const tip = to.rank * place.pitch + (down ? 2 : place.lane - 2);
-    const head = Math.min(6, Math.abs(tip - y) / 2);
+    const y = from.rank * place.pitch + (down ? place.lane : 0);
+    const tip = to.rank * place.pitch + (down ? 0 : place.lane);
+    const head = place.lane < 13 ? 4 : 7;
     context.beginPath();
     context.moveTo(x, y);
     context.lineTo(end, tip);
