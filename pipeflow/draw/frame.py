@@ -10,7 +10,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import fit, shortest
 from pipeflow.draw.looks import amount
 
-NARROWEST, WIDEST = 560.0, 1400.0  # of the lanes
+LEAST, NARROWEST, WIDEST = 300.0, 560.0, 1400.0  # of the lanes: at least, where spans are not wide enough, at most
 SHORTEST = 20, 44  # of the shortest span: the width that it would like, the width that is enough
 
 
@@ -46,11 +46,13 @@ def frame(timeline: Timeline, top: float) -> Frame:
     if scale * unit < 4 and horizon:  # a whole number of pixels per span would leave too much of the width empty
         scale = wanted / horizon
     scale = min(scale, SHORTEST[1] / unit)
+    if horizon:
+        scale = max(scale, LEAST / horizon)
     lane, memory, gap = heights(ranks)
     return Frame(
         left=24 + 6.5 * len(f"rank {ranks - 1}"),
         top=top,
-        width=max(horizon * scale, NARROWEST / 2),
+        width=horizon * scale or LEAST,
         right=22 + 6.5 * max(4, *(len(amount(timeline, peak)) for peak in peaks(timeline))),
         scale=scale,
         lane=lane,

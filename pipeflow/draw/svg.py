@@ -45,8 +45,8 @@ def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0) -> str:
     size = f'viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" height="{_n(height)}"'
     name = escape(f"Timeline of {heading(timeline)}: {said}")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeflow" {size} role="img" aria-label="{name}"'
-        f' style="max-width:100%;height:auto">\n<style>{_style()}</style>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeflow" {size} role="img" aria-label="{name}">\n'
+        f"<style>{_style()}</style>\n"
         f'<rect class="ground" width="{_n(width)}" height="{_n(height)}"/>\n' + "\n".join(body) + "\n</svg>\n"
     )
 
@@ -233,6 +233,7 @@ def _style() -> str:
         ".pipeflow .memory{fill-opacity:.3;stroke-width:1}.pipeflow .pair{fill:none;stroke-width:1.5}"
         + _coloured(LIGHT)
         + f"@media (prefers-color-scheme:dark){{{_coloured(DARK)}}}"
+        "@media screen{.pipeflow{max-width:100%;height:auto}}"
     )
 
 

@@ -97,6 +97,17 @@ def test_positions_are_times() -> None:
         assert starts[str(span.action)] - starts["0F0"] == pytest.approx(span.start * unit, abs=0.01)
 
 
+@pytest.mark.parametrize("timeline", [planned(), planned("gpipe", 1, 1), planned("zb-h1", 4, 300)])
+def test_lanes_are_as_long_as_the_makespan(timeline: Timeline) -> None:
+    root = drawn(timeline)
+    ticks = [text for text in looking(root, "middle", "text") if "small" in text.get("class", "")]
+    first, second = ticks[:2]
+    unit = (number(second, "x") - number(first, "x")) / (float(second.text or "") - float(first.text or ""))
+    lane = looking(root, "lane")[0]
+    assert number(lane, "x") == number(first, "x")
+    assert number(lane, "width") == pytest.approx(timeline.makespan * unit, rel=1e-3)
+
+
 def test_numbers_stand_where_there_is_room() -> None:
     root = drawn(planned())
     assert Counter(text.text for text in looking(root, "number", "text")) == Counter(

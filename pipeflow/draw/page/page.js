@@ -272,6 +272,7 @@ function listen(chart) {
   let travelled = 0;
 
   lanes.addEventListener("wheel", (event) => {
+    if (under(chart, event).rank === null) return; // beside the lanes it scrolls the page
     event.preventDefault();
     const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 16 : 1;
     if (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey) {
@@ -311,7 +312,7 @@ function listen(chart) {
   for (const name of ["pointerup", "pointercancel"]) {
     lanes.addEventListener(name, (event) => { down.delete(event.pointerId); lanes.classList.remove("moving"); });
   }
-  lanes.addEventListener("pointerleave", unpoint);
+  lanes.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") unpoint(); });
   lanes.addEventListener("dblclick", () => show(0, horizon));
   lanes.addEventListener("focus", repaint);
   lanes.addEventListener("blur", () => { unpoint(); repaint(); });
