@@ -24,7 +24,7 @@ from pipeflow.draw.looks import DARK, INK, LIGHT, Scheme, amount, chunks_of, kin
 from pipeflow.draw.measures import Unit, heading, measures
 from pipeflow.draw.painters import NAMES
 
-SCRIPTS = ("model.js", "paint.js", "page.js")
+SCRIPTS = ("model.js", "paint.js", "tell.js", "page.js", "input.js")
 
 
 def html(timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: float = 1.0) -> str:

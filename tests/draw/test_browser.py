@@ -228,6 +228,29 @@ def test_dragging_moves(page: Page) -> None:
     assert page.text("#way") == ""
 
 
+def test_two_fingers_zoom_and_the_times_under_them_stay(page: Page) -> None:
+    timeline = planned()
+    page.open(timeline)
+    box = page.find(".lanes").rect
+    centre, y = box["x"] + box["width"] / 2, box["y"] + 60
+
+    def touch(kind: str, *apart: float) -> None:
+        points = [
+            {"x": centre + side * each, "y": y, "id": number} for each in apart for number, side in enumerate((-1, 1))
+        ]
+        page.browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        page.settled()
+
+    touch("touchStart", 50)
+    for apart in (60, 80, 100):
+        touch("touchMove", apart)
+    touch("touchEnd")
+    first, last = page.seen()
+    assert last - first == pytest.approx(33 / 2, rel=0.02)
+    page.press("0")
+    assert page.seen() == (0, 33)
+
+
 def test_keys_and_buttons_zoom_and_move(page: Page) -> None:
     page.open(planned()).press("+")
     assert page.seen() == (5.5, 27.5)
