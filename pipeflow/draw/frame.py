@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import fit, shortest
-from pipeflow.draw.looks import amount
+from pipeflow.draw.looks import amount, peaks
 
 LEAST, NARROWEST, WIDEST = 300.0, 560.0, 1400.0  # of the lanes: at least, where spans are not wide enough, at most
 SHORTEST = 20, 44  # of the shortest span: the width that it would like, the width that is enough
@@ -76,11 +76,6 @@ def heights(ranks: int) -> Heights:
     if ranks <= 16:
         return Heights(20, 12, 6)
     return Heights(14, 8, 5) if ranks <= 32 else Heights(9, 7, 3)
-
-
-def peaks(timeline: Timeline) -> tuple[float, ...]:
-    """Per rank, the most of what `Timeline.memory` counts."""
-    return timeline.peak_bytes if timeline.saved_bytes else timeline.peak_activations
 
 
 class Block(NamedTuple):

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from html import escape
 from importlib.resources import files
 from itertools import pairwise
 from string import Template
@@ -18,9 +17,22 @@ from typing import Any
 from pipeflow.core.action import Kind
 from pipeflow.core.span import Cause
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.frame import heights, peaks
+from pipeflow.draw.frame import heights
 from pipeflow.draw.layout import num_chunks, shortest
-from pipeflow.draw.looks import DARK, INK, LIGHT, Scheme, amount, chunks_of, kinds, memory_unit, several, shade
+from pipeflow.draw.looks import (
+    DARK,
+    INK,
+    LIGHT,
+    Scheme,
+    amount,
+    chunks_of,
+    escaped,
+    kinds,
+    memory_unit,
+    peaks,
+    several,
+    shade,
+)
 from pipeflow.draw.measures import Unit, heading, measures
 from pipeflow.draw.painters import NAMES
 
@@ -39,7 +51,7 @@ def html(timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: fl
     script = '"use strict";\n' + "\n".join(_file(name) for name in SCRIPTS)
     return Template(_file("page.html")).substitute(
         policy=_policy(script),
-        title=escape("; ".join(map(heading, drawn))),
+        title=escaped("; ".join(map(heading, drawn))),
         style=_variables() + _file("page.css"),
         legend="\n".join(f"<li>{entry}</li>" for entry in _legend(drawn)),
         charts="\n".join(_chart(timeline, times) for timeline in drawn),
@@ -142,7 +154,7 @@ def _legend(timelines: tuple[Timeline, ...]) -> Iterator[str]:
 
 
 def _chart(timeline: Timeline, unit: Unit) -> str:
-    title, said = escape(heading(timeline)), escape(measures(timeline, unit))
+    title, said = escaped(heading(timeline)), escaped(measures(timeline, unit))
     parts = "".join(f"<span>{part}</span>" for part in said.split("  "))
     return (
         f'<section>\n<h2>{title}</h2>\n<p class="said">{parts}</p>\n'
@@ -177,16 +189,16 @@ def _ranks_table(timeline: Timeline, unit: Unit) -> str:
         rows.append((f"rank {rank}", str(len(row)), *times, amount(timeline, most[rank])))
     head = ("rank", "actions", "first start", "last end", "busy", "idle between", f"peak {memory_unit(timeline)}")
     table = _table(heading(timeline), head, rows)
-    return f'<details class="ranks"><summary>Ranks of {escape(heading(timeline))}</summary>{table}</details>'
+    return f'<details class="ranks"><summary>Ranks of {escaped(heading(timeline))}</summary>{table}</details>'
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+    titles = "".join(f'<th scope="col">{escaped(title)}</th>' for title in head)
     lines = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>\n'
+        f'<tr><th scope="row">{escaped(first)}</th>{"".join(f"<td>{escaped(cell)}</td>" for cell in rest)}</tr>\n'
         for first, *rest in rows
     )
     return (
-        f'<div class="tables"><table><caption>{escape(caption)}</caption><thead><tr>{titles}</tr></thead>\n'
+        f'<div class="tables"><table><caption>{escaped(caption)}</caption><thead><tr>{titles}</tr></thead>\n'
         f"<tbody>\n{lines}</tbody></table></div>\n"
     )

@@ -1,11 +1,14 @@
-"""Looks: what the drawings for screens share: colours that all eyes can tell apart, and how memory is written. What
+"""Looks: what the drawings for screens share: colours that all eyes can tell apart, how memory is
+written, and how text is made safe. What
 must not live here: geometry, and the terminal's colours.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
@@ -77,6 +80,11 @@ def memory_unit(timeline: Timeline) -> str:
     return "bytes" if timeline.saved_bytes else "activations"
 
 
+def peaks(timeline: Timeline) -> tuple[float, ...]:
+    """Per rank, the most of what `Timeline.memory` counts."""
+    return timeline.peak_bytes if timeline.saved_bytes else timeline.peak_activations
+
+
 def amount(timeline: Timeline, memory: float) -> str:
     """An amount of memory as a person reads it.
 
@@ -91,6 +99,18 @@ def amount(timeline: Timeline, memory: float) -> str:
             return f"{memory:.3g} {prefix}B"
         memory /= 1024
     return f"{memory:.4g} TiB"
+
+
+def escaped(text: str) -> str:
+    """Text for an element or an attribute of HTML or XML; what neither can hold is replaced.
+
+    >>> escaped("<b> & c")
+    '&lt;b&gt; &amp; c'
+    """
+    return escape(_UNWRITABLE.sub("\ufffd", text))
+
+
+_UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def several(timelines: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from html import escape
+from dataclasses import replace
 from itertools import pairwise
 
 from pipeflow.core.action import Kind
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.frame import Block, Frame, blocks, frame, peaks, steps
+from pipeflow.draw.frame import Block, Frame, blocks, frame, steps
 from pipeflow.draw.layout import Piece, num_chunks, pieces
-from pipeflow.draw.looks import DARK, INK, LIGHT, Scheme, amount, chunks_of, kinds, memory_unit, shade
+from pipeflow.draw.looks import DARK, INK, LIGHT, Scheme, amount, chunks_of, escaped, kinds, memory_unit, peaks, shade
 from pipeflow.draw.measures import Unit, heading, measures, round_step
 from pipeflow.draw.painters import NAMES
 
@@ -33,7 +33,7 @@ def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0) -> str:
     at = frame(timeline, top=0)
     width = PAD + at.left + at.width + at.right
     lines = _wrapped(said.split("  "), width - 2 * PAD)
-    at = frame(timeline, top=PAD + 22 + 17 * len(lines) + 30)
+    at = replace(at, top=PAD + 22 + 17 * len(lines) + 30)
     bottom = at.y(len(timeline.rows)) - at.gap
     legend, height = _legend(timeline, width, bottom + 30)
     body = [
@@ -43,7 +43,7 @@ def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0) -> str:
         *legend,
     ]
     size = f'viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" height="{_n(height)}"'
-    name = escape(f"Timeline of {heading(timeline)}: {said}")
+    name = escaped(f"Timeline of {heading(timeline)}: {said}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeflow" {size} role="img" aria-label="{name}">\n'
         f"<style>{_style()}</style>\n"
@@ -108,7 +108,7 @@ def _block(block: Block, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
     rounded = ' rx="2"' if width > 6 else ""
     yield (
         f'<rect class="block" x="{_n(block.first)}" y="{_n(at.y(span.rank))}" width="{_n(width)}" height="{at.lane}"'
-        f' fill="{colour}"{rounded}><title>{escape(_said(span, unit))}</title></rect>'
+        f' fill="{colour}"{rounded}><title>{escaped(_said(span, unit))}</title></rect>'
     )
     number = str(span.action.microbatch)
     look = next((look for look, letter in NUMBERS if len(number) * letter <= width - 0.5), None)
@@ -213,7 +213,7 @@ def _cut(text: str, width: float, letter: float) -> str:
 
 
 def _text(x: float, y: float, text: str, look: str, more: str = "") -> str:
-    return f'<text x="{_n(x)}" y="{_n(y)}" class="{look}"{more}>{escape(text)}</text>'
+    return f'<text x="{_n(x)}" y="{_n(y)}" class="{look}"{more}>{escaped(text)}</text>'
 
 
 def _n(number: float) -> str:

@@ -167,8 +167,8 @@ def test_nothing_of_a_timeline_without_time_is_a_block() -> None:
 
 
 def test_names_cannot_leave_their_text() -> None:
-    root = drawn(replace(planned("1f1b", 2, 3), name='<b> & "x" ]]>'), unit="<s>")
-    assert texts(root)[0] == '<b> & "x" ]]>, 2 ranks, 3 microbatches'
+    root = drawn(replace(planned("1f1b", 2, 3), name='<b> & "x" ]]> \x1b\udc80'), unit="<s>")
+    assert texts(root)[0] == '<b> & "x" ]]> \ufffd\ufffd, 2 ranks, 3 microbatches'
     assert "0 <s>" in texts(root)
     assert {element.tag.removeprefix(NAMESPACE) for element in root.iter()} <= {
         *("svg", "style", "rect", "text", "title", "path", "circle")
@@ -187,7 +187,7 @@ def test_what_is_too_dense_keeps_the_proportions() -> None:
 
 
 def test_the_size_is_bounded() -> None:
-    assert len(svg(planned("zb-h1", 16, 2000))) < 16 * 16_000
+    assert len(svg(planned("zb-h1", 8, 1000))) < 1.1 * len(svg(planned("zb-h1", 8, 500))) < 8 * 16_000
 
 
 def contrast(one: str, other: str) -> float:
