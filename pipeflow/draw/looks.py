@@ -1,6 +1,5 @@
-"""Looks: what the drawings for screens share: colours that all eyes can tell apart, how memory is
-written, and how text is made safe. What
-must not live here: geometry, and the terminal's colours.
+"""Looks: what the drawings for screens share: colours that all eyes can tell apart, how memory is written, and how
+text is made safe. What must not live here: geometry, and the terminal's colours.
 """
 
 from __future__ import annotations

@@ -116,9 +116,7 @@ function paintBlocks(context, blocks, place, rank, marks, colours) {
     const width = Math.max(joined || whole < 3 ? whole : whole - 1, 1 / ratio);
     context.globalAlpha = marks.dims(block) ? 0.22 : 1;
     context.fillStyle = written.colours[block.kind][block.chunk];
-    context.beginPath();
-    context.roundRect(first, y, width, place.lane, width > 6 ? 2 : 0);
-    context.fill();
+    paintRect(context, first, y, width, place.lane);
     paintNumber(context, block, Math.max(first, place.left), Math.min(first + width, place.left + place.width), y, place);
     if (marks.path && block.critical) frame(context, first, y, width, place.lane, colours.accent);
   }
@@ -140,11 +138,22 @@ function frame(context, x, y, width, height, colour) {
   context.stroke();
 }
 
+/** With round corners where they can be seen: they take their time. */
+function paintRect(context, x, y, width, height) {
+  if (width <= 6) {
+    context.fillRect(x, y, width, height);
+    return;
+  }
+  context.beginPath();
+  context.roundRect(x, y, width, height, 2);
+  context.fill();
+}
+
 /** The microbatch, in the middle of what is seen of its block. */
 function paintNumber(context, block, first, end, y, place) {
   const text = String(block.microbatch);
-  const size = [11, 9].find((size) => text.length * size * 0.63 <= end - first - 1);
-  if (size === undefined || place.lane < 13) return;
+  const size = [11, 9, 8].find((size) => size < place.lane && text.length * size * 0.63 <= end - first - 1);
+  if (size === undefined) return;
   context.font = `${size}px ${FONT}`;
   context.fillStyle = written.ink;
   context.fillText(text, (first + end) / 2, y + place.lane / 2 + size * 0.36);
