@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import Value, makes, needs
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
@@ -15,6 +16,13 @@ from pipeflow.draw.painters import NAMES
 
 Event = dict[str, Any]
 
+COLOURS = {  # of the names that chrome://tracing has colours for, the nearest to those of the other drawings
+    Kind.F: "rail_response",
+    Kind.B: "rail_load",
+    Kind.I: "detailed_memory_dump",
+    Kind.W: "rail_idle",
+}
+
 
 def perfetto(timelines: Timeline | Sequence[Timeline], *, factor: float = 1e6) -> str:
     """A process per timeline, a thread per rank, a slice per action, an arrow per value that passes from one
@@ -22,8 +30,8 @@ def perfetto(timelines: Timeline | Sequence[Timeline], *, factor: float = 1e6) -
 
     `factor` is microseconds per unit of the timelines' time: as it stands, for seconds.
 
-    Perfetto colours slices by their name without its numbers, so by the kind of action. Raises UsageError when
-    there is no timeline.
+    Perfetto colours slices by their name without its numbers, so by the kind of action; other viewers of the format
+    are told a colour. Raises UsageError when there is no timeline.
     """
     drawn = several(timelines)
     events: list[Event] = []
@@ -88,7 +96,7 @@ def _described(span: Span, chunk: int) -> Event:
     }
     if span.partner is not None:
         arguments["overlapped with"] = str(span.partner)
-    return {"name": str(action), "cat": "action", "args": arguments}
+    return {"name": str(action), "cat": "action", "cname": COLOURS[action.kind], "args": arguments}
 
 
 def _counters(timeline: Timeline, process: int, thread: int, factor: float) -> Iterator[Event]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from itertools import pairwise
 from typing import Any
@@ -103,6 +104,12 @@ def test_slices_say_what_they_are() -> None:
     event = next(event for event in found if event["name"] == "3B1")
     assert event["args"] == {"kind": "backward", "stage": 3, "chunk": 1, "microbatch": 1, "rank": 1}
     assert next(event for event in events(paired()) if event["name"] == "0F2")["args"]["overlapped with"] == "0B0"
+
+
+def test_kinds_have_colours_of_their_own() -> None:
+    """Perfetto takes the name without its digits, others `cname`."""
+    looks = {(re.sub(r" ?\d+", "", event["name"]), event["cname"]) for event in of_phase(events(paired()), "X")}
+    assert len(looks) == len(dict(looks)) == len({colour for _, colour in looks}) == 4
 
 
 def test_times_are_microseconds() -> None:
