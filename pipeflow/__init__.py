@@ -15,6 +15,7 @@ from pipeflow.analysis.verify import Violation, verify
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.errors import PipeflowError, PipelineError, ScheduleError, UsageError
+from pipeflow.core.notebook import draw_as
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Cause, Span
@@ -73,6 +74,22 @@ __all__ = [
     "simulate",
     "verify",
 ]
+
+
+@draw_as(Timeline)
+def _drawn(timeline: Timeline) -> str:
+    from pipeflow.draw import svg
+
+    return svg(timeline)
+
+
+@draw_as(Schedule)
+def _drawn_as_planned(schedule: Schedule) -> str | None:
+    """None for what cannot run, which is then shown as text."""
+    try:
+        return _drawn(simulate(schedule))
+    except ScheduleError:
+        return None
 
 
 def __getattr__(name: str) -> object:

@@ -26,7 +26,7 @@ FLOORS: dict[str, set[str]] = {
     "training": {"core", "analysis", "runtime", "tensor", "torch"},
     "huggingface": {"core", "split", "tensor", "runtime", "torch", "transformers"},
     "testing": {"pipeflow", "runtime", "tensor", "training", "split", "torch", *PLANS},
-    "__init__": {"core", "schedules", "analysis", "runtime", "tensor", "training", "split", "huggingface"},
+    "__init__": {"core", "schedules", "analysis", "draw", "runtime", "tensor", "training", "split", "huggingface"},
 }
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of, parse_entry
 from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement, require_positive
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(Shown):
     """Per rank, the order of its actions. A value: made once, never changed, compared by content.
 
     A schedule may be unsound; `pipeflow.verify` lists what is wrong. Construction only checks its form:

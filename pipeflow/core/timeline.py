@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
+from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Cause, Row, Span, causes, critical_path, waits
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class Timeline(Shown):
     """Per rank, its spans in the order in which they ran; time 0 is the start of the step.
 
     The measures are those of the zero-bubble paper (arXiv 2401.10241, section 4): `span` is what its

@@ -51,6 +51,21 @@ class Memory:
         return bytes_text(amount) if self.in_bytes else f"{amount:.4g}"
 
 
+def unit_of(timeline: Timeline) -> str:
+    """What `Timeline.memory` counts."""
+    return "bytes" if timeline.saved_bytes else "activations"
+
+
+def peaks(timeline: Timeline) -> tuple[float, ...]:
+    """Per rank, the most of what `Timeline.memory` counts."""
+    return timeline.peak_bytes if timeline.saved_bytes else timeline.peak_activations
+
+
+def amount_text(timeline: Timeline, memory: float) -> str:
+    """An amount of what `Timeline.memory` counts, as people write it."""
+    return bytes_text(memory) if timeline.saved_bytes else f"{memory:.4g}"
+
+
 def same_memory(timelines: Sequence[Timeline]) -> list[Timeline]:
     """The timelines, all in bytes or all in activations: bytes that not all of them know are left out."""
     if all(timeline.saved_bytes for timeline in timelines):

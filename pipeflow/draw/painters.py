@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol, final
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.draw.layout import Piece
+from pipeflow.draw.looks import INK, shade
 from pipeflow.draw.memory import Memory
 
 Painted = tuple[str, str]
@@ -108,18 +109,15 @@ class Letters:
         return kind.value.lower() if self.chunks == 2 and chunk else kind.value
 
 
-Colour = tuple[int, int, int]
-
-COLOURS: dict[Kind, tuple[Colour, str]] = {  # and the nearest of the 16 that every terminal has
-    Kind.F: ((92, 143, 235), "blue"),
-    Kind.B: ((61, 174, 110), "green"),
-    Kind.I: ((70, 190, 190), "cyan"),
-    Kind.W: ((232, 170, 66), "yellow"),
+NAMED = {  # the nearest to each kind's colour of the 16 that every terminal has
+    Kind.F: "blue",
+    Kind.B: "green",
+    Kind.I: "magenta",
+    Kind.W: "yellow",
 }
-INK = (16, 20, 28), "black"
 EDGE = "\u258a"  # the left three quarters of a cell: a thin gap between two pieces
 JOINT = "+"
-MEMORY = (150, 125, 185), "magenta"
+MEMORY = "#967db9", "cyan"
 EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
@@ -141,7 +139,7 @@ class Colours:
             return
         number = str(piece.action.microbatch)
         room = piece.width - 1
-        ink = INK[1] if self.few else _rgb(INK[0])
+        ink = "black" if self.few else INK
         if room:
             yield (number if len(number) <= room else "").center(room), f"{ink} on {colour}"
         yield (JOINT, f"{ink} on {colour}") if piece.joined else (EDGE, colour)
@@ -170,17 +168,10 @@ class Colours:
         return str(action), self._colour(action.kind, 0)
 
     def _memory(self) -> str:
-        return MEMORY[1] if self.few else _rgb(MEMORY[0])
+        return MEMORY[1] if self.few else MEMORY[0]
 
     def _colour(self, kind: Kind, chunk: int) -> str:
         """The kind's colour, mixed with the more white the later the chunk."""
-        colour, name = COLOURS[kind]
         if self.few:
-            return f"bright_{name}" if chunk else name
-        white = 0.55 * chunk / max(self.chunks - 1, 1)
-        red, green, blue = (round(part + (255 - part) * white) for part in colour)
-        return _rgb((red, green, blue))
-
-
-def _rgb(colour: Colour) -> str:
-    return "rgb({},{},{})".format(*colour)
+            return f"bright_{NAMED[kind]}" if chunk else NAMED[kind]
+        return shade(kind, chunk, self.chunks)

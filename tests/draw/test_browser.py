@@ -1,0 +1,353 @@
+"""The page in a browser: what pointer and keys do."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeflow.core.action import Kind
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw import html
+from pipeflow.draw.looks import COLOURS
+from tests.draw.samples import SAMPLES, measured, paired, planned, with_bytes, with_transfers
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install selenium")
+ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+DEADLINE = 30  # seconds, for a page to load
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver on the PATH"),
+]
+
+ARGUMENTS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--window-size=1200,900"),
+)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (*ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_page_load_timeout(DEADLINE)
+    driver.set_script_timeout(DEADLINE)
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """A page that was opened, and what a reader does with it. It must not have complained in the end."""
+
+    def __init__(self, browser: Any, path: Path) -> None:
+        self.browser = browser
+        self.path = path
+
+    def open(self, timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: float = 1.0) -> Page:
+        self.path.write_text(html(timelines, unit=unit, factor=factor), encoding="utf-8")
+        self.browser.get(self.path.as_uri())
+        return self
+
+    def find(self, selector: str, number: int = 0) -> Any:
+        return self.browser.find_elements("css selector", selector)[number]
+
+    def settled(self) -> None:
+        """Waits until what was asked for is painted."""
+        self.browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+
+    def text(self, selector: str) -> str:
+        self.settled()
+        return str(self.find(selector).get_property("textContent"))
+
+    def press(self, *keys: str) -> Page:
+        for key in keys:
+            ActionChains(self.browser).send_keys(key).perform()
+        return self
+
+    def walk(self, *keys: str) -> Page:
+        """From block to block."""
+        for key in keys:
+            ActionChains(self.browser).key_down(Keys.SHIFT).send_keys(key).key_up(Keys.SHIFT).perform()
+        return self
+
+    def place(self, timeline: Timeline, action: str, chart: int = 0) -> tuple[float, float]:
+        """Where the middle of a block is, from the middle of its lanes: walks there, where it gets a frame."""
+        self.browser.refresh()
+        lanes = self.find(".lanes", chart).rect
+        rank, index = next(
+            (rank, index)
+            for rank, row in enumerate(timeline.rows)
+            for index, span in enumerate(row)
+            if str(span.action) == action
+        )
+        self.browser.execute_script("arguments[0].focus()", self.find(".lanes", chart))
+        self.walk(Keys.ARROW_RIGHT, *[Keys.ARROW_DOWN] * rank, *[Keys.ARROW_RIGHT] * index)
+        assert self.text("#tip h3").startswith(action)
+        frame = self.find(".focused", chart).rect
+        middle = frame["x"] + frame["width"] / 2, frame["y"] + frame["height"] / 2
+        return middle[0] - lanes["x"] - lanes["width"] / 2, middle[1] - lanes["y"] - lanes["height"] / 2
+
+    def point(self, x: float, y: float, chart: int = 0) -> Any:
+        return ActionChains(self.browser).move_to_element_with_offset(self.find(".lanes", chart), round(x), round(y))
+
+    def seen(self) -> tuple[float, float]:
+        """The times that the lanes show."""
+        first, last = re.findall(r"-?[\d.]+(?:e-?\d+)?", self.text("#view"))[:2]
+        return float(first), float(last)
+
+    def picture(self, chart: int = 0) -> str:
+        self.settled()
+        return str(self.browser.execute_script("return arguments[0].toDataURL()", self.find(".lanes", chart)))
+
+    def colour(self, x: float, y: float) -> list[int]:
+        """Of the lanes, beside the number of the block in whose middle `x` and `y` are."""
+        self.settled()
+        script = """
+            const [lanes, x, y] = arguments;
+            const copy = Object.assign(document.createElement("canvas"), {width: lanes.width, height: lanes.height});
+            const context = copy.getContext("2d", {willReadFrequently: true});
+            context.drawImage(lanes, 0, 0);
+            const scale = lanes.width / lanes.clientWidth;
+            const [left, top] = [lanes.clientWidth / 2 + x, lanes.clientHeight / 2 + y - 7];
+            return [...context.getImageData(left * scale, top * scale, 1, 1).data];"""
+        found: list[int] = self.browser.execute_script(script, self.find(".lanes"), x, y)
+        return found[:3]
+
+
+@pytest.fixture
+def page(browser: Any, tmp_path: Path) -> Iterator[Page]:
+    yield Page(browser, tmp_path / "page.html")
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("timeline", SAMPLES.values(), ids=SAMPLES)
+def test_pages_open_without_complaint(page: Page, timeline: Timeline) -> None:
+    page.open(timeline, unit="ms", factor=1000)
+    assert page.seen()[0] == 0
+    assert page.picture() != "data:,"
+    page.walk(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN).press("+", "c", Keys.ENTER, Keys.ESCAPE, "0", "c")
+
+
+def test_a_block_that_is_pointed_at_says_what_it_is_and_what_it_waited_for(page: Page) -> None:
+    timeline = with_transfers("1f1b", 3, 4)
+    page.open(timeline, unit="ms", factor=2)
+    x, y = page.place(timeline, "1B0")
+    page.press(Keys.ESCAPE)
+    assert not page.find("#tip").is_displayed()
+    page.point(x, y).perform()
+    tip = page.text("#tip")
+    cause = next(cause for row in timeline.causes() for cause in row if str(cause.span.action) == "1B0")
+    assert cause.after is not None
+    idle = cause.span.start - timeline.rows[1][timeline.rows[1].index(cause.span) - 1].end
+    assert tip.startswith("1B0backward")
+    assert f"start{cause.span.start * 2:g} ms" in tip
+    assert f"end{cause.span.end * 2:g} ms" in tip
+    assert f"duration{(cause.span.end - cause.span.start) * 2:g} ms" in tip
+    assert "stage1 (chunk 0 of its rank)microbatch0rank1" in tip
+    assert f"{cause}; rank 1 stood idle for {idle * 2:g} ms." in tip
+
+
+@pytest.mark.parametrize("name", ["transfers", "measured", "pairs", "overlapping"])
+def test_keys_walk_over_all_blocks_of_a_rank_and_say_their_causes(page: Page, name: str) -> None:
+    timeline = SAMPLES[name]
+    page.open(timeline)
+    for index, cause in enumerate(timeline.causes()[0]):
+        page.walk(Keys.ARROW_RIGHT)
+        told = page.text("#spoken")
+        assert told.startswith(f"{timeline.rows[0][index].action}, ")
+        assert str(cause) in told
+
+
+def test_a_pair_says_what_it_is_overlapped_with(page: Page) -> None:
+    page.open(paired()).walk(*[Keys.ARROW_RIGHT] * 3)
+    assert "Overlapped with 0B0." in page.text("#tip")
+
+
+def test_memory_says_how_much_is_kept(page: Page) -> None:
+    timeline = with_bytes()
+    page.open(timeline)
+    x, y = page.place(timeline, "0F3")
+    page.point(x, y + 21).perform()
+    assert "rank 0 keeps 12 GiB at 3." in page.text("#tip")
+
+
+def test_the_critical_path_is_off_at_first_and_its_switch_dims_what_is_not_on_it(page: Page) -> None:
+    timeline = planned("1f1b", 3, 4)
+    page.open(timeline)
+    on, off = page.place(timeline, "2B1"), page.place(timeline, "0F2")
+    switch = page.find("#path")
+    assert not switch.is_selected()
+    before = page.picture(), page.colour(*on), page.colour(*off)
+    switch.click()
+    assert switch.is_selected()
+    assert page.colour(*on) == before[1] == list(COLOURS[Kind.B])
+    assert page.colour(*off) != before[2] == list(COLOURS[Kind.F])
+    switch.click()
+    assert page.picture() == before[0]
+    page.press("c")
+    assert switch.is_selected()
+
+
+def test_the_wheel_zooms_around_the_pointer(page: Page) -> None:
+    timeline = planned()
+    page.open(timeline)
+    x, y = page.place(timeline, "1B3")
+    everything = page.picture()
+    page.point(x, y).perform()
+    origin = webdriver.common.actions.wheel_input.ScrollOrigin.from_element(page.find(".lanes"), round(x), round(y))
+    ActionChains(page.browser).scroll_from_origin(origin, 0, -400).perform()
+    first, last = page.seen()
+    span = next(span for span in timeline if str(span.action) == "1B3")
+    assert last - first == pytest.approx(33 * 2.718281828 ** (-0.8), rel=1e-3)
+    assert first < span.start < span.end < last
+    assert page.text("#tip h3").startswith("1B3")
+    assert page.picture() != everything
+    ActionChains(page.browser).double_click(page.find(".lanes")).perform()
+    assert page.seen() == (0, 33)
+
+
+def test_dragging_moves(page: Page) -> None:
+    page.open(planned()).press("+", "+")
+    first, last = page.seen()
+    page.point(0, 0).click_and_hold().move_by_offset(-40, 0).move_by_offset(-60, 0).release().perform()
+    moved, end = page.seen()
+    assert moved > first
+    assert end - moved == pytest.approx(last - first, rel=1e-4)
+    assert page.text("#way") == ""
+
+
+def test_two_fingers_zoom_and_the_times_under_them_stay(page: Page) -> None:
+    timeline = planned()
+    page.open(timeline)
+    box = page.find(".lanes").rect
+    centre, y = box["x"] + box["width"] / 2, box["y"] + 60
+
+    def touch(kind: str, *apart: float) -> None:
+        points = [
+            {"x": centre + side * each, "y": y, "id": number} for each in apart for number, side in enumerate((-1, 1))
+        ]
+        page.browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        page.settled()
+
+    touch("touchStart", 50)
+    for apart in (60, 80, 100):
+        touch("touchMove", apart)
+    touch("touchEnd")
+    first, last = page.seen()
+    assert last - first == pytest.approx(33 / 2, rel=0.02)
+    page.press("0")
+    assert page.seen() == (0, 33)
+
+
+def test_keys_and_buttons_zoom_and_move(page: Page) -> None:
+    page.open(planned()).press("+")
+    assert page.seen() == (5.5, 27.5)
+    page.press(Keys.ARROW_RIGHT)
+    assert page.seen() == pytest.approx((8.8, 30.8))
+    page.press(Keys.ARROW_LEFT, "-")
+    assert page.seen() == (0, 33)
+    page.find("#closer").click()
+    assert page.seen() == (5.5, 27.5)
+    page.press("0")
+    assert page.seen() == (0, 33)
+    page.press(*["+"] * 40)
+    first, last = page.seen()
+    assert last - first == pytest.approx(1.5, rel=1e-3)  # one and a half of the shortest block
+    page.find("#whole").click()
+    page.press("-")
+    assert page.seen() == (0, 33)
+
+
+def test_a_click_follows_a_microbatch_through_the_ranks(page: Page) -> None:
+    timeline = planned()
+    page.open([timeline, measured()])
+    x, y = page.place(timeline, "2F3")
+    page.press(Keys.ESCAPE)
+    plain = page.picture(), page.picture(1)
+    page.point(x, y).click().perform()
+    way = [span for span in timeline if span.action.microbatch == 3]
+    first, last = min(span.start for span in way), max(span.end for span in way)
+    assert page.text("#way").startswith(f"microbatch 3: {first:g} to {last:g}; ")
+    assert page.picture() != plain[0]
+    assert page.picture(1) != plain[1]
+    page.find("#forget").click()
+    assert page.text("#way") == ""
+    page.point(x, y).click().click().perform()
+    assert page.text("#way") == ""
+    page.press(Keys.ENTER)
+    assert page.text("#way").startswith("microbatch 3")
+    page.press(Keys.ESCAPE)
+    assert page.text("#way") == ""
+
+
+def test_two_timelines_have_one_time_scale(page: Page) -> None:
+    page.open([planned("1f1b", 2, 2), planned("1f1b", 2, 8)])
+    assert page.seen() == (0, 27)
+    page.walk(Keys.ARROW_RIGHT)
+    first = page.find(".focused", 0).rect
+    page.browser.execute_script("arguments[0].focus()", page.find(".lanes", 1))
+    page.walk(Keys.ARROW_RIGHT)
+    assert page.find(".focused", 1).rect["width"] == first["width"]
+    assert page.find(".focused", 1).rect["x"] == first["x"]
+
+
+def test_the_page_follows_the_scheme_and_prints_on_white(page: Page) -> None:
+    def emulate(**media: Any) -> None:
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+    def ground() -> str:
+        page.settled()
+        return str(page.browser.execute_script("return getComputedStyle(document.documentElement).backgroundColor"))
+
+    page.open(planned())
+    emulate(features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert ground() != "rgb(255, 255, 255)"
+    dark = page.picture()
+    emulate(media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert ground() == "rgb(255, 255, 255)"
+    assert not page.find(".bar").is_displayed()
+    emulate(media="", features=[{"name": "prefers-color-scheme", "value": "light"}])
+    assert page.picture() != dark
+    assert page.browser.print_page()
+
+
+def test_names_are_text(page: Page) -> None:
+    page.open(SAMPLES["hostile"], unit="<img src=x onerror=alert(1)>").walk(Keys.ARROW_RIGHT)
+    assert "alert(1)" in page.text("h2")
+    assert "onerror" in page.text("#tip")
+    assert page.browser.find_elements("css selector", "img") == []
+
+
+def test_a_narrow_window_needs_no_sideways_scrolling(page: Page) -> None:
+    page.open([planned("interleaved-1f1b", chunks=3), measured()], unit="ms")
+    metrics = {"width": 360, "height": 700, "deviceScaleFactor": 2, "mobile": False}
+    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        page.settled()
+        assert page.browser.execute_script("return document.documentElement.scrollWidth") <= 360
+        assert page.find(".lanes").get_property("width") == 2 * page.find(".lanes").rect["width"]
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_a_large_page_opens_and_zooms(page: Page) -> None:
+    """64 ranks, 512 microbatches, nearly a hundred thousand blocks."""
+    page.open(planned("zb-h1", 64, 512))
+    assert "colours are mixed" in page.text("#view")
+    page.press(*["+"] * 12)
+    assert "colours are mixed" not in page.text("#view")
+    page.press("c")
+    page.point(0, 0).perform()
+    assert page.text("#tip")

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations, pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from pipeflow.core.action import Kind
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw import svg
+from pipeflow.draw.looks import COLOURS, INK, shade
+from tests.draw.samples import SAMPLES, empty, measured, paired, planned, with_a_moment, with_bytes
+
+Element = ElementTree.Element
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(timeline: Timeline, *, unit: str = "", factor: float = 1.0) -> Element:
+    return ElementTree.fromstring(svg(timeline, unit=unit, factor=factor))
+
+
+def looking(root: Element, look: str, tag: str = "rect") -> list[Element]:
+    return [element for element in root.iter(NAMESPACE + tag) if look in element.get("class", "").split()]
+
+
+def number(element: Element, name: str) -> float:
+    return float(element.get(name, "0"))
+
+
+def actions(root: Element) -> list[str]:
+    return [title.text.split()[0] for title in root.iter(NAMESPACE + "title") if title.text]
+
+
+def texts(root: Element) -> list[str]:
+    return [text.text or "" for text in root.iter(NAMESPACE + "text")]
+
+
+APART = [name for name in SAMPLES if name not in ("dense", "timeless", "moment")]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_every_action_is_drawn_once(name: str) -> None:
+    assert Counter(actions(drawn(SAMPLES[name]))) == Counter(str(span.action) for span in SAMPLES[name])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_blocks_of_a_lane_do_not_overlap_and_lie_in_it(name: str) -> None:
+    root = drawn(SAMPLES[name])
+    lanes = [lane for lane in looking(root, "lane") if number(lane, "width") > 16]  # the legend has one, too
+    assert len(lanes) == len(SAMPLES[name].rows)
+    for lane in lanes:
+        blocks = [block for block in looking(root, "block") if block.get("y") == lane.get("y")]
+        edges = [(number(block, "x"), number(block, "x") + number(block, "width")) for block in blocks]
+        assert all(end <= start + 0.02 for (_, end), (start, _) in pairwise(edges))
+        assert all(
+            start >= number(lane, "x") and end <= number(lane, "x") + number(lane, "width") + 0.02
+            for start, end in edges
+        )
+
+
+@pytest.mark.parametrize("timeline", SAMPLES.values(), ids=SAMPLES)
+def test_all_that_is_drawn_lies_in_the_picture(timeline: Timeline) -> None:
+    root = drawn(timeline)
+    width, height = map(float, root.attrib["viewBox"].split()[2:])
+    for rect in root.iter(NAMESPACE + "rect"):
+        assert number(rect, "x") >= 0
+        assert number(rect, "y") >= 0
+        assert number(rect, "x") + number(rect, "width") <= width + 0.02
+        assert number(rect, "y") + number(rect, "height") <= height + 0.02
+    for text in root.iter(NAMESPACE + "text"):
+        assert 0 <= number(text, "x") <= width
+        assert 0 <= number(text, "y") <= height
+
+
+@pytest.mark.parametrize("timeline", SAMPLES.values(), ids=SAMPLES)
+def test_texts_do_not_overlap(timeline: Timeline) -> None:
+    """By the widths that letters of common fonts have."""
+    boxes = []
+    for text in drawn(timeline, unit="ms").iter(NAMESPACE + "text"):
+        looks = text.get("class", "").split()
+        width = len(text.text or "") * (8.0 if "title" in looks else 4.8 if "tight" in looks else 6.0)
+        x = number(text, "x") - (width if "end" in looks else width / 2 if {"middle", "number"} & set(looks) else 0)
+        boxes.append((round(number(text, "y")), x, x + width, text.text))
+    for (y, _, end, _), (below, start, _, _) in pairwise(sorted(boxes, key=lambda box: box[:3])):
+        assert y != below or end <= start + 0.5
+
+
+def test_positions_are_times() -> None:
+    root = drawn(planned())
+    starts = {title: number(block, "x") for title, block in zip(actions(root), looking(root, "block"), strict=True)}
+    unit = starts["0F1"] - starts["0F0"]
+    for span in planned():
+        assert starts[str(span.action)] - starts["0F0"] == pytest.approx(span.start * unit, abs=0.01)
+
+
+@pytest.mark.parametrize("timeline", [planned(), planned("gpipe", 1, 1), planned("zb-h1", 4, 300)])
+def test_lanes_are_as_long_as_the_makespan(timeline: Timeline) -> None:
+    root = drawn(timeline)
+    ticks = [text for text in looking(root, "middle", "text") if "small" in text.get("class", "")]
+    first, second = ticks[:2]
+    unit = (number(second, "x") - number(first, "x")) / (float(second.text or "") - float(first.text or ""))
+    lane = looking(root, "lane")[0]
+    assert number(lane, "x") == number(first, "x")
+    assert number(lane, "width") == pytest.approx(timeline.makespan * unit, rel=1e-3)
+
+
+def test_numbers_stand_where_there_is_room() -> None:
+    root = drawn(planned())
+    assert Counter(text.text for text in looking(root, "number", "text")) == Counter(
+        str(span.action.microbatch) for span in planned()
+    )
+
+
+def test_a_block_says_what_it_is() -> None:
+    titles = [title.text for title in drawn(measured(), unit="ms", factor=1000).iter(NAMESPACE + "title")]
+    span = measured().rows[2][1]
+    assert f"2F1 on rank 2, {span.start * 1000:.4g} ms to {span.end * 1000:.4g} ms" in titles
+
+
+def test_a_pair_has_a_frame_around_both() -> None:
+    root = drawn(paired())
+    frames = [frame for frame in looking(root, "pair") if number(frame, "rx") == 3]
+    assert len(frames) == 3
+    blocks = dict(zip(actions(root), looking(root, "block"), strict=True))
+    inside = [{action for action, block in blocks.items() if frame_holds(frame, block)} - {"1W0"} for frame in frames]
+    assert inside == [{"0F2", "0B0"}, {"0F3", "0B1"}, {"1F1", "1I0"}]
+    assert "overlapped pair" in texts(root)
+    assert "overlapped pair" not in texts(drawn(planned()))
+
+
+def frame_holds(frame: Element, block: Element) -> bool:
+    middle = number(block, "x") + number(block, "width") / 2
+    same_lane = abs(number(frame, "y") - number(block, "y")) < 2
+    return same_lane and number(frame, "x") < middle < number(frame, "x") + number(frame, "width")
+
+
+def test_memory_is_a_curve_with_its_peak() -> None:
+    root = drawn(planned())
+    hills = [path for path in looking(root, "memory", "path") if path.get("transform") is None]
+    assert len(hills) == 4
+    tops = [min(map(float, re.findall(r"V([\d.]+)", hill.get("d", "")))) for hill in hills]
+    dots = [number(dot, "cy") for dot in looking(root, "peak", "circle")]
+    assert dots == pytest.approx(tops, abs=0.02)
+    floors = [float(hill.get("d", "").split("H")[0].split()[1]) for hill in hills]
+    heights = [floor - top for floor, top in zip(floors, tops, strict=True)]
+    assert [height / heights[-1] for height in heights] == pytest.approx([4, 3, 2, 1], abs=0.02)
+
+
+def test_bytes_are_written_for_people() -> None:
+    assert {"12 GiB", "bytes kept for backwards"} <= set(texts(drawn(with_bytes())))
+
+
+def test_measures_are_in_the_unit_of_the_caller() -> None:
+    written = " ".join(texts(drawn(measured(), unit="ms", factor=1000)))
+    assert f"makespan {measured().makespan * 1000:.4g} ms" in written
+    assert "0 ms" in written
+
+
+def test_nothing_of_a_timeline_without_time_is_a_block() -> None:
+    assert actions(drawn(empty())) == []
+    assert actions(drawn(SAMPLES["timeless"])) == []
+    assert "0F0" not in actions(drawn(with_a_moment()))
+
+
+def test_names_cannot_leave_their_text() -> None:
+    root = drawn(replace(planned("1f1b", 2, 3), name='<b> & "x" ]]> \x1b\udc80'), unit="<s>")
+    assert texts(root)[0] == '<b> & "x" ]]> \ufffd\ufffd, 2 ranks, 3 microbatches'
+    assert "0 <s>" in texts(root)
+    assert {element.tag.removeprefix(NAMESPACE) for element in root.iter()} <= {
+        *("svg", "style", "rect", "text", "title", "path", "circle")
+    }
+
+
+def test_what_is_too_dense_keeps_the_proportions() -> None:
+    timeline = planned("1f1b", 8, 400)
+    root = drawn(timeline)
+    assert actions(root) == []
+    lengths = {
+        path.get("stroke"): sum(map(float, re.findall(r"h([\d.]+)", path.get("d", ""))))
+        for path in looking(root, "blocks", "path")[-2:]
+    }
+    assert lengths[shade(Kind.B, 0, 1)] == pytest.approx(2 * lengths[shade(Kind.F, 0, 1)], rel=0.02)
+
+
+def test_the_size_is_bounded() -> None:
+    assert len(svg(planned("zb-h1", 8, 1000))) < 1.1 * len(svg(planned("zb-h1", 8, 500))) < 8 * 16_000
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def linear(colour: str) -> list[float]:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+def luminance(colour: str) -> float:
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
+
+
+def test_numbers_are_legible_on_every_block() -> None:
+    """WCAG 2.1, success criterion 1.4.3: a contrast of at least 4.5 to 1."""
+    assert all(contrast(INK, shade(kind, chunk, 4)) >= 4.5 for kind in Kind for chunk in range(4))
+
+
+SIGHTS = {  # what is seen of linear red, green and blue: Machado, Oliveira, Fernandes 2009, severity 1
+    "common": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "protanopia": ((0.1523, 1.0526, -0.2049), (0.1145, 0.7863, 0.0992), (-0.0039, -0.0481, 1.0520)),
+    "deuteranopia": ((0.3673, 0.8606, -0.2280), (0.2801, 0.6725, 0.0474), (-0.0118, 0.0429, 0.9689)),
+    "tritanopia": ((1.2555, -0.0767, -0.1788), (-0.0784, 0.9308, 0.1476), (0.0047, 0.6914, 0.3039)),
+}
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_kinds_are_told_apart_by_all_eyes(sight: str) -> None:
+    """In CIELAB, where 2.3 is the least difference that one sees."""
+
+    def seen(colour: str) -> tuple[float, float, float]:
+        parts = [
+            min(max(sum(map(math.prod, zip(row, linear(colour), strict=True))), 0.0), 1.0) for row in SIGHTS[sight]
+        ]
+        white = (0.9505, 1.0, 1.089)
+        rows = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+        x, y, z = (
+            math.cbrt(max(sum(map(math.prod, zip(row, parts, strict=True))) / of, 0.009))
+            for row, of in zip(rows, white, strict=True)
+        )
+        return 116 * y, 500 * (x - y), 200 * (y - z)
+
+    for one, other in combinations(COLOURS, 2):
+        for chunk in range(2):
+            assert math.dist(seen(shade(one, chunk, 2)), seen(shade(other, chunk, 2))) > 4 * 2.3
