@@ -67,13 +67,13 @@ def difference_from_plain(name: str, microbatches: int, known: bool) -> float:
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "zb-v", "dualpipe"])
 def test_gradients_equal_the_plain_models(name: str, known: bool) -> None:
     assert max(run_threads(difference_from_plain, 4, name, 8, known, device="cuda")) < 1e-12
 
 
-def step_without_synchronisation() -> None:
-    model = pipeline("1f1b", 8, known=True)
+def step_without_synchronisation(name: str) -> None:
+    model = pipeline(name, 8, known=True)
     data = batch()
     pipeflow.execute_pipeline(iter([data]), model)
     torch.cuda.synchronize()
@@ -84,8 +84,9 @@ def step_without_synchronisation() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_step_never_waits_for_the_device() -> None:
-    run_threads(step_without_synchronisation, 1, device="cuda")
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_step_never_waits_for_the_device(name: str) -> None:
+    run_threads(step_without_synchronisation, 1, name, device="cuda")
 
 
 def measured() -> tuple[pipeflow.Timeline, pipeflow.Schedule]:
