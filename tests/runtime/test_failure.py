@@ -38,6 +38,7 @@ class Case:
 class Trap:
     """Raises what a case says, where it says, and notes when."""
 
+    backward: Kind
     case: Case = field(default_factory=Case)
     seen: dict[tuple[Kind, int], int] = field(default_factory=dict)
     criteria: int = 0
@@ -68,13 +69,15 @@ class Trap:
 
 
 class Trapped(nn.Module):
-    """A stage with a trap in its forward and its backward."""
+    """A stage with a trap in its forward, its backward, and where a weight's gradient comes."""
 
     def __init__(self, inner: nn.Module, stage: int, trap: Trap) -> None:
         super().__init__()
         self.inner = inner
         self.stage = stage
         self.trap = trap
+        weight = next(layer.weight for layer in inner.modules() if isinstance(layer, nn.Linear))
+        weight.register_post_accumulate_grad_hook(lambda _: trap.step_on(Kind.W, stage))
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.trap.step_on(Kind.F, self.stage)
@@ -89,7 +92,7 @@ class TrappedBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.module.trap.step_on(Kind.B, ctx.module.stage)
+        ctx.module.trap.step_on(ctx.module.trap.backward, ctx.module.stage)
         return gradient, None
 
 
@@ -115,7 +118,7 @@ def build_trapped(schedule: Schedule, trap: Trap) -> Pipeline:
 
 def run_failures(schedule: Schedule, cases: list[Case]) -> list[Told]:
     """Every case in turn on one pipeline, a good step after each."""
-    trap, rank = Trap(), current_context().pipeline_rank
+    trap, rank = Trap(kinds_of(schedule)[1]), current_context().pipeline_rank
     pipeline, batch = build_trapped(schedule, trap), MODEL.batch(2 * MICROBATCHES + 1)
     loss, gradients = MODEL.plain_step(batch)
     told = []
@@ -143,18 +146,21 @@ def fail(trap: Trap, pipeline: Pipeline, batch: object, rank: int) -> Told:
     raise AssertionError("nothing went wrong")
 
 
+def kinds_of(schedule: Schedule) -> list[Kind]:
+    kinds = {action.kind for rank in range(len(schedule.rows)) for action in schedule.actions(rank)}
+    return sorted(kinds, key="FBIW".index)
+
+
 def cases_of(schedule: Schedule) -> list[Case]:
-    stages, ranks = schedule.placement.num_stages, schedule.placement.num_ranks
-    places = [
-        (kind, stage, microbatch) for kind in (Kind.F, Kind.B) for stage in range(stages) for microbatch in (0, 2, 4)
-    ]
+    stages, ranks, kinds = schedule.placement.num_stages, schedule.placement.num_ranks, kinds_of(schedule)
+    places = [(kind, stage, microbatch) for kind in kinds for stage in range(stages) for microbatch in (0, 2, 4)]
     return [
         *(Case(action=place) for place in places),
         *(Case(criterion=microbatch) for microbatch in (0, 2, 4)),
         *(Case(reader=rank) for rank in range(ranks)),
-        *(Case("KeyboardInterrupt", action=(kind, stage, 1)) for kind in (Kind.F, Kind.B) for stage in range(stages)),
+        *(Case("KeyboardInterrupt", action=(kind, stage, 1)) for kind in kinds for stage in range(stages)),
         *(Case("UsageError", action=(Kind.F, stage, 1)) for stage in range(stages)),
-        *(Case("RuntimeError", action=(Kind.B, stage, 3)) for stage in range(stages)),
+        *(Case("RuntimeError", action=(kinds[-1], stage, 3)) for stage in range(stages)),
         Case("KeyboardInterrupt", criterion=2),
         Case("RuntimeError", reader=ranks - 1),
     ]
@@ -181,7 +187,7 @@ def require_told(schedule: Schedule, cases: list[Case], results: list[list[Told]
             assert told.cause == (case.error if rank == origin else "NoneType")
 
 
-LAYOUTS = [("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("gpipe", 3, 1), ("gpipe", 1, 1)]
+LAYOUTS = [("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-v", 2, 1), ("gpipe", 3, 1), ("gpipe", 1, 1)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -191,7 +197,7 @@ def test_exceptions_on_threads(layout: tuple[str, int, int]) -> None:
     require_told(schedule, cases, run_threads(run_failures, layout[1], schedule, cases))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2]], ids=str)
 def test_exceptions_on_gloo(layout: tuple[str, int, int]) -> None:
     schedule = schedule_of(layout, MICROBATCHES)
     cases = cases_of(schedule)
@@ -201,7 +207,7 @@ def test_exceptions_on_gloo(layout: tuple[str, int, int]) -> None:
 def run_two() -> list[str]:
     """Two pipelines of one context; each fails in turn, and the other goes on."""
     schedules = [schedule_of(("1f1b", 2, 1), MICROBATCHES), schedule_of(("interleaved-1f1b", 2, 2), MICROBATCHES)]
-    traps, rank, told = [Trap(), Trap()], current_context().pipeline_rank, []
+    traps, rank, told = [Trap(Kind.B), Trap(Kind.B)], current_context().pipeline_rank, []
     pipelines = [build_trapped(schedule, trap) for schedule, trap in zip(schedules, traps, strict=True)]
     batch = MODEL.batch(2 * MICROBATCHES + 1)
     _, gradients = MODEL.plain_step(batch)
@@ -223,7 +229,7 @@ def test_a_failure_of_one_pipeline_leaves_another_alone(start: Any) -> None:
 
 
 def run_in_evaluation() -> tuple[Any, ...]:
-    schedule, trap = schedule_of(("1f1b", 3, 1), MICROBATCHES), Trap()
+    schedule, trap = schedule_of(("1f1b", 3, 1), MICROBATCHES), Trap(Kind.B)
     pipeline = build_trapped(schedule, trap)
     trap.set(Case(action=(Kind.F, 1, 3)))
     with pytest.raises(PipelineError) as caught:
