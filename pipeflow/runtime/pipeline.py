@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeflow.analysis.verify import verify
+from pipeflow.core.action import Kind
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.runtime.agreement import all_gather_object
@@ -21,6 +23,8 @@ from pipeflow.runtime.products import Deferral
 from pipeflow.runtime.shared import Ties, compare_ties, copies_of, shared_in
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
+
+LOG = logging.getLogger("pipeflow")
 
 
 class Pipeline(nn.Module):
@@ -45,7 +49,7 @@ class Pipeline(nn.Module):
     the lower rank, and each step sums their gradients.
 
     Weight gradients of stock linear, convolution and embedding layers wait for W where the schedule splits backwards;
-    all others come with I. `deferrals` has, per stage, which are which, and its text says it.
+    all others come with I. `deferrals` has, per stage, which are which; the log "pipeflow" is told of the others.
 
     Raises UsageError when the chunks, the schedule and the ranks do not fit each other.
     """
@@ -87,6 +91,10 @@ class Pipeline(nn.Module):
                 overlap,
             )
             self.alarm.holders.add(self.runner)
+            if any(action.kind is Kind.W for action in schedule.actions(context.pipeline_rank)):
+                for stage, deferral in self.deferrals.items():
+                    if deferral.remaining:
+                        LOG.info("stage %d: %s", stage, deferral)
 
     @property
     def deferrals(self) -> dict[int, Deferral]:
