@@ -1,0 +1,53 @@
+"""zb-auto: the order is searched for, so it fits whatever costs and memory there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from pipeflow.core.cost import CostModel
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.schedules.gpipe import gpipe
+from pipeflow.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from pipeflow.schedules.zero_bubble import zb_h1, zb_h2
+
+ACTIONS = 1_800_000  # of all candidates together: a second or two
+
+
+def zb_auto(
+    ranks: int,
+    microbatches: int,
+    *,
+    cost: CostModel | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+) -> Schedule:
+    """Split backwards in the best order found for the costs and the memory given.
+
+    `cost` has one stage a rank; without it F = I = W and transfers are free. `memory_cap` is the most activations
+    alive on a rank, in microbatches: one number or one per rank; without it, R on every rank, as 1F1B has on the first.
+    A pure function of its arguments: `pipeflow.analysis.search.search` tries a number of candidates that the size sets,
+    and says how far from optimal the result can be. Never worse than the named schedules of one stage a rank that
+    keep within the cap.
+
+    Source: arXiv 2401.10241, section 3, where such orders are ZB-1p and ZB-2p with caps of R and 2R. In the picture
+    ranks after the first have more than R-r activations alive, other than in ZB-H1.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(zb_auto(4, 4))))
+    """
+    from pipeflow.analysis.search import search
+
+    placement = Placement.linear(ranks)
+    named = (make(ranks, microbatches) for make in (zb_h2, zb_h1, eager_one_f_one_b, one_f_one_b, gpipe))
+    found = search(
+        placement,
+        microbatches,
+        CostModel.even(placement) if cost is None else cost,
+        memory_cap=ranks if memory_cap is None else memory_cap,
+        budget=inf,
+        candidates=min(max(ACTIONS // (3 * ranks * microbatches), 20), 3000),
+        start=named,
+    )
+    return found.schedule
