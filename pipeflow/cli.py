@@ -21,6 +21,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 
+OPTIONS = ("chunks",)  # those of the schedules' own options that the command takes
 PLACEMENTS = {
     "linear": Placement.linear,
     "looped": None,  # over as many chunks as the file has
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _list(_: argparse.Namespace) -> int:
-    options = {name: " ".join(f"--{option.replace('_', '-')}" for option in options_of(name)) for name in SCHEDULES}
+    options = {name: " ".join(f"--{option}" for option in options_of(name) if option in OPTIONS) for name in SCHEDULES}
     widths = max(map(len, options)), max(map(len, options.values()))
     for name, generator in SCHEDULES.items():
         summary = (generator.__doc__ or "").partition("\n")[0]
