@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-NAMES = ("sleep", "compute", "one_rank", "failure", "calls", "analysis", "buffers")
+NAMES = ("sleep", "compute", "one_rank", "failure", "calls", "analysis", "search", "buffers")
 
 
 def main() -> None:

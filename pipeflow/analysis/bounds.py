@@ -28,9 +28,9 @@ def arcs(given: Problem) -> Iterator[Arc]:
     Microbatches are alike: call the k-th that a letter meets microbatch k, and every time stays what it was. So
     letters may be taken to meet microbatches in order, and a value to be used by its namesake.
 
-    Slots: let a rank run F of its i-th stage for microbatch n before I of its j-th stage for m has ended, m <= n, and
-    let l <= h be i and j in order. Its stages up to the l-th then keep all of m..n, and those between, up to the h-th, keep
-    one each, which makes (n - m + 1) * l + h - l activations. Where that is more than the slots, F waits.
+    Slots: let a rank begin F of its i-th stage for microbatch n before I of its j-th stage for m <= n has ended, and
+    let l <= h be i and j in order. Then there comes a moment when its first l stages keep all of m..n, and each
+    after them, up to the h-th, one more. Where these (n - m + 1) * l + h - l exceed the slots, F must wait.
     """
     for letter, source in enumerate(given.source):
         yield Arc(letter, letter, 1, 0.0)

@@ -34,25 +34,30 @@ class Candidate(NamedTuple):
     words: list[Word]
 
 
-class _User(NamedTuple):
-    """Where a letter's value goes: `box` is per microbatch when it arrives, as far as that is known."""
+class User(NamedTuple):
+    """Where a letter's value goes: per microbatch `box` says when it arrives, as far as that is known."""
 
     box: list[float]
     delay: float
     rank: int
 
 
+def mail(given: Problem) -> tuple[list[list[float]], list[User | None]]:
+    """Per letter, its box, and the user of its value on whatever rank. The batch has arrived at the first stage."""
+    boxes: list[list[float]] = [[0.0] * given.many if source < 0 else [] for source in given.source]
+    users: list[User | None] = [None for _ in boxes]
+    for letter, source in enumerate(given.source):
+        if source >= 0 and letter % 3 < 2:
+            users[source] = User(boxes[letter], given.delays[letter], given.ranks[letter // 3])
+    return boxes, users
+
+
 class _State:
     """A pass under way."""
 
     def __init__(self, given: Problem, rules: Rules) -> None:
-        letters, held = range(len(given.source)), given.stages
-        boxes: list[list[float]] = [[0.0] * given.many if given.source[letter] < 0 else [] for letter in letters]
-        self.users: list[_User | None] = [None for _ in letters]
-        for letter in letters:
-            if given.source[letter] >= 0 and letter % 3 < 2:
-                user = _User(boxes[letter], given.delays[letter], given.ranks[letter // 3])
-                self.users[given.source[letter]] = user
+        held, letters = given.stages, range(len(given.source))
+        boxes, self.users = mail(given)
         self.done = [0 for _ in letters]
         self.words: list[Word] = [[] for _ in held]
         self.deferred: list[deque[int]] = [deque() for _ in held]  # the W that can run

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from random import Random
 from typing import NamedTuple
 
-from pipeflow.analysis.list_scheduling import Candidate
+from pipeflow.analysis.list_scheduling import Candidate, mail
 from pipeflow.analysis.problem import Problem, Word
 
 
@@ -24,35 +25,35 @@ class Clocks(NamedTuple):
 
 def clocks(given: Problem, words: Sequence[Word]) -> Clocks | None:
     """Each letter as soon as its rank is free and its value there, as `simulate` does; None when some never run."""
-    letters, ranks = range(len(given.source)), range(len(words))
-    boxes: list[list[float]] = [[0.0] * given.many if given.source[letter] < 0 else [] for letter in letters]
-    users = {given.source[letter]: letter for letter in letters if letter % 3 < 2}
-    sends = [(boxes[users[letter]], given.delays[users[letter]], given.ranks[users[letter] // 3])
-             if letter in users else None for letter in letters]  # fmt: skip
-    done, free, starts = [0] * len(letters), [0.0] * len(words), [[] for _ in ranks]  # type: ignore[var-annotated]
+    durations, ranks = given.durations, range(len(words))
+    boxes, users = mail(given)
+    done, free = [0] * len(durations), [0.0] * len(words)
+    starts: list[list[float]] = [[] for _ in ranks]
     waits: list[list[float] | None] = [None for _ in ranks]
     ready = list(ranks)
     while ready:
         rank = ready.pop()
-        word, row, now = words[rank], starts[rank], free[rank]
-        for position in range(len(row), len(word)):
-            letter = word[position]
+        row, now = starts[rank], free[rank]
+        for letter in islice(words[rank], len(row), None):
             if letter % 3 < 2:
-                box = boxes[letter]
-                if done[letter] == len(box):
+                box, microbatch = boxes[letter], done[letter]
+                if microbatch == len(box):
                     waits[rank] = box
                     break
-                now = max(now, box[done[letter]])
-                done[letter] += 1
-            row.append(now)
-            now += given.durations[letter]
-            send = sends[letter]
-            if send is not None:
-                box, delay, receiver = send
-                box.append(now + delay)
-                if waits[receiver] is box:
-                    waits[receiver] = None
-                    ready.append(receiver)
+                if box[microbatch] > now:
+                    now = box[microbatch]
+                done[letter] = microbatch + 1
+                row.append(now)
+                now += durations[letter]
+                user = users[letter]
+                if user is not None:
+                    user.box.append(now + user.delay)
+                    if waits[user.rank] is user.box:
+                        waits[user.rank] = None
+                        ready.append(user.rank)
+            else:
+                row.append(now)
+                now += durations[letter]
         free[rank] = now
     whole = all(len(row) == len(word) for row, word in zip(starts, words, strict=True))
     return Clocks(starts, free) if whole else None

@@ -6,9 +6,9 @@ stage. Microbatches are alike and every letter meets them in order, so a word sa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import floor
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
@@ -17,6 +17,7 @@ from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 
 HALVES = (Kind.F, Kind.I, Kind.W)
+ROUNDING = 1e-9  # by which a cap of, say, 2/3 of a share of 3 chunks may miss a whole number
 Word = list[int]
 MemoryCap = float | Sequence[float] | None
 
@@ -71,28 +72,26 @@ def problem(placement: Placement, microbatches: int, cost: CostModel, memory_cap
 
 
 def _transfer(cost: CostModel, path: Sequence[int], maker: int, user: int) -> float:
-    """The time from `maker`'s rank to that of `user`, a neighbouring stage; a gradient is as large as its activation."""
+    """The time between the ranks of two neighbouring stages; a gradient is as large as its activation."""
     return 0.0 if path[maker] == path[user] else float(cost.transfer(min(maker, user)))
 
 
 def _slots(placement: Placement, microbatches: int, memory_cap: MemoryCap) -> tuple[int, ...]:
     share = placement.chunks_per_rank
-    held = [len(placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+    chunks = [len(placement.stages_of(rank)) for rank in range(placement.num_ranks)]
     if memory_cap is None:
-        return tuple(microbatches * stages for stages in held)
-    caps = [*memory_cap] if isinstance(memory_cap, Sequence) else [memory_cap] * len(held)
-    if len(caps) != len(held):
-        raise UsageError(f"memory_cap must be one number, or one for each of the {len(held)} ranks; got {len(caps)}")
-    slots = []
-    for rank, (cap, stages) in enumerate(zip(caps, held, strict=True)):
-        if not cap * share + 1e-9 >= stages:
+        return tuple(microbatches * number for number in chunks)
+    caps = list(memory_cap) if isinstance(memory_cap, Sequence) else [memory_cap] * len(chunks)
+    if len(caps) != len(chunks):
+        raise UsageError(f"memory_cap needs one number, or one for each of the {len(chunks)} ranks; got {len(caps)}")
+    for rank, (cap, number) in enumerate(zip(caps, chunks, strict=True)):
+        if not cap * share + ROUNDING >= number:
             raise UsageError(
-                f"memory_cap {cap:g} is too small for rank {rank}: one microbatch on its stages takes {stages / share:g}"
+                f"memory_cap {cap:g} is too small: rank {rank} needs at least {number / share:g}, for one microbatch"
             )
-        slots.append(
-            min(math.floor(cap * share + 1e-9), microbatches * stages) if math.isfinite(cap) else microbatches * stages
-        )
-    return tuple(slots)
+    return tuple(
+        floor(min(cap * share + ROUNDING, microbatches * number)) for cap, number in zip(caps, chunks, strict=True)
+    )
 
 
 def to_schedule(name: str, given: Problem, words: Sequence[Word]) -> Schedule:

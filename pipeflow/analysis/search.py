@@ -1,9 +1,10 @@
-"""Search: the best order that can be found within a budget, for any costs and memory, with a proof of how good it is."""
+"""Search: the best order to be found within a budget, for any costs and memory, with a proof of how good it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from math import inf
 from random import Random
 from time import perf_counter
@@ -69,8 +70,8 @@ def search(
     given = problem(placement, microbatches, cost, memory_cap)
     proved = bounds(given)
     effort = _Effort(perf_counter() + budget, inf if candidates is None else candidates, proved.span)
-    begin = [_started(given, schedule) for schedule in start]
-    best = _searched(given, plain_rules(given, proved.heads), [each for each in begin if each is not None], effort)
+    begin = [candidate for schedule in start if (candidate := _started(given, schedule)) is not None]
+    best = _searched(given, plain_rules(given, proved.heads), begin, effort)
     schedule = to_schedule(name, given, best.words)
     timeline = simulate(schedule, cost)
     return Found(schedule, timeline, min(proved.span, timeline.span))
@@ -108,30 +109,30 @@ def _started(given: Problem, schedule: Schedule) -> Candidate | None:
     return times.candidate(words)
 
 
-def _better(one: Candidate, other: Candidate) -> Candidate:
-    return one if one[:2] <= other[:2] else other
+def _better(one: Candidate, other: Candidate | None) -> Candidate:
+    return one if other is None or one[:2] <= other[:2] else other
 
 
-def _searched(given: Problem, grid: Iterable[Rules], begin: Sequence[Candidate], effort: _Effort) -> Candidate:
-    found: Candidate | None = None
+def _searched(given: Problem, grid: Iterator[Rules], begin: Iterable[Candidate], effort: _Effort) -> Candidate:
+    rules = next(grid)
+    found = list_schedule(given, rules)
+    assert found is not None  # it has no span to stop at
+    best = reduce(_better, begin, found)
     for tried in grid:
-        if found is not None and not effort.goes_on(found):
-            break
-        candidate = list_schedule(given, tried, inf if found is None else found.span)
-        if candidate is not None and (found is None or candidate[:2] < found[:2]):
-            found, rules = candidate, tried
-    assert found is not None  # the grid is not empty, and every candidate is better than none
-    best = min([found, *begin], key=lambda candidate: candidate[:2])
+        if not effort.goes_on(best):
+            return best
+        candidate = list_schedule(given, tried, found.span)
+        if _better(found, candidate) is not found:
+            found, rules = _better(found, candidate), tried
+            best = _better(best, found)
     random = Random(0)
     by_rules = _rule_climb(given, found, rules, random)
     while True:
         by_moves = _move_climb(given, best, random)
-        for _ in range(ROUND):
-            for climb in (by_rules, by_moves):
-                if not effort.goes_on(best):
-                    return best
-                candidate = climb()
-                best = best if candidate is None else _better(best, candidate)
+        for climb in (by_rules, by_moves) * ROUND:
+            if not effort.goes_on(best):
+                return best
+            best = _better(best, climb())
 
 
 Climb = Callable[[], Candidate | None]

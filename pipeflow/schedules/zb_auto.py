@@ -36,6 +36,10 @@ def zb_auto(
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
     >>> print(picture(simulate(zb_auto(4, 4))))
+    rank 0  F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3
+    rank 1  .  F0 F1 F2 F3 .  I0 W0 I1 W1 I2 W2 I3 W3 .
+    rank 2  .  .  F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3 .
+    rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
     """
     from pipeflow.analysis.search import search
 

@@ -56,6 +56,7 @@ class Theory(NamedTuple):
     costs: Callable[[Costs], Costs] = lambda costs: costs  # the nearest ones for which `bubble` holds
     own: Callable[[Size, Costs], float] | None = None
     at_most: bool = False  # `bubble` is a bound
+    peak_at_most: bool = False  # `peak` is a bound
     fill: Callable[[Size], int] | None = lambda size: size.ranks - 1
     chunks: int = 1  # of a schedule without such an option
 
@@ -171,6 +172,13 @@ THEORY: dict[str, Theory] = {
         costs=equal,
         fill=None,
     ),
+    "zb-auto": Theory(
+        bubble=weight_filled,
+        at_most=True,
+        peak=lambda size, _: size.ranks,
+        peak_at_most=True,
+        costs=equal,
+    ),
 }
 
 
@@ -233,6 +241,8 @@ def test_bubble_and_peak_are_those_of_the_docstring(name: str, data: st.DataObje
         assert timeline.span - timeline.work == pytest.approx(theory.own(size, costs))
     assert timeline.bubble_ratio == pytest.approx(1 - timeline.work / timeline.span)
     peaks = [theory.peak(size, rank) / size.chunks for rank in range(size.ranks)]
+    if theory.peak_at_most:
+        peaks = [min(ends) for ends in zip(peaks, timeline.peak_activations, strict=True)]
     assert list(timeline.peak_activations) == pytest.approx(peaks)
 
 
