@@ -23,10 +23,11 @@ class Arc(NamedTuple):
 
 
 def arcs(given: Problem) -> Iterator[Arc]:
-    """What holds in every order within the slots.
+    """What holds in every order within the slots in which microbatches do not overtake each other.
 
-    Microbatches are alike: call the k-th that a letter meets microbatch k, and every time stays what it was. So
-    letters may be taken to meet microbatches in order, and a value to be used by its namesake.
+    They are alike: when the k-th that a letter meets is called microbatch k, no time changes, and the k-th use of a
+    value still follows k times that it was made. So overtaking gains nothing, but for one thing that is left aside: it
+    could let a rank begin later than it must, which counts for `Timeline.span`.
 
     Slots: let a rank begin F of its i-th stage for microbatch n before I of its j-th stage for m <= n has ended, and
     let l <= h be i and j in order. Then there comes a moment when its first l stages keep all of m..n, and each

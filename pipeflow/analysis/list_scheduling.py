@@ -27,7 +27,7 @@ class Rules:
 
 
 class Candidate(NamedTuple):
-    """What a pass made; candidates compare as the search ranks them."""
+    """An order and its measures; the smaller these, in their order, the better."""
 
     span: float
     makespan: float

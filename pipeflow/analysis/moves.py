@@ -19,7 +19,7 @@ class Clocks(NamedTuple):
 
     def candidate(self, words: Sequence[Word]) -> Candidate:
         """`words` with their measures."""
-        span = max((end - row[0] for row, end in zip(self.starts, self.ends, strict=True)), default=0.0)
+        span = max(end - row[0] for row, end in zip(self.starts, self.ends, strict=True))
         return Candidate(span, max(self.ends), list(words))
 
 

@@ -22,13 +22,15 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 
 ROUND = 500  # candidates, of rules and of moves each, after which moves start anew from the best order
-PROPOSALS = 50  # moves that may be unsound before the longest path is looked up again
-RULES_SLACK, MOVES_SLACK = 0.001, 0.003  # by how much of the span, on average, a worse candidate may be gone on from
+PROPOSALS = 50  # of a move, until one is sound
+RULES_SLACK, MOVES_SLACK = 0.001, 0.003  # how much longer, on average, the candidate may be that a climb goes on from
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A schedule, its timeline under the costs that were asked for, and a span that no order goes below."""
+    """A schedule, its timeline under the costs that were asked for, and a span below which no order goes in which
+    every stage takes the microbatches in the same order (see `bounds.arcs`).
+    """
 
     schedule: Schedule
     timeline: Timeline
@@ -36,7 +38,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By how much of the lower bound the span may be too long, at most: 0 is proved to be best."""
+        """How much longer than the lower bound the span is, as a part of it; at 0 the order is proved to be best."""
         return self.timeline.span / self.lower_bound - 1 if self.lower_bound else 0.0
 
 

@@ -22,16 +22,17 @@ def zb_auto(
     cost: CostModel | None = None,
     memory_cap: float | Sequence[float] | None = None,
 ) -> Schedule:
-    """Split backwards in the best order found for the costs and the memory given.
+    """Split backwards, in the best order found for given costs and memory.
 
     `cost` has one stage a rank; without it F = I = W and transfers are free. `memory_cap` is the most activations
-    alive on a rank, in microbatches: one number or one per rank; without it, R on every rank, as 1F1B has on the first.
-    A pure function of its arguments: `pipeflow.analysis.search.search` tries a number of candidates that the size sets,
-    and says how far from optimal the result can be. Never worse than the named schedules of one stage a rank that
-    keep within the cap.
+    alive on a rank, in microbatches, one number or one per rank; without it R on every rank, as 1F1B has on the first.
 
-    Source: arXiv 2401.10241, section 3, where such orders are ZB-1p and ZB-2p with caps of R and 2R. In the picture
-    ranks after the first have more than R-r activations alive, other than in ZB-H1.
+    A pure function: `pipeflow.analysis.search.search` tries as many candidates as the size sets. Its own result also
+    says how far from best an order can be, takes other placements, and as much time as one has. Never worse than
+    those of gpipe, 1f1b, eager-1f1b, zb-h1 and zb-h2 that keep within the cap.
+
+    Source: arXiv 2401.10241, section 3, whose ZB-1p and ZB-2p are such orders under caps of R and 2R. With M >= R,
+    F = I = W and a cap of R: bubble at most (R-1)(F+I-W), as ZB-H1.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

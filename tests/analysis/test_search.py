@@ -60,7 +60,7 @@ def every_timeline(ranks: int, microbatches: int, cost: CostModel, cap: int) -> 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("cap", [1, 2])
-def test_no_order_whatever_is_better_than_what_is_found_or_than_the_bound(seed: int, cap: int) -> None:
+def test_of_all_orders_none_is_better_than_what_is_found(seed: int, cap: int) -> None:
     ranks = 3 if seed == cap == 1 else 2
     cost = random_cost(ranks, seed)
     best = min(every_timeline(ranks, 2, cost, cap))

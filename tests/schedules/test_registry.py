@@ -177,6 +177,7 @@ THEORY: dict[str, Theory] = {
         at_most=True,
         peak=lambda size, _: size.ranks,
         peak_at_most=True,
+        holds=lambda size: size.microbatches >= size.ranks,
         costs=equal,
     ),
 }
