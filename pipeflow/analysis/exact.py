@@ -37,8 +37,11 @@ def exact(
     """What `search` finds, improved by a solver until it is proved best or `budget` seconds have passed; arguments and
     result are those of `search`. Up to about 400 actions a proof may take seconds or minutes.
 
-    The solver is given the starts of all actions, in microbatch order for every stage (which no best order needs to
-    break, see `bounds.arcs`), and rounds times down to whole numbers of a small unit, so that its bound holds.
+    The solver chooses the starts of all actions, for every stage in microbatch order (see `bounds.arcs`). It computes
+    in whole numbers of a small unit, to which times are rounded down, so that its bound holds.
+
+    Source of the formulation: arXiv 2401.10241, appendix on the integer program, with CP-SAT's intervals for its pairs
+    of orders and its reservoir for memory.
 
     Raises UsageError where `search` does, and when OR-tools is not there.
     """
