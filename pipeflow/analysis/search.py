@@ -21,9 +21,9 @@ from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 
-ROUND = 500  # candidates, of rules and of moves each, after which moves start anew from the best order
+ROUND = 100  # candidates, of rules and of moves each, after which moves start anew from the best order
 PROPOSALS = 50  # of a move, until one is sound
-RULES_SLACK, MOVES_SLACK = 0.001, 0.003  # how much longer, on average, the candidate may be that a climb goes on from
+SLACK = 0.002  # how much longer, on average, the candidate may be that a climb goes on from
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,11 @@ def _searched(given: Problem, grid: Iterator[Rules], begin: Iterable[Candidate],
             best = _better(best, climb())
 
 
+def _longest(current: Candidate, random: Random) -> float:
+    """The span up to which a climb goes on from a candidate: mostly hardly longer, now and then much."""
+    return current.span * (1 + SLACK / 2 * random.expovariate(1) ** 2)
+
+
 Climb = Callable[[], Candidate | None]
 
 
@@ -148,9 +153,9 @@ def _rule_climb(given: Problem, current: Candidate, rules: Rules, random: Random
         tried = varied(rules, given, random)
         if random.random() < 0.3:
             tried = varied(tried, given, random)
-        slack = RULES_SLACK * random.expovariate(1)
-        candidate = list_schedule(given, tried, current.span * (1 + slack))
-        if candidate is not None and candidate.span <= current.span * (1 + slack):
+        most = _longest(current, random)
+        candidate = list_schedule(given, tried, most)
+        if candidate is not None and candidate.span <= most:
             current, rules = candidate, tried
         return candidate
 
@@ -169,7 +174,7 @@ def _move_climb(given: Problem, current: Candidate, random: Random) -> Climb:
             words = neighbour(given, current.words, blocks, random)
             if words is not None and (times := clocks(given, words)) is not None:
                 candidate = times.candidate(words)
-                if candidate.span <= current.span * (1 + MOVES_SLACK * random.expovariate(1)):
+                if candidate.span <= _longest(current, random):
                     current, blocks = candidate, critical_blocks(given, words, times)
                 return candidate
         return None
