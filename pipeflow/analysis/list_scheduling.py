@@ -110,8 +110,7 @@ def list_schedule(given: Problem, rules: Rules, stop: float = inf) -> Candidate 
             if microbatch < len(box):
                 arrival = box[microbatch]
                 if arrival > now:
-                    if arrival < gradient:
-                        gradient = arrival
+                    gradient = arrival if arrival < gradient else gradient
                 elif pace * microbatch + offset < first:
                     picked, first = letter, pace * microbatch + offset
         soonest = gradient
@@ -121,17 +120,13 @@ def list_schedule(given: Problem, rules: Rules, stop: float = inf) -> Candidate 
                 if microbatch < len(box) and microbatch - done[letter + 1] < limit and unfinished[rank] <= reach:
                     arrival = box[microbatch]
                     if arrival > now:
-                        if arrival < soonest:
-                            soonest = arrival
+                        soonest = arrival if arrival < soonest else soonest
                     elif pace * microbatch + offset < first and now + patience[letter] * durations[letter] <= gradient:
                         picked, first = letter, pace * microbatch + offset
         if picked < 0:
-            if not deferred[rank]:
+            if not deferred[rank] or now + patience[deferred[rank][0]] * durations[deferred[rank][0]] > soonest:
                 continue
-            picked = deferred[rank][0]
-            if now + patience[picked] * durations[picked] > soonest:
-                continue
-            deferred[rank].popleft()
+            picked = deferred[rank].popleft()
         if now > free[rank]:
             if not words[rank]:
                 begun[rank] = now
