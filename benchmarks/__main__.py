@@ -15,6 +15,7 @@ NAMES = (
     "failure",
     "calls",
     "analysis",
+    "search",
     "buffers",
 )
 

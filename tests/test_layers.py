@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "pipeflow"
 PLANS = {"core", "schedules", "analysis", "draw"}
 FLOORS: dict[str, set[str]] = {
     "core": set(),
-    "schedules": {"core"},
-    "analysis": {"core", "networkx"},
+    "analysis": {"core", "networkx", "ortools"},
+    "schedules": {"core", "analysis"},
     "draw": {"core", "rich"},
     "cli": {"pipeflow", "rich", *PLANS},
     "__main__": {"cli"},

@@ -1,1 +1,3 @@
-"""Pure functions of plans: verify, simulate, lower, graph, partition. Standard library and networkx only."""
+"""Pure functions of plans: verify, simulate, lower, graph, partition, search. Standard library and networkx only, but
+for exact, which asks OR-tools.
+"""

@@ -21,6 +21,7 @@ from pipeflow.schedules.interleaved_zb import interleaved_zb
 from pipeflow.schedules.looped_bfs import looped_bfs
 from pipeflow.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from pipeflow.schedules.waves import chimera, hanayo
+from pipeflow.schedules.zb_auto import zb_auto
 from pipeflow.schedules.zb_v import zb_v
 from pipeflow.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -43,6 +44,7 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "hanayo": hanayo,
         "dualpipe": dualpipe,
         "dualpipe-v": dualpipe_v,
+        "zb-auto": zb_auto,
     }
 )
 

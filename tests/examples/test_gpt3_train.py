@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
         ("--schedule 1f2b", "unknown schedule '1f2b'; did you mean '1f1b'?"),
         ("--ranks 9", "9 stages are too many for --preset tiny, which has 8 layers"),
         ("--schedule interleaved-1f1b --chunks 3", "12 stages are too many for --preset tiny, which has 8 layers"),
-        ("--chunks 2", "schedule '1f1b' does not take chunks; it has no options"),
+        ("--chunks 2", "schedule '1f1b' does not take chunks; its options are extra_warmup"),
         ("--batch 4", "--batch 4 does not fill --microbatches 8"),
         ("--sequence 257", "--sequence must be 2 to 256 for --preset tiny"),
         ("--ranks 0", "ranks must be an integer of at least 1, got 0"),

@@ -57,6 +57,7 @@ class Theory(NamedTuple):
     costs: Callable[[Costs], Costs] = lambda costs: costs  # the nearest ones for which `bubble` holds
     own: Callable[[Size, Costs], float] | None = None
     at_most: bool = False  # `bubble` is a bound
+    peak_at_most: bool = False  # `peak` is a bound
     fill: Callable[[Size], int] | None = lambda size: size.ranks - 1
     chunks: int = 1  # of a schedule without an option for it
 
@@ -212,6 +213,14 @@ THEORY: dict[str, Theory] = {
         fill=None,
         chunks=2,
     ),
+    "zb-auto": Theory(
+        bubble=weight_filled,
+        at_most=True,
+        peak=lambda size, _: size.ranks,
+        peak_at_most=True,
+        holds=lambda size: size.microbatches >= size.ranks,
+        costs=equal,
+    ),
 }
 
 
@@ -285,6 +294,8 @@ def test_bubble_and_peak_are_those_of_the_docstring(name: str, data: st.DataObje
         assert timeline.span - timeline.work == pytest.approx(theory.own(size, costs))
     assert timeline.bubble_ratio == pytest.approx(1 - timeline.work / timeline.span)
     peaks = [theory.peak(size, rank) / size.chunks for rank in range(size.ranks)]
+    if theory.peak_at_most:
+        peaks = [min(ends) for ends in zip(peaks, timeline.peak_activations, strict=True)]
     assert list(timeline.peak_activations) == pytest.approx(peaks)
     require_that_forwards_fill_and_empty_the_pipeline_once(schedule.forward_only(), size, theory.fill)
 
@@ -337,7 +348,7 @@ def test_unknown_names_and_options_and_numbers_below_1_are_refused() -> None:
         with pytest.raises(UsageError, match="microbatches must be"):
             make_schedule(name, ranks=2, microbatches=0)
         for option in options_of(name):
-            with pytest.raises(UsageError, match=f"{option} must be"):
+            with pytest.raises(UsageError, match=f"{option} (must be|-1 is too small)"):
                 make_schedule(name, ranks=2, microbatches=2, **{option: -1})
     for name in ("chimera", "dualpipe"):
         with pytest.raises(UsageError, match="two directions and needs an even number of ranks, got 3"):

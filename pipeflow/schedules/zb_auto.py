@@ -1,0 +1,62 @@
+"""zb-auto: the order is searched for, so it fits whatever costs and memory there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.schedules.gpipe import gpipe
+from pipeflow.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from pipeflow.schedules.zero_bubble import zb_h1, zb_h2
+
+ACTIONS = 1_800_000  # of all candidates together: a second or two
+
+
+def zb_auto(
+    ranks: int,
+    microbatches: int,
+    *,
+    cost: CostModel | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+) -> Schedule:
+    """Split backwards, in the best order found for given costs and memory.
+
+    `cost` has one stage a rank; without it F = I = W and transfers are free. `memory_cap` is the most activations
+    alive on a rank, in microbatches, one number or one per rank; without it R on every rank, as 1F1B has on the first.
+
+    A pure function: `pipeflow.analysis.search.search` tries as many candidates as the size sets. Its own result also
+    says how far from best an order can be, takes other placements, and as much time as one has. Never worse than
+    those of gpipe, 1f1b, eager-1f1b, zb-h1 and zb-h2 that keep within the cap.
+
+    Source: arXiv 2401.10241, section 3, whose ZB-1p and ZB-2p are such orders under caps of R and 2R that count what
+    waiting weight-gradient halves hold, too; here an activation ends with I. With M >= R,
+    F = I = W and a cap of R: bubble at most (R-1)(F+I-W), as ZB-H1.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(zb_auto(4, 4))))
+    rank 0  F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3
+    rank 1  .  F0 F1 F2 F3 .  I0 W0 I1 W1 I2 W2 I3 W3 .
+    rank 2  .  .  F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3 .
+    rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
+    """
+    from pipeflow.analysis.search import search
+
+    if cost is not None and not isinstance(cost, CostModel):
+        raise UsageError(f"cost must be a CostModel, got {cost!r}")
+    placement = Placement.linear(ranks)
+    named = (make(ranks, microbatches) for make in (zb_h2, zb_h1, eager_one_f_one_b, one_f_one_b, gpipe))
+    found = search(
+        placement,
+        microbatches,
+        CostModel.even(placement) if cost is None else cost,
+        memory_cap=ranks if memory_cap is None else memory_cap,
+        budget=inf,
+        candidates=min(max(ACTIONS // (3 * ranks * microbatches), 20), 3000),
+        start=named,
+    )
+    return found.schedule
