@@ -50,7 +50,7 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"times": times}
 
 
-def make_task(microbatches: int) -> Any:
+def make_task(microbatches: int, *, width: int = WIDTH, length: int = LENGTH, samples: int = SAMPLES) -> Any:
     import torch
     from torch.nn import functional
 
@@ -59,10 +59,10 @@ def make_task(microbatches: int) -> Any:
 
     def make_stages(number: int) -> list[torch.nn.Module]:
         torch.manual_seed(1)
-        blocks = [Block(WIDTH, HEADS) for _ in range(BLOCKS)]
+        blocks = [Block(width, HEADS) for _ in range(BLOCKS)]
         size = BLOCKS // number
         return [torch.nn.Sequential(*blocks[first : first + size]) for first in range(0, BLOCKS, size)]
 
     torch.manual_seed(0)
-    inputs, labels = torch.randn(2, SAMPLES * microbatches, LENGTH, WIDTH)
+    inputs, labels = torch.randn(2, samples * microbatches, length, width)
     return Task(RANKS, microbatches, make_stages, functional.mse_loss, inputs=inputs, labels=labels)

@@ -1,6 +1,7 @@
 """Zero bubble on real blocks: ZB-V beside 1F1B, here and in torch, whose split backward costs more than it saves.
 
-The blocks are those of `compute`, on 2 ranks, with few microbatches: where the bubble is large.
+Transformer blocks on 2 ranks with few microbatches, where the bubble is large, and short sequences: attention has an
+input-gradient half and no weight-gradient half, so the longer they are the less the halves are alike, which ZB-V needs.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from benchmarks.compute import BLOCKS, RANKS, WIDTH, milliseconds
+from benchmarks.compute import BLOCKS, RANKS, milliseconds
 from benchmarks.measure import Times, paired, step_times
 from benchmarks.processes import run_ranks
 from benchmarks.report import Report
 
 MICROBATCHES = 4
+WIDTH, LENGTH, SAMPLES = 256, 64, 4  # samples of a microbatch
 BASE, THEIRS = "1f1b: pipeflow", "zb-v: torch"
 
 
@@ -21,7 +23,7 @@ def run(rounds: int | None = None) -> Report:
     rounds = rounds or 15
     results = run_ranks("zero_bubble:measure", RANKS, {"rounds": rounds}, deadline=120 + 6 * rounds)
     times = step_times([each["times"] for each in results])
-    size = f"{RANKS} ranks, {MICROBATCHES} microbatches, {BLOCKS} blocks of width {WIDTH}"
+    size = f"{RANKS} ranks, {MICROBATCHES} microbatches, {BLOCKS} blocks of width {WIDTH}, {SAMPLES} x {LENGTH}"
     columns = ["", "median ms", "x 1f1b of pipeflow", "x 1f1b of torch", "x zb-v of torch"]
     report = Report("zero_bubble", f"zero bubble: {size}, {rounds} rounds", columns, data={"seconds": times})
     for label in times:
@@ -40,7 +42,7 @@ def measure(rounds: int) -> dict[str, Any]:
     from benchmarks.task import check
     from pipeflow import Placement
 
-    task = make_task(MICROBATCHES)
+    task = make_task(MICROBATCHES, width=WIDTH, length=LENGTH, samples=SAMPLES)
     rank = int(os.environ["RANK"])
     linear, vee = Placement.linear(RANKS), Placement.vee(RANKS)
     contenders = {
