@@ -4,8 +4,9 @@ stage that a bidirectional schedule has twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from weakref import ref
 
 import torch
@@ -94,6 +95,7 @@ def copies_of(modules: Mapping[int, nn.Module], placement: Placement) -> list[Sh
     ]
 
 
+BUCKET = 2**25  # bytes of gradients that are exchanged at once
 Description = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]  # per weight: its ranks, the shapes of its copy
 
 
@@ -160,10 +162,12 @@ class Ties:
 
     def end(self, transport: Transport) -> None:
         """Sums each gradient over its copies, in rank order, and adds what was set aside. Raises LinkError."""
-        for tie in self._trained:
-            total = tie.sum(transport, self._rank)
-            tie.parameter.grad = total if tie.before is None else tie.before.add_(total)
-            tie.before = None
+        for bucket in _buckets(self._trained):
+            total = _summed(bucket, transport, self._rank)
+            for tie, part in zip(bucket, total.split([tie.parameter.numel() for tie in bucket]), strict=True):
+                gradient = part.view(tie.parameter.shape)
+                tie.parameter.grad = gradient if tie.before is None else tie.before.add_(gradient)
+                tie.before = None
 
 
 @dataclass(slots=True)
@@ -172,13 +176,32 @@ class _Tie:
     ranks: tuple[int, ...]
     before: Tensor | None = None
 
-    def sum(self, transport: Transport, rank: int) -> Tensor:
-        mine = torch.zeros_like(self.parameter) if self.parameter.grad is None else self.parameter.grad.contiguous()
-        peers = [peer for peer in self.ranks if peer != rank]
-        parts = {peer: torch.empty_like(mine) for peer in peers}
-        exchange(transport, Lane.TIED, dict.fromkeys(peers, mine), parts, "waiting for the gradient of a tied weight")
-        parts[rank] = mine
-        total = parts[self.ranks[0]].clone()
-        for peer in self.ranks[1:]:
-            total += parts[peer]
-        return total
+    def gradient(self) -> Tensor:
+        """This step's, in a row."""
+        grad = self.parameter.grad
+        return (torch.zeros_like(self.parameter) if grad is None else grad).flatten()
+
+
+def _buckets(ties: Iterable[_Tie]) -> Iterator[list[_Tie]]:
+    """The ties of the same ranks and dtype together, as far as they fit into BUCKET bytes."""
+    for _, alike in groupby(ties, key=lambda tie: (tie.ranks, tie.parameter.dtype)):
+        bucket: list[_Tie] = []
+        for tie in alike:
+            if bucket and sum(each.parameter.nbytes for each in (*bucket, tie)) > BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(tie)
+        yield bucket
+
+
+def _summed(bucket: list[_Tie], transport: Transport, rank: int) -> Tensor:
+    ranks = bucket[0].ranks
+    mine = torch.cat([tie.gradient() for tie in bucket])
+    peers = [peer for peer in ranks if peer != rank]
+    parts = {peer: torch.empty_like(mine) for peer in peers}
+    exchange(transport, Lane.TIED, dict.fromkeys(peers, mine), parts, "waiting for the gradient of a tied weight")
+    parts[rank] = mine
+    total = parts[ranks[0]]
+    for peer in ranks[1:]:
+        total += parts[peer]
+    return total
