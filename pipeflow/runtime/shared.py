@@ -95,7 +95,7 @@ def copies_of(modules: Mapping[int, nn.Module], placement: Placement) -> list[Sh
     ]
 
 
-BUCKET = 2**25  # bytes of gradients that are exchanged at once
+BUCKET = 2**22  # bytes of gradients that are exchanged at once
 Description = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]  # per weight: its ranks, the shapes of its copy
 
 
