@@ -1,6 +1,6 @@
 """pipeflow: pipeline-parallel training whose schedule is a value: proved, priced, drawn, executed, compared.
 
-The names of plans need no torch; the names that run a plan load it on first use.
+The names of plans need no torch; the names that run a plan load it on first use, and a search what it needs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 
 if TYPE_CHECKING:
+    from pipeflow.analysis.exact import exact
+    from pipeflow.analysis.search import Found, search
     from pipeflow.runtime.clip import clip_grad_norm_
     from pipeflow.runtime.context import Context
     from pipeflow.runtime.launch import launch
@@ -32,14 +34,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_RUNTIME = {
-    "Context": "context",
-    "Output": "step",
-    "Pipeline": "pipeline",
-    "PipelineSharedModuleWrapper": "shared",
-    "clip_grad_norm_": "clip",
-    "execute_pipeline": "pipeline",
-    "launch": "launch",
+_LATER = {
+    "Context": "runtime.context",
+    "Found": "analysis.search",
+    "Output": "runtime.step",
+    "Pipeline": "runtime.pipeline",
+    "PipelineSharedModuleWrapper": "runtime.shared",
+    "clip_grad_norm_": "runtime.clip",
+    "exact": "analysis.exact",
+    "execute_pipeline": "runtime.pipeline",
+    "launch": "runtime.launch",
+    "search": "analysis.search",
 }
 
 __all__ = [
@@ -48,6 +53,7 @@ __all__ = [
     "Cause",
     "Context",
     "CostModel",
+    "Found",
     "Kind",
     "Link",
     "Output",
@@ -65,12 +71,14 @@ __all__ = [
     "Violation",
     "clip_grad_norm_",
     "dependency_graph",
+    "exact",
     "execute_pipeline",
     "launch",
     "lower",
     "make_schedule",
     "partition_balanced",
     "partition_uniform",
+    "search",
     "simulate",
     "verify",
 ]
@@ -93,11 +101,11 @@ def _drawn_as_planned(schedule: Schedule) -> str | None:
 
 
 def __getattr__(name: str) -> object:
-    if name not in _RUNTIME:
+    if name not in _LATER:
         raise AttributeError(f"module 'pipeflow' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"pipeflow.runtime.{_RUNTIME[name]}"), name)
+    return getattr(import_module(f"pipeflow.{_LATER[name]}"), name)
 
 
 def __dir__() -> list[str]:
