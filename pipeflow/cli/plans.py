@@ -134,9 +134,17 @@ def _from_file(name: str, asked: Asked) -> Plan:
             return _from_timeline(Timeline.from_json(text), asked)
         make_placement = MAKE_PLACEMENT.get(asked.placement or "looped")
         placement = make_placement(len(text.strip("\n").split("\n"))) if make_placement else None
-        return Plan(Schedule.from_csv(text, placement, asked.microbatches, name=name))
+        schedule = Schedule.from_csv(text, placement, asked.microbatches, name=name)
+        return Plan(_in_waves(schedule) if asked.placement == "vee" else schedule)
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from None
+
+
+def _in_waves(schedule: Schedule) -> Schedule:
+    """With the stages down the ranks and back up as often as there are stages for it."""
+    ranks = len(schedule.rows)
+    stages = 1 + max(action.stage for rank in range(ranks) for action in schedule.actions(rank))
+    return replace(schedule, placement=Placement.zigzag(ranks, max(stages // (2 * ranks), 1)))
 
 
 def _from_timeline(timeline: Timeline, asked: Asked) -> Plan:

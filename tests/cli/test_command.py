@@ -128,6 +128,7 @@ def test_verify_expects_the_microbatches_it_is_told(capsys: pytest.CaptureFixtur
     ("placement", "text"),
     [
         ("vee", "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"),
+        ("vee", make_schedule("hanayo", ranks=2, microbatches=3, waves=2).to_csv()),
         ("bidirectional", "0F0,1F1,1B1,0B0\n0F1,1F0,1B0,0B1\n"),
         ("looped", "0F0,2F0,2B0,0B0\n1F0,3F0,3B0,1B0\n"),
         ("linear", "0F0,0B0\n1F0,1B0\n"),
