@@ -43,6 +43,7 @@ def run(rounds: int | None = None) -> Report:
         "search: zb-auto's placement, one stage a rank; gap: how much longer than its proved lower bound it may be",
         "< named: how much shorter than it the search is; < any: how much shorter the better search is",
         f"target: {RANKS} ranks, 5 % shorter than named; where a gap is 0 no order on that placement is shorter",
+        "caps count activations until I ends; the paper's limits count what waiting weight-gradient halves hold, too",
         f"each search has {BUDGET:g} s and ends sooner when it meets the lower bound; s: of both together",
     ]
     return report
