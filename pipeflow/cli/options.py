@@ -61,9 +61,7 @@ def schedule_options() -> Parser:
     for option in family_options():
         takers = ", ".join(name for name in SCHEDULES if option in options_of(name))
         group.add_argument(flag(option), type=_number, metavar="N", help=f"of {takers}")
-    group.add_argument(
-        "--placement", choices=PLACEMENTS, help="of a CSV file's stages: looped unless given"
-    )
+    group.add_argument("--placement", choices=PLACEMENTS, help="of a CSV file's stages: looped unless given")
     group.add_argument("--forward-only", action="store_true", help="without the backwards, as in evaluation")
     return parser
 
