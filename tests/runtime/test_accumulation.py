@@ -39,7 +39,7 @@ def test_different_batches_add_up(layout: tuple[str, int, int]) -> None:
         require_near(result.gradients, summed)
 
 
-@pytest.mark.parametrize("microbatches", [1, 7])
+@pytest.mark.parametrize("microbatches", [1, 4, 7])
 @pytest.mark.parametrize("model", [PlainModel(12, torch.float32), TreeModel(12, torch.float32)], ids=str)
 def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> None:
     alike = [
@@ -50,7 +50,7 @@ def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> No
     require_same_bits(alike)
 
 
-@pytest.mark.parametrize("microbatches", [1, 7])
+@pytest.mark.parametrize("microbatches", [1, 4, 7])
 def test_all_layouts_with_a_weight_tied_across_ranks_agree_to_the_bit(microbatches: int) -> None:
     model = TiedModel(12, torch.float32)
     alike = [

@@ -42,7 +42,7 @@ def test_threads(kind: str, layout: tuple[str, int, int]) -> None:
 
 @pytest.mark.parametrize("layout", layouts(), ids=str)
 def test_threads_with_the_shape_known(layout: tuple[str, int, int]) -> None:
-    for microbatches in FEW:
+    for microbatches in MICROBATCHES:
         schedule = schedule_of(layout, microbatches)
         model, samples = sized("plain", schedule), 2 * microbatches
         options = {"tensor_shape": (2, 3, WIDTH), "tensor_dtype": torch.float64}

@@ -153,7 +153,7 @@ def require_counted(schedule: Schedule, results: list[dict[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
-@pytest.mark.parametrize("layout", layouts(max_chunks=2), ids=str)
+@pytest.mark.parametrize("layout", layouts(), ids=str)
 def test_activations_alive_are_as_many_as_planned(layout: tuple[str, int, int], shape: tuple[int, ...] | None) -> None:
     for microbatches in (1, 4, 9):
         schedule = schedule_of(layout, microbatches)
@@ -209,7 +209,7 @@ def require_received(schedule: Schedule, received: dict[str, Alive]) -> None:
 
 
 @pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
-@pytest.mark.parametrize("layout", [layout for layout in layouts(max_chunks=2) if layout[1] > 1], ids=str)
+@pytest.mark.parametrize("layout", [layout for layout in layouts() if layout[1] > 1], ids=str)
 def test_receive_buffers_are_as_many_as_planned(
     layout: tuple[str, int, int], shape: tuple[int, ...] | None, received: dict[str, Alive]
 ) -> None:
