@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -143,14 +142,10 @@ def subjects() -> Iterator[Schedule]:
 @pytest.mark.parametrize("mutate", [dropped, duplicated, swapped, moved, replaced])
 @pytest.mark.parametrize("schedule", list(subjects()), ids=lambda schedule: f"{schedule.name} {len(schedule.rows)}")
 def test_verify_agrees_with_the_definition(schedule: Schedule, mutate: Mutation) -> None:
-    """All mutants of those by hand, and at most 40 of every kind of the others."""
     assert sound(schedule)
     assert verify(schedule) == []
-    mutants = list(mutate(schedule.rows))
-    if schedule not in BY_HAND:
-        mutants = random.Random(0).sample(mutants, min(40, len(mutants)))
     refused = 0
-    for rows in mutants:
+    for rows in mutate(schedule.rows):
         mutant = Schedule(schedule.name, schedule.placement, schedule.num_microbatches, rows)
         violations = verify(mutant)
         assert (violations == []) == sound(mutant), str(mutant)

@@ -197,7 +197,7 @@ def test_exceptions_on_threads(layout: tuple[str, int, int]) -> None:
     require_told(schedule, cases, run_threads(run_failures, layout[1], schedule, cases))
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[2]], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
 def test_exceptions_on_gloo(layout: tuple[str, int, int]) -> None:
     schedule = schedule_of(layout, MICROBATCHES)
     cases = cases_of(schedule)
