@@ -84,7 +84,6 @@ class Page:
 
     def place(self, timeline: Timeline, action: str, chart: int = 0) -> tuple[float, float]:
         """Where the middle of a block is, from the middle of its lanes: walks there, where it gets a frame."""
-        self.browser.refresh()
         lanes = self.find(".lanes", chart).rect
         rank, index = next(
             (rank, index)
@@ -93,7 +92,7 @@ class Page:
             if str(span.action) == action
         )
         self.browser.execute_script("arguments[0].focus()", self.find(".lanes", chart))
-        self.walk(Keys.ARROW_RIGHT, *[Keys.ARROW_DOWN] * rank, *[Keys.ARROW_RIGHT] * index)
+        self.walk(Keys.HOME, *[Keys.ARROW_DOWN] * rank, *[Keys.ARROW_RIGHT] * index)
         assert self.text("#tip h3").startswith(action)
         frame = self.find(".focused", chart).rect
         middle = frame["x"] + frame["width"] / 2, frame["y"] + frame["height"] / 2

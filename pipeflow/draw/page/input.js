@@ -39,6 +39,7 @@ const STEPS = {
   ArrowRight: (timeline, block) => timeline.rows[block.rank][block.index + 1],
   ArrowUp: (timeline, block) => nearest(timeline.rows[block.rank - 1], block),
   ArrowDown: (timeline, block) => nearest(timeline.rows[block.rank + 1], block),
+  Home: (timeline) => firstShown(timeline),
 };
 
 /** The block of a row that runs when another one starts, or that did before. */
