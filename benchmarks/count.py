@@ -11,7 +11,7 @@ Category = Callable[[FrameType], str | None]
 
 FOREIGN = (  # the user's module, and autograd; below them only the library's own calls count
     "/benchmarks/models.py",
-    "/pipeflow/runtime/deferring.py",  # stands in for torch's layers
+    "/pipeflow/deferral/layers.py",  # stands in for torch's layers
     "/torch/nn/",
     "/torch/_tensor.py",
     "/torch/autograd/__init__.py",

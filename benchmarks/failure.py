@@ -50,7 +50,7 @@ def fail(rank: int, how: str, note: str) -> float:
     from torch.nn import functional
 
     import pipeflow
-    from pipeflow.runtime.context import current_context
+    from pipeflow.parallel.context import current_context
 
     mine = current_context().pipeline_rank == rank
     left = MICROBATCHES + MICROBATCHES // 2  # forwards until it fails

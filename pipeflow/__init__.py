@@ -25,9 +25,9 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 if TYPE_CHECKING:
     from pipeflow.analysis.exact import exact
     from pipeflow.analysis.search import Found, search
+    from pipeflow.parallel.context import Context
+    from pipeflow.parallel.launch import launch
     from pipeflow.runtime.clip import clip_grad_norm_
-    from pipeflow.runtime.context import Context
-    from pipeflow.runtime.launch import launch
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
-    "Context": "runtime.context",
+    "Context": "parallel.context",
     "Found": "analysis.search",
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
@@ -43,7 +43,7 @@ _LATER = {
     "clip_grad_norm_": "runtime.clip",
     "exact": "analysis.exact",
     "execute_pipeline": "runtime.pipeline",
-    "launch": "runtime.launch",
+    "launch": "parallel.launch",
     "search": "analysis.search",
 }
 

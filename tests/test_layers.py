@@ -20,13 +20,15 @@ FLOORS: dict[str, set[str]] = {
     "draw": {"core", "rich"},
     "cli": {"pipeflow", "rich", *PLANS},
     "__main__": {"cli"},
-    "runtime": {"core", "analysis", "torch"},
-    "tensor": {"core", "torch"},
+    "parallel": {"core", "torch"},
+    "deferral": {"core", "torch"},
+    "runtime": {"core", "analysis", "parallel", "deferral", "torch"},
+    "tensor": {"core", "parallel", "deferral", "torch"},
     "split": {"core", "torch"},
-    "training": {"core", "analysis", "runtime", "tensor", "torch"},
-    "huggingface": {"core", "split", "tensor", "runtime", "torch", "transformers"},
-    "testing": {"pipeflow", "runtime", "tensor", "training", "split", "torch", *PLANS},
-    "__init__": {"core", "schedules", "analysis", "draw", "runtime", "tensor", "training", "split", "huggingface"},
+    "training": {"core", "analysis", "parallel", "runtime", "tensor", "torch"},
+    "huggingface": {"core", "split", "parallel", "tensor", "runtime", "torch", "transformers"},
+    "testing": {"pipeflow", "parallel", "deferral", "runtime", "tensor", "training", "split", "torch", *PLANS},
+    "__init__": {*PLANS, "parallel", "deferral", "runtime", "tensor", "training", "split", "huggingface"},
 }
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from pipeflow.core.errors import UsageError
-from pipeflow.runtime.products import Product
-from pipeflow.runtime.transport import Work
+from pipeflow.deferral.products import Product
+from pipeflow.parallel.transport import Work
 
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.runtime.agreement import all_gather
+from pipeflow.parallel.agreement import all_gather
 from pipeflow.runtime.pipeline import Pipeline
 
 

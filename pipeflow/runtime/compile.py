@@ -11,13 +11,13 @@ import torch
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.parallel.transport import Lane, Transport
 from pipeflow.runtime import operations as ops
 from pipeflow.runtime import transfers
 from pipeflow.runtime.cells import Cell, Meta, Results, Saved
 from pipeflow.runtime.described import Arrival, Lanes, PostDescribed, SendDescribed, WaitDescribed
 from pipeflow.runtime.pairs import Both, Overlap
 from pipeflow.runtime.stage import Stage
-from pipeflow.runtime.transport import Lane, Transport
 
 
 @dataclass(slots=True)

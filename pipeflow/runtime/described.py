@@ -12,9 +12,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeflow.core.dataflow import Value
+from pipeflow.parallel.transport import Lane, Start, Transport
 from pipeflow.runtime.cells import Cell, Meta
 from pipeflow.runtime.transfers import Transfer
-from pipeflow.runtime.transport import Lane, Start, Transport
 
 
 class Expectation:

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_unflatten
 
 from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
+from pipeflow.deferral.module import Deferral
 from pipeflow.runtime.cells import Cell, Results, Saved, flatten
-from pipeflow.runtime.deferral import Deferral
 from pipeflow.runtime.microbatch import detach
 from pipeflow.runtime.stage import Stage
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
-from pipeflow.runtime.failure import ActionError
+from pipeflow.parallel.failure import ActionError
 from pipeflow.runtime.operations import Backward, Compute, Forward
 
 

@@ -15,11 +15,11 @@ from pipeflow.analysis.verify import verify
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.runtime.agreement import all_gather_object
+from pipeflow.deferral.products import Deferral
+from pipeflow.parallel.agreement import all_gather_object
+from pipeflow.parallel.context import Context, current_context
 from pipeflow.runtime.cells import Meta
-from pipeflow.runtime.context import Context, current_context
 from pipeflow.runtime.pairs import Overlap
-from pipeflow.runtime.products import Deferral
 from pipeflow.runtime.shared import Ties, compare_ties, copies_of, shared_in
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner

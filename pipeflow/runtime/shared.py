@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.runtime.agreement import exchange
-from pipeflow.runtime.context import SharedWeight, current_context
-from pipeflow.runtime.transport import Lane, Transport
+from pipeflow.parallel.agreement import exchange
+from pipeflow.parallel.context import SharedWeight, current_context
+from pipeflow.parallel.transport import Lane, Transport
 
 
 class PipelineSharedModuleWrapper:

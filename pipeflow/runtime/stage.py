@@ -8,7 +8,7 @@ from inspect import Parameter, signature
 
 from torch import nn
 
-from pipeflow.runtime.deferral import defer_weight_gradients
+from pipeflow.deferral.module import defer_weight_gradients
 from pipeflow.runtime.microbatch import Batch
 
 

@@ -15,10 +15,11 @@ from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.runtime.agreement import all_gather, all_gather_object
+from pipeflow.parallel.agreement import all_gather, all_gather_object
+from pipeflow.parallel.failure import ActionError
+from pipeflow.parallel.transport import LinkError, Transport
 from pipeflow.runtime.cells import Meta, Results
 from pipeflow.runtime.compile import Compiled, compile_program
-from pipeflow.runtime.failure import ActionError
 from pipeflow.runtime.microbatch import Batch, merge, next_batch, weights_of
 from pipeflow.runtime.operations import Compute, Operation
 from pipeflow.runtime.pairs import Overlap
@@ -26,7 +27,6 @@ from pipeflow.runtime.shared import Ties
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.trace import Timed, Trace
 from pipeflow.runtime.transfers import Transfer
-from pipeflow.runtime.transport import LinkError, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Runner:
         with torch.set_grad_enabled(training):
             if training:
                 self.ties.begin()
-            run(compiled.operations if measured is None else measured.operations)
+            run(compiled.operations if measured is None else measured.operations, self.transport)
             if training:
                 self.ties.end(self.transport)
         results = compiled.results
@@ -175,7 +175,7 @@ class Runner:
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def run(operations: Sequence[Operation]) -> None:
+def run(operations: Sequence[Operation], transport: Transport) -> None:
     """Calls one operation after the other. Raises ActionError or LinkError, which say where it went wrong."""
     operation: Operation | None = None
     try:
@@ -183,10 +183,11 @@ def run(operations: Sequence[Operation]) -> None:
             operation()
     except BaseException as error:
         match operation:
-            case _ if isinstance(error, ActionError):
+            case _ if isinstance(error, ActionError | LinkError):
                 raise
             case Transfer() if _is_of_channel(error):
-                raise LinkError(operation.peer, f"{operation.doing} the {operation.value}", error) from None
+                peer = transport.world_rank(operation.peer)
+                raise LinkError(peer, f"{operation.doing} the {operation.value}", error) from None
             case Transfer(value=value):
                 kind = Kind.F if value.content is Content.ACTIVATION else Kind.B
                 raise ActionError(Action(kind, value.stage, value.microbatch)) from error

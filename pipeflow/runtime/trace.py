@@ -14,10 +14,10 @@ import torch
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.runtime.agreement import all_gather, all_gather_object
+from pipeflow.parallel.agreement import all_gather, all_gather_object
+from pipeflow.parallel.transport import Transport
 from pipeflow.runtime.operations import Compute, Operation
 from pipeflow.runtime.pairs import Both
-from pipeflow.runtime.transport import Transport
 
 
 class Timed(Operation):

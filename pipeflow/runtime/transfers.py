@@ -10,9 +10,9 @@ import torch
 
 from pipeflow.core.dataflow import Value
 from pipeflow.core.errors import UsageError
+from pipeflow.parallel.transport import Start
 from pipeflow.runtime.cells import Cell, Meta
 from pipeflow.runtime.operations import Operation
-from pipeflow.runtime.transport import Start
 
 
 class Transfer(Operation):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
-from pipeflow.runtime.agreement import all_gather
-from pipeflow.runtime.transport import Lane, Transport, Work
+from pipeflow.parallel.agreement import all_gather
+from pipeflow.parallel.transport import Lane, Transport, Work
 
 _SOON = 1.0  # seconds
 _MANY = 8  # transfers

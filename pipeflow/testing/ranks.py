@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from pipeflow.core.errors import Failure
-from pipeflow.runtime.context import Context, set_context
-from pipeflow.runtime.launch import launch
-from pipeflow.runtime.local import Hub, LocalTransport
+from pipeflow.parallel.context import Context, set_context
+from pipeflow.parallel.launch import launch
+from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.local import Hub, LocalTransport
 
 _GRACE = 5.0  # seconds for a process to end
 
@@ -42,19 +43,22 @@ def run_threads(
     deadline: float = 60.0,
     timeout: float = 30.0,
     device: str = "cpu",
+    tensor: int = 1,
+    data: int = 1,
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, each a thread of this process over a LocalTransport; returns what
-    each returned. On a GPU each rank computes on a stream of its own.
+    each returned. On a GPU each rank computes on a stream of its own. `ranks` counts the whole world: `data`
+    replicas of pipelines whose every rank is `tensor` threads.
 
     Raises RankError after `deadline` seconds, or when a rank raised.
     """
-    hub, place = Hub(ranks), torch.device(device)
+    hub, place, layout = Hub(ranks), torch.device(device), Layout.of(ranks, ranks // (tensor * data), tensor)
     results: list[Any] = [None] * ranks
     errors: dict[int, str] = {}
 
     def run(rank: int) -> None:
         transport = LocalTransport(hub, rank, device=place, timeout=timeout)
-        set_context(Context(rank, ranks, rank, ranks, place, transport))
+        set_context(Context(rank, layout, place, transport))
         if place.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(place))
         try:
@@ -84,21 +88,24 @@ def run_processes(
     deadline: float = 60.0,
     timeout: float = 30.0,
     may_die: Sequence[int] = (),
+    tensor: int = 1,
+    data: int = 1,
 ) -> list[Any]:
     """Calls `function(*arguments)` on every rank, each a process that has called `launch`; returns what each
-    returned, None for those of `may_die` that were killed. Function, arguments and results must pickle.
+    returned, None for those of `may_die` that were killed. Function, arguments and results must pickle. `ranks`,
+    `tensor` and `data` are as for `run_threads`.
 
     Raises RankError after `deadline` seconds, having ended all of them, or when a rank raised or died.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "pipeflow.testing"])
-    port = _free_port()
+    port, layout = _free_port(), Layout.of(ranks, ranks // (tensor * data), tensor)
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
         processes: list[BaseProcess] = []
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
-            place = (rank, ranks, port, timeout, str(Path(folder, f"{rank}.stack")))
+            place = (rank, layout, port, timeout, str(Path(folder, f"{rank}.stack")))
             process = context.Process(target=_run_rank, args=(there, place, function, arguments), daemon=True)
             process.start()
             there.close()
@@ -116,17 +123,17 @@ def run_processes(
 
 def _run_rank(
     connection: Connection,
-    place: tuple[int, int, int, float, str],
+    place: tuple[int, Layout, int, float, str],
     function: Callable[..., Any],
     arguments: tuple[object, ...],
 ) -> None:
-    rank, ranks, port, timeout, stack = place
+    rank, layout, port, timeout, stack = place
     faulthandler.register(signal.SIGUSR1, file=Path(stack).open("w"), all_threads=True)  # noqa: SIM115 (open until the end)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     try:
-        launch(ranks, timeout=timeout)
+        launch(layout.pipeline, layout.tensor, timeout=timeout)
         connection.send((True, function(*arguments)))
     except BaseException:
         connection.send((False, traceback.format_exc()))

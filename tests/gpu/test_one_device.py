@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 
 pytestmark = [

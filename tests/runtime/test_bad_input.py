@@ -23,7 +23,7 @@ from pipeflow import (
     launch,
     make_schedule,
 )
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, PlainModel
 from tests.runtime.work import build, gradients_of, require_near, schedule_of
@@ -336,7 +336,7 @@ def test_without_launch_there_is_no_context() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        (4, r"a world of 6 processes is not divisible into pipelines of 4 ranks: .* --nproc-per-node 4"),
+        (4, r"a world of 6 processes is not divisible into replicas of 4 .* --nproc-per-node 4"),
         (3, r"a pipeline of 3 ranks in a world of 6 leaves 2 replicas, and data parallelism is not there yet"),
         (12, "a world of 6 processes is not divisible into pipelines of 12 ranks"),
         (0, "pipeline must be an integer of at least 1, got 0"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeflow import PipelineError, UsageError, clip_grad_norm_, execute_pipeline
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
 from tests.runtime.work import Gradients, build, gradients_of, require_near, schedule_of

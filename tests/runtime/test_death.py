@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, clip_grad_norm_, execute_pipeline
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import TiedModel
 from tests.runtime.work import schedule_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeflow import Placement, Schedule, execute_pipeline, verify
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.runtime.pairs import Half
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import KeywordModel, TiedModel, TinyModel, TreeModel

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from pipeflow import Pipeline, execute_pipeline
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, KeywordModel, PlainModel, TiedModel, TinyModel, TreeModel
 from tests.runtime.work import build, gradients_of, layouts, plain, schedule_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, Schedule, UsageError, execute_pipeline
 from pipeflow.core.action import Kind
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel
 from tests.runtime.work import gradients_of, require_near, schedule_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, execute_pipeline
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, Layer, PlainModel
 from tests.runtime.work import Gradients, plain, require_near, schedule_of

@@ -18,8 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeflow import Pipeline, Schedule, execute_pipeline, lower, simulate
 from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Program, Release, Send
-from pipeflow.runtime.context import current_context
-from pipeflow.runtime.products import Deferral, Product, accumulate
+from pipeflow.deferral.products import Deferral, Product, accumulate
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH
 from tests.runtime.work import drawn_at_random, layouts, schedule_of

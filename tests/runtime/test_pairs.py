@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 
 from pipeflow import PipelineError, Schedule, UsageError, execute_pipeline
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.runtime.pairs import Half, Overlap
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, PlainModel, TiedModel, TinyModel, TreeModel
 from tests.runtime.work import build, gradients_of, require_near, schedule_of

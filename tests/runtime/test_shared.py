@@ -18,7 +18,7 @@ from pipeflow import (
     execute_pipeline,
     make_schedule,
 )
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, WORDS, PlainModel, TiedModel, Words, initial
 from tests.runtime.work import Gradients, build, gradients_of, plain, require_near, schedule_of

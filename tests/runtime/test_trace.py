@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import CostModel, Kind, Pipeline, Timeline, execute_pipeline, simulate
-from pipeflow.runtime.context import current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import TiedModel
 from tests.runtime.work import build, layouts, schedule_of

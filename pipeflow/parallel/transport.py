@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
+
+if TYPE_CHECKING:
+    from pipeflow.parallel.group import Group
 
 
 class Lane(IntEnum):
@@ -54,6 +57,12 @@ class Transport(Protocol):
     def receiver(self, peer: int, lane: Lane) -> Start:
         """What receives on `lane` from `peer`, in the order of its sends."""
 
+    def world_rank(self, peer: int) -> int:
+        """What `peer` is called in messages to people: its rank in the world."""
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """What computes together with `ranks`, this one among them; each of them asks for it."""
+
     def report(self, failure: Failure) -> Failure:
         """Tells every rank of `failure` and breaks all channels, so that whoever waits wakes up. Returns the
         failure that was told first, which is the one to raise.
@@ -67,10 +76,12 @@ class Transport(Protocol):
 
 
 class LinkError(Exception):
-    """The channel to `peer` broke, or its deadline passed, while this rank was `doing` something."""
+    """The channel to `peer`, a rank of the world, broke, or its deadline passed, while this rank was `doing`
+    something.
+    """
 
     def __init__(self, peer: int, doing: str, error: BaseException) -> None:
         super().__init__(f"{doing}: {error}")
         self.peer = peer
         self.doing = doing
-        self.timed_out = "timed out" in str(error).lower()
+        self.timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))

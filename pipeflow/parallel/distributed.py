@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -15,17 +16,19 @@ import torch
 import torch.distributed as dist
 
 from pipeflow.core.errors import Failure
-from pipeflow.runtime.transport import Lane, Start
+from pipeflow.parallel.collectives import DistributedGroup
+from pipeflow.parallel.group import Alone, Group
+from pipeflow.parallel.transport import Lane, Start
 
 _LINGER = 30.0  # seconds; a rank in a long action hears of a failure at its end
 
 
 class DistributedTransport:
-    """Channels between the processes of one pipeline.
+    """Channels between the processes of a world, and groups of them.
 
     Args:
         store: reachable by every rank, empty under its prefix; `store_host` is the rank whose process serves it.
-        rank, size: this process's place in the pipeline.
+        rank, size: this process's place.
         device: where activations live; a CUDA device selects NCCL.
         timeout: seconds until a wait gives up.
     """
@@ -48,10 +51,18 @@ class DistributedTransport:
         # both ways keeps its thread spinning. Typed Any since torch's stubs know neither send nor recv of a group.
         self._gloo: list[Any] = [self._group(direction) for direction in ("down", "up")]
         self._nccl: dict[tuple[int, int, Lane], Any] = {}
+        self._collective: dict[tuple[int, ...], Any] = {}
 
     def _group(self, name: str) -> Any:
-        store = dist.PrefixStore(f"generation-{self._generation}/gloo-{name}", self._store)
-        return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout))
+        return dist.ProcessGroupGloo(
+            self._store_of(f"gloo-{name}"), self.rank, self.size, timedelta(seconds=self.timeout)
+        )
+
+    def _store_of(self, name: str) -> dist.Store:
+        return dist.PrefixStore(f"generation-{self._generation}/{name}", self._store)
+
+    def world_rank(self, peer: int) -> int:
+        return peer
 
     def sender(self, peer: int, lane: Lane) -> Start:
         if self.device.type == "cuda" and not lane.on_host:
@@ -67,12 +78,28 @@ class DistributedTransport:
         """The NCCL communicator of an ordered pair, in which the source is rank 0 and the destination rank 1."""
         key = (source, destination, lane)
         if key not in self._nccl:
-            name = f"generation-{self._generation}/nccl-{source}-{destination}-{lane.name}"
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=self.timeout)
-            store = dist.PrefixStore(name, self._store)
-            self._nccl[key] = dist.ProcessGroupNCCL(store, int(self.rank == destination), 2, options)
+            store = self._store_of(f"nccl-{source}-{destination}-{lane.name}")
+            self._nccl[key] = self._nccl_group(store, int(self.rank == destination), 2)
         return self._nccl[key]
+
+    def _nccl_group(self, store: dist.Store, rank: int, size: int) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.timeout)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        return DistributedGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
+
+    def collective(self, ranks: tuple[int, ...]) -> Any:
+        """What torch computes collectives of `ranks` with; made when it is first asked for after a (re)opening."""
+        if ranks not in self._collective:
+            store, rank = self._store_of(f"group-{'-'.join(map(str, ranks))}"), ranks.index(self.rank)
+            if self.device.type == "cuda":
+                self._collective[ranks] = self._nccl_group(store, rank, len(ranks))
+            else:
+                timeout = timedelta(seconds=self.timeout)
+                self._collective[ranks] = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+        return self._collective[ranks]
 
     def report(self, failure: Failure) -> Failure:
         key = f"failure-{self._generation}"
@@ -102,7 +129,8 @@ class DistributedTransport:
             time.sleep(0.01)
 
     def close(self) -> None:
-        for communicator in self._nccl.values():
-            communicator.abort()
-        self._nccl = {}
+        if self.device.type == "cuda":  # gloo's are closed when nobody holds them
+            for communicator in (*self._nccl.values(), *self._collective.values()):
+                communicator.abort()
+        self._nccl, self._collective = {}, {}
         self._gloo = []

@@ -11,47 +11,43 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import require_positive
-from pipeflow.runtime.context import Context, set_context
-from pipeflow.runtime.distributed import DistributedTransport
-from pipeflow.runtime.local import Hub, LocalTransport
-from pipeflow.runtime.transport import Transport
+from pipeflow.parallel.context import Context, set_context
+from pipeflow.parallel.distributed import DistributedTransport
+from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.local import Hub, LocalTransport
+from pipeflow.parallel.transport import Transport
 
 _PATIENCE = timedelta(minutes=5)  # processes do not all start at the same moment
 
 
-def launch(pipeline: int | None = None, *, timeout: float = 60.0, device: torch.device | str | None = None) -> Context:
-    """Joins this process to the others and returns its place.
+def launch(
+    pipeline: int | None = None,
+    tensor: int = 1,
+    *,
+    timeout: float = 60.0,
+    device: torch.device | str | None = None,
+) -> Context:
+    """Joins this process to the others and returns its place. Tensor ranks are neighbours, then come the ranks of a
+    pipeline; what is left of the world are replicas, for data parallelism.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); without it, this process
     is a world of its own. Initializes torch.distributed's default process group unless that was done.
 
     Args:
-        pipeline: ranks of the pipeline; by default the whole world.
+        pipeline: ranks of a pipeline; by default there is one pipeline, through the whole world.
+        tensor: processes that share every layer.
         timeout: seconds after which a wait for another rank gives up.
         device: by default this process's own GPU where there is one, else the CPU.
 
     Raises UsageError, before any process group exists, when the world does not fit.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    pipeline = world_size if pipeline is None else pipeline
-    require_positive(pipeline=pipeline)
-    if world_size % pipeline:
-        raise UsageError(
-            f"a world of {world_size} processes is not divisible into pipelines of {pipeline} ranks: start a multiple "
-            f"of {pipeline} processes, as with torchrun --nproc-per-node {pipeline}"
-        )
-    if world_size != pipeline:
-        raise UsageError(
-            f"a pipeline of {pipeline} ranks in a world of {world_size} leaves {world_size // pipeline} replicas, and "
-            f"data parallelism is not there yet: start {pipeline} processes"
-        )
+    layout = Layout.of(world_size, pipeline, tensor)
     place = _device() if device is None else torch.device(device)
     transport: Transport = LocalTransport(Hub(1), 0, device=place, timeout=timeout)
     if world_size > 1:
         transport = _join(rank, world_size, place, timeout)
-    context = Context(rank, world_size, rank, pipeline, place, transport)
+    context = Context(rank, layout, place, transport)
     set_context(context)
     return context
 

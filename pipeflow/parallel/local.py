@@ -6,22 +6,26 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
-from pipeflow.runtime.transport import Lane, Start
+from pipeflow.parallel.group import Alone, Group
+from pipeflow.parallel.meeting import LocalGroup, Meeting
+from pipeflow.parallel.transport import Lane, Start
 
 
 class Hub:
-    """What the ranks of one in-process pipeline share."""
+    """What the ranks of one in-process world share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
         self.channels: dict[tuple[int, int, int, Lane], _Channel] = defaultdict(_Channel)
+        self.meetings: dict[tuple[int, tuple[int, ...], int], Meeting] = {}  # by generation, ranks and number
         self.failures: dict[int, Failure] = {}  # by generation
         self.closed: set[tuple[int, int]] = set()  # (generation, rank) of those that were told of a failure
 
@@ -73,31 +77,37 @@ class LocalTransport:
         self.size = hub.size
         self.device = torch.device("cpu") if device is None else device
         self.timeout = timeout
-        self._hub = hub
-        self._generation = 0
+        self.hub = hub
+        self.generation = 0  # counts the reopenings
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
+    def world_rank(self, peer: int) -> int:
+        return peer
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        return LocalGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
+
     def sender(self, peer: int, lane: Lane) -> Start:
-        return partial(self._start, (self._generation, self.rank, peer, lane), True)
+        return partial(self._start, (self.generation, self.rank, peer, lane), True)
 
     def receiver(self, peer: int, lane: Lane) -> Start:
-        return partial(self._start, (self._generation, peer, self.rank, lane), False)
+        return partial(self._start, (self.generation, peer, self.rank, lane), False)
 
     def _start(self, key: tuple[int, int, int, Lane], sending: bool, tensors: list[Tensor]) -> _Transfer:
         generation, source, destination, _ = key
         far = (generation, destination if sending else source)
-        transfer = _Transfer(self._hub, far, self.timeout, tensors[0])
-        with self._hub.changed:
-            if far in self._hub.closed:
+        transfer = _Transfer(self.hub, far, self.timeout, tensors[0])
+        with self.hub.changed:
+            if far in self.hub.closed:
                 raise RuntimeError("the channel is closed")
-            channel = self._hub.channels[key]
+            channel = self.hub.channels[key]
             mine, other = (channel.sends, channel.receives) if sending else (channel.receives, channel.sends)
             if not other:
                 mine.append(transfer)
                 return transfer
             match = other.popleft()
             self._copy(*((transfer, match) if sending else (match, transfer)))
-            self._hub.changed.notify_all()
+            self.hub.changed.notify_all()
         return transfer
 
     def _copy(self, source: _Transfer, target: _Transfer) -> None:
@@ -115,17 +125,19 @@ class LocalTransport:
         source.done = target.done = True
 
     def report(self, failure: Failure) -> Failure:
-        with self._hub.changed:
-            first = self._hub.failures.setdefault(self._generation, failure)
-            self._hub.closed.add((self._generation, self.rank))
-            for key in [key for key in self._hub.channels if key[0] == self._generation and self.rank in key[1:3]]:
-                del self._hub.channels[key]
-            self._hub.changed.notify_all()
+        with self.hub.changed:
+            first = self.hub.failures.setdefault(self.generation, failure)
+            self.hub.closed.add((self.generation, self.rank))
+            for key in [key for key in self.hub.channels if key[0] == self.generation and self.rank in key[1:3]]:
+                del self.hub.channels[key]
+            for meeting in [key for key in self.hub.meetings if key[0] == self.generation and self.rank in key[1]]:
+                del self.hub.meetings[meeting]
+            self.hub.changed.notify_all()
         return first
 
     def reopen(self) -> None:
-        if (self._generation, self.rank) in self._hub.closed:
-            self._generation += 1
+        if (self.generation, self.rank) in self.hub.closed:
+            self.generation += 1
 
     def close(self) -> None:
         """Nothing to give back: the channels go with the hub."""

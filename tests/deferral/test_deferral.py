@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeflow.runtime.deferral import defer_weight_gradients
-from tests.runtime.halves import (
+from pipeflow.deferral.module import defer_weight_gradients
+from tests.deferral.halves import (
     CASES,
     TIED,
     Case,

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from pipeflow.core.action import Action
 from pipeflow.core.errors import Failure, PipeflowError, PipelineError
-from pipeflow.runtime.transport import LinkError, Transport
+from pipeflow.parallel.transport import LinkError, Transport
 
 
 class ActionError(Exception):
@@ -29,10 +29,10 @@ class Holder(Protocol):
 
 
 class Alarm:
-    """What the ranks tell each other when something goes wrong; one for all that use a transport.
+    """What the ranks tell each other when something goes wrong; one for a whole world.
 
     Args:
-        transport: spreads the failure.
+        transport: of the world; it spreads the failure.
 
     Attributes:
         holders: asked to forget the transport's channels when they are to be closed.
@@ -107,6 +107,9 @@ def _trace(error: BaseException) -> str:
     return "" if isinstance(error, PipeflowError) else "".join(traceback.format_exception(error))
 
 
+_OURS = ("pipeflow.parallel", "pipeflow.runtime", "pipeflow.tensor", "pipeflow.training")
+
+
 def _forget_frames(error: BaseException | None) -> None:
     """Empties the engine's own frames along the chain of errors: they hold transfers under way, and those keep
     channels open. The user's frames stay as they are, for a debugger.
@@ -115,7 +118,7 @@ def _forget_frames(error: BaseException | None) -> None:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_globals.get("__name__", "").startswith("pipeflow.runtime"):
+            if frame.f_globals.get("__name__", "").startswith(_OURS):
                 with suppress(RuntimeError):  # it still runs
                     frame.clear()
         error = error.__cause__ or error.__context__

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeflow.runtime.transport import Lane, LinkError, Transport, Work
+from pipeflow.parallel.transport import Lane, LinkError, Transport, Work
 
 
 def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
@@ -28,8 +28,8 @@ def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
         to, of = (rank - distance) % size, (rank + distance) % size
         sent = start(transport, to, Lane.CONTROL, known[:count].clone(), sending=True)
         received = start(transport, of, Lane.CONTROL, arriving, sending=False)
-        finish(received, of, "in the agreement of all ranks")
-        finish(sent, to, "in the agreement of all ranks")
+        finish(received, transport.world_rank(of), "in the agreement of all ranks")
+        finish(sent, transport.world_rank(to), "in the agreement of all ranks")
         known = torch.cat([known, arriving])
     return known.roll(rank, dims=0).tolist()
 
@@ -53,7 +53,7 @@ def exchange(
     sent = {peer: start(transport, peer, lane, tensor, sending=True) for peer, tensor in outgoing.items()}
     for works in (received, sent):
         for peer, work in works.items():
-            finish(work, peer, doing)
+            finish(work, transport.world_rank(peer), doing)
 
 
 def start(transport: Transport, peer: int, lane: Lane, tensor: Tensor, *, sending: bool) -> Work:
@@ -61,11 +61,11 @@ def start(transport: Transport, peer: int, lane: Lane, tensor: Tensor, *, sendin
     try:
         return (transport.sender if sending else transport.receiver)(peer, lane)([tensor])
     except RuntimeError as error:
-        raise LinkError(peer, "starting a transfer", error) from None
+        raise LinkError(transport.world_rank(peer), "starting a transfer", error) from None
 
 
 def finish(work: Work, peer: int, doing: str) -> None:
-    """Waits for one transfer. Raises LinkError when it fails."""
+    """Waits for one transfer, with `peer` of the world. Raises LinkError when it fails."""
     try:
         work.wait()
     except RuntimeError as error:

@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipeflow import UsageError
-from pipeflow.runtime.deferral import Deferral, defer_weight_gradients
-from pipeflow.runtime.products import LinearProduct
+from pipeflow.deferral.module import Deferral, defer_weight_gradients
+from pipeflow.deferral.products import LinearProduct
 from pipeflow.testing import run_threads
-from tests.runtime.halves import (
+from tests.deferral.halves import (
     CASES,
     TIED,
     Case,

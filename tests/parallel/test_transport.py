@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
-from pipeflow.runtime.context import current_context
-from pipeflow.runtime.local import LocalTransport
-from pipeflow.runtime.transport import Lane, Start, Work
+from pipeflow.parallel.context import current_context
+from pipeflow.parallel.local import LocalTransport
+from pipeflow.parallel.transport import Lane, Start, Work
 from pipeflow.testing import RankError, conformance, run_processes, run_threads
 
 
@@ -49,7 +49,7 @@ class Unordered(LocalTransport):
 
     def _start(self, key: tuple[int, int, int, Lane], sending: bool, tensors: list[Tensor]) -> Work:  # type: ignore[override]
         if key[3] is not Lane.CONTROL and not sending:
-            self._hub.channels[key].sends.rotate(1)
+            self.hub.channels[key].sends.rotate(1)
         return super()._start(key, sending, tensors)
 
 
@@ -72,13 +72,13 @@ class Stale(LocalTransport):
     """Channels are never made afresh."""
 
     def report(self, failure: Failure) -> Failure:
-        with self._hub.changed:
-            first = self._hub.failures.setdefault(self._generation, failure)
-            self._hub.changed.notify_all()
+        with self.hub.changed:
+            first = self.hub.failures.setdefault(self.generation, failure)
+            self.hub.changed.notify_all()
         return first
 
     def reopen(self) -> None:
-        self._hub.failures.clear()
+        self.hub.failures.clear()
 
 
 class Deaf(LocalTransport):

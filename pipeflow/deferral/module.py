@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipeflow.runtime.deferring import DeferringConv1d, DeferringConv2d, DeferringEmbedding, DeferringLinear
-from pipeflow.runtime.products import Deferral
+from pipeflow.deferral.layers import DeferringConv1d, DeferringConv2d, DeferringEmbedding, DeferringLinear
+from pipeflow.deferral.products import Deferral
 
 __all__ = ["Deferrable", "Deferral", "defer_weight_gradients"]
 

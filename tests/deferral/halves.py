@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.runtime.deferral import Deferral, defer_weight_gradients
-from pipeflow.runtime.products import Product
+from pipeflow.deferral.module import Deferral, defer_weight_gradients
+from pipeflow.deferral.products import Product
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

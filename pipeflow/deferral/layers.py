@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.runtime.products import ConvolutionProduct, Deferral, EmbeddingProduct, LinearProduct, Product
+from pipeflow.deferral.products import ConvolutionProduct, Deferral, EmbeddingProduct, LinearProduct, Product
 
 
 class Given(NamedTuple):
