@@ -337,8 +337,7 @@ def test_without_launch_there_is_no_context() -> None:
     ("pipeline", "message"),
     [
         (4, r"a world of 6 processes is not divisible into replicas of 4 .* --nproc-per-node 4"),
-        (3, r"a pipeline of 3 ranks in a world of 6 leaves 2 replicas, and data parallelism is not there yet"),
-        (12, "a world of 6 processes is not divisible into pipelines of 12 ranks"),
+        (12, "a world of 6 processes is not divisible into replicas of 12"),
         (0, "pipeline must be an integer of at least 1, got 0"),
     ],
 )
@@ -369,4 +368,4 @@ def test_a_single_process_needs_no_launcher() -> None:
     environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run([sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
-    assert done.stdout.startswith("torch.Size([])\na world of 1 processes is not divisible into pipelines of 2 ranks")
+    assert done.stdout.startswith("torch.Size([])\na world of 1 processes is not divisible into replicas of 2")
