@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pipeflow.deferral.module import defer_weight_gradients
 from torch import nn
 from torch.nn import functional
 
@@ -21,7 +22,6 @@ from pipeflow import (
     plan,
 )
 from pipeflow.analysis.transformer_costs import stage_costs
-from pipeflow.runtime.deferral import defer_weight_gradients
 from pipeflow.schedules import SCHEDULES
 from tests.families import make_near
 

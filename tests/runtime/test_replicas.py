@@ -14,7 +14,7 @@ from pipeflow import PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
-from pipeflow.testing.models import KeywordModel, PlainModel, TiedModel, TinyModel
+from pipeflow.testing.models import KeywordModel, TiedModel, TinyModel
 from tests.runtime.work import Batch, build, gradients_of, layouts, require_near, schedule_of
 
 Run = Callable[..., list[Any]]
