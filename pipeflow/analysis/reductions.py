@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipeflow.analysis.violation import Violation
 from pipeflow.core.action import Action, Kind, actions_of
-from pipeflow.core.reductions import is_reduction, last_weight_gradients
+from pipeflow.core.reductions import last_weight_gradients
 from pipeflow.core.schedule import Schedule
 
 
@@ -17,7 +17,7 @@ def wrong_reductions(schedule: Schedule) -> Iterator[Violation]:
     not take part, the others would wait for it, and where one stage was left out, its copies would drift apart. A
     reduction stands after all of its stage's weight gradients on its rank, and names the microbatch of the last one.
     """
-    if not any(is_reduction(entry) for row in schedule.rows for entry in row):
+    if not any(isinstance(entry, Action) and entry.kind is Kind.R for row in schedule.rows for entry in row):
         return
     for rank, row in enumerate(schedule.rows):
         missing = last_weight_gradients(row)

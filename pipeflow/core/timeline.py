@@ -42,6 +42,10 @@ class Timeline(Shown):
         """Last end minus time 0."""
         return max((row[-1].end for row in (*self.rows, *self.reductions) if row), default=0.0)
 
+    def reductions_of(self, rank: int) -> Row:
+        """The reductions of one rank; none where there are none at all."""
+        return self.reductions[rank] if self.reductions else ()
+
     @property
     def exposed_reduction(self) -> float:
         """How long reductions go on when all computations have ended: what they add to the makespan."""
