@@ -35,8 +35,8 @@ def verify_programs(programs: Sequence[Program]) -> list[Violation]:
 
 
 def _flows(programs: Sequence[Program]) -> Table:
-    """The dataflow of as many stages as the programs compute; without backwards nothing is saved, and without reductions
-    there are no weight gradients.
+    """The dataflow of as many stages as the programs compute; without backwards nothing is saved, and without
+    reductions there are no weight gradients.
     """
     kinds = {
         (action.kind, action.stage)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeflow.analysis.violation import Violation
-from pipeflow.core.action import Action, Kind, actions_of
-from pipeflow.core.reductions import last_weight_gradients
+from pipeflow.core.action import Action, Entry, Kind
+from pipeflow.core.reductions import Last, last_weight_gradients
 from pipeflow.core.schedule import Schedule
 
 
 def wrong_reductions(schedule: Schedule) -> Iterator[Violation]:
-    """Every violation of the reductions of `schedule`, one at most for each.
+    """Every violation of the reductions of `schedule`, at most one for each of those whose stage and microbatch exist.
 
     A schedule reduces no stage, or each one, once on each rank that makes weight gradients of it: where one rank did
     not take part, the others would wait for it, and where one stage was left out, its copies would drift apart. A
@@ -19,25 +19,31 @@ def wrong_reductions(schedule: Schedule) -> Iterator[Violation]:
     """
     if not any(isinstance(entry, Action) and entry.kind is Kind.R for row in schedule.rows for entry in row):
         return
+    stages, microbatches = schedule.placement.num_stages, schedule.num_microbatches
     for rank, row in enumerate(schedule.rows):
-        missing = last_weight_gradients(row)
-        last = dict(missing)
+        last = last_weight_gradients(row)
+        seen: set[int] = set()
         for position, entry in enumerate(row):
-            for action in actions_of(entry):
-                if action.kind is not Kind.R:
-                    continue
-                if action.stage not in last:
-                    wants = f"reductions of stages that have weight gradients on rank {rank}"
-                elif missing.pop(action.stage, None) is None:
-                    wants = "one reduction of a stage on a rank"
-                elif position < last[action.stage].position:
-                    wants = f"it after {row[last[action.stage].position]}, the last weight gradient of its stage"
-                elif action.microbatch != last[action.stage].microbatch:
-                    right = Action(Kind.R, action.stage, last[action.stage].microbatch)
-                    wants = f"{right}, as the last weight gradient of its stage is {row[last[action.stage].position]}"
-                else:
-                    continue
-                yield Violation(f"{action} is there", wants, rank, position)
-        for stage, (position, microbatch) in missing.items():
-            wants = f"{Action(Kind.R, stage, microbatch)} after {row[position]}, as others are reduced"
-            yield Violation(f"stage {stage} is not reduced", wants, rank)
+            if not (isinstance(entry, Action) and entry.kind is Kind.R):
+                continue
+            wanted = _wanted(row, position, entry, last.get(entry.stage), entry.stage in seen)
+            if wanted and entry.stage < stages and entry.microbatch < microbatches:
+                yield Violation(f"{entry} is wrong here", wanted, rank, position)
+            seen.add(entry.stage)
+        for stage in last.keys() - seen:
+            after = Action(Kind.R, stage, last[stage].microbatch), row[last[stage].position]
+            yield Violation(f"stage {stage} is not reduced", "{} after {}, since others are".format(*after), rank)
+
+
+def _wanted(row: tuple[Entry, ...], position: int, reduction: Action, last: Last | None, again: bool) -> str | None:
+    """What should be in place of a reduction; None where it is right."""
+    if last is None:
+        return "reductions of stages alone that have weight gradients on this rank"
+    if again:
+        return "one reduction of a stage on a rank"
+    if position < last.position:
+        return f"it after {row[last.position]}, the last weight gradient of its stage"
+    if reduction.microbatch != last.microbatch:
+        right = Action(Kind.R, reduction.stage, last.microbatch)
+        return f"{right}, after the last weight gradient of its stage"
+    return None

@@ -27,8 +27,8 @@ def verify(schedule: Schedule, *, memory_cap: Cap | None = None) -> list[Violati
     - every action is on the rank that holds its stage, within the stages and microbatches there are;
     - every (stage, microbatch) runs forward once, and backward once, whole or in two halves (or the schedule
       has forwards alone);
-    - no stage is reduced; or each one once on each rank that makes weight gradients of it, after the last of these, whose
-      microbatch the reduction names;
+    - no stage is reduced; or each one once on each rank that makes weight gradients of it, after the last of these,
+      whose microbatch the reduction names;
     - no rank waits for ever: the order has no cycle;
     - with a `memory_cap`, in microbatches of a rank's whole share of the model (one number, or one per rank), no rank
       keeps more activations alive, as `Timeline.peak_activations` counts them.
@@ -42,7 +42,8 @@ def verify(schedule: Schedule, *, memory_cap: Cap | None = None) -> list[Violati
         for position, entry in enumerate(row):
             for action in actions_of(entry):
                 ran.setdefault((action.stage, action.microbatch), []).append((action.kind, rank, position))
-    violations = [*_foreign(schedule, ran), *_misplaced(schedule, ran), *_not_once(schedule, ran), *wrong_reductions(schedule)]
+    violations = [*_foreign(schedule, ran), *_misplaced(schedule, ran), *_not_once(schedule, ran)]
+    violations += wrong_reductions(schedule)
     violations = violations or list(_deadlock(schedule))
     return violations if memory_cap is None else [*violations, *over_cap(schedule, memory_cap)]
 
@@ -64,7 +65,7 @@ def _misplaced(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
             continue
         holder = paths[microbatch % len(paths)][stage]
         for kind, rank, position in runs:
-            if rank != holder and (kind is not Kind.R or all(path[stage] != rank for path in paths)):
+            if rank != holder and kind is not Kind.R:
                 wants = f"it on rank {holder}, which holds its stage"
                 yield Violation(f"{Action(kind, stage, microbatch)} is on rank {rank}", wants, rank, position)
 
@@ -76,14 +77,13 @@ def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
     for stage in range(schedule.placement.num_stages):
         for microbatch in range(schedule.num_microbatches):
             runs = ran.get((stage, microbatch), [])
-            kinds = sorted([kind for kind, _, _ in runs])
+            kinds = sorted([kind for kind, _, _ in runs if kind is not Kind.R])
             if kinds in whole:
-                continue
-            runs = [run for run in runs if run[0] is not Kind.R]
-            if sorted([kind for kind, _, _ in runs]) in whole:
                 continue
             seen: set[Kind] = set()
             for kind, rank, position in runs:
+                if kind is Kind.R:
+                    continue
                 if kind in seen:
                     yield Violation(
                         f"{Action(kind, stage, microbatch)} runs again", "every action once", rank, position

@@ -10,8 +10,8 @@ from pipeflow.core.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does. Backward is either whole (B) or in two halves (I, then W). All but R compute: R sums a stage's
-    weight gradients over the ranks that hold the stage, and goes on beside the computations that follow.
+    """What an action does. Backward is either whole (B) or in two halves (I, then W). All but R compute: R sums the
+    weight gradients of a stage over the ranks that hold it, and goes on beside the computations that follow.
 
     The zero-bubble papers write I as "B".
     """

@@ -98,9 +98,9 @@ class CostModel:
 
     @classmethod
     def measured(cls, timeline: Timeline) -> CostModel:
-        """The costs that a timeline shows: per stage the mean time of its actions and reductions, and as latency the median time that
-        an idle rank waited for a value after it was made. What a whole backward takes is shared out between its halves
-        as where they ran apart, or equally.
+        """The costs that a timeline shows: per stage the mean time of its actions and reductions, and as latency the
+        median time that an idle rank waited for a value after it was made. What a whole backward takes is shared out
+        between its halves as where they ran apart, or equally.
         """
         from statistics import fmean, median  # slow to import, and needed here alone
 

@@ -23,7 +23,8 @@ class Content(StrEnum):
 
 class Value(NamedTuple):
     """One value of a run: made once and used once, but for weight gradients: a reduction stands for all microbatches
-    before its own, and without reductions nobody uses them. As text: `activation 2F0`'s maker and content."""
+    before its own, and without reductions nobody uses them. As text: `activation 2F0`'s maker and content.
+    """
 
     content: Content
     stage: int

@@ -1,4 +1,4 @@
-"""Reductions in a row: where a stage's weight gradients are all there, and how torch's tables write it. What must not live
+"""Reductions in a row: where a stage's weight gradients are all there, and how tables write them. What must not live
 here: what is right, and when they run.
 """
 
@@ -75,5 +75,5 @@ def parse_cell(text: str, before: Sequence[Entry]) -> Entry:
     stage = int(match[1])
     last = last_weight_gradients(before).get(stage)
     if last is None:
-        raise ScheduleError(f"{text} stands before all weight gradients of its stage: put it after a {stage}B or {stage}W")
+        raise ScheduleError(f"{text} stands before any weight gradient of its stage: put it after {stage}B or {stage}W")
     return Action(Kind.R, stage, last.microbatch)

@@ -24,7 +24,7 @@ class Fields(NamedTuple):
 
 
 def to_json(timeline: Fields) -> str:
-    """One line a span: action, start, end, and the other action of a pair. Reductions are written where there are any."""
+    """One line a span: action, start, end, and the other action of a pair; reductions where there are any."""
     fields = {
         "name": timeline.name,
         "paths": timeline.placement.paths,

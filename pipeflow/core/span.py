@@ -60,8 +60,8 @@ def causes(rows: tuple[Row, ...], num_stages: int) -> tuple[tuple[Cause, ...], .
 def reduction_causes(
     rows: tuple[Row, ...], reductions: tuple[Row, ...], num_stages: int
 ) -> tuple[tuple[Cause, ...], ...]:
-    """Per rank and reduction, what it began after: the latest that ended before it of what its rank, and the others that
-    reduce the same stage, had to do first.
+    """Per rank and reduction, what it began after: the latest of what its rank, and the others that reduce the same
+    stage, had to do first.
     """
     if not any(reductions):
         return tuple(() for _ in reductions)

@@ -115,8 +115,8 @@ class Timeline(Shown):
         return reduction_causes(self.rows, self.reductions, self.placement.num_stages)
 
     def critical_path(self) -> tuple[Cause, ...]:
-        """The chain of spans that the makespan consists of, each with its cause: the one before it in the chain. It ends
-        in reductions where they end last.
+        """The chain of spans that the makespan consists of, each with its cause: the one before it in the chain. It
+        ends in reductions where they end last.
         """
         return critical_path(self.rows, self.reductions, self.placement.num_stages)
 

@@ -27,8 +27,8 @@ COLOURS = {  # of the names that chrome://tracing has colours for, the nearest t
 
 
 def perfetto(timelines: Timeline | Sequence[Timeline], *, factor: float = 1e6) -> str:
-    """A process per timeline, a thread per rank and one for its reductions, a slice per action, an arrow per value that passes from one
-    thread to another, and a counter per rank for the memory that its forwards keep.
+    """A process per timeline, a thread per rank and one for its reductions, a slice per action, an arrow per value that
+    passes from one thread to another, and a counter per rank for the memory that its forwards keep.
 
     `factor` is microseconds per unit of the timelines' time: as it stands, for seconds.
 
