@@ -30,9 +30,10 @@ def wrong_reductions(schedule: Schedule) -> Iterator[Violation]:
             if wanted and entry.stage < stages and entry.microbatch < microbatches:
                 yield Violation(f"{entry} is wrong here", wanted, rank, position)
             seen.add(entry.stage)
-        for stage in last.keys() - seen:
-            after = Action(Kind.R, stage, last[stage].microbatch), row[last[stage].position]
-            yield Violation(f"stage {stage} is not reduced", "{} after {}, since others are".format(*after), rank)
+        for stage, (position, microbatch) in last.items():
+            if stage not in seen:
+                wanted = f"{Action(Kind.R, stage, microbatch)} after {row[position]}, since others are"
+                yield Violation(f"stage {stage} is not reduced", wanted, rank)
 
 
 def _wanted(row: tuple[Entry, ...], position: int, reduction: Action, last: Last | None, again: bool) -> str | None:
