@@ -74,7 +74,9 @@ class Schedule(Shown):
         return Schedule(self.name, self.placement, self.num_microbatches, rows)
 
     def to_csv(self) -> str:
-        """One line a rank, one cell an entry, in the format of torch.distributed.pipelining."""
+        """One line a rank, one cell an entry, in the format of torch.distributed.pipelining, whose `_load_csv` takes
+        tables `without_reductions()` alone: it adds them itself, in the places of `with_reductions()`.
+        """
         return "".join(",".join(cells(row)) + "\n" for row in self.rows)
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeflow.core.action import Action, Kind
+from pipeflow.core.action import Action
 from pipeflow.core.dataflow import DATAFLOW, Content, Value, flows
 
 
@@ -179,9 +179,9 @@ def _reduction_cause(
     made = [makers.weight_gradient(reductions[each][index].action) for each, index in parts]
     before = [reductions[each][index - 1] for each, index in parts if index]
     ran = [next((other for other in reversed(rows[each]) if other.end <= span.start), None) for each, _ in parts]
-    ended = [each for each in (*made, *before, *ran) if each and each.end <= span.start]
-    earlier = [each for each in ended if each.action.kind is not Kind.R or each.start < span.start]
-    after = max(earlier, key=lambda each: each.end, default=made[0])
+    before = [each for each in before if each.start < span.start]
+    ended = [each for each in (*made, *before, *ran) if each and (each.end <= span.start or each is made[0])]
+    after = max(ended, key=lambda each: each.end, default=None)
     if after is None or after.rank == rank:
         return Cause(span, after, None)
     microbatch = next(reductions[each][index].action.microbatch for each, index in parts if each == after.rank)
