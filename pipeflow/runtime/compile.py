@@ -10,6 +10,7 @@ import torch
 
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import Content, Value
+from pipeflow.core.errors import UsageError
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.parallel.transport import Lane, Transport
 from pipeflow.runtime import operations as ops
@@ -144,6 +145,8 @@ class _Compiler:
                 return self.backward(action)
             case Kind.W:
                 return [ops.BackwardWeight(action, self.saved[action.stage, action.microbatch])]
+            case Kind.R:
+                raise UsageError(f"the engine does not run {action} yet: give it schedule.without_reductions()")
 
     def both(self, pair: Pair) -> list[ops.Operation]:
         """Both halves' inputs first, then the halves."""
