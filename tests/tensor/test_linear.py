@@ -193,13 +193,13 @@ def test_what_does_not_fit_is_refused() -> None:
         RowParallelLinear(6, 8, group=place)
     with pytest.raises(UsageError, match="Classifier cannot split in_features=6 over 4"):
         Classifier(6, 8, group=place)
-    with pytest.raises(UsageError, match="takes 2 features, got a shape of .*input_is_parallel=False"):
+    with pytest.raises(UsageError, match=r"takes 2 features, got a shape of .*input_is_parallel=False"):
         RowParallelLinear(8, 8, group=place)(torch.ones(3, 8))
     with pytest.raises(UsageError, match=r"needs \(batch, sequence, hidden\)"):
         ColumnParallelLinear(8, 8, sequence_parallel=True, group=place)(torch.ones(3, 8))
     with pytest.raises(UsageError, match="pad its 3 entries to a multiple of 4"):
         RowParallelLinear(8, 8, sequence_parallel=True, group=place)(torch.ones(2, 3, 2))
-    with pytest.raises(UsageError, match="made from an nn.Linear, got Conv2d"):
+    with pytest.raises(UsageError, match=r"made from an nn\.Linear, got Conv2d"):
         ColumnParallelLinear.from_native_module(nn.Conv2d(1, 1, 1))  # type: ignore[arg-type]
 
 
