@@ -108,7 +108,8 @@ def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, A
 @torch.no_grad()
 def load_named_state(optimizer: Optimizer, model: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
     """Gives `optimizer` what `named_state` told, of one rank or merged ones: each parameter that this rank steps takes
-    its own. A parameter with a master takes its value too; one that had none gives its own value to the master.
+    its own. A parameter with a master takes its value too; one that had none gives its own value to the master. Tensors
+    whose dtype and device fit are kept, not copied, as torch does.
 
     Raises UsageError when a parameter that is stepped here is not among `states`.
     """

@@ -41,7 +41,7 @@ class Precision:
             raise UsageError("AMP_TYPE.APEX is not supported: use AMP_TYPE.TORCH (autocast) or AMP_TYPE.NAIVE")
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise UsageError(f"training in 16 bits takes torch.float16 or torch.bfloat16, got {self.dtype}")
-        self.scaler()
+        self.scaler()  # refuses options that make no sense
 
     @property
     def parameters(self) -> torch.dtype:
