@@ -186,7 +186,7 @@ def test_reductions_say_what_they_are_to_pointer_and_keys(page: Page) -> None:
     assert page.text("#tip").startswith("2R7gradient reduction")
     page.press(Keys.ESCAPE)
     page.point(x, y).click().perform()
-    assert page.text("#way") == "microbatch 7: 9 to 33"
+    assert page.text("#way") == "microbatch 7: 21 to 33"
     page.point(middle, y + 10).click().perform()  # a reduction is no microbatch's
     assert page.text("#way") == ""
 
