@@ -15,7 +15,7 @@ from pipeflow.tensor.initialize import draw_part_, initialize_
 from pipeflow.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from pipeflow.tensor.norm import LayerNorm
 from pipeflow.tensor.patches import PatchEmbedding
-from pipeflow.tensor.random import RandomTracker, current_tracker, manual_seed
+from pipeflow.tensor.random import RandomTracker, current_tracker, manual_seed, set_tracker
 from pipeflow.tensor.regions import (
     copy_to_tensor_region,
     gather_from_sequence_region,
@@ -73,5 +73,6 @@ __all__ = [
     "reduce_scatter_to_sequence_region",
     "scatter_to_sequence_region",
     "scatter_to_tensor_region",
+    "set_tracker",
     "vocab_parallel_cross_entropy",
 ]
