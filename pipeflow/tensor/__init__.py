@@ -9,9 +9,11 @@ from __future__ import annotations
 from pipeflow.tensor.checkpoint import checkpoint
 from pipeflow.tensor.classifier import Classifier, VocabParallelClassifier
 from pipeflow.tensor.cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from pipeflow.tensor.division import cut, divide
 from pipeflow.tensor.dropout import Dropout
 from pipeflow.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from pipeflow.tensor.initialize import draw_part_, initialize_
+from pipeflow.tensor.layer import group_of
 from pipeflow.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from pipeflow.tensor.norm import LayerNorm
 from pipeflow.tensor.patches import PatchEmbedding
@@ -63,10 +65,13 @@ __all__ = [
     "checkpoint",
     "copy_to_tensor_region",
     "current_tracker",
+    "cut",
+    "divide",
     "draw_part_",
     "gather_from_sequence_region",
     "gather_from_tensor_region",
     "gather_to_tensor_region",
+    "group_of",
     "initialize_",
     "manual_seed",
     "reduce_from_tensor_region",
