@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,10 +118,3 @@ def mine(whole: Tensor, dim: int = -1) -> Tensor:
     """This rank's piece of `whole`."""
     group = current_context().tensor
     return whole.chunk(group.size, dim)[group.rank].contiguous()
-
-
-def twin(native: nn.Module) -> nn.Module:
-    """A copy without gradients."""
-    other = copy.deepcopy(native)
-    other.zero_grad()
-    return other

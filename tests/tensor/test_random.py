@@ -9,9 +9,18 @@ from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import current_context
-from pipeflow.tensor import Dropout, RandomTracker, checkpoint, current_tracker, manual_seed
+from pipeflow.tensor import (
+    ColumnParallelLinear,
+    Dropout,
+    RandomTracker,
+    RowParallelLinear,
+    checkpoint,
+    current_tracker,
+    manual_seed,
+    set_tracker,
+)
 from pipeflow.testing import run_threads
-from tests.tensor.ranks import backward, normal, on_ranks
+from tests.tensor.ranks import backward, normal, on_ranks, seeded
 
 ONES = torch.ones(64)
 
@@ -86,38 +95,51 @@ def test_several_ranks_need_a_seed_and_one_does_not() -> None:
         Dropout(1.5)
 
 
-def test_a_checkpoint_replays_its_masks() -> None:
+class Perceptron(nn.Module):
+    """With dropout both inside of the split region and outside of it."""
+
+    def __init__(self, up: nn.Linear, down: nn.Linear) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            ColumnParallelLinear.from_native_module(up),
+            Dropout(0.5, parallel_input=True),
+            RowParallelLinear.from_native_module(down),
+            Dropout(0.5),
+        )
+
+    def forward(self, input: Tensor, checkpointed: bool) -> Tensor:
+        output: Tensor = checkpoint(self.inner, input) if checkpointed else self.inner(input)
+        return output
+
+
+@pytest.mark.parametrize(("size", "seeded_at"), [(1, None), (1, 5), (2, 5), (4, 5)])
+def test_a_checkpoint_replays_its_masks(size: int, seeded_at: int | None) -> None:
     """The gradients are those without a checkpoint, and what is drawn later is not moved."""
+    up, down = seeded(nn.Linear, 8, 16, dtype=torch.float64), seeded(nn.Linear, 16, 8, dtype=torch.float64)
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(
-                nn.Linear(8, 8), Dropout(0.5), nn.Linear(8, 8), Dropout(0.5, parallel_input=True)
-            )
-
-        def forward(self, input: Tensor, checkpointed: bool) -> Tensor:
-            return checkpoint(self.inner, input) if checkpointed else self.inner(input)
-
-    torch.manual_seed(0)
-    block = Block().double()
-
-    def rank(seeded: bool) -> None:
-        if seeded:
-            manual_seed(1 + current_context().rank)
+    def rank() -> None:
         found = []
         for checkpointed in (False, True):
-            tracker = current_tracker()
-            if tracker is None:
-                torch.manual_seed(5)
-            else:
-                tracker.set_state(RandomTracker(5).get_state())
+            torch.manual_seed(0) if seeded_at is None else manual_seed(seeded_at)
+            model = Perceptron(up, down)
             first, second = normal(3, 8).requires_grad_(), normal(3, 8, seed=1).requires_grad_()
-            outputs = [block(first, checkpointed), block(second, checkpointed)]
+            outputs = [model(first, checkpointed), model(second, checkpointed)]
             (outputs[0].sum() + outputs[1].pow(2).sum()).backward()
-            found.append([*outputs, first.grad, second.grad, Dropout(0.5)(ONES)])
+            of_weights = [parameter.grad for parameter in model.parameters()]
+            found.append([*outputs, first.grad, second.grad, *of_weights, Dropout(0.5)(ONES)])
+        assert int(found[0][0].count_nonzero()) not in (0, 24)
         for plain, replayed in zip(*found, strict=True):
             assert torch.equal(plain, replayed)
 
-    on_ranks(1, rank, True)
-    on_ranks(1, rank, False)
+    with torch.random.fork_rng():
+        on_ranks(size, rank)
+
+
+def test_a_tracker_of_ones_own() -> None:
+    def rank() -> None:
+        tracker = RandomTracker(1, place=(0, 0, current_context().rank))
+        set_tracker(tracker)
+        assert current_tracker() is tracker
+        assert torch.equal(Dropout(0.5)(ONES), 2.0 * torch.empty(64).bernoulli_(0.5, generator=RandomTracker(1).shared))
+
+    on_ranks(2, rank)
