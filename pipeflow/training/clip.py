@@ -6,10 +6,10 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.agreement import all_gather
-from pipeflow.parallel.layout import Place
 from pipeflow.parallel.split import splits_of
 from pipeflow.runtime.pipeline import Pipeline
 
@@ -18,9 +18,9 @@ def grad_norm(model: Pipeline) -> Tensor:
     """The 2-norm of the whole model's gradient, `model.loss_scale` taken out: a float64 scalar, the same bits on every
     rank of the world. All of them call it together.
 
-    Every weight counts once: one that is split over tensor ranks by its parts, a tied one by the copy on its lowest
-    rank, and those that replicas share by the first replica's. Where any gradient of any rank of the world is not
-    finite, neither is the norm.
+    Every weight counts once: one that is split over tensor ranks by its parts, one under fully_shard by its replicas'
+    parts, a tied one by the copy on its lowest rank, and those that replicas share by the first replica's. Where any
+    gradient of any rank of the world is not finite, neither is the norm.
 
     Raises PipelineError as `execute_pipeline` does.
     """
@@ -30,9 +30,10 @@ def grad_norm(model: Pipeline) -> Tensor:
     if not all(math.isfinite(square) for row in rows for square in row):
         return torch.tensor(math.inf, dtype=torch.float64)
     total = 0.0
-    for pipeline in range(layout.pipeline):
-        places = [Place(0, pipeline, tensor) for tensor in range(layout.tensor)]
-        total += rows[layout.rank(places[0])][0] + sum(rows[layout.rank(place)][1] for place in places)
+    for rank, (whole, split, sharded, both) in enumerate(rows):
+        place = layout.place(rank)
+        once, per_replica = place.tensor == 0, place.data == 0
+        total += whole * (once and per_replica) + split * per_replica + sharded * once + both
     return torch.tensor(math.sqrt(total) / model.loss_scale, dtype=torch.float64)
 
 
@@ -67,12 +68,16 @@ def clip_factor(norm: Tensor, max_norm: float) -> float:
 
 
 def _squares(model: Pipeline) -> list[float]:
-    """Over this rank's gradients, the sum of squares of whole parameters, and that of parts of split ones."""
+    """Over this rank's gradients, the sum of squares of whole parameters, of split ones, of those under fully_shard,
+    and of those that are both.
+    """
     split, elsewhere = splits_of(model), model.ties.counted_elsewhere
-    sums = list(torch.zeros(2, dtype=torch.float64, device=model.context.device))
+    sums = list(torch.zeros(4, dtype=torch.float64, device=model.context.device))
     for parameter in model.parameters():
         if parameter.grad is not None and id(parameter) not in elsewhere:
-            norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float64)
-            sums[id(parameter) in split] += norm.square()
+            sharded = isinstance(parameter.grad, DTensor)
+            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+            sums[(id(parameter) in split) + 2 * sharded] += norm.square()
     squares: list[float] = torch.stack(sums).tolist()  # one look at the device's memory
     return squares
