@@ -25,7 +25,7 @@ class AMP_TYPE(Enum):  # noqa: N801 (its name in every tutorial)
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
+class HalfPrecision:
     """The 16-bit type and how it is used. `scaling` are the options of the LossScaler that float16 needs.
 
     Raises UsageError for AMP_TYPE.APEX, for a dtype that is neither float16 nor bfloat16, and for options that a

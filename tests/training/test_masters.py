@@ -13,7 +13,7 @@ from pipeflow import Pipeline, UsageError, execute_pipeline
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import TiedModel, Words
-from pipeflow.training import AMP_TYPE, LossScaler, MasterWeights, Precision, clip_grad_norm_, grad_norm
+from pipeflow.training import AMP_TYPE, HalfPrecision, LossScaler, MasterWeights, clip_grad_norm_, grad_norm
 from tests.runtime.work import build, schedule_of
 from tests.training import hybrid
 
@@ -145,7 +145,7 @@ def test_tied_weights_and_their_masters_keep_the_same_bits(dtype: torch.dtype) -
 
 def under_autocast(dtype: torch.dtype | None) -> tuple[dict[str, Any], float, float]:
     """Three steps with float32 parameters."""
-    precision = None if dtype is None else Precision(AMP_TYPE.TORCH, dtype, {"initial_scale": 256.0})
+    precision = None if dtype is None else HalfPrecision(AMP_TYPE.TORCH, dtype, {"initial_scale": 256.0})
     pipeline = hybrid.build(torch.float32, autocast=None if precision is None else precision.autocast)
     optimizer: Optimizer = SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
     if precision is not None:
@@ -237,13 +237,13 @@ def test_one_rank(check: Any) -> None:
 
 def test_apex_is_refused() -> None:
     with pytest.raises(UsageError, match=r"AMP_TYPE\.TORCH .* or AMP_TYPE\.NAIVE"):
-        Precision(AMP_TYPE.APEX)
+        HalfPrecision(AMP_TYPE.APEX)
 
 
 def probe_a_device_without() -> None:
     pipeline = hybrid.build(torch.float16)
     with pytest.raises(UsageError, match=r"device 'cpu' cannot compute in torch.float16 \(.*not implemented.*\)"):
-        Precision(AMP_TYPE.NAIVE).optimizer(pipeline, adamw(pipeline))
+        HalfPrecision(AMP_TYPE.NAIVE).optimizer(pipeline, adamw(pipeline))
 
 
 def test_a_device_that_lacks_the_dtype_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
