@@ -17,7 +17,7 @@ from pipeflow.testing import run_processes, run_threads
 from pipeflow.training import LossScaler, MasterWeights, Zero, clip_grad_norm_, load_named_state, named_state
 from pipeflow.training import zero as zero_module
 from pipeflow.training.zero import owners_of
-from tests.training import hybrid
+from tests.training import blocks
 
 Weights = dict[str, numpy.ndarray]
 DTYPE = torch.float32
@@ -57,7 +57,7 @@ Wrap = Callable[[Pipeline, Optimizer], Optimizer]
 def take_step(pipeline: Pipeline, optimizer: Optimizer, step: int, dtype: torch.dtype) -> None:
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in pipeline.parameters())
-    execute_pipeline(hybrid.mine(step, dtype), pipeline)
+    execute_pipeline(blocks.mine(step, dtype), pipeline)
     if isinstance(optimizer, MasterWeights):
         optimizer.clip_grad_norm_(0.1)
     else:
@@ -71,7 +71,7 @@ def weights_of(pipeline: Pipeline) -> Weights:
 
 def train(make: Make, wrap: Wrap, dtype: torch.dtype, steps: int) -> tuple[Weights, dict[str, list[str]]]:
     """The weights after `steps`, and which states of which parameters this rank has."""
-    pipeline = hybrid.build(dtype)
+    pipeline = blocks.build(dtype)
     optimizer = wrap(pipeline, make(pipeline))
     for step in range(steps):
         take_step(pipeline, optimizer, step, dtype)
@@ -119,8 +119,8 @@ def test_owners_have_as_much_as_can_be() -> None:
 
 
 def more_ranks_than_parameters() -> Weights:
-    pipeline = hybrid.build(DTYPE)
-    only = [parameter for name, parameter in pipeline.named_parameters() if name.endswith("0.up")]
+    pipeline = blocks.build(DTYPE)
+    only = [parameter for name, parameter in pipeline.named_parameters() if name.endswith("0.up.weight")]
     optimizer = Zero(pipeline, AdamW(only))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     take_step(pipeline, optimizer, 0, DTYPE)
@@ -140,7 +140,7 @@ Saved = tuple[Any, Any]  # the states of an optimizer and of a model
 
 def save(wrap: Wrap, dtype: torch.dtype) -> tuple[Weights, Saved]:
     """Two steps, saved after one."""
-    pipeline = hybrid.build(dtype)
+    pipeline = blocks.build(dtype)
     optimizer = wrap(pipeline, adamw(pipeline))
     take_step(pipeline, optimizer, 0, dtype)
     optimizer.param_groups[0]["lr"] = 0.007
@@ -151,7 +151,7 @@ def save(wrap: Wrap, dtype: torch.dtype) -> tuple[Weights, Saved]:
 
 def go_on(wrap: Wrap, dtype: torch.dtype, saved: list[Saved]) -> tuple[Weights, None]:
     """The second step alone, from what the ranks saved that hold the same weights."""
-    pipeline, context = hybrid.build(dtype), current_context()
+    pipeline, context = blocks.build(dtype), current_context()
     optimizer = wrap(pipeline, adamw(pipeline))
     states = copied([saved[rank] for rank in context.layout.data_ranks(context.rank)])
     pipeline.load_state_dict(states[0][1])
@@ -186,7 +186,7 @@ def test_saved_states_of_the_ranks_merge_and_part_again(before: Wrap, after: Wra
 
 
 def load_too_little() -> None:
-    pipeline = hybrid.build(DTYPE)
+    pipeline = blocks.build(DTYPE)
     optimizer = adamw(pipeline)
     states = named_state(optimizer, pipeline)
     missing = next(iter(states))
@@ -206,9 +206,9 @@ def test_misuse() -> None:
 
 
 def fail_on_one() -> str:
-    pipeline = hybrid.build(DTYPE)
+    pipeline = blocks.build(DTYPE)
     optimizer = Zero(pipeline, sgd(pipeline))
-    execute_pipeline(hybrid.mine(0, DTYPE), pipeline)
+    execute_pipeline(blocks.mine(0, DTYPE), pipeline)
     if current_context().rank == 2:
         optimizer.inner.step = None  # type: ignore[method-assign, assignment]
     with pytest.raises(PipelineError) as caught:
@@ -219,7 +219,7 @@ def fail_on_one() -> str:
 def step_and_go_on(pipeline: Pipeline, optimizer: Optimizer) -> None:
     """Ranks that exchange nothing with the one that fails hear of it in the next step."""
     optimizer.step()
-    execute_pipeline(hybrid.mine(0, DTYPE), pipeline)
+    execute_pipeline(blocks.mine(0, DTYPE), pipeline)
 
 
 def test_a_step_that_fails_on_one_rank_fails_on_all() -> None:
