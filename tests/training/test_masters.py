@@ -230,7 +230,16 @@ def misuse() -> None:
         optimizer.clip_grad_norm_(0.0)
 
 
-@pytest.mark.parametrize("check", [start_with_states, load_other_weights, misuse], ids=lambda check: check.__name__)
+def refuse_other_parameters() -> None:
+    for mode, dtype in ((AMP_TYPE.NAIVE, torch.float32), (AMP_TYPE.TORCH, torch.float16)):
+        pipeline = blocks.build(dtype)
+        with pytest.raises(UsageError, match=f"and the model's are in {dtype}: convert it"):
+            HalfPrecision(mode).optimizer(pipeline, adamw(pipeline))
+
+
+@pytest.mark.parametrize(
+    "check", [start_with_states, load_other_weights, misuse, refuse_other_parameters], ids=lambda check: check.__name__
+)
 def test_one_rank(check: Any) -> None:
     run_threads(check, 1)
 

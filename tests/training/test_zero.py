@@ -8,10 +8,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import tree_map
 
-from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline
+from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.training import LossScaler, MasterWeights, Zero, clip_grad_norm_, load_named_state, named_state
@@ -224,3 +226,44 @@ def step_and_go_on(pipeline: Pipeline, optimizer: Optimizer) -> None:
 
 def test_a_step_that_fails_on_one_rank_fails_on_all() -> None:
     assert run_threads(fail_on_one, 4, data=2, timeout=10.0) == ["2"] * 4
+
+
+def step_sharded() -> tuple[float, float, Weights]:
+    """Two steps of a model in bfloat16 under fully_shard, with masters; the norms, and one weight."""
+    context = current_context()
+    modules = [blocks.Block(index, torch.bfloat16) for index in range(2)]
+    for module in modules:
+        fully_shard(module, mesh=context.mesh["data"])
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2)
+    pipeline = Pipeline(torch.nn.Sequential(*modules), schedule, criterion=torch.nn.functional.mse_loss)
+    with pytest.raises(UsageError, match="leave Zero out"):
+        Zero(pipeline, sgd(pipeline))
+    return step_masters(pipeline)
+
+
+def step_whole() -> tuple[float, float, Weights]:
+    modules = [blocks.Block(index, torch.bfloat16) for index in range(2)]
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2)
+    return step_masters(Pipeline(torch.nn.Sequential(*modules), schedule, criterion=torch.nn.functional.mse_loss))
+
+
+def step_masters(pipeline: Pipeline) -> tuple[float, float, Weights]:
+    optimizer, norms = MasterWeights(pipeline, sgd(pipeline)), []
+    for step in range(2):
+        optimizer.zero_grad()
+        execute_pipeline(blocks.mine(step, torch.bfloat16), pipeline)
+        norms.append(optimizer.clip_grad_norm_(0.5).item())
+        optimizer.step()
+    masters = {name: entry["master"] for name, entry in named_state(optimizer, pipeline).items()}
+    whole = {name: m.full_tensor() if isinstance(m, DTensor) else m for name, m in masters.items()}
+    return norms[0], norms[1], {name: master.numpy().copy() for name, master in whole.items()}
+
+
+def test_masters_of_fully_sharded_weights() -> None:
+    expected = run_threads(step_whole, 2, data=2)
+    for (first, second, masters), (norm, other, wanted) in zip(
+        run_processes(step_sharded, 2, data=2), expected, strict=True
+    ):
+        assert (first, second) == pytest.approx((norm, other), rel=1e-2)  # averaged in another order, in 16 bits
+        for name, master in masters.items():
+            assert numpy.allclose(master, wanted[name], atol=2e-3), name
