@@ -33,19 +33,28 @@ if TYPE_CHECKING:
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
-    from pipeflow.training.clip import clip_grad_norm_
+    from pipeflow.training.clip import clip_grad_norm_, grad_norm
+    from pipeflow.training.data import get_dataloader
+    from pipeflow.training.masters import MasterWeights
+    from pipeflow.training.scaler import LossScaler
+    from pipeflow.training.zero import Zero
 
 __version__ = "0.1.0"
 
 _LATER = {
     "Context": "parallel.context",
     "Found": "analysis.search",
+    "LossScaler": "training.scaler",
+    "MasterWeights": "training.masters",
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.shared",
+    "Zero": "training.zero",
     "clip_grad_norm_": "training.clip",
     "exact": "analysis.exact",
     "execute_pipeline": "runtime.pipeline",
+    "get_dataloader": "training.data",
+    "grad_norm": "training.clip",
     "launch": "parallel.launch",
     "search": "analysis.search",
 }
@@ -63,6 +72,8 @@ __all__ = [
     "Kind",
     "Layout",
     "Link",
+    "LossScaler",
+    "MasterWeights",
     "Output",
     "Pair",
     "PipeflowError",
@@ -79,10 +90,13 @@ __all__ = [
     "Timeline",
     "UsageError",
     "Violation",
+    "Zero",
     "clip_grad_norm_",
     "dependency_graph",
     "exact",
     "execute_pipeline",
+    "get_dataloader",
+    "grad_norm",
     "launch",
     "lower",
     "make_schedule",

@@ -18,9 +18,9 @@ def grad_norm(model: Pipeline) -> Tensor:
     """The 2-norm of the whole model's gradient, `model.loss_scale` taken out: a float64 scalar, the same bits on every
     rank of the world. All of them call it together.
 
-    Every weight counts once: one that is split over tensor ranks by its parts, one under fully_shard by its replicas'
-    parts, a tied one by the copy on its lowest rank, and those that replicas share by the first replica's. Where any
-    gradient of any rank of the world is not finite, neither is the norm.
+    Every weight counts once: one that is split over tensor ranks, or by fully_shard, by its parts, a tied one by the
+    copy on its lowest rank, and those that replicas share by the first replica's. Where any gradient of any rank of
+    the world is not finite, neither is the norm.
 
     Raises PipelineError as `execute_pipeline` does.
     """
@@ -30,10 +30,11 @@ def grad_norm(model: Pipeline) -> Tensor:
     if not all(math.isfinite(square) for row in rows for square in row):
         return torch.tensor(math.inf, dtype=torch.float64)
     total = 0.0
-    for rank, (whole, split, sharded, both) in enumerate(rows):
+    for rank, row in enumerate(rows):
         place = layout.place(rank)
-        once, per_replica = place.tensor == 0, place.data == 0
-        total += whole * (once and per_replica) + split * per_replica + sharded * once + both
+        for (over_tensor, over_data), square in zip(_SPREADS, row, strict=True):
+            if (over_tensor or place.tensor == 0) and (over_data or place.data == 0):
+                total += square
     return torch.tensor(math.sqrt(total) / model.loss_scale, dtype=torch.float64)
 
 
@@ -67,17 +68,21 @@ def clip_factor(norm: Tensor, max_norm: float) -> float:
     return min(1.0, max_norm / (norm.item() + 1e-6))  # torch adds it too: a pipeline changes no digit
 
 
+# Whether a weight is split over the tensor ranks, and whether over the data ranks, as fully_shard does.
+_SPREADS = [(False, False), (False, True), (True, False), (True, True)]
+
+
 def _squares(model: Pipeline) -> list[float]:
-    """Over this rank's gradients, the sum of squares of whole parameters, of split ones, of those under fully_shard,
-    and of those that are both.
-    """
+    """The sum of squares of what this rank has of the gradients, for each of _SPREADS."""
     split, elsewhere = splits_of(model), model.ties.counted_elsewhere
-    sums = list(torch.zeros(4, dtype=torch.float64, device=model.context.device))
+    sums = list(torch.zeros(len(_SPREADS), dtype=torch.float64, device=model.context.device))
     for parameter in model.parameters():
-        if parameter.grad is not None and id(parameter) not in elsewhere:
-            sharded = isinstance(parameter.grad, DTensor)
-            gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
-            sums[(id(parameter) in split) + 2 * sharded] += norm.square()
+        gradient = parameter.grad
+        if gradient is None or id(parameter) in elsewhere:
+            continue
+        over_data = isinstance(gradient, DTensor)
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        norm = torch.linalg.vector_norm(local.detach(), dtype=torch.float64)
+        sums[_SPREADS.index((id(parameter) in split, over_data))] += norm.square()
     squares: list[float] = torch.stack(sums).tolist()  # one look at the device's memory
     return squares

@@ -8,16 +8,18 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import tree_map
 
-from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline
+from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.training import LossScaler, MasterWeights, Zero, clip_grad_norm_, load_named_state, named_state
 from pipeflow.training import zero as zero_module
 from pipeflow.training.zero import owners_of
-from tests.training import hybrid
+from tests.training import blocks
 
 Weights = dict[str, numpy.ndarray]
 DTYPE = torch.float32
@@ -57,7 +59,7 @@ Wrap = Callable[[Pipeline, Optimizer], Optimizer]
 def take_step(pipeline: Pipeline, optimizer: Optimizer, step: int, dtype: torch.dtype) -> None:
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in pipeline.parameters())
-    execute_pipeline(hybrid.mine(step, dtype), pipeline)
+    execute_pipeline(blocks.mine(step, dtype), pipeline)
     if isinstance(optimizer, MasterWeights):
         optimizer.clip_grad_norm_(0.1)
     else:
@@ -71,7 +73,7 @@ def weights_of(pipeline: Pipeline) -> Weights:
 
 def train(make: Make, wrap: Wrap, dtype: torch.dtype, steps: int) -> tuple[Weights, dict[str, list[str]]]:
     """The weights after `steps`, and which states of which parameters this rank has."""
-    pipeline = hybrid.build(dtype)
+    pipeline = blocks.build(dtype)
     optimizer = wrap(pipeline, make(pipeline))
     for step in range(steps):
         take_step(pipeline, optimizer, step, dtype)
@@ -119,8 +121,8 @@ def test_owners_have_as_much_as_can_be() -> None:
 
 
 def more_ranks_than_parameters() -> Weights:
-    pipeline = hybrid.build(DTYPE)
-    only = [parameter for name, parameter in pipeline.named_parameters() if name.endswith("0.up")]
+    pipeline = blocks.build(DTYPE)
+    only = [parameter for name, parameter in pipeline.named_parameters() if name.endswith("0.up.weight")]
     optimizer = Zero(pipeline, AdamW(only))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     take_step(pipeline, optimizer, 0, DTYPE)
@@ -140,7 +142,7 @@ Saved = tuple[Any, Any]  # the states of an optimizer and of a model
 
 def save(wrap: Wrap, dtype: torch.dtype) -> tuple[Weights, Saved]:
     """Two steps, saved after one."""
-    pipeline = hybrid.build(dtype)
+    pipeline = blocks.build(dtype)
     optimizer = wrap(pipeline, adamw(pipeline))
     take_step(pipeline, optimizer, 0, dtype)
     optimizer.param_groups[0]["lr"] = 0.007
@@ -151,7 +153,7 @@ def save(wrap: Wrap, dtype: torch.dtype) -> tuple[Weights, Saved]:
 
 def go_on(wrap: Wrap, dtype: torch.dtype, saved: list[Saved]) -> tuple[Weights, None]:
     """The second step alone, from what the ranks saved that hold the same weights."""
-    pipeline, context = hybrid.build(dtype), current_context()
+    pipeline, context = blocks.build(dtype), current_context()
     optimizer = wrap(pipeline, adamw(pipeline))
     states = copied([saved[rank] for rank in context.layout.data_ranks(context.rank)])
     pipeline.load_state_dict(states[0][1])
@@ -186,7 +188,7 @@ def test_saved_states_of_the_ranks_merge_and_part_again(before: Wrap, after: Wra
 
 
 def load_too_little() -> None:
-    pipeline = hybrid.build(DTYPE)
+    pipeline = blocks.build(DTYPE)
     optimizer = adamw(pipeline)
     states = named_state(optimizer, pipeline)
     missing = next(iter(states))
@@ -206,9 +208,9 @@ def test_misuse() -> None:
 
 
 def fail_on_one() -> str:
-    pipeline = hybrid.build(DTYPE)
+    pipeline = blocks.build(DTYPE)
     optimizer = Zero(pipeline, sgd(pipeline))
-    execute_pipeline(hybrid.mine(0, DTYPE), pipeline)
+    execute_pipeline(blocks.mine(0, DTYPE), pipeline)
     if current_context().rank == 2:
         optimizer.inner.step = None  # type: ignore[method-assign, assignment]
     with pytest.raises(PipelineError) as caught:
@@ -219,8 +221,49 @@ def fail_on_one() -> str:
 def step_and_go_on(pipeline: Pipeline, optimizer: Optimizer) -> None:
     """Ranks that exchange nothing with the one that fails hear of it in the next step."""
     optimizer.step()
-    execute_pipeline(hybrid.mine(0, DTYPE), pipeline)
+    execute_pipeline(blocks.mine(0, DTYPE), pipeline)
 
 
 def test_a_step_that_fails_on_one_rank_fails_on_all() -> None:
     assert run_threads(fail_on_one, 4, data=2, timeout=10.0) == ["2"] * 4
+
+
+def step_sharded() -> tuple[float, float, Weights]:
+    """Two steps of a model in bfloat16 under fully_shard, with masters; the norms, and one weight."""
+    context = current_context()
+    modules = [blocks.Block(index, torch.bfloat16) for index in range(2)]
+    for module in modules:
+        fully_shard(module, mesh=context.mesh["data"])
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2)
+    pipeline = Pipeline(torch.nn.Sequential(*modules), schedule, criterion=torch.nn.functional.mse_loss)
+    with pytest.raises(UsageError, match="leave Zero out"):
+        Zero(pipeline, sgd(pipeline))
+    return step_masters(pipeline)
+
+
+def step_whole() -> tuple[float, float, Weights]:
+    modules = [blocks.Block(index, torch.bfloat16) for index in range(2)]
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2)
+    return step_masters(Pipeline(torch.nn.Sequential(*modules), schedule, criterion=torch.nn.functional.mse_loss))
+
+
+def step_masters(pipeline: Pipeline) -> tuple[float, float, Weights]:
+    optimizer, norms = MasterWeights(pipeline, sgd(pipeline)), []
+    for step in range(2):
+        optimizer.zero_grad()
+        execute_pipeline(blocks.mine(step, torch.bfloat16), pipeline)
+        norms.append(optimizer.clip_grad_norm_(0.5).item())
+        optimizer.step()
+    masters = {name: entry["master"] for name, entry in named_state(optimizer, pipeline).items()}
+    whole = {name: m.full_tensor() if isinstance(m, DTensor) else m for name, m in masters.items()}
+    return norms[0], norms[1], {name: master.numpy().copy() for name, master in whole.items()}
+
+
+def test_masters_of_fully_sharded_weights() -> None:
+    expected = run_threads(step_whole, 2, data=2)
+    for (first, second, masters), (norm, other, wanted) in zip(
+        run_processes(step_sharded, 2, data=2), expected, strict=True
+    ):
+        assert (first, second) == pytest.approx((norm, other), rel=1e-2)  # averaged in another order, in 16 bits
+        for name, master in masters.items():
+            assert numpy.allclose(master, wanted[name], atol=2e-3), name
