@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeflow.analysis.graph import dependency_graph
-from pipeflow.analysis.layout_plan import Plan, RankPlan, plan
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.partition import partition_balanced, partition_uniform
+from pipeflow.analysis.plan import Plan, RankPlan, plan
+from pipeflow.analysis.setup import PRECISIONS, Precision, Setup
 from pipeflow.analysis.simulate import simulate
 from pipeflow.analysis.transformer import GPT, GPT_PRESETS
-from pipeflow.analysis.transformer_layout import PRECISIONS, Layout, Precision
 from pipeflow.analysis.verify import Violation, verify
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.cost import CostModel, Link
@@ -70,7 +70,6 @@ __all__ = [
     "CostModel",
     "Found",
     "Kind",
-    "Layout",
     "Link",
     "LossScaler",
     "MasterWeights",
@@ -86,6 +85,7 @@ __all__ = [
     "RankPlan",
     "Schedule",
     "ScheduleError",
+    "Setup",
     "Span",
     "Timeline",
     "UsageError",
