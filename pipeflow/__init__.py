@@ -31,19 +31,25 @@ if TYPE_CHECKING:
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
+    from pipeflow.training.checkpoint import Loaded, Saving, latest_checkpoint, load_checkpoint, save_checkpoint
 
 __version__ = "0.1.0"
 
 _LATER = {
     "Context": "parallel.context",
     "Found": "analysis.search",
+    "Loaded": "training.checkpoint",
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.shared",
+    "Saving": "training.checkpoint",
     "clip_grad_norm_": "runtime.clip",
     "exact": "analysis.exact",
     "execute_pipeline": "runtime.pipeline",
+    "latest_checkpoint": "training.checkpoint",
     "launch": "parallel.launch",
+    "load_checkpoint": "training.checkpoint",
+    "save_checkpoint": "training.checkpoint",
     "search": "analysis.search",
 }
 
@@ -56,6 +62,7 @@ __all__ = [
     "Found",
     "Kind",
     "Link",
+    "Loaded",
     "Output",
     "Pair",
     "PipeflowError",
@@ -63,6 +70,7 @@ __all__ = [
     "PipelineError",
     "PipelineSharedModuleWrapper",
     "Placement",
+    "Saving",
     "Schedule",
     "ScheduleError",
     "Span",
@@ -73,11 +81,14 @@ __all__ = [
     "dependency_graph",
     "exact",
     "execute_pipeline",
+    "latest_checkpoint",
     "launch",
+    "load_checkpoint",
     "lower",
     "make_schedule",
     "partition_balanced",
     "partition_uniform",
+    "save_checkpoint",
     "search",
     "simulate",
     "verify",
