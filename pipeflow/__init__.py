@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
     from pipeflow.training.checkpoint import Loaded, Saving, latest_checkpoint, load_checkpoint, save_checkpoint
+    from pipeflow.training.safetensors import load_safetensors, save_safetensors
+    from pipeflow.training.safetensors_names import Rename, Transform
 
 __version__ = "0.1.0"
 
@@ -42,14 +44,18 @@ _LATER = {
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.shared",
+    "Rename": "training.safetensors_names",
     "Saving": "training.checkpoint",
+    "Transform": "training.safetensors_names",
     "clip_grad_norm_": "runtime.clip",
     "exact": "analysis.exact",
     "execute_pipeline": "runtime.pipeline",
     "latest_checkpoint": "training.checkpoint",
     "launch": "parallel.launch",
     "load_checkpoint": "training.checkpoint",
+    "load_safetensors": "training.safetensors",
     "save_checkpoint": "training.checkpoint",
+    "save_safetensors": "training.safetensors",
     "search": "analysis.search",
 }
 
@@ -70,11 +76,13 @@ __all__ = [
     "PipelineError",
     "PipelineSharedModuleWrapper",
     "Placement",
+    "Rename",
     "Saving",
     "Schedule",
     "ScheduleError",
     "Span",
     "Timeline",
+    "Transform",
     "UsageError",
     "Violation",
     "clip_grad_norm_",
@@ -84,11 +92,13 @@ __all__ = [
     "latest_checkpoint",
     "launch",
     "load_checkpoint",
+    "load_safetensors",
     "lower",
     "make_schedule",
     "partition_balanced",
     "partition_uniform",
     "save_checkpoint",
+    "save_safetensors",
     "search",
     "simulate",
     "verify",

@@ -20,15 +20,20 @@ from torch.optim import Optimizer
 
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.parallel.agreement import all_gather, all_gather_object
-from pipeflow.parallel.context import Context, current_context, is_launched
+from pipeflow.parallel.context import Context
 from pipeflow.parallel.layout import Layout
-from pipeflow.parallel.local import Hub, LocalTransport
-from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.training import checkpoint_files as files
 from pipeflow.training import checkpoint_state as state
 from pipeflow.training.checkpoint_files import Digest, Manifest
 from pipeflow.training.checkpoint_optimizer import NamedOptimizer, named
-from pipeflow.training.checkpoint_pieces import Held, Names, described_everywhere, held_by, require_same_model
+from pipeflow.training.checkpoint_pieces import (
+    Held,
+    Names,
+    context_of,
+    described_everywhere,
+    held_by,
+    require_same_model,
+)
 from pipeflow.training.checkpoint_plans import (
     Content,
     Saved,
@@ -141,7 +146,7 @@ def save_checkpoint(
     path = Path(path)
     if keep is not None and keep < 1:
         raise UsageError(f"keep must be at least 1, the checkpoint that is saved, got {keep}")
-    context = _context_of(model)
+    context = context_of(model)
     with context.alarm.raised_everywhere():
         held = held_by(model, context, names)
         run = {"step": step, "data": data, "extra": extra, "scheduler": scheduler and scheduler.state_dict()}
@@ -245,7 +250,7 @@ def load_checkpoint(
     Raises UsageError, on the rank that noticed, for what is no checkpoint, is damaged, of another model or of a newer
     format, and PipelineError on the others.
     """
-    context = _context_of(model)
+    context = context_of(model)
     with context.alarm.raised_everywhere():
         folder = files.find(Path(path))
         manifest = Manifest.read(folder)
@@ -272,15 +277,6 @@ def load_checkpoint(
         state.restore_random(context, random)
         all_gather(context.world, [0.0])
     return Loaded(run["step"], run["data"], run["extra"])
-
-
-def _context_of(model: nn.Module) -> Context:
-    if isinstance(model, Pipeline):
-        return model.context
-    if is_launched():
-        return current_context()
-    device = torch.device("cpu")
-    return Context(0, Layout(), device, LocalTransport(Hub(1), 0, device=device, timeout=60.0))
 
 
 latest_checkpoint = files.latest_checkpoint

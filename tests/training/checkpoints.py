@@ -103,9 +103,12 @@ MODEL = SplitModel()
 
 @dataclass
 class Run:
-    """A model, its optimizer and what the run has read, under the layout of the context."""
+    """A model, its optimizer and what the run has read, under the layout of the context. Layouts, and threads, draw
+    dropout differently.
+    """
 
     chunks: int = 1
+    dropout: bool = False
     pipeline: Pipeline = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     scheduler: torch.optim.lr_scheduler.LambdaLR = field(init=False)
@@ -117,7 +120,7 @@ class Run:
         schedule = make_schedule(name, ranks=context.pipeline_size, microbatches=2, **options)
         chunks = MODEL.chunks(schedule, context.pipeline_rank)
         MODEL.tie(chunks, schedule)
-        self.pipeline = Pipeline(chunks, schedule, criterion=MODEL.criterion)
+        self.pipeline = Pipeline(chunks, schedule, criterion=MODEL.criterion).train(self.dropout)
         self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
 
