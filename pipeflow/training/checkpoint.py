@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -43,6 +41,7 @@ from pipeflow.training.checkpoint_plans import (
     write,
     write_metadata,
 )
+from pipeflow.training.checkpoint_task import Task
 
 StrPath = str | os.PathLike[str]
 
@@ -63,9 +62,8 @@ class Saving:
         self.path = job.path
         self._job = job
         self._context = context
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
         self._complete = False
+        self._task = Task(context, job.run)
 
     def wait(self) -> Path:
         """Returns the checkpoint's path once it is complete on all ranks, which call this together.
@@ -76,11 +74,7 @@ class Saving:
             return self.path
         try:
             with self._context.alarm.raised_everywhere():
-                if self._thread is not None:
-                    self._thread.join()
-                if self._error is not None:
-                    raise UsageError(f"writing checkpoint {self.path} failed: {self._error}") from self._error
-                all_gather(self._context.world, [0.0])
+                self._task.wait()
                 if self._context.rank == 0:
                     self._job.complete()  # where a file system was too slow to show the last rank all parts
                 all_gather(self._context.world, [0.0])
@@ -90,20 +84,6 @@ class Saving:
             raise
         self._complete = True
         return self.path
-
-    def start(self, *, asynchronous: bool) -> None:
-        """Writes, here or in a thread of its own, for whose end the interpreter waits."""
-        if asynchronous:
-            self._thread = threading.Thread(target=self._run, name=f"saving {self.path}")
-            self._thread.start()
-        else:
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._job.run()
-        except Exception as error:
-            self._error = error
 
 
 def save_checkpoint(
@@ -149,7 +129,8 @@ def save_checkpoint(
     context = context_of(model)
     with context.alarm.raised_everywhere():
         held = held_by(model, context, names)
-        run = {"step": step, "data": data, "extra": extra, "scheduler": scheduler and scheduler.state_dict()}
+        rates = None if scheduler is None else scheduler.state_dict()
+        run = {"step": step, "data": data, "extra": extra, "scheduler": rates}
         planner = SavePlanner(_content(context, model, held, optimizer, run))
         if context.rank == 0:
             files.clean(path.parent)
@@ -162,7 +143,6 @@ def save_checkpoint(
         planner = SavePlanner(planner.content.restricted(plan)) if asynchronous else planner
         job = _Job(path, temporaries[0], context.rank, context.layout, step, keep, plan, planner, metadata)
     saving = Saving(job, context)
-    saving.start(asynchronous=asynchronous)
     if not asynchronous:
         saving.wait()
     return saving
@@ -203,13 +183,20 @@ class _Job:
     metadata: Metadata
 
     def run(self) -> None:
+        """Writes this rank's part, and where it is the last, the rest. Raises UsageError naming the path."""
+        try:
+            self._write()
+            if all((self.temporary / f"part-{rank}").exists() for rank in range(self.layout.world_size)):
+                self.complete()
+        except Exception as error:  # torch wraps some of the file system's
+            raise UsageError(f"writing checkpoint {self.path} failed: {error}") from error
+
+    def _write(self) -> None:
         self.temporary.mkdir(parents=True, exist_ok=True)
         results = write(self.temporary, self.rank, self.plan, self.planner)
         names = {result.storage_data.relative_path for result in results}
         digests = {name: Digest.of(self.temporary / name) for name in names}
         files.write_durably(self.temporary / f"part-{self.rank}", pickle.dumps((results, digests)))
-        if all((self.temporary / f"part-{rank}").exists() for rank in range(self.layout.world_size)):
-            self.complete()
 
     def complete(self) -> None:
         """Gives the checkpoint its name; the first that asks does it."""
@@ -255,7 +242,7 @@ def load_checkpoint(
         folder = files.find(Path(path))
         manifest = Manifest.read(folder)
         share = sorted(manifest.files)[context.rank :: context.world_size]
-        files.require_sound(folder, manifest.files, share)
+        Task(context, lambda: files.require_sound(folder, manifest.files, share)).wait()
         saved = Saved(folder)
         held = held_by(model, context, names)
         everyone: list[Any] = all_gather_object(context.world, [each.described() for each in held])
@@ -264,12 +251,12 @@ def load_checkpoint(
         states = None if optimizer is None else state.OptimizerLoad(named(optimizer, model), model, held, saved)
         random = state.random_pieces(context) if manifest.layout == context.layout else {}
         random = {name: piece for name, piece in random.items() if name in saved.tensors}
+        pieces = {**state.weight_pieces(held), **({} if states is None else states.pieces), **random}
         run = saved.read([state.RUN])[state.RUN]
         if scheduler is not None and run["scheduler"] is None:
             raise UsageError(f"checkpoint {path} was saved without a scheduler: load it without one")
         all_gather(context.world, [0.0])  # from here on all ranks know that it can be loaded
-        with torch.no_grad():
-            saved.fill(state.weight_pieces(held) | ({} if states is None else states.pieces) | random)
+        Task(context, lambda: saved.fill(pieces)).wait()
         if states is not None:
             states.apply(run.get("optimizer", {}))
         if scheduler is not None:

@@ -175,7 +175,8 @@ class Saved:
 
     def fill(self, pieces: Mapping[str, Piece]) -> None:
         """Reads the saved values into the pieces' tensors, from as many parts as it takes."""
-        self._read(LoadPlanner(self._metadata, pieces, ()))
+        with torch.no_grad():
+            self._read(LoadPlanner(self._metadata, pieces, ()))
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
         """The plain values of these names."""
