@@ -1,28 +1,25 @@
 """Checkpoints: a run's state in a folder, by names and shapes that no layout changes, written by all ranks together.
-How pieces, plans and files are made is in the files beside this one.
+They are in the format of torch.distributed.checkpoint, which reads them too. How pieces, plans and files are made is in
+the files beside this one.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.parallel.agreement import all_gather, all_gather_object
 from pipeflow.parallel.context import Context
-from pipeflow.parallel.layout import Layout
 from pipeflow.training import checkpoint_files as files
 from pipeflow.training import checkpoint_state as state
-from pipeflow.training.checkpoint_files import Digest, Manifest
+from pipeflow.training.checkpoint_files import Manifest
+from pipeflow.training.checkpoint_job import Job
 from pipeflow.training.checkpoint_optimizer import NamedOptimizer, named
 from pipeflow.training.checkpoint_pieces import (
     Held,
@@ -32,15 +29,7 @@ from pipeflow.training.checkpoint_pieces import (
     held_by,
     require_same_model,
 )
-from pipeflow.training.checkpoint_plans import (
-    Content,
-    Saved,
-    SavePlanner,
-    divide,
-    to_bytes,
-    write,
-    write_metadata,
-)
+from pipeflow.training.checkpoint_plans import Content, Saved, to_bytes
 from pipeflow.training.checkpoint_task import Task
 
 StrPath = str | os.PathLike[str]
@@ -58,7 +47,7 @@ class Loaded:
 class Saving:
     """A checkpoint that is being written; it gets its name when the last rank is done."""
 
-    def __init__(self, job: _Job, context: Context) -> None:
+    def __init__(self, job: Job, context: Context) -> None:
         self.path = job.path
         self._job = job
         self._context = context
@@ -123,7 +112,6 @@ def save_checkpoint(
 
     Raises UsageError on the rank that noticed what is wrong, or could not write, and PipelineError on the others.
     """
-    path = Path(path)
     if keep is not None and keep < 1:
         raise UsageError(f"keep must be at least 1, the checkpoint that is saved, got {keep}")
     context = context_of(model)
@@ -131,17 +119,9 @@ def save_checkpoint(
         held = held_by(model, context, names)
         rates = None if scheduler is None else scheduler.state_dict()
         run = {"step": step, "data": data, "extra": extra, "scheduler": rates}
-        planner = SavePlanner(_content(context, model, held, optimizer, run))
-        if context.rank == 0:
-            files.clean(path.parent)
-        told = (planner.create_local_plan(), [each.described() for each in held], files.temporary_for(path))
-        everyone: list[Any] = all_gather_object(context.world, told)
-        plans, described, temporaries = map(list, zip(*everyone, strict=True))
-        described_everywhere(described)
-        divided, metadata = divide(plans)
-        plan = divided[context.rank]
-        planner = SavePlanner(planner.content.restricted(plan)) if asynchronous else planner
-        job = _Job(path, temporaries[0], context.rank, context.layout, step, keep, plan, planner, metadata)
+        content = _content(context, model, held, optimizer, run)
+        described = [each.described() for each in held]
+        job = Job.agreed(context, path, content, described, step=step, keep=keep, copying=asynchronous)
     saving = Saving(job, context)
     if not asynchronous:
         saving.wait()
@@ -164,59 +144,6 @@ def _content(
     if context.rank == 0:
         values[state.RUN] = to_bytes("data, extra or the scheduler", run)
     return Content(pieces | state.random_pieces(context), values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What one rank writes. It meets the other ranks in the folder alone, so that it can run beside training: the one
-    that finds everybody's part there completes the checkpoint.
-    """
-
-    path: Path
-    temporary: Path
-    rank: int
-    layout: Layout
-    step: int
-    keep: int | None
-    plan: SavePlan
-    planner: SavePlanner
-    metadata: Metadata
-
-    def run(self) -> None:
-        """Writes this rank's part, and where it is the last, the rest. Raises UsageError naming the path."""
-        try:
-            self._write()
-            if all((self.temporary / f"part-{rank}").exists() for rank in range(self.layout.world_size)):
-                self.complete()
-        except Exception as error:  # torch wraps some of the file system's
-            raise UsageError(f"writing checkpoint {self.path} failed: {error}") from error
-
-    def _write(self) -> None:
-        self.temporary.mkdir(parents=True, exist_ok=True)
-        results = write(self.temporary, self.rank, self.plan, self.planner)
-        names = {result.storage_data.relative_path for result in results}
-        digests = {name: Digest.of(self.temporary / name) for name in names}
-        files.write_durably(self.temporary / f"part-{self.rank}", pickle.dumps((results, digests)))
-
-    def complete(self) -> None:
-        """Gives the checkpoint its name; the first that asks does it."""
-        folder = files.claim(self.temporary)
-        if folder is None:
-            return
-        results: list[list[WriteResult]] = []
-        digests: dict[str, Digest] = {}
-        for rank in range(self.layout.world_size):
-            part = folder / f"part-{rank}"
-            written, of_rank = pickle.loads(part.read_bytes())
-            part.unlink()
-            results.append(written)
-            digests |= of_rank
-        write_metadata(folder, self.metadata, results)
-        digests[".metadata"] = Digest.of(folder / ".metadata")
-        Manifest(self.step, self.layout, digests).write(folder)
-        files.publish(folder, self.path)
-        if self.keep is not None:
-            files.keep_newest(self.path, self.keep)
 
 
 def load_checkpoint(

@@ -200,3 +200,14 @@ def test_replicas_that_divide_the_states_save_their_own(tmp_path: Path) -> None:
     assert {name for each in loaded for name in each} == set(expected)
     for name, state in ((name, state) for each in loaded for name, state in each.items()):
         numpy.testing.assert_array_equal(state, expected[name])
+
+
+def test_the_random_numbers_of_tensor_layers_go_on(tmp_path: Path) -> None:
+    random = pytest.importorskip("pipeflow.tensor.random", exc_type=ImportError)
+    tracker = random.manual_seed(1)
+    save_checkpoint(tmp_path / "step", model := torch.nn.Linear(1, 1))
+    expected = [torch.rand(2, generator=each) for each in (tracker.shared, tracker.own)]
+    tracker = random.manual_seed(2)
+    load_checkpoint(tmp_path / "step", model)
+    for numbers, generator in zip(expected, (tracker.shared, tracker.own), strict=True):
+        assert torch.equal(torch.rand(2, generator=generator), numbers)
