@@ -159,7 +159,8 @@ def load_checkpoint(
     random states come back too, and the run goes on as if it had not stopped.
 
     All ranks call it together. Nothing is changed before every rank has found that the files are whole and of this
-    model. Arguments are as for `save_checkpoint`; an optimizer gets its states and its groups' options.
+    model. Arguments are as for `save_checkpoint`; an optimizer gets its states and its groups' options. Load only what
+    you trust: the format's metadata is a pickle.
 
     Raises UsageError, on the rank that noticed, for what is no checkpoint, is damaged, of another model or of a newer
     format, and PipelineError on the others.

@@ -21,6 +21,7 @@ from pipeflow.parallel.agreement import all_gather, all_gather_object
 from pipeflow.parallel.context import Context
 from pipeflow.training.checkpoint_files import write_durably
 from pipeflow.training.checkpoint_pieces import Described, Held, Names, context_of, described_everywhere, held_by
+from pipeflow.training.checkpoint_task import Task
 from pipeflow.training.safetensors_names import AS_IT_IS, Rename, Transform, renamed
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -71,10 +72,7 @@ def load_safetensors(
         for entry, stored in _opened(by_file, files):
             _require_shape(entry, stored.get_shape(), path)
         all_gather(context.world, [0.0])  # from here on all ranks know that it can be loaded
-        with torch.no_grad():
-            for entry, stored in _opened(by_file, files):
-                _fill(entry, stored)
-        all_gather(context.world, [0.0])
+        Task(context, lambda: _fill_all(by_file, files)).wait()
 
 
 def _files_of(path: Path) -> dict[str, Path]:
@@ -128,6 +126,12 @@ def _require_shape(entry: _Entry, shape: Sequence[int], path: StrPath) -> None:
         )
 
 
+@torch.no_grad()
+def _fill_all(entries: Iterable[_Entry], files: Mapping[str, Path]) -> None:
+    for entry, stored in _opened(entries, files):
+        _fill(entry, stored)
+
+
 def _fill(entry: _Entry, stored: Any) -> None:
     piece = entry.held.piece
     begins = zip(piece.offset, piece.tensor.shape, strict=True)
@@ -171,7 +175,8 @@ def save_safetensors(
         writers = _writers(everyone)
         path.mkdir(parents=True, exist_ok=True)
         mine = [entry for entry in entries if context.rank in context.layout.tensor_ranks(writers[entry.theirs])]
-        written = _write(path, mine, context, shard_bytes)
+        written: list[_Part] = []
+        Task(context, lambda: written.extend(_write(path, mine, context, shard_bytes))).wait()
         parts: list[Any] = all_gather_object(context.world, written)
         if context.rank == 0:
             _publish(path, [part for one in parts for part in one])
@@ -209,7 +214,11 @@ def _write(path: Path, entries: Sequence[_Entry], context: Context, shard_bytes:
     def flush() -> None:
         if collected:
             file = f".part-{context.rank}-{len(parts)}.safetensors"
-            _package().torch.save_file(collected, path / file, metadata={"format": "pt"})
+            package = _package()
+            try:
+                package.torch.save_file(collected, path / file, metadata={"format": "pt"})
+            except (OSError, package.SafetensorError) as error:
+                raise UsageError(f"writing {path / file} failed: {error}") from error
             parts.append(_Part(file, tuple(collected), sum(tensor.nbytes for tensor in collected.values())))
             collected.clear()
 
