@@ -10,8 +10,6 @@ import torch
 from pipeflow.parallel.agreement import all_gather
 from pipeflow.parallel.context import Context
 
-_PULSE = 1.0  # seconds
-
 
 class Task:
     """`work` on a thread of its own, for whose end the interpreter waits. What a GPU was told before is done first."""
@@ -25,12 +23,12 @@ class Task:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when every rank's is done; all ranks call it together. They hear of each other once a second, so
+        """Returns when every rank's is done; all ranks call it together. They hear of each other often enough
         that none is given up for being slow. Raises what this rank's work raised, and LinkError.
         """
-        everybody = False
+        pulse, everybody = min(1.0, self._context.world.timeout / 4), False
         while not everybody:
-            self._thread.join(_PULSE)
+            self._thread.join(pulse)
             done = not self._thread.is_alive()
             if self._error is not None:
                 raise self._error

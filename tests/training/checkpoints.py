@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow import Pipeline, Schedule, execute_pipeline, load_checkpoint, make_schedule, save_checkpoint
+from pipeflow import (
+    Pipeline,
+    PipelineSharedModuleWrapper,
+    Schedule,
+    execute_pipeline,
+    load_checkpoint,
+    make_schedule,
+    save_checkpoint,
+)
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.split import Split
 from pipeflow.testing import run_threads
@@ -89,8 +97,6 @@ class SplitModel(TiedModel):
         return SplitStage(self, start, end)
 
     def tie(self, chunks: nn.ModuleList, schedule: Schedule) -> None:
-        from pipeflow import PipelineSharedModuleWrapper
-
         words = [stage.words for stage in chunks if stage.words is not None]
         if words and schedule.placement.num_stages > 1:
             shared = PipelineSharedModuleWrapper([0, schedule.placement.num_ranks - 1])

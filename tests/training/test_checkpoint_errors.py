@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from pipeflow import (
 )
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
+from pipeflow.training.checkpoint_task import Task
 from tests.training.checkpoints import Run, under
 
 
@@ -228,3 +230,12 @@ def test_what_a_killed_save_left_is_neither_believed_nor_kept(tmp_path: Path) ->
         assert latest_checkpoint(tmp_path) is None
         save_checkpoint(tmp_path / "step-1", model(1), step=1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-1"]
+
+
+def sleep_for_its_rank() -> None:
+    context = current_context()
+    Task(context, lambda: time.sleep(context.rank)).wait()
+
+
+def test_a_rank_that_takes_longer_than_the_deadline_of_a_wait_is_not_given_up() -> None:
+    run_threads(sleep_for_its_rank, 2, timeout=0.5)
