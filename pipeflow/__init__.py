@@ -33,9 +33,12 @@ if TYPE_CHECKING:
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
+    from pipeflow.training.checkpoint import Loaded, Saving, latest_checkpoint, load_checkpoint, save_checkpoint
     from pipeflow.training.clip import clip_grad_norm_, grad_norm
     from pipeflow.training.data import get_dataloader
     from pipeflow.training.masters import MasterWeights
+    from pipeflow.training.safetensors import load_safetensors, save_safetensors
+    from pipeflow.training.safetensors_names import Rename, Transform
     from pipeflow.training.scaler import LossScaler
     from pipeflow.training.zero import Zero
 
@@ -44,18 +47,27 @@ __version__ = "0.1.0"
 _LATER = {
     "Context": "parallel.context",
     "Found": "analysis.search",
+    "Loaded": "training.checkpoint",
     "LossScaler": "training.scaler",
     "MasterWeights": "training.masters",
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.shared",
+    "Rename": "training.safetensors_names",
+    "Saving": "training.checkpoint",
+    "Transform": "training.safetensors_names",
     "Zero": "training.zero",
     "clip_grad_norm_": "training.clip",
     "exact": "analysis.exact",
     "execute_pipeline": "runtime.pipeline",
     "get_dataloader": "training.data",
     "grad_norm": "training.clip",
+    "latest_checkpoint": "training.checkpoint",
     "launch": "parallel.launch",
+    "load_checkpoint": "training.checkpoint",
+    "load_safetensors": "training.safetensors",
+    "save_checkpoint": "training.checkpoint",
+    "save_safetensors": "training.safetensors",
     "search": "analysis.search",
 }
 
@@ -71,6 +83,7 @@ __all__ = [
     "Found",
     "Kind",
     "Link",
+    "Loaded",
     "LossScaler",
     "MasterWeights",
     "Output",
@@ -83,11 +96,14 @@ __all__ = [
     "Plan",
     "Precision",
     "RankPlan",
+    "Rename",
+    "Saving",
     "Schedule",
     "ScheduleError",
     "Setup",
     "Span",
     "Timeline",
+    "Transform",
     "UsageError",
     "Violation",
     "Zero",
@@ -97,12 +113,17 @@ __all__ = [
     "execute_pipeline",
     "get_dataloader",
     "grad_norm",
+    "latest_checkpoint",
     "launch",
+    "load_checkpoint",
+    "load_safetensors",
     "lower",
     "make_schedule",
     "partition_balanced",
     "partition_uniform",
     "plan",
+    "save_checkpoint",
+    "save_safetensors",
     "search",
     "simulate",
     "verify",

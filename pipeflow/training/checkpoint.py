@@ -1,0 +1,199 @@
+"""Checkpoints: a run's state in a folder, by names and shapes that no layout changes, written by all ranks together.
+They are in the format of torch.distributed.checkpoint, which reads them too. How pieces, plans and files are made is in
+the files beside this one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pipeflow.core.errors import PipeflowError, UsageError
+from pipeflow.parallel.agreement import all_gather, all_gather_object
+from pipeflow.parallel.context import Context
+from pipeflow.training import checkpoint_files as files
+from pipeflow.training import checkpoint_state as state
+from pipeflow.training.checkpoint_files import Manifest
+from pipeflow.training.checkpoint_job import Job
+from pipeflow.training.checkpoint_optimizer import NamedOptimizer, named
+from pipeflow.training.checkpoint_pieces import (
+    Held,
+    Names,
+    context_of,
+    described_everywhere,
+    held_by,
+    require_same_model,
+)
+from pipeflow.training.checkpoint_plans import Content, Saved, to_bytes
+from pipeflow.training.checkpoint_task import Task
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `save_checkpoint` was told of the run."""
+
+    step: int
+    data: Any
+    extra: Any
+
+
+class Saving:
+    """A checkpoint that is being written; it gets its name when the last rank is done."""
+
+    def __init__(self, job: Job, context: Context) -> None:
+        self.path = job.path
+        self._job = job
+        self._context = context
+        self._complete = False
+        self._task = Task(context, job.run)
+
+    def wait(self) -> Path:
+        """Returns the checkpoint's path once it is complete on all ranks, which call this together.
+
+        Raises UsageError where writing failed, and PipelineError on every other rank.
+        """
+        if self._complete:
+            return self.path
+        try:
+            with self._context.alarm.raised_everywhere():
+                self._task.wait()
+                if self._context.rank == 0:
+                    self._job.complete()  # where a file system was too slow to show the last rank all parts
+                all_gather(self._context.world, [0.0])
+        except PipeflowError:
+            if self._context.rank == 0:
+                files.discard(self._job.temporary)
+            raise
+        self._complete = True
+        return self.path
+
+
+def save_checkpoint(
+    path: StrPath,
+    model: nn.Module,
+    optimizer: Optimizer | NamedOptimizer | None = None,
+    *,
+    scheduler: state.Scheduler | None = None,
+    step: int = 0,
+    data: Any = None,
+    extra: Any = None,
+    names: Names | None = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> Saving:
+    """Writes a run's state to the folder `path`, which all ranks must see; all of them call it together. Replicas
+    share the writing. Until all is on disk, what was at `path` before stays what `load_checkpoint` reads, whenever
+    a process is killed; what a killed save left behind goes with the next save beside it.
+
+    Every weight and persistent buffer is stored under its name in the whole model: the name that it has within its
+    stage, so stages must not number their blocks anew. A weight with two names is stored under both. Of buffers,
+    those of the first replica are stored.
+
+    Args:
+        path: a name in a folder that only one run writes to, such as `runs/7/step-00001000`.
+        model: a Pipeline, or any module that each rank has whole but for its split parameters.
+        optimizer: its states and options are stored by the names of its parameters.
+        scheduler: of the learning rate; that of rank 0 is stored, so all ranks' groups must be alike.
+        step: how many steps the run has taken; `latest_checkpoint` compares it.
+        data: how far the data was read, by all replicas together: plain values and tensors, those of rank 0.
+        extra: more of that kind.
+        names: `names(stage, name)` gives a tensor's name in the whole model, where the module's own will not do.
+        keep: how many checkpoints to leave in the folder that holds `path`; by default all.
+        asynchronous: return once this rank's part is copied to the CPU, and write while training goes on.
+
+    Returns a Saving, whose `wait` all ranks call together; unless `asynchronous` it has nothing left to wait for.
+
+    Raises UsageError on the rank that noticed what is wrong, or could not write, and PipelineError on the others.
+    """
+    if keep is not None and keep < 1:
+        raise UsageError(f"keep must be at least 1, the checkpoint that is saved, got {keep}")
+    context = context_of(model)
+    with context.alarm.raised_everywhere():
+        held = held_by(model, context, names)
+        rates = None if scheduler is None else scheduler.state_dict()
+        run = {"step": step, "data": data, "extra": extra, "scheduler": rates}
+        content = _content(context, model, held, optimizer, run)
+        described = [each.described() for each in held]
+        job = Job.agreed(context, path, content, described, step=step, keep=keep, copying=asynchronous)
+    saving = Saving(job, context)
+    if not asynchronous:
+        saving.wait()
+    return saving
+
+
+def _content(
+    context: Context,
+    model: nn.Module,
+    held: list[Held],
+    optimizer: Optimizer | NamedOptimizer | None,
+    run: dict[str, Any],
+) -> Content:
+    first_replica = context.data_rank == 0 and context.tensor_rank == 0
+    pieces = state.weight_pieces([each for each in held if each.is_parameter or first_replica])
+    values: dict[str, bytes] = {}
+    if optimizer is not None:
+        states, values, run["optimizer"] = state.optimizer_content(named(optimizer, model), model, held)
+        pieces |= states
+    if context.rank == 0:
+        values[state.RUN] = to_bytes("data, extra or the scheduler", run)
+    return Content(pieces | state.random_pieces(context), values)
+
+
+def load_checkpoint(
+    path: StrPath,
+    model: nn.Module,
+    optimizer: Optimizer | NamedOptimizer | None = None,
+    scheduler: state.Scheduler | None = None,
+    *,
+    names: Names | None = None,
+) -> Loaded:
+    """Reads what `save_checkpoint` wrote, under whatever layout: the numbers of pipeline, tensor and data ranks, the
+    chunks and the schedule are free to change, and weights keep their bits. Under the layout that saved it, torch's
+    random states come back too, and the run goes on as if it had not stopped.
+
+    All ranks call it together. Nothing is changed before every rank has found that the files are whole and of this
+    model. Arguments are as for `save_checkpoint`; an optimizer gets its states and its groups' options. Load only what
+    you trust: the format's metadata is a pickle.
+
+    Raises UsageError, on the rank that noticed, for what is no checkpoint, is damaged, of another model or of a newer
+    format, and PipelineError on the others.
+    """
+    context = context_of(model)
+    with context.alarm.raised_everywhere():
+        folder = files.find(Path(path))
+        manifest = Manifest.read(folder)
+        share = sorted(manifest.files)[context.rank :: context.world_size]
+        Task(context, lambda: files.require_sound(folder, manifest.files, share)).wait()
+        saved = Saved(folder)
+        held = held_by(model, context, names)
+        everyone: list[Any] = all_gather_object(context.world, [each.described() for each in held])
+        shapes = {name: each.shape for name, each in described_everywhere(everyone).items()}
+        require_same_model(path, shapes, state.weight_shapes(saved))
+        states = None if optimizer is None else state.OptimizerLoad(named(optimizer, model), model, held, saved)
+        random = state.random_pieces(context) if manifest.layout == context.layout else {}
+        random = {name: piece for name, piece in random.items() if name in saved.tensors}
+        pieces = {**state.weight_pieces(held), **({} if states is None else states.pieces), **random}
+        run = saved.read([state.RUN])[state.RUN]
+        if scheduler is not None and run["scheduler"] is None:
+            raise UsageError(f"checkpoint {path} was saved without a scheduler: load it without one")
+        all_gather(context.world, [0.0])  # from here on all ranks know that it can be loaded
+        Task(context, lambda: saved.fill(pieces)).wait()
+        if states is not None:
+            states.apply(run.get("optimizer", {}))
+        if scheduler is not None:
+            scheduler.load_state_dict(run["scheduler"])
+        state.restore_random(context, random)
+        all_gather(context.world, [0.0])
+    return Loaded(run["step"], run["data"], run["extra"])
+
+
+latest_checkpoint = files.latest_checkpoint
+
+__all__ = ["Loaded", "Saving", "latest_checkpoint", "load_checkpoint", "save_checkpoint"]
