@@ -169,7 +169,8 @@ def save_safetensors(
             for leftover in path.glob(".part-*.safetensors"):  # of a save that was cut short
                 leftover.unlink()
         entries = _entries(model, context, names, rename)
-        told = [(entry.theirs, id(entry.held.tensor), entry.held.described()) for entry in entries]
+        first_names = {id(entry.held.tensor): entry.name for entry in reversed(entries)}
+        told = [(entry.theirs, first_names[id(entry.held.tensor)], entry.held.described()) for entry in entries]
         everyone: list[Any] = all_gather_object(context.world, told)
         described_everywhere([[described for _, _, described in one] for one in everyone])
         writers = _writers(everyone)
@@ -183,18 +184,17 @@ def save_safetensors(
         all_gather(context.world, [0.0])
 
 
-def _writers(everyone: Sequence[Sequence[tuple[str, int, Described]]]) -> dict[str, int]:
-    """The rank that writes each tensor of the files: the lowest that has it. Raises UsageError when two weights that
-    are not tied get one name.
+def _writers(everyone: Sequence[Sequence[tuple[str, str, Described]]]) -> dict[str, int]:
+    """The rank that writes each tensor of the files: the lowest that has it. Each rank told, of each of its tensors,
+    what the files call it and the first of its names. Raises UsageError when two weights get one name.
     """
-    first: dict[str, tuple[int, int, Described]] = {}
+    known: dict[str, tuple[int, str, Described]] = {}
     for rank, one in enumerate(everyone):
-        for theirs, key, described in one:
-            its_rank, its_key, other = first.setdefault(theirs, (rank, key, described))
-            tied = (rank, key) == (its_rank, its_key) or (described.tied is not None and described.tied == other.tied)
-            if described.name != other.name and not tied:
+        for theirs, first_name, described in one:
+            _, known_name, other = known.setdefault(theirs, (rank, first_name, described))
+            if first_name != known_name and (described.tied is None or described.tied != other.tied):
                 raise UsageError(f"{other.name!r} and {described.name!r} would both be written as {theirs!r}")
-    return {theirs: rank for theirs, (rank, _, _) in first.items()}
+    return {theirs: rank for theirs, (rank, _, _) in known.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +238,11 @@ def _whole(held: Held, context: Context) -> Tensor:
     tensor = held.tensor.detach().contiguous()
     if held.split is None:
         return tensor.to("cpu", copy=True)
-    parts = tensor.new_empty(context.tensor_size, *tensor.shape)
+    parts = tensor.new_empty(context.tensor_size * tensor.shape[0], *tensor.shape[1:])
     context.tensor.all_gather(parts, tensor).wait()
-    return torch.cat(list(parts.cpu()), dim=held.split.dim).narrow(held.split.dim, 0, held.split.size)
+    return torch.cat(parts.cpu().chunk(context.tensor_size), dim=held.split.dim).narrow(
+        held.split.dim, 0, held.split.size
+    )
 
 
 def _publish(path: Path, parts: Sequence[_Part]) -> None:

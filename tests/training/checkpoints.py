@@ -63,9 +63,9 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, part: Tensor, split: Split, group: Any) -> Tensor:
         context.split, context.group = split, group
-        parts = part.new_empty(group.size, *part.shape)
+        parts = part.new_empty(group.size * part.shape[0], *part.shape[1:])
         group.all_gather(parts, part.detach().contiguous()).wait()
-        return torch.cat(list(parts), dim=split.dim).narrow(split.dim, 0, split.size).clone()
+        return torch.cat(parts.chunk(group.size), dim=split.dim).narrow(split.dim, 0, split.size).clone()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

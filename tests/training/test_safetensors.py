@@ -23,6 +23,7 @@ from pipeflow import (
     save_safetensors,
 )
 from pipeflow.parallel.context import current_context
+from pipeflow.testing import run_processes, run_threads
 from tests.training.checkpoints import Layout, Run, SplitWeight, under, wholes
 
 pytest.importorskip("safetensors")
@@ -96,11 +97,19 @@ def load_and_save(source: Path, target: Path, shard_bytes: int) -> dict[str, Ten
     return weights
 
 
-@pytest.mark.parametrize(("layout", "shard_bytes"), [((1, 1, 1), 10**9), ((2, 2, 1), 10**9), ((2, 3, 2), 1500)])
-def test_weights_come_and_go_with_the_same_bits(tmp_path: Path, layout: Layout, shard_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "shard_bytes", "run"),
+    [
+        ((1, 1, 1), 10**9, run_threads),
+        ((2, 2, 1), 10**9, run_threads),
+        ((2, 3, 2), 1500, run_threads),
+        ((1, 2, 1), 1500, run_processes),
+    ],
+)
+def test_weights_come_and_go_with_the_same_bits(tmp_path: Path, layout: Layout, shard_bytes: int, run: Any) -> None:
     theirs = gpt2()
     save_file(theirs, tmp_path / "model.safetensors")
-    for weights in under(layout, load_and_save, tmp_path, tmp_path / "out", shard_bytes):
+    for weights in under(layout, load_and_save, tmp_path, tmp_path / "out", shard_bytes, run=run):
         for name in weights.keys() & {"words.weight", "head.weight"}:
             assert torch.equal(weights[name], functional.pad(theirs["wte.weight"], (0, 0, 0, 1)))
     files = sorted((tmp_path / "out").glob("*.safetensors"))
