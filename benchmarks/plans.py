@@ -76,4 +76,6 @@ class _Traced:
         import pipeflow
 
         costs = [pipeflow.CostModel.measured(timeline) for timeline in self.timelines]
-        return [pipeflow.simulate(self.model.schedule, cost).makespan for cost in costs]
+        schedule = self.model.schedule
+        ran = schedule.with_reductions() if self.timelines[0].reductions else schedule
+        return [pipeflow.simulate(ran, cost).makespan for cost in costs]

@@ -98,9 +98,10 @@ class CostModel:
 
     @classmethod
     def measured(cls, timeline: Timeline) -> CostModel:
-        """The costs that a timeline shows: per stage the mean time of its actions and reductions, and as latency the
-        median time that an idle rank waited for a value after it was made. What a whole backward takes is shared out
-        between its halves as where they ran apart, or equally.
+        """The costs that a timeline shows: per stage the mean time of its actions, and as latency the median time that
+        an idle rank waited for a value after it was made. What a whole backward takes is shared out between its halves
+        as where they ran apart, or equally. Of the ranks that reduce a stage together the last to come waits least, so
+        its time is what that takes.
         """
         from statistics import fmean, median  # slow to import, and needed here alone
 
@@ -126,7 +127,7 @@ class CostModel:
             backward_input=backward_input,
             backward_weight=backward_weight,
             latency=median(timeline.waits() or [0.0]),
-            reduce=tuple(mean(Kind.R, stage) for stage in stages) if timeline.reductions else (),
+            reduce=tuple(min(times.get((Kind.R, stage), [0.0])) for stage in stages) if timeline.reductions else (),
         )
 
     def duration(self, kind: Kind, stage: int) -> float:

@@ -109,8 +109,11 @@ class Trace:
         for one in timed:
             if one.thread is not None:
                 one.thread.join()
-        rank = self.transport.rank
-        return [Span(one.reduce.action, rank, one.start - self.zero, one.end - self.zero) for one in timed]
+        spans: list[Span] = []
+        for one in timed:  # one after the other, as a plan has them: what began behind another shares its time
+            start = max(one.start - self.zero, spans[-1].end if spans else 0.0)
+            spans.append(Span(one.reduce.action, self.transport.rank, start, max(start, one.end - self.zero)))
+        return spans
 
     def _spans(self) -> list[Span]:
         timed = [operation for operation in self.operations if isinstance(operation, Timed)]
