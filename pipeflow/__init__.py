@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeflow.analysis.graph import dependency_graph
+from pipeflow.analysis.layout_plan import Plan, RankPlan, plan
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.partition import partition_balanced, partition_uniform
 from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.transformer import GPT, GPT_PRESETS
+from pipeflow.analysis.transformer_costs import PRECISIONS, Layout, Precision
 from pipeflow.analysis.verify import Violation, verify
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.cost import CostModel, Link
@@ -48,6 +51,9 @@ _LATER = {
 }
 
 __all__ = [
+    "GPT",
+    "GPT_PRESETS",
+    "PRECISIONS",
     "SCHEDULES",
     "Action",
     "Cause",
@@ -55,6 +61,7 @@ __all__ = [
     "CostModel",
     "Found",
     "Kind",
+    "Layout",
     "Link",
     "Output",
     "Pair",
@@ -63,6 +70,9 @@ __all__ = [
     "PipelineError",
     "PipelineSharedModuleWrapper",
     "Placement",
+    "Plan",
+    "Precision",
+    "RankPlan",
     "Schedule",
     "ScheduleError",
     "Span",
@@ -78,6 +88,7 @@ __all__ = [
     "make_schedule",
     "partition_balanced",
     "partition_uniform",
+    "plan",
     "search",
     "simulate",
     "verify",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from pipeflow import __version__
-from pipeflow.cli import compare, diff, draw, export, simulate, verify
+from pipeflow.cli import compare, diff, draw, export, plan, simulate, verify
 from pipeflow.cli import list as list_
 from pipeflow.cli.options import Parser
 from pipeflow.core.errors import UsageError
@@ -20,6 +20,7 @@ examples:
   pipeflow compare --ranks 8 --microbatches 32 --transfer 0.1
   pipeflow diff 1f1b zb-h1
   pipeflow diff 1f1b measured.json --unit ms --factor 1000
+  pipeflow plan gpt3-175b --pipeline 8 --tensor 8 --microbatches 64
   pipeflow verify mine.csv
 """
 
@@ -64,6 +65,6 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"pipeflow {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (list_, draw, simulate, compare, diff, verify, export):
+    for module in (list_, draw, simulate, compare, diff, plan, verify, export):
         module.add_to(commands)
     return parser

@@ -1,0 +1,211 @@
+"""What the stages of a GPT cost: the time, and the bytes kept, of one microbatch on each. What must not live here: the
+order in which they run, and what follows from it.
+
+Activations are those of arXiv 2205.05198 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models"), section 4, with its dropouts; operations those of arXiv 2104.04473 (Narayanan et al.), section 5.1 and
+appendix, where an activation function or a norm costs nothing. Below, s is the sequence, b the microbatch size, h
+`hidden`, a the heads, r `mlp_ratio`, V the vocabulary and t the tensor size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pipeflow.analysis.partition import partition_uniform
+from pipeflow.analysis.transformer import GPT, Part
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement, require_positive
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Bytes per parameter of the weights, their gradients, the float32 master weights and Adam's two moments.
+    Activations are as wide as the weights.
+
+    Half precision takes 2 + 2 + 4 + 8 bytes (arXiv 1910.02054, section 3.1): gradients have their weights' type, as
+    torch's have.
+    """
+
+    name: str
+    weight: int
+    gradient: int
+    master: int
+    moments: int
+
+
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        "float32": Precision("float32", weight=4, gradient=4, master=0, moments=8),
+        "bf16": Precision("bf16", weight=2, gradient=2, master=4, moments=8),
+        "fp16": Precision("fp16", weight=2, gradient=2, master=4, moments=8),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the work of one pipeline rank is laid out over devices, and what of it is kept.
+
+    Attributes:
+        tensor: devices that share every layer of a stage.
+        data: copies of the pipeline, each with its own part of the batch.
+        microbatch_size: sequences per microbatch.
+        sequence: tokens per sequence; the model's `positions` unless given.
+        precision: of weights, gradients, optimizer and activations.
+        zero: the `data` ranks share out master weights and moments among them (ZeRO-1, arXiv 1910.02054).
+        checkpoint: a layer keeps its input alone, and is computed again in its backward.
+        sequence_parallel: the tensor ranks share what each else had whole (arXiv 2205.05198, section 4.2.2).
+        keep_scores: attention keeps its scores, as without torch's scaled_dot_product_attention or FlashAttention
+            (arXiv 2205.14135).
+
+    Raises UsageError for sizes below 1.
+    """
+
+    tensor: int = 1
+    data: int = 1
+    microbatch_size: int = 1
+    sequence: int | None = None
+    precision: Precision = PRECISIONS["bf16"]
+    zero: bool = False
+    checkpoint: bool = False
+    sequence_parallel: bool = False
+    keep_scores: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
+        if self.sequence is not None:
+            require_positive(sequence=self.sequence)
+
+
+def stage_layers(model: GPT, placement: Placement) -> list[Part]:
+    """Per stage its layers [start, end), as even as can be. Raises UsageError for more stages than layers."""
+    stages = placement.num_stages
+    if stages > model.layers:
+        raise UsageError(
+            f"{model.layers} layers cannot fill {stages} stages on {placement.num_ranks} ranks: "
+            f"use fewer ranks or chunks, at most {model.layers} stages"
+        )
+    return [part for [part] in partition_uniform(model.layers, stages)]
+
+
+def stage_costs(model: GPT, placement: Placement, layout: Layout, *, flops: float | None = None) -> CostModel:
+    """The costs of one microbatch on each stage, layers dealt as `stage_layers` does. Times are in seconds where
+    `flops`, the operations per second of one device, is given, else in forwards of one layer; bytes are those of one
+    device. Transfers are free.
+
+    Raises UsageError for a model that the layout does not fit.
+    """
+    tokens = layout.microbatch_size * sequence_of(model, layout)
+    if flops is not None and not (math.isfinite(flops) and flops > 0):
+        raise UsageError(f"flops must be positive and finite, got {flops}: operations per second of one device")
+    parts = stage_layers(model, placement)
+    work = [_operations(model, layout, part) for part in parts]
+    unit = layer_forward(model, layout) if flops is None else flops * layout.tensor / tokens
+    return CostModel(
+        forward=tuple(forward / unit for forward, _, _ in work),
+        backward_input=tuple(backward / unit for _, backward, _ in work),
+        backward_weight=tuple(weight / unit for _, _, weight in work),
+        saved_bytes=tuple(tokens * _saved(model, layout, part) for part in parts),
+        deferred_bytes=tuple(tokens * _deferred(model, layout, part) for part in parts),
+    )
+
+
+def layer_forward(model: GPT, layout: Layout) -> int:
+    """Operations of one layer's forward per token, on all tensor ranks: 24h^2 (1 + s/6h) for r = 4."""
+    return _linears(model) + _attention(model, layout)
+
+
+def head_forward(model: GPT) -> int:
+    """Operations per token of the head's forward, on all tensor ranks: 2hV."""
+    return 2 * model.hidden * model.vocabulary
+
+
+def recomputed_bytes(model: GPT, layout: Layout) -> int:
+    """With `checkpoint`, what the backward of one layer makes anew of it while it runs; else nothing."""
+    tokens = layout.microbatch_size * sequence_of(model, layout)
+    return tokens * _layer(model, layout) if layout.checkpoint else 0
+
+
+def sequence_of(model: GPT, layout: Layout) -> int:
+    """Tokens per sequence. Raises UsageError where the model has no place for them, or the layout cannot split it."""
+    sequence = model.positions if layout.sequence is None else layout.sequence
+    model.require_tensor(layout.tensor)
+    if sequence > model.positions:
+        raise UsageError(f"a sequence of {sequence} tokens is too long for a model with {model.positions} positions")
+    if layout.sequence_parallel and sequence % layout.tensor:
+        raise UsageError(f"a sequence of {sequence} tokens does not divide into {layout.tensor} parts: use a multiple")
+    return sequence
+
+
+def _linears(model: GPT) -> int:
+    return 2 * (4 + 2 * model.mlp_ratio) * model.hidden**2
+
+
+def _attention(model: GPT, layout: Layout) -> int:
+    return 4 * sequence_of(model, layout) * model.hidden
+
+
+def _operations(model: GPT, layout: Layout, part: Part) -> tuple[int, int, int]:
+    """Per token, of F, I and W: a linear's two halves cost its forward each, attention's backward is all in I and costs
+    twice its forward (arXiv 2401.10241, table 1). What is computed again, layers alone, is a part of I.
+    """
+    layers, linears, attention = part[1] - part[0], _linears(model), _attention(model, layout)
+    head = head_forward(model) if part[1] == model.layers else 0
+    again = layers * (linears + attention) if layout.checkpoint else 0
+    forward = layers * (linears + attention) + head
+    return forward, layers * (linears + 2 * attention) + head + again, layers * linears + head
+
+
+def _whole(model: GPT, layout: Layout) -> int:
+    """Of what every tensor rank has whole, the part that one keeps, per number that a token has there."""
+    return model.hidden // layout.tensor if layout.sequence_parallel else model.hidden
+
+
+def _layer(model: GPT, layout: Layout) -> int:
+    """Bytes per token that a layer needs for its backward: h (10 + 24/t), with scores 5as/t more, in half precision.
+
+    Whole on every tensor rank: what goes into the norms and the linears after them (4 values), and the masks of two
+    dropouts (a byte each). Split: query, key, value, what goes into the output linear, and what goes into and out of
+    the wide part's GeLU (4 + 2r values).
+    Scores: softmax, its dropout's result and mask.
+    """
+    width = layout.precision.weight
+    whole = (4 * width + 2) * _whole(model, layout)
+    split = (4 + 2 * model.mlp_ratio) * width * model.hidden
+    scores = (2 * width + 1) * model.heads * sequence_of(model, layout) if layout.keep_scores else 0
+    return whole + (split + scores) // layout.tensor
+
+
+def _saved(model: GPT, layout: Layout, part: Part) -> int:
+    """Bytes per token from a forward to its backward: of each layer all that it needs, or its input alone; of the first
+    stage the embedding's dropout mask, a byte; of the last what goes into its norm and its head, and the logits
+    in float32 (section 4.3).
+    """
+    width, whole = layout.precision.weight, _whole(model, layout)
+    kept = (part[1] - part[0]) * (width * whole if layout.checkpoint else _layer(model, layout))
+    if part[0] == 0:
+        kept += whole
+    if part[1] == model.layers:
+        kept += 2 * width * whole + 4 * model.vocabulary_rows(layout.tensor)
+    return kept
+
+
+def _deferred(model: GPT, layout: Layout, part: Part) -> int:
+    """Bytes per token from I to W: what goes into each linear and the gradient of what comes out, 32h per layer in
+    half precision (arXiv 2401.10241, table 1), checkpointed or not, since what I computed again W still needs; and of
+    the tables the gradient of what comes out. With sequence parallelism a rank keeps its part and gathers the others.
+
+    Whole on every tensor rank: what goes into query-key-value and wide, the gradients of the two outputs.
+    """
+    width, whole = layout.precision.weight, _whole(model, layout)
+    layer = 4 * whole + (4 + 2 * model.mlp_ratio) * model.hidden // layout.tensor
+    values = (part[1] - part[0]) * layer
+    if part[0] == 0:
+        values += whole
+    if part[1] == model.layers:
+        values += whole + model.vocabulary_rows(layout.tensor)
+    return values * width

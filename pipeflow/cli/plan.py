@@ -1,0 +1,199 @@
+"""`pipeflow plan`: what a layout of a GPT costs, on each rank and as a step."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from pipeflow.analysis.layout_plan import Plan, plan
+from pipeflow.analysis.transformer import GPT, GPT_PRESETS
+from pipeflow.analysis.transformer_costs import PRECISIONS, Layout, head_forward, layer_forward, stage_costs
+from pipeflow.cli.costs import Costs
+from pipeflow.cli.measures import number, percent, size
+from pipeflow.cli.options import family_options, flag
+from pipeflow.cli.outputs import show
+from pipeflow.cli.plans import Asked, is_file, sound_plan
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands, Parser
+    from pipeflow.draw import Table
+
+SIZES = tuple(field.name for field in fields(GPT))
+LAYOUT = tuple(field.name for field in fields(Layout))
+
+
+def add_to(commands: Commands) -> None:
+    """The command and its options."""
+    command = commands.add_parser("plan", help="what a layout of a GPT costs: bytes per rank, bubble")
+    command.add_argument("model", metavar="MODEL", help=", ".join(GPT_PRESETS))
+    _add_sizes(command)
+    _add_schedule(command)
+    _add_layout(command)
+    command.add_argument("--flops", type=float, metavar="X", help="operations per second of a device: times in seconds")
+    command.add_argument("--json", action="store_true", help="for programs")
+    command.set_defaults(run=run)
+
+
+def _add_sizes(command: Parser) -> None:
+    group = command.add_argument_group("model", "sizes that differ from those of MODEL")
+    for name in SIZES:
+        group.add_argument(flag(name), type=int, metavar="N")
+
+
+def _add_schedule(command: Parser) -> None:
+    group = command.add_argument_group("schedule")
+    group.add_argument("--schedule", default="1f1b", metavar="SCHEDULE", help="a name from `pipeflow list`, or a file")
+    group.add_argument("--pipeline", type=int, metavar="P", help="ranks of the pipeline: 4 unless given")
+    group.add_argument("--microbatches", type=int, metavar="M", help="of each data rank: 8 unless given")
+    for option in family_options():
+        takers = ", ".join(name for name in SCHEDULES if option in options_of(name))
+        group.add_argument(flag(option), type=float, metavar="N", help=f"of {takers}")
+
+
+def _add_layout(command: Parser) -> None:
+    group = command.add_argument_group("layout")
+    add = group.add_argument
+    add("--tensor", type=int, default=1, metavar="T", help="devices that share each layer: 1 unless given")
+    add("--data", type=int, default=1, metavar="D", help="copies of the pipeline: 1 unless given")
+    add("--microbatch-size", type=int, default=1, metavar="B", help="sequences per microbatch: 1 unless given")
+    add("--sequence", type=int, metavar="S", help="tokens per sequence: the model's positions unless given")
+    add("--precision", choices=PRECISIONS, default="bf16", help="%(default)s unless given")
+    add("--zero", action="store_true", help="share the optimizer's state among the data ranks (ZeRO-1)")
+    add("--checkpoint", action="store_true", help="keep each layer's input alone, and compute the layer again")
+    add("--sequence-parallel", action="store_true", help="share the norms' activations among the tensor ranks, too")
+    add("--keep-scores", action="store_true", help="of attention, as without scaled_dot_product_attention")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan."""
+    given = {name: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None}
+    model = replace(GPT.named(arguments.model), **given)
+    options = {name: getattr(arguments, name) for name in LAYOUT}
+    layout = Layout(**options | {"precision": PRECISIONS[arguments.precision]})
+    found = plan(model, _schedule(arguments, model, layout), layout, flops=arguments.flops)
+    if arguments.json:
+        import json
+
+        print(json.dumps(_for_programs(found)))
+    else:
+        show(*_heading(arguments.model, found), "", _table(found), "", *_step(found), *_notes(found))
+    return 0
+
+
+def _schedule(arguments: argparse.Namespace, model: GPT, layout: Layout) -> Schedule:
+    name, options = arguments.schedule, _family(arguments)
+    if is_file(name):
+        if arguments.pipeline is not None:
+            raise UsageError(f"--pipeline is for named schedules; {name} has its own ranks")
+        return sound_plan(name, Asked(Costs({}), None, arguments.microbatches, tuple(options.items()))).schedule
+    ranks = 4 if arguments.pipeline is None else arguments.pipeline
+    microbatches = 8 if arguments.microbatches is None else arguments.microbatches
+    if name in SCHEDULES and "cost" in options_of(name):  # it is made for its costs, which are per stage
+        placement = make_schedule(name, ranks=ranks, microbatches=1).placement
+        options["cost"] = stage_costs(model, placement, layout)
+    return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
+
+
+def _family(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the schedule that were given; whole numbers where they are that."""
+    given = {name: getattr(arguments, name) for name in family_options() if getattr(arguments, name) is not None}
+    return {name: int(value) if value.is_integer() else value for name, value in given.items()}
+
+
+def _for_programs(found: Plan) -> dict[str, Any]:
+    derived = ("layers", "optimizer_bytes", "peak_bytes")
+    return {
+        "model": asdict(found.model),
+        "parameters_total": found.parameters_total,
+        "schedule": found.schedule.name,
+        "microbatches": found.schedule.num_microbatches,
+        "layout": asdict(found.layout) | {"pipeline": len(found.ranks), "sequence": found.sequence},
+        "devices": found.devices,
+        "ranks": [asdict(rank) | {name: getattr(rank, name) for name in derived} for rank in found.ranks],
+        "bubble_ratio": found.bubble_ratio,
+        "even_bubble_ratio": found.even_bubble_ratio,
+        "makespan": found.timeline.makespan,
+        "unit": "layer forwards" if found.flops is None else "s",
+        "tokens": found.tokens,
+        "tokens_per_second": found.tokens_per_second,
+    }
+
+
+def _heading(name: str, found: Plan) -> Iterator[str]:
+    model, layout, precision = found.model, found.layout, found.layout.precision
+    sizes = f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocabulary}"
+    resized = "" if model == GPT.named(name) else ", resized"
+    yield f"{name}{resized}, {_count(found.parameters_total)} parameters: {sizes}"
+    shape = f"pipeline {len(found.ranks)} x tensor {layout.tensor} x data {layout.data}"
+    yield f"{found.schedule.name} on {found.devices} devices: {shape}"
+    batch = f"{found.schedule.num_microbatches} microbatches of {layout.microbatch_size} x {found.sequence} tokens"
+    yield f"{batch}, {found.tokens:,} tokens a step"
+    states = {"master weight": precision.master, "Adam's moments": precision.moments}
+    shared = f", over {layout.data} data ranks" if layout.zero else ""
+    parts = {"weight": precision.weight, "gradient": precision.gradient} | states
+    yield f"{precision.name}, bytes a parameter: {', '.join(f'{part} {of}' for part, of in parts.items() if of)}{shared}"
+
+
+def _table(found: Plan) -> Table:
+    from pipeflow.draw import Table
+
+    titles = ["rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "peak", "idle"]
+    rows = [
+        [
+            str(rank.rank),
+            str(rank.layers),
+            _count(rank.parameters),
+            *map(size, (rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)),
+            size(rank.peak_bytes),
+            percent(rank.idle),
+        ]
+        for rank in found.ranks
+    ]
+    return Table(titles, rows)
+
+
+def _step(found: Plan) -> Iterator[str]:
+    """How long a step takes, its bubble, and what that is made of."""
+    makespan = found.timeline.makespan
+    if found.tokens_per_second is None:
+        yield f"step: {number(makespan)} times the forward of one layer (--flops gives seconds)"
+    else:
+        yield f"step: {number(makespan)} s, {found.tokens_per_second:,.0f} tokens/s"
+    busiest = min(found.ranks, key=lambda rank: rank.idle)
+    yield f"bubble: {percent(found.bubble_ratio)} of the span, in which the busiest rank, {busiest.rank}, is idle"
+    if abs(found.bubble_ratio - found.even_bubble_ratio) >= 5e-4:
+        yield f"with equal stages it would be {percent(found.even_bubble_ratio)}: {_uneven(found, busiest.rank)}"
+
+
+def _uneven(found: Plan, rank: int) -> str:
+    """What the busiest rank has more than the others."""
+    work = [1 - each.idle for each in found.ranks]
+    held = f"{found.ranks[rank].layers} layers"
+    if found.schedule.placement.num_stages - 1 in found.ranks[rank].stages:
+        head = head_forward(found.model) / layer_forward(found.model, found.layout)
+        held += f" and the head, which is worth {head:.2g} more"
+    times = work[rank] * len(work) / sum(work)
+    return f"rank {rank}, with {held}, works {times:.3g} times as long as the average, and the others wait for it"
+
+
+def _notes(found: Plan) -> Iterator[str]:
+    """What the numbers count, and what they do not."""
+    if found.ranks[0].recomputed_bytes:
+        again = size(found.ranks[0].recomputed_bytes)
+        yield f"peak: all columns before it, and {again} for the layer that is being computed again"
+    if not found.layout.keep_scores:
+        yield "activations: without attention's scores, which --keep-scores adds"
+    yield "not counted: the time of transfers and sums between devices, and the memory of buffers"
+
+
+def _count(parameters: int) -> str:
+    """A number of parameters, as people write it: 175B."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if parameters >= unit:
+            return f"{parameters / unit:.3g}{name}" if parameters < 999.5 * unit else f"{parameters / unit:.0f}{name}"
+    return str(parameters)
