@@ -19,7 +19,7 @@ GPT3 = Path(__file__).parents[2] / "examples" / "gpt3"
 def gpt3() -> Iterator[Any]:
     pytest.importorskip("torch")
     pytest.importorskip("tokenizers")
-    names = ("model", "data", "check", "train")
+    names = ("model", "data", "webtext", "mock", "build", "megatron")
     sys.path.insert(0, str(GPT3))
     try:
         yield SimpleNamespace(path=GPT3, **{name: import_module(name) for name in names})
