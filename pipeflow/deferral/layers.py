@@ -125,7 +125,7 @@ class _Linear(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
         input, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])  # shared by all three products
-        _hand_over(ctx, LinearProduct(ctx.given.weight, ctx.given.trained_bias, input, rows))
+        hand_over(ctx, LinearProduct(ctx.given.weight, ctx.given.trained_bias, input, rows))
         return None, rows.mm(weight).view(input.shape) if ctx.needs_input_grad[1] else None, None
 
 
@@ -139,7 +139,7 @@ class _Convolution(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         input, weight = ctx.saved_tensors
-        _hand_over(ctx, ConvolutionProduct(ctx.given.weight, ctx.given.trained_bias, input, gradient, ctx.geometry))
+        hand_over(ctx, ConvolutionProduct(ctx.given.weight, ctx.given.trained_bias, input, gradient, ctx.geometry))
         of_input = None
         if ctx.needs_input_grad[1]:
             backward = torch.ops.aten.convolution_backward
@@ -160,25 +160,28 @@ class _Embedding(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         [indices] = ctx.saved_tensors
         weight = ctx.given.weight
-        _hand_over(ctx, EmbeddingProduct(weight, indices, gradient, ctx.padding_index, ctx.scale_by_frequency))
+        hand_over(ctx, EmbeddingProduct(weight, indices, gradient, ctx.padding_index, ctx.scale_by_frequency))
         return None, None, None, None
 
 
 def _begin(ctx: Any, input: Tensor, given: Given) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Saves what the backward needs; returns what the forward computes with, in autocast's dtype where that is on."""
+    """Saves what the backward needs; returns what the forward computes with."""
     ctx.given = given
-    _, weight, bias = given
+    operands = lowered(input, given.weight, given.bias)
+    ctx.save_for_backward(*operands[:2])
+    return operands
+
+
+def lowered(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in autocast's dtype, where that is on."""
     # Cast here: autocast would keep its cast of the weight, made without a graph, for other users of the weight.
     if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(input.device.type)
-        lower = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        ctx.save_for_backward(*lower[:2])
-        return lower
-    ctx.save_for_backward(input, weight)
+        return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return input, weight, bias
 
 
-def _hand_over(ctx: Any, product: Product) -> None:
+def hand_over(ctx: Any, product: Product) -> None:
     """Gives the product away, if this backward is one that leaves gradients in parameters.
 
     Raises UsageError when the backward is itself to be differentiated.
