@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
-from pipeflow import tensor as col_nn
 from pipeflow.parallel.context import current_context
+from pipeflow.tensor import vocab_parallel_cross_entropy
 
 from build import build_gpt_pipeline
 from model import PipelineGPTHybrid
@@ -68,7 +68,7 @@ class GPTModel(nn.Module):
         output = self.stage(hidden_states, tokens, ~attention_mask, position_ids)
         if self.stage.head is None or labels is None:
             return output
-        return col_nn.vocab_parallel_cross_entropy(output, labels)
+        return vocab_parallel_cross_entropy(output, labels)
 
 
 def build_stages(

@@ -10,13 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipeflow import tensor as col_nn
+import pipeflow
+from pipeflow.tensor import (
+    ColumnParallelLinear,
+    Dropout,
+    HiddenParallelEmbedding,
+    LayerNorm,
+    RowParallelLinear,
+    VocabParallelClassifier,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    checkpoint,
+    scatter_to_sequence_region,
+)
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -39,6 +52,9 @@ def causal(attention_mask: Tensor | None, length: int) -> Tensor | None:
 class Attention(nn.Module):
     """Self-attention in heads. Query, key and value come out of one layer, interleaved per head (its weight is one of
     heads x 3 x head size rows), so that its parts on the tensor ranks are whole heads.
+
+    Without dropout no score is kept. With it, which scores are dropped follows from the rank's own random numbers,
+    which torch's scaled_dot_product_attention cannot be given, so they are computed here.
     """
 
     def __init__(
@@ -46,23 +62,30 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         if hidden_size % heads:
-            raise ValueError(f"{heads} heads do not divide a hidden size of {hidden_size}")
+            raise pipeflow.UsageError(f"{heads} heads do not divide a hidden size of {hidden_size}")
         self.head_size = hidden_size // heads
-        self.dropout = dropout
-        options = {"dtype": dtype, "sequence_parallel": sequence_parallel}
-        self.query_key_value = col_nn.ColumnParallelLinear(hidden_size, 3 * hidden_size, **options)
-        self.output = col_nn.RowParallelLinear(hidden_size, hidden_size, **options)
+        self.query_key_value = ColumnParallelLinear(
+            hidden_size, 3 * hidden_size, dtype=dtype, sequence_parallel=sequence_parallel
+        )
+        self.output = RowParallelLinear(hidden_size, hidden_size, dtype=dtype, sequence_parallel=sequence_parallel)
+        self.dropout = Dropout(dropout, parallel_input=True)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         mixed = self.query_key_value(hidden_states).unflatten(-1, (-1, 3, self.head_size))
         query, key, value = mixed.permute(3, 0, 2, 1, 4)
         mask = causal(attention_mask, query.shape[2])
-        rate = self.dropout if self.training else 0.0
-        with col_nn.own_random_numbers():
-            seen = functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, dropout_p=rate, is_causal=mask is None
-            )
+        if self.training and self.dropout.p:
+            seen = self._with_dropout(query, key, value, mask)
+        else:
+            seen = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
         return self.output(seen.transpose(1, 2).flatten(2))
+
+    def _with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        scores = query @ key.transpose(-1, -2) / self.head_size**0.5
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return self.dropout(scores.softmax(-1)) @ value
 
 
 class GPTBlock(nn.Module):
@@ -87,19 +110,19 @@ class GPTBlock(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        options = {"dtype": dtype, "sequence_parallel": sequence_parallel}
-        self.norm_1 = col_nn.LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
+        options: dict[str, Any] = {"dtype": dtype, "sequence_parallel": sequence_parallel}
+        self.norm_1 = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
         self.attention = Attention(hidden_size, num_attention_heads, dropout=attention_dropout, **options)
-        self.norm_2 = col_nn.LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
-        self.wide = col_nn.ColumnParallelLinear(hidden_size, mlp_ratio * hidden_size, **options)
-        self.output = col_nn.RowParallelLinear(mlp_ratio * hidden_size, hidden_size, **options)
-        self.dropout = col_nn.Dropout(dropout, parallel_input=sequence_parallel)
+        self.norm_2 = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
+        self.wide = ColumnParallelLinear(hidden_size, mlp_ratio * hidden_size, **options)
+        self.output = RowParallelLinear(mlp_ratio * hidden_size, hidden_size, **options)
+        self.dropout = Dropout(dropout, parallel_input=sequence_parallel)
         self.activation = activation
         self.checkpoint = checkpoint
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if self.checkpoint and torch.is_grad_enabled():
-            return col_nn.checkpoint(self._compute, hidden_states, attention_mask), attention_mask
+            return checkpoint(self._compute, hidden_states, attention_mask), attention_mask
         return self._compute(hidden_states, attention_mask), attention_mask
 
     def _compute(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -124,19 +147,23 @@ class GPTEmbedding(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.word_embeddings = col_nn.VocabParallelEmbedding(vocab_size, hidden_size, dtype=dtype)
-        self.position_embeddings = col_nn.HiddenParallelEmbedding(max_position_embeddings, hidden_size, dtype=dtype)
-        self.dropout = col_nn.Dropout(dropout, parallel_input=sequence_parallel)
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size, hidden_size, dtype=dtype, sequence_parallel=sequence_parallel
+        )
+        self.position_embeddings = HiddenParallelEmbedding(max_position_embeddings, hidden_size, dtype=dtype)
+        self.dropout = Dropout(dropout, parallel_input=sequence_parallel)
         self.sequence_parallel = sequence_parallel
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
-        hidden_states = self.word_embeddings(input_ids) + self.position_embeddings(position_ids)
-        return self.dropout(hidden_states)
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        positions = self.position_embeddings(position_ids)
+        if self.sequence_parallel:
+            positions = scatter_to_sequence_region(positions, self.position_embeddings.group)
+        return self.dropout(self.word_embeddings(input_ids) + positions)
 
 
-class GPTLMHead(col_nn.VocabParallelClassifier):
+class GPTLMHead(VocabParallelClassifier):
     """Scores for every word: (batch, length, dim) becomes (batch, length, this rank's words)."""
 
     def __init__(
@@ -157,10 +184,10 @@ class GPTLMLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loss = col_nn.CrossEntropyLoss()
+        self.loss = VocabParallelCrossEntropy()
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return self.loss(logits[:, :-1], labels[:, 1:])
 
 
 class PipelineGPTHybrid(nn.Module):
@@ -194,7 +221,7 @@ class PipelineGPTHybrid(nn.Module):
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        options = {"dtype": dtype, "sequence_parallel": sequence_parallel}
+        options: dict[str, Any] = {"dtype": dtype, "sequence_parallel": sequence_parallel}
         self.embedding = self.norm = self.head = None
         if first:
             self.embedding = GPTEmbedding(
@@ -217,7 +244,7 @@ class PipelineGPTHybrid(nn.Module):
             }
         )
         if last:
-            self.norm = col_nn.LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
+            self.norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
             self.head = GPTLMHead(vocab_size=vocab_size, dim=hidden_size, **options)
 
     @property

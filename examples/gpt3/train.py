@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 import pipeflow
 from pipeflow.draw import Comparison
+from pipeflow.tensor import gather_from_tensor_region
 
 from build import build_gpt_pipeline, options_of
 from check import check
@@ -161,7 +162,7 @@ def run(arguments: argparse.Namespace) -> None:
     if ranks > cores and context.device.type == "cpu":
         console.print(f"\n{ranks} ranks share {cores} cores here, so actions take longer than they would alone.")
     if arguments.check:
-        check(stages, losses, batches_of(corpus, arguments), arguments, console)
+        check(stages, losses, batches_of(corpus, arguments), arguments, context, console)
     else:
         writer = pipeflow.Pipeline(stages, make_schedule(arguments, microbatches=1))
         text = write(writer, corpus, arguments)
@@ -230,9 +231,11 @@ def progress(arguments: argparse.Namespace, console: Console) -> Iterator[Callab
 
 
 def write(writer: pipeflow.Pipeline, corpus: Corpus, arguments: argparse.Namespace, tokens: int = 120) -> str:
-    """Text of the model's own, a token at a time through the pipeline: its last rank chooses, and tells the others."""
-    placement = writer.schedule.placement
-    last = placement.rank_of(placement.num_stages - 1)
+    """Text of the model's own, a token at a time through the pipeline: a rank of its last stage chooses, and tells the
+    others.
+    """
+    placement, context = writer.schedule.placement, writer.context
+    chooser = context.layout.pipeline_ranks(0)[placement.rank_of(placement.num_stages - 1)]
     ids, end = corpus.tokenizer.encode(PROMPT).ids, corpus.tokenizer.token_to_id(END)
     generator = torch.Generator().manual_seed(arguments.seed)
     while len(ids) < tokens and ids[-1] != end:
@@ -241,10 +244,11 @@ def write(writer: pipeflow.Pipeline, corpus: Corpus, arguments: argparse.Namespa
         output = pipeflow.execute_pipeline(batch, writer, forward_only=True, return_outputs=True)
         token = torch.zeros(1, dtype=torch.long)
         if output.outputs is not None:
-            chances = (output.outputs[0, -1].float().cpu() / TEMPERATURE).softmax(dim=0)
+            scores = gather_from_tensor_region(output.outputs[0, -1], context.tensor)
+            chances = (scores.float().cpu() / TEMPERATURE).softmax(dim=0)
             token = torch.multinomial(chances, 1, generator=generator)
         if dist.is_initialized():
-            dist.broadcast(token, src=last)
+            dist.broadcast(token, src=chooser)
         ids.append(int(token))
     return corpus.tokenizer.decode(ids)
 
