@@ -13,7 +13,7 @@ from pipeflow.analysis.lower import lower
 from pipeflow.analysis.partition import partition_balanced, partition_uniform
 from pipeflow.analysis.simulate import simulate
 from pipeflow.analysis.transformer import GPT, GPT_PRESETS
-from pipeflow.analysis.transformer_costs import PRECISIONS, Layout, Precision
+from pipeflow.analysis.transformer_layout import PRECISIONS, Layout, Precision
 from pipeflow.analysis.verify import Violation, verify
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.cost import CostModel, Link

@@ -129,6 +129,7 @@ assert not heavy, heavy
 for command in ("draw", "simulate", "compare", "verify", "export"):
     assert main([command, "interleaved-1f1b", *(["--csv", "-"] if command == "export" else [])]) == 0
 assert main(["diff", "interleaved-1f1b", "zb-v"]) == 0
+assert main(["plan", "tiny"]) == 0
 
 import pipeflow
 for name in pipeflow.__all__:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 from pipeflow.analysis.simulate import simulate
 from pipeflow.analysis.transformer import GPT, Part
-from pipeflow.analysis.transformer_costs import Layout, recomputed_bytes, sequence_of, stage_costs, stage_layers
+from pipeflow.analysis.transformer_costs import recomputed_bytes, sequence_of, stage_costs, stage_layers
+from pipeflow.analysis.transformer_layout import Layout
 from pipeflow.core.cost import CostModel
+from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 
@@ -123,18 +125,20 @@ def plan(model: GPT, schedule: Schedule, layout: Layout | None = None, *, flops:
     cost = stage_costs(model, schedule.placement, layout, flops=flops)
     timeline = simulate(schedule, cost)
     even = simulate(schedule, _evened(cost)).bubble_ratio
-    ranks = tuple(_rank(model, layout, timeline, rank) for rank in range(len(schedule.rows)))
+    span = timeline.span
+    idle = [1 - sum(each.end - each.start for each in row) / span for row in timeline.rows]
+    ranks = tuple(
+        _rank(model, layout, schedule.placement, rank, kept=kept, idle=idle[rank])
+        for rank, kept in enumerate(timeline.peak_bytes)
+    )
     return Plan(model, schedule, layout, flops, cost, timeline, ranks, even)
 
 
-def _rank(model: GPT, layout: Layout, timeline: Timeline, rank: int) -> RankPlan:
-    stages = timeline.placement.stages_of(rank)
-    parts = stage_layers(model, timeline.placement)
+def _rank(model: GPT, layout: Layout, placement: Placement, rank: int, *, kept: float, idle: float) -> RankPlan:
+    stages, parts, precision = placement.stages_of(rank), stage_layers(model, placement), layout.precision
     held = tuple(parts[stage] for stage in stages)
     parameters = model.parameters_of(held, layout.tensor)
     optimized = -(-parameters // layout.data) if layout.zero else parameters
-    precision = layout.precision
-    busy = sum(span.end - span.start for span in timeline.rows[rank])
     return RankPlan(
         rank,
         stages,
@@ -144,9 +148,9 @@ def _rank(model: GPT, layout: Layout, timeline: Timeline, rank: int) -> RankPlan
         gradient_bytes=parameters * precision.gradient,
         master_bytes=optimized * precision.master,
         moment_bytes=optimized * precision.moments,
-        activation_bytes=timeline.peak_bytes[rank],
+        activation_bytes=kept,
         recomputed_bytes=recomputed_bytes(model, layout),
-        idle=1 - busy / timeline.span,
+        idle=idle,
     )
 
 

@@ -10,75 +10,13 @@ appendix, where an activation function or a norm costs nothing. Below, s is the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 
 from pipeflow.analysis.partition import partition_uniform
 from pipeflow.analysis.transformer import GPT, Part
+from pipeflow.analysis.transformer_layout import Layout
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import Placement, require_positive
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """Bytes per parameter of the weights, their gradients, the float32 master weights and Adam's two moments.
-    Activations are as wide as the weights.
-
-    Half precision takes 2 + 2 + 4 + 8 bytes (arXiv 1910.02054, section 3.1): gradients have their weights' type, as
-    torch's have.
-    """
-
-    name: str
-    weight: int
-    gradient: int
-    master: int
-    moments: int
-
-
-PRECISIONS: Mapping[str, Precision] = MappingProxyType(
-    {
-        "float32": Precision("float32", weight=4, gradient=4, master=0, moments=8),
-        "bf16": Precision("bf16", weight=2, gradient=2, master=4, moments=8),
-        "fp16": Precision("fp16", weight=2, gradient=2, master=4, moments=8),
-    }
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How the work of one pipeline rank is laid out over devices, and what of it is kept.
-
-    Attributes:
-        tensor: devices that share every layer of a stage.
-        data: copies of the pipeline, each with its own part of the batch.
-        microbatch_size: sequences per microbatch.
-        sequence: tokens per sequence; the model's `positions` unless given.
-        precision: of weights, gradients, optimizer and activations.
-        zero: the `data` ranks share out master weights and moments among them (ZeRO-1, arXiv 1910.02054).
-        checkpoint: a layer keeps its input alone, and is computed again in its backward.
-        sequence_parallel: the tensor ranks share what each else had whole (arXiv 2205.05198, section 4.2.2).
-        keep_scores: attention keeps its scores, as without torch's scaled_dot_product_attention or FlashAttention
-            (arXiv 2205.14135).
-
-    Raises UsageError for sizes below 1.
-    """
-
-    tensor: int = 1
-    data: int = 1
-    microbatch_size: int = 1
-    sequence: int | None = None
-    precision: Precision = PRECISIONS["bf16"]
-    zero: bool = False
-    checkpoint: bool = False
-    sequence_parallel: bool = False
-    keep_scores: bool = False
-
-    def __post_init__(self) -> None:
-        require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
-        if self.sequence is not None:
-            require_positive(sequence=self.sequence)
+from pipeflow.core.placement import Placement
 
 
 def stage_layers(model: GPT, placement: Placement) -> list[Part]:
@@ -125,9 +63,10 @@ def head_forward(model: GPT) -> int:
 
 
 def recomputed_bytes(model: GPT, layout: Layout) -> int:
-    """With `checkpoint`, what the backward of one layer makes anew of it while it runs; else nothing."""
+    """With `checkpoint`, what the backward of one layer makes anew while it runs, all but its input; else nothing."""
     tokens = layout.microbatch_size * sequence_of(model, layout)
-    return tokens * _layer(model, layout) if layout.checkpoint else 0
+    again = _layer_bytes(model, layout) - layout.precision.weight * _whole(model, layout)
+    return tokens * again if layout.checkpoint else 0
 
 
 def sequence_of(model: GPT, layout: Layout) -> int:
@@ -161,17 +100,16 @@ def _operations(model: GPT, layout: Layout, part: Part) -> tuple[int, int, int]:
 
 
 def _whole(model: GPT, layout: Layout) -> int:
-    """Of what every tensor rank has whole, the part that one keeps, per number that a token has there."""
+    """Numbers that a token has in what tensor ranks do not split: h, or h/t where they share it by sequence."""
     return model.hidden // layout.tensor if layout.sequence_parallel else model.hidden
 
 
-def _layer(model: GPT, layout: Layout) -> int:
+def _layer_bytes(model: GPT, layout: Layout) -> int:
     """Bytes per token that a layer needs for its backward: h (10 + 24/t), with scores 5as/t more, in half precision.
 
     Whole on every tensor rank: what goes into the norms and the linears after them (4 values), and the masks of two
-    dropouts (a byte each). Split: query, key, value, what goes into the output linear, and what goes into and out of
-    the wide part's GeLU (4 + 2r values).
-    Scores: softmax, its dropout's result and mask.
+    dropouts (a byte each). Split: query, key, value, what goes into attention's output linear, and what goes into the
+    GeLU and out of it (4 + 2r values). Scores: the softmax, its dropout's result and mask.
     """
     width = layout.precision.weight
     whole = (4 * width + 2) * _whole(model, layout)
@@ -186,7 +124,7 @@ def _saved(model: GPT, layout: Layout, part: Part) -> int:
     in float32 (section 4.3).
     """
     width, whole = layout.precision.weight, _whole(model, layout)
-    kept = (part[1] - part[0]) * (width * whole if layout.checkpoint else _layer(model, layout))
+    kept = (part[1] - part[0]) * (width * whole if layout.checkpoint else _layer_bytes(model, layout))
     if part[0] == 0:
         kept += whole
     if part[1] == model.layers:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeflow.analysis.layout_plan import Plan, plan
+from pipeflow.analysis.layout_plan import Plan, RankPlan, plan
 from pipeflow.analysis.transformer import GPT, GPT_PRESETS
-from pipeflow.analysis.transformer_costs import PRECISIONS, Layout, head_forward, layer_forward, stage_costs
+from pipeflow.analysis.transformer_costs import head_forward, layer_forward, stage_costs
+from pipeflow.analysis.transformer_layout import PRECISIONS, Layout
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.measures import number, percent, size
 from pipeflow.cli.options import family_options, flag
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(json.dumps(_for_programs(found)))
     else:
-        show(*_heading(arguments.model, found), "", _table(found), "", *_step(found), *_notes(found))
+        show(*_heading(arguments.model, found), "", _table(found), "", *_totals(found), *_notes(found))
     return 0
 
 
@@ -126,29 +127,30 @@ def _for_programs(found: Plan) -> dict[str, Any]:
 
 def _heading(name: str, found: Plan) -> Iterator[str]:
     model, layout, precision = found.model, found.layout, found.layout.precision
-    sizes = f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads, vocabulary {model.vocabulary}"
     resized = "" if model == GPT.named(name) else ", resized"
-    yield f"{name}{resized}, {_count(found.parameters_total)} parameters: {sizes}"
-    shape = f"pipeline {len(found.ranks)} x tensor {layout.tensor} x data {layout.data}"
-    yield f"{found.schedule.name} on {found.devices} devices: {shape}"
+    sizes = f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads"
+    yield f"{name}{resized}: {found.parameters_total:,} parameters, {sizes}"
+    split = f"pipeline {len(found.ranks)} x tensor {layout.tensor} x data {layout.data}"
+    yield f"{found.schedule.name} on {found.devices} devices: {split}"
     batch = f"{found.schedule.num_microbatches} microbatches of {layout.microbatch_size} x {found.sequence} tokens"
     yield f"{batch}, {found.tokens:,} tokens a step"
-    states = {"master weight": precision.master, "Adam's moments": precision.moments}
-    shared = f", over {layout.data} data ranks" if layout.zero else ""
+    states = {"master weight": precision.master, "moments": precision.moments}
     parts = {"weight": precision.weight, "gradient": precision.gradient} | states
-    yield f"{precision.name}, bytes a parameter: {', '.join(f'{part} {of}' for part, of in parts.items() if of)}{shared}"
+    yield f"{precision.name}: {', '.join(f'{part} {of}' for part, of in parts.items() if of)} bytes a parameter"
+    if layout.zero and layout.data > 1:
+        yield f"ZeRO-1: the optimizer's bytes are shared out over {layout.data} data ranks"
 
 
 def _table(found: Plan) -> Table:
     from pipeflow.draw import Table
 
-    titles = ["rank", "layers", "parameters", "weights", "gradients", "optimizer", "activations", "peak", "idle"]
+    titles = ["rank", "layers", "parameters", "weights +\ngradients", "optimizer", "activations", "peak", "idle"]
     rows = [
         [
             str(rank.rank),
             str(rank.layers),
             _count(rank.parameters),
-            *map(size, (rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)),
+            *map(size, (rank.weight_bytes + rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)),
             size(rank.peak_bytes),
             percent(rank.idle),
         ]
@@ -157,38 +159,39 @@ def _table(found: Plan) -> Table:
     return Table(titles, rows)
 
 
-def _step(found: Plan) -> Iterator[str]:
-    """How long a step takes, its bubble, and what that is made of."""
-    makespan = found.timeline.makespan
+def _totals(found: Plan) -> Iterator[str]:
+    """The highest peak, how long a step takes, its bubble."""
+    highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
+    again = f", of which {size(highest.recomputed_bytes)} for the layer being computed again"
+    yield f"peak: {size(highest.peak_bytes)} on rank {highest.rank}{again if highest.recomputed_bytes else ''}"
+    makespan = number(found.timeline.makespan)
     if found.tokens_per_second is None:
-        yield f"step: {number(makespan)} times the forward of one layer (--flops gives seconds)"
+        yield f"step: {makespan} times the forward of one layer (--flops gives seconds)"
     else:
-        yield f"step: {number(makespan)} s, {found.tokens_per_second:,.0f} tokens/s"
+        yield f"step: {makespan} s, {number(found.tokens_per_second)} tokens/s"
     busiest = min(found.ranks, key=lambda rank: rank.idle)
-    yield f"bubble: {percent(found.bubble_ratio)} of the span, in which the busiest rank, {busiest.rank}, is idle"
-    if abs(found.bubble_ratio - found.even_bubble_ratio) >= 5e-4:
-        yield f"with equal stages it would be {percent(found.even_bubble_ratio)}: {_uneven(found, busiest.rank)}"
+    yield f"bubble: {percent(found.bubble_ratio)} of the span, in which rank {busiest.rank}, the busiest, is idle"
+    if percent(found.bubble_ratio) != percent(found.even_bubble_ratio):
+        yield from _uneven(found, busiest)
 
 
-def _uneven(found: Plan, rank: int) -> str:
-    """What the busiest rank has more than the others."""
-    work = [1 - each.idle for each in found.ranks]
-    held = f"{found.ranks[rank].layers} layers"
-    if found.schedule.placement.num_stages - 1 in found.ranks[rank].stages:
+def _uneven(found: Plan, busiest: RankPlan) -> Iterator[str]:
+    """Why the bubble is not what the schedule has with equal stages: what the busiest rank has more than the others."""
+    work = [1 - rank.idle for rank in found.ranks]
+    times = f"{(1 - busiest.idle) * len(work) / sum(work):.3g} times as long as the average"
+    yield f"  With equal stages: {percent(found.even_bubble_ratio)}. Rank {busiest.rank} works {times},"
+    held = f"{busiest.layers} of the {found.model.layers} layers"
+    if found.schedule.placement.num_stages - 1 in busiest.stages:
         head = head_forward(found.model) / layer_forward(found.model, found.layout)
-        held += f" and the head, which is worth {head:.2g} more"
-    times = work[rank] * len(work) / sum(work)
-    return f"rank {rank}, with {held}, works {times:.3g} times as long as the average, and the others wait for it"
+        held += f" and the head, worth {head:.2g} layers"
+    yield f"  with {held}."
 
 
 def _notes(found: Plan) -> Iterator[str]:
     """What the numbers count, and what they do not."""
-    if found.ranks[0].recomputed_bytes:
-        again = size(found.ranks[0].recomputed_bytes)
-        yield f"peak: all columns before it, and {again} for the layer that is being computed again"
     if not found.layout.keep_scores:
         yield "activations: without attention's scores, which --keep-scores adds"
-    yield "not counted: the time of transfers and sums between devices, and the memory of buffers"
+    yield "not counted: transfers and sums between devices, buffers of operations"
 
 
 def _count(parameters: int) -> str:

@@ -48,6 +48,7 @@ class Context:
         device: where this process computes.
         world: the transport of all ranks.
         transport: that of this rank's pipeline.
+        replicas: that of the ranks of `data`.
         tensor: the group that holds the other parts of the same layers.
         data: the group that holds the same weights for other data.
         shared: the tied weights that were registered.
@@ -60,12 +61,14 @@ class Context:
     world: Transport
     shared: list[SharedWeight] = field(default_factory=list)
     transport: Transport = field(init=False)
+    replicas: Transport = field(init=False)
     tensor: Group = field(init=False)
     data: Group = field(init=False)
     alarm: Alarm = field(init=False)
 
     def __post_init__(self) -> None:
         self.transport = View(self.world, self.layout.pipeline_ranks(self.rank))
+        self.replicas = View(self.world, self.layout.data_ranks(self.rank))
         self.tensor = self.world.group(self.layout.tensor_ranks(self.rank))
         self.data = self.world.group(self.layout.data_ranks(self.rank))
         self.alarm = Alarm(self.world)

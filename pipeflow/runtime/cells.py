@@ -92,7 +92,9 @@ class Results:
         """Lets go of the last step's batch, losses and outputs."""
         self.criterion: Callable[..., Tensor] | None = None
         self.labels: list[object] = []
-        self.weights: list[float] = []
+        self.weights: list[float] = []  # of the microbatches; they add up to 1
+        self.weight = 0.0  # of the batch
+        self.gradient_scale = 1.0  # what the loss is multiplied by where its gradient starts
         self.keep_outputs = False
         self.losses: list[Tensor | None] = [None] * self.microbatches
         self.outputs: list[object] = [None] * self.microbatches

@@ -90,8 +90,9 @@ def detach(tree: object) -> object:
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def weights_of(labels: list[object], sizes: list[int], weigh: Callable[..., float] | None) -> list[float]:
-    """Per microbatch, its part of the batch's mean loss: by samples, or by `weigh(labels)`, like a count of tokens.
+def weights_of(labels: list[object], sizes: list[int], weigh: Callable[..., float] | None) -> tuple[list[float], float]:
+    """Per microbatch, its part of the batch's mean loss: by samples, or by `weigh(labels)`, like a count of tokens. And
+    what the whole batch weighs.
 
     Raises UsageError when the weights sum to nothing.
     """
@@ -99,4 +100,4 @@ def weights_of(labels: list[object], sizes: list[int], weigh: Callable[..., floa
     total = sum(weights)
     if not total > 0:
         raise UsageError(f"the weights of the microbatches sum to {total}; they must be positive")
-    return [weight / total for weight in weights]
+    return [weight / total for weight in weights], total

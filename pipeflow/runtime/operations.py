@@ -58,7 +58,7 @@ class Forward(Compute):
 
     def __call__(self) -> None:
         stage = self.stage
-        self.sink(stage.module(*self.source(), **stage.keywords[self.microbatch]))
+        self.sink(stage.call(*self.source(), **stage.keywords[self.microbatch]))
 
 
 class FromBatch:
@@ -207,9 +207,10 @@ class LossGradient:
         self.microbatch = microbatch
 
     def __call__(self) -> list[Tensor]:
-        loss = self.results.losses[self.microbatch]
+        results = self.results
+        loss = results.losses[self.microbatch]
         assert loss is not None
-        return [torch.full_like(loss, self.results.weights[self.microbatch])]
+        return [torch.full_like(loss, results.weights[self.microbatch] * results.gradient_scale)]
 
 
 class CellGradients:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,8 +19,11 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.deferral.products import Deferral
 from pipeflow.parallel.agreement import all_gather_object
 from pipeflow.parallel.context import Context, current_context
+from pipeflow.parallel.split import splits_of
 from pipeflow.runtime.cells import Meta
+from pipeflow.runtime.gradients import Gradients
 from pipeflow.runtime.pairs import Overlap
+from pipeflow.runtime.replicas import share_values
 from pipeflow.runtime.shared import Ties, compare_ties, copies_of, shared_in
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
@@ -44,6 +48,12 @@ class Pipeline(nn.Module):
         stages: the stages that `chunks` were built for, checked against the schedule's placement.
         overlap: `overlap(forward, backward)` runs a pair of the schedule: it calls both, each once, in any order, on
             any thread or stream, and returns when both are done. Without it a forward runs before its backward.
+        autocast: the dtype of a torch.autocast under which stages and criterion run.
+
+    Attributes:
+        loss_scale: what the gradients of a step are multiplied by, so that those of half precision do not vanish.
+
+    What every replica, or every tensor rank, holds whole is made the same here: as on the first of them.
 
     Where the schedule is bidirectional, each stage is on two ranks: their weights are made the same here, those of
     the lower rank, and each step sums their gradients.
@@ -65,6 +75,7 @@ class Pipeline(nn.Module):
         weigh: Callable[..., float] | None = None,
         stages: Sequence[int] | None = None,
         overlap: Overlap | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         context = current_context()
@@ -72,21 +83,25 @@ class Pipeline(nn.Module):
         self.schedule = schedule if overlap is not None else schedule.without_pairs()
         self.context = context
         self.alarm = context.alarm
+        self.loss_scale = 1.0
         with self.alarm.raised_everywhere():
             held = _fitting_stages(self.chunks, self.schedule, context, stages)
             modules = dict(zip(held, self.chunks, strict=True))
             shared = shared_in(self, context.shared)
             self.ties = Ties([*shared, *copies_of(modules, schedule.placement)], context.pipeline_rank)
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
-            _compare(context, self.schedule, shape, self.ties)
+            _compare(context, self, shape)
             self.ties.share_values(context.transport)
+            share_values(self, context.tensor, without=splits_of(self))
+            share_values(self, context.data)
+            precise = _under_autocast(autocast, context.device)
             self.runner = Runner(
                 self.schedule,
-                context.transport,
-                {stage: Stage(stage, module) for stage, module in modules.items()},
-                self.ties,
+                context,
+                {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()},
+                Gradients(modules, self.ties, context),
                 None if shape is None else Meta.known(*shape),
-                criterion,
+                None if criterion is None else precise(criterion),
                 weigh,
                 overlap,
             )
@@ -116,9 +131,11 @@ def execute_pipeline(
     return_outputs: bool = False,
     broadcast_loss: bool = False,
     trace: bool = False,
+    reduce: bool = True,
 ) -> Output:
     """Runs one step: takes one batch, runs the schedule, leaves the gradients of the batch's mean loss in `.grad`,
-    added to what was there. Every rank makes the same call, with the same batch in its iterator.
+    added to what was there. Every rank makes the same call; all ranks of one replica have the same batch in their
+    iterators, and the batch is those of all replicas together.
 
     Args:
         data_iter: yields `(inputs, labels)`. Tensors are split into microbatches along dim 0. Entries of dict
@@ -128,6 +145,8 @@ def execute_pipeline(
         return_outputs: keep the last stage's outputs, for `Output.outputs`.
         broadcast_loss: tell the loss to every rank.
         trace: measure the step, for `Output.timeline`.
+        reduce: average the gradients over the replicas. Without, each keeps adding up its own, until a step that
+            reduces takes all along: accumulation over several calls.
 
     Raises:
         UsageError: for a batch, an output or a loss that does not fit, on the rank that noticed.
@@ -145,6 +164,8 @@ def execute_pipeline(
             return_outputs=return_outputs,
             broadcast_loss=broadcast_loss,
             trace=trace,
+            reduce=reduce,
+            loss_scale=model.loss_scale,
         )
 
 
@@ -168,14 +189,30 @@ def _fitting_stages(
     return held
 
 
-def _compare(context: Context, schedule: Schedule, shape: object, ties: Ties) -> None:
+def _under_autocast(
+    dtype: torch.dtype | None, device: torch.device
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a function run under torch.autocast; without a dtype, leaves it as it is."""
+    return (lambda function: function) if dtype is None else torch.autocast(device.type, dtype)
+
+
+def _compare(context: Context, pipeline: Pipeline, shape: object) -> None:
     """Raises UsageError, on every rank, unless all ranks were given the same."""
+    schedule = pipeline.schedule
     digest = hashlib.sha256(schedule.to_csv().encode()).hexdigest()
     plan = (schedule.name, schedule.placement, schedule.num_microbatches, digest)
-    everyone: list[Any] = all_gather_object(context.transport, (plan, shape, ties.describe()))
-    plans, shapes, tied = zip(*everyone, strict=True)
+    held = [(name, tuple(parameter.shape)) for name, parameter in pipeline.named_parameters()]
+    everyone: list[Any] = all_gather_object(context.world, (plan, shape, pipeline.ties.describe(), held))
+    plans, shapes, tied, parameters = zip(*everyone, strict=True)
     for what, given in (("schedule", plans), ("tensor_shape or tensor_dtype", shapes)):
         for rank, its in enumerate(given):
             if its != given[0]:
                 raise UsageError(f"rank {rank} was given another {what} than rank 0: {its}, not {given[0]}")
-    compare_ties(list(tied))
+    layout = context.layout
+    for rank, its in enumerate(parameters):
+        first = layout.data_ranks(rank)[0]
+        for mine, other in zip_longest(its, parameters[first]):
+            if mine != other:
+                raise UsageError(f"rank {rank} is a replica of rank {first}, but has parameter {mine}, not {other}")
+    for rank in range(layout.world_size):
+        compare_ties([tied[peer] for peer in layout.pipeline_ranks(rank)])

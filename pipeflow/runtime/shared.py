@@ -4,7 +4,7 @@ stage that a bidirectional schedule has twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from weakref import ref
@@ -17,6 +17,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.parallel.agreement import exchange
 from pipeflow.parallel.context import SharedWeight, current_context
 from pipeflow.parallel.transport import Lane, Transport
+from pipeflow.runtime.sums import Summand, buckets
 
 
 class PipelineSharedModuleWrapper:
@@ -95,7 +96,6 @@ def copies_of(modules: Mapping[int, nn.Module], placement: Placement) -> list[Sh
     ]
 
 
-BUCKET = 2**22  # bytes of gradients that are exchanged at once
 Description = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]  # per weight: its ranks, the shapes of its copy
 
 
@@ -125,7 +125,7 @@ class Ties:
         widest: dict[int, _Tie] = {}  # by the parameter's id: a tied weight may be in a stage that has a copy elsewhere
         for weight in sorted(across, key=lambda weight: -len(weight.ranks)):
             for parameter in weight.parameters:
-                tie = widest.setdefault(id(parameter), _Tie(parameter, weight.ranks))
+                tie = widest.setdefault(id(parameter), _Tie(parameter, ranks=weight.ranks))
                 if not set(weight.ranks) <= set(tie.ranks):
                     raise UsageError(
                         f"a weight is shared by ranks {list(tie.ranks)} and has copies on ranks {list(weight.ranks)}: "
@@ -136,6 +136,11 @@ class Ties:
     def describe(self) -> Description:
         """What the ranks compare before they rely on it."""
         return self._described
+
+    @property
+    def tied(self) -> set[int]:
+        """The ids of the parameters that have copies on other ranks."""
+        return {id(tie.parameter) for tie in self._ties}
 
     @property
     def counted_elsewhere(self) -> set[int]:
@@ -158,49 +163,27 @@ class Ties:
     def begin(self) -> None:
         """Sets the gradients of earlier steps aside, so that this step's part alone is summed."""
         for tie in self._trained:
-            tie.before, tie.parameter.grad = tie.parameter.grad, None
+            tie.begin()
 
     def end(self, transport: Transport) -> None:
         """Sums each gradient over its copies, in rank order, and adds what was set aside. Raises LinkError."""
-        for bucket in _buckets(self._trained):
-            total = _summed(bucket, transport, self._rank)
-            for tie, part in zip(bucket, total.split([tie.parameter.numel() for tie in bucket]), strict=True):
-                gradient = part.view(tie.parameter.shape)
-                tie.parameter.grad = gradient if tie.before is None else tie.before.add_(gradient)
-                tie.before = None
+        for ranks, alike in groupby(self._trained, key=lambda tie: tie.ranks):
+            for bucket in buckets(alike, lambda tie: tie.parameter):
+                total = _summed(torch.cat([tie.gradient() for tie in bucket]), ranks, transport)
+                for tie, part in zip(bucket, total.split([tie.parameter.numel() for tie in bucket]), strict=True):
+                    tie.end(part)
 
 
 @dataclass(slots=True)
-class _Tie:
-    parameter: nn.Parameter
-    ranks: tuple[int, ...]
-    before: Tensor | None = None
-
-    def gradient(self) -> Tensor:
-        """This step's, in a row."""
-        grad = self.parameter.grad
-        return (torch.zeros_like(self.parameter) if grad is None else grad).flatten()
+class _Tie(Summand):
+    ranks: tuple[int, ...] = ()
 
 
-def _buckets(ties: Iterable[_Tie]) -> Iterator[list[_Tie]]:
-    """The ties of the same ranks and dtype together, as far as they fit into BUCKET bytes."""
-    for _, alike in groupby(ties, key=lambda tie: (tie.ranks, tie.parameter.dtype)):
-        bucket: list[_Tie] = []
-        for tie in alike:
-            if bucket and sum(each.parameter.nbytes for each in (*bucket, tie)) > BUCKET:
-                yield bucket
-                bucket = []
-            bucket.append(tie)
-        yield bucket
-
-
-def _summed(bucket: list[_Tie], transport: Transport, rank: int) -> Tensor:
-    ranks = bucket[0].ranks
-    mine = torch.cat([tie.gradient() for tie in bucket])
-    peers = [peer for peer in ranks if peer != rank]
+def _summed(mine: Tensor, ranks: tuple[int, ...], transport: Transport) -> Tensor:
+    peers = [peer for peer in ranks if peer != transport.rank]
     parts = {peer: torch.empty_like(mine) for peer in peers}
     exchange(transport, Lane.TIED, dict.fromkeys(peers, mine), parts, "waiting for the gradient of a tied weight")
-    parts[rank] = mine
+    parts[transport.rank] = mine
     total = parts[ranks[0]]
     for peer in ranks[1:]:
         total += parts[peer]

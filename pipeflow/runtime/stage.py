@@ -4,7 +4,9 @@ live here: when it runs, and where its input comes from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import Parameter, signature
+from typing import Any
 
 from torch import nn
 
@@ -13,11 +15,14 @@ from pipeflow.runtime.microbatch import Batch
 
 
 class Stage:
-    """A module, prepared for split backwards, and per microbatch of the step that runs, the keywords for it."""
+    """A module, prepared for split backwards, how it is called, and per microbatch of the step that runs, the keywords
+    for it.
+    """
 
-    def __init__(self, index: int, module: nn.Module) -> None:
+    def __init__(self, index: int, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
         self.index = index
         self.module = module
+        self.call = module if call is None else call
         self.deferral = defer_weight_gradients(module)
         self.keywords: list[dict[str, object]] = []
         self._names = _keywords_of(module, takes_input=index > 0)

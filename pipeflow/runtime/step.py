@@ -16,14 +16,15 @@ from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.parallel.agreement import all_gather, all_gather_object
+from pipeflow.parallel.context import Context
 from pipeflow.parallel.failure import ActionError
 from pipeflow.parallel.transport import LinkError, Transport
 from pipeflow.runtime.cells import Meta, Results
 from pipeflow.runtime.compile import Compiled, compile_program
+from pipeflow.runtime.gradients import Gradients
 from pipeflow.runtime.microbatch import Batch, merge, next_batch, weights_of
 from pipeflow.runtime.operations import Compute, Operation
 from pipeflow.runtime.pairs import Overlap
-from pipeflow.runtime.shared import Ties
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.trace import Timed, Trace
 from pipeflow.runtime.transfers import Transfer
@@ -34,8 +35,8 @@ class Output:
     """What a step gives.
 
     Attributes:
-        loss: the batch's mean loss, a scalar tensor, on the last stage's rank (a bidirectional schedule has two);
-            elsewhere None unless broadcast.
+        loss: the mean loss of the batch, those of all replicas together, a scalar tensor, on the last stage's ranks (a
+            bidirectional schedule has two); elsewhere None unless broadcast.
         outputs: the last stage's outputs, its microbatches put together along dim 0; None unless asked for, and on
             other ranks.
         timeline: every rank's measured spans, in seconds; None unless traced.
@@ -52,18 +53,19 @@ class Runner:
     def __init__(
         self,
         schedule: Schedule,
-        transport: Transport,
+        context: Context,
         stages: Mapping[int, Stage],
-        ties: Ties,
+        gradients: Gradients,
         meta: Meta | None,
         criterion: Callable[..., Tensor] | None,
         weigh: Callable[..., float] | None,
         overlap: Overlap | None,
     ) -> None:
         self.schedule = schedule
-        self.transport = transport
+        self.context = context
+        self.transport = context.transport
         self.stages = stages
-        self.ties = ties
+        self.gradients = gradients
         self.meta = meta
         self.criterion = criterion
         self.weigh = weigh
@@ -72,23 +74,34 @@ class Runner:
         self._compiled: dict[bool, Compiled] = {}  # by whether it trains
 
     def forget(self) -> None:
-        """Drops the compiled programs, which hold on to the transport's channels."""
+        """Drops the compiled programs and what is under way, which hold on to the transport's channels."""
         self._compiled.clear()
+        self.gradients.forget()
 
     def step(
-        self, data_iter: Iterator[object], *, training: bool, return_outputs: bool, broadcast_loss: bool, trace: bool
+        self,
+        data_iter: Iterator[object],
+        *,
+        training: bool,
+        return_outputs: bool,
+        broadcast_loss: bool,
+        trace: bool,
+        reduce: bool,
+        loss_scale: float,
     ) -> Output:
         """Runs one step; all ranks call it together."""
         compiled = self._program(training)
         batch = next_batch(data_iter, self.schedule.num_microbatches, self.transport.device)
         self._load(compiled, batch, training, return_outputs)
+        if training:
+            compiled.results.gradient_scale = loss_scale * self._share(compiled.results)
         measured = Trace(compiled.operations, self.transport) if trace else None
         with torch.set_grad_enabled(training):
             if training:
-                self.ties.begin()
+                self.gradients.begin()
             run(compiled.operations if measured is None else measured.operations, self.transport)
             if training:
-                self.ties.end(self.transport)
+                self.gradients.end(reduce=reduce)
         results = compiled.results
         if return_outputs and self._is_split:
             self._exchange_outputs(results)
@@ -131,7 +144,16 @@ class Runner:
             if training or batch.labels is not None:
                 results.criterion = self.criterion
                 results.labels = batch.split(batch.labels)
-                results.weights = weights_of(results.labels, batch.sizes, self.weigh)
+                results.weights, results.weight = weights_of(results.labels, batch.sizes, self.weigh)
+
+    def _share(self, results: Results) -> float:
+        """What makes the average over the replicas that of their samples: this replica's weight in the whole batch,
+        as a multiple of an equal share. Told to each other by the ranks that have the last stage.
+        """
+        if self.context.data.size == 1 or not results.weights:
+            return 1.0
+        weights = [weight for [weight] in all_gather(self.context.replicas, [results.weight])]
+        return results.weight * len(weights) / sum(weights)
 
     def _exchange_outputs(self, results: Results) -> None:
         """Where two ranks have the last stage, each for half of the microbatches, gives both of them all outputs."""
@@ -146,23 +168,23 @@ class Runner:
         """Ends the step: no rank goes on before all have come this far. Returns the loss where it is to be known:
         on the ranks that have the last stage, or `everywhere`.
         """
-        parts, told, dtype = results.parts(), [0.0] * len(results.losses), -1
-        if parts and (everywhere or self._is_split):
+        context, parts = self.context, results.parts()
+        told, dtype, weight = [0.0] * len(results.losses), -1, 0.0
+        has_replicas = context.data.size > 1
+        if parts and context.tensor.rank == 0 and (everywhere or self._is_split or has_replicas):
             stacked = torch.stack(list(parts.values()))
-            dtype = _DTYPES.index(stacked.dtype)
+            dtype, weight = _DTYPES.index(stacked.dtype), results.weight
             for microbatch, part in zip(parts, stacked.tolist(), strict=True):
                 told[microbatch] = part
-        rows = all_gather(self.transport, [float(sum(batch.sizes)), float(dtype), *told])
-        if len({samples for samples, *_ in rows}) > 1:
-            sizes = ", ".join(str(int(samples)) for samples, *_ in rows)
-            raise UsageError(
-                f"the ranks read batches of different sizes, {sizes}: all need the same data in the same order"
-            )
+        rows = all_gather(context.world, [float(sum(batch.sizes)), float(dtype), weight, *told])
+        size = len(rows) // context.data.size
+        replicas = [rows[first : first + size] for first in range(0, len(rows), size)]
+        for replica in replicas:
+            _require_same_batch(replica)
         dtype = int(max(dtype for _, dtype, *_ in rows))
         if dtype < 0 or not (everywhere or results.weights):
             return results.loss()
-        whole = [sum(column) for column in zip(*(told for _, _, *told in rows), strict=True)]
-        return torch.tensor(whole, dtype=_DTYPES[dtype], device=self.transport.device).sum()
+        return _mean_loss(replicas, _DTYPES[dtype]).to(self.transport.device)
 
     def _unload(self, compiled: Compiled) -> None:
         """Lets go of the batch and of what was made of it."""
@@ -170,6 +192,24 @@ class Runner:
         compiled.positionals[:] = [()] * len(compiled.positionals)
         for stage in self.stages.values():
             stage.keywords = []
+
+
+def _require_same_batch(rows: Sequence[Sequence[float]]) -> None:
+    if len({samples for samples, *_ in rows}) > 1:
+        sizes = ", ".join(str(int(samples)) for samples, *_ in rows)
+        raise UsageError(
+            f"the ranks read batches of different sizes, {sizes}: all need the same data in the same order"
+        )
+
+
+def _mean_loss(replicas: Sequence[Sequence[Sequence[float]]], dtype: torch.dtype) -> Tensor:
+    """Of all replicas, each counted by its weight; within one, summed in microbatch order."""
+    weights = [max(weight for _, _, weight, *_ in rows) for rows in replicas]
+    columns = [zip(*(told for _, _, _, *told in rows), strict=True) for rows in replicas]
+    losses = [torch.tensor([sum(column) for column in each], dtype=dtype).sum() for each in columns]
+    if len(losses) == 1:
+        return losses[0]
+    return torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum() / sum(weights)
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

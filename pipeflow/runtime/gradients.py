@@ -1,0 +1,66 @@
+"""Gradients beyond their own rank: what is done with them, and in which order, to end a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.split import partial_in
+from pipeflow.parallel.transport import Work
+from pipeflow.runtime.replicas import Replicas
+from pipeflow.runtime.shared import Ties
+from pipeflow.runtime.sums import Parts
+
+
+class Gradients:
+    """Parts of a sum over the tensor ranks are summed first, then those of tied weights over their copies, then all
+    are averaged over the replicas. Only the last can begin before the end of the step: for a stage's own parameters,
+    those of which this rank has the whole gradient as soon as the stage's last backward is done.
+
+    Raises UsageError for a tied weight whose gradient is a part of a sum over the tensor ranks.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], ties: Ties, context: Context) -> None:
+        parts = [parameter for module in stages.values() for parameter in partial_in(module)]
+        if {id(parameter) for parameter in parts} & ties.tied and context.tensor_size > 1:
+            raise UsageError(
+                "a tied weight's gradient must be whole on every tensor rank, or split; this one's is a part"
+            )
+        self._ties = ties
+        self._parts = Parts(parts, context.tensor)
+        self._transport = context.transport
+        self._replicas = Replicas(context.data)
+        taken = ties.tied | {id(parameter) for parameter in parts}
+        self._own: dict[int, list[nn.Parameter]] = {}
+        for index, module in stages.items():
+            self._own[index] = [p for p in module.parameters() if p.requires_grad and id(p) not in taken]
+            taken |= {id(parameter) for parameter in self._own[index]}
+        trained = {id(p): p for module in stages.values() for p in module.parameters() if p.requires_grad}
+        own = {id(parameter) for parameters in self._own.values() for parameter in parameters}
+        self._others = [parameter for key, parameter in trained.items() if key not in own]
+
+    def begin(self) -> None:
+        """Before the first backward of a step."""
+        self._parts.begin()
+        self._ties.begin()
+
+    def reduce(self, stage: int) -> list[Work]:
+        """Starts to average the gradients of a stage of which all backwards are done."""
+        return self._replicas.start(self._own[stage])
+
+    def end(self, *, reduce: bool) -> None:
+        """After the last backward; `reduce` unless the replicas are to go on adding up. Raises LinkError."""
+        self._parts.end()
+        self._ties.end(self._transport)
+        if reduce:
+            for stage in self._own:
+                self.reduce(stage)
+            self._replicas.start(self._others)
+        self._replicas.finish()
+
+    def forget(self) -> None:
+        """Drops what is under way."""
+        self._replicas.forget()

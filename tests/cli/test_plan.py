@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeflow import GPT, Layout, Placement, make_schedule, plan
+from pipeflow.analysis.transformer_costs import stage_costs
+from tests.cli.run import error, out
+
+GPT3 = ["gpt3-175b", "--pipeline", 8, "--tensor", 8, "--data", 1, "--microbatches", 64]
+
+
+def read(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out(capsys, "plan", *argv, "--json"))
+    return found
+
+
+def test_gpt_3_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = read(capsys, *GPT3)
+    assert 174e9 < found["parameters_total"] < 176e9
+    assert len(found["ranks"]) == 8
+    assert found["bubble_ratio"] == pytest.approx(7 / 71, abs=0.003)
+    assert found["even_bubble_ratio"] == pytest.approx(7 / 71)
+    first, last = found["ranks"][0], found["ranks"][-1]
+    assert first["peak_bytes"] > last["peak_bytes"]
+    assert first["parameters"] * 64 == pytest.approx(found["parameters_total"], rel=0.03)
+    assert 60 < first["peak_bytes"] / 2**30 < 80  # as it was trained: on devices with 80 GB
+
+
+def test_gpt_3_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = out(capsys, "plan", *GPT3)
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "gpt3-175b: 174,604,836,864 parameters, 96 layers" in shown
+    assert "1f1b on 64 devices: pipeline 8 x tensor 8 x data 1\n" in shown
+    rows = [line for line in shown.splitlines() if line[:1].isdigit() and "GiB" in line]
+    assert [row.split()[0] for row in rows] == [str(rank) for rank in range(8)]
+    assert "bubble: 9.6% of the span, in which rank 7, the busiest, is idle\n  With equal stages: 9.9%." in shown
+    assert "with 12 of the 96 layers and the head, worth 0.33 layers" in shown
+
+
+@pytest.mark.parametrize(
+    "options", [["--schedule", "zb-v"], ["--data", 4, "--zero", "--checkpoint"], ["--flops", 1e14]]
+)
+def test_it_reads_well_whatever_is_asked(capsys: pytest.CaptureFixture[str], options: list[object]) -> None:
+    shown = out(capsys, "plan", "gpt2-xl", *options)
+    assert max(map(len, shown.splitlines())) <= 80
+    for option, said in {"--zero": "ZeRO-1", "--checkpoint": "being computed again", "--flops": "tokens/s"}.items():
+        assert (said in shown) == (option in options)
+
+
+def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = read(capsys, "tiny")
+    assert (len(plain["ranks"]), plain["microbatches"], plain["schedule"]) == (4, 8, "1f1b")
+    assert read(capsys, "tiny", "--layers", 16)["parameters_total"] == GPT(16, 128, 4, 256, 2048).parameters
+    halved = read(capsys, "tiny", "--sequence", 128)["ranks"][0]["activation_bytes"]
+    assert halved == plain["ranks"][0]["activation_bytes"] / 2
+    for more in (["--microbatch-size", 2], ["--precision", "float32"], ["--keep-scores"]):
+        assert read(capsys, "tiny", *more)["ranks"][0]["peak_bytes"] > plain["ranks"][0]["peak_bytes"]
+    shared = ["--data", 8, "--zero"], ["--tensor", 2, "--sequence-parallel"], ["--checkpoint"]
+    for less in shared:
+        assert read(capsys, "tiny", *less)["ranks"][0]["peak_bytes"] < plain["ranks"][0]["peak_bytes"]
+    chunked = read(capsys, "tiny", "--schedule", "interleaved-1f1b", "--pipeline", 2, "--chunks", 4)
+    assert [rank["parts"] for rank in chunked["ranks"]] == [
+        [[0, 1], [2, 3], [4, 5], [6, 7]],
+        [[1, 2], [3, 4], [5, 6], [7, 8]],
+    ]
+    timed = read(capsys, "tiny", "--flops", 1e12)
+    assert (timed["unit"], plain["unit"]) == ("s", "layer forwards")
+    assert timed["tokens_per_second"] == pytest.approx(timed["tokens"] / timed["makespan"])
+
+
+def test_a_schedule_that_is_searched_for_is_given_the_costs_of_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """The head is worth many of these layers, so another order is found than for equal stages."""
+    model = replace(GPT.named("tiny"), vocabulary=50304)
+    costs = stage_costs(model, Placement.linear(4), Layout())
+    made, even = (make_schedule("zb-auto", ranks=4, microbatches=8, cost=cost) for cost in (costs, None))
+    found = read(capsys, "tiny", "--vocabulary", 50304, "--schedule", "zb-auto")["even_bubble_ratio"]
+    assert found == plan(model, made).even_bubble_ratio != plan(model, even).even_bubble_ratio
+
+
+def test_a_file_is_as_good_as_a_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    out(capsys, "export", "zb-h1", "--ranks", 2, "--microbatches", 4, "--csv", path)
+    filed, named = (
+        read(capsys, "tiny", "--schedule", path),
+        read(capsys, "tiny", "--schedule", "zb-h1", "--pipeline", 2, "--microbatches", 4),
+    )
+    assert filed | {"schedule": "zb-h1"} == named
+    said = error(capsys, "plan", "tiny", "--schedule", path, "--pipeline", 2)
+    assert said == f"--pipeline is for named schedules; {path} has its own ranks"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["gpt3-157b"], "unknown model 'gpt3-157b'; did you mean 'gpt3-175b'?"),
+        (["tiny", "--schedule", "1f1"], "unknown schedule '1f1'; did you mean '1f1b'?"),
+        (["tiny", "--chunks", 2], "schedule '1f1b' does not take chunks; its options are extra_warmup"),
+        (["tiny", "--tensor", 3], "tensor=3 does not divide 4 heads and hidden 128: the nearest that work are 2 and 4"),
+        (
+            ["tiny", "--pipeline", 9],
+            "8 layers cannot fill 9 stages on 9 ranks: use fewer ranks or chunks, at most 8 st",
+        ),
+        (["tiny", "--sequence", 512], "a sequence of 512 tokens is too long for a model with 256 positions"),
+        (["tiny", "--flops", "nan"], "flops must be positive and finite"),
+        (["tiny", "--data", "0"], "data must be an integer of at least 1, got 0"),
+        (["tiny", "--precision", "int8"], "argument --precision: invalid choice: 'int8'"),
+    ],
+)
+def test_what_cannot_be_is_said(capsys: pytest.CaptureFixture[str], argv: list[object], message: str) -> None:
+    assert error(capsys, "plan", *argv).startswith(message)
