@@ -1,0 +1,77 @@
+"""Tensor parallelism in one dimension: layers of which every rank of a group holds a part.
+
+Names are Megatron's; those of ColossalAI stand for the same layers. `pipeflow.tensor.nn` has the layers under the
+names of torch.nn.
+"""
+
+from __future__ import annotations
+
+from pipeflow.tensor.checkpoint import checkpoint
+from pipeflow.tensor.classifier import Classifier, VocabParallelClassifier
+from pipeflow.tensor.cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from pipeflow.tensor.dropout import Dropout
+from pipeflow.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
+from pipeflow.tensor.initialize import draw_part_, initialize_
+from pipeflow.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from pipeflow.tensor.norm import LayerNorm
+from pipeflow.tensor.patches import PatchEmbedding
+from pipeflow.tensor.random import RandomTracker, current_tracker, manual_seed
+from pipeflow.tensor.regions import (
+    copy_to_tensor_region,
+    gather_from_sequence_region,
+    gather_from_tensor_region,
+    gather_to_tensor_region,
+    reduce_from_tensor_region,
+    reduce_scatter_to_sequence_region,
+    scatter_to_sequence_region,
+    scatter_to_tensor_region,
+)
+
+Linear1D_Col = ColumnParallelLinear
+Linear1D_Row = RowParallelLinear
+VocabParallelEmbedding1D = VocabParallelEmbedding
+Embedding1D = HiddenParallelEmbedding
+PatchEmbedding1D = PatchEmbedding
+Classifier1D = Classifier
+VocabParallelClassifier1D = VocabParallelClassifier
+LayerNorm1D = LayerNorm
+Dropout1D = Dropout
+VocabParallelCrossEntropyLoss1D = VocabParallelCrossEntropy
+
+__all__ = [
+    "Classifier",
+    "Classifier1D",
+    "ColumnParallelLinear",
+    "Dropout",
+    "Dropout1D",
+    "Embedding1D",
+    "HiddenParallelEmbedding",
+    "LayerNorm",
+    "LayerNorm1D",
+    "Linear1D_Col",
+    "Linear1D_Row",
+    "PatchEmbedding",
+    "PatchEmbedding1D",
+    "RandomTracker",
+    "RowParallelLinear",
+    "VocabParallelClassifier",
+    "VocabParallelClassifier1D",
+    "VocabParallelCrossEntropy",
+    "VocabParallelCrossEntropyLoss1D",
+    "VocabParallelEmbedding",
+    "VocabParallelEmbedding1D",
+    "checkpoint",
+    "copy_to_tensor_region",
+    "current_tracker",
+    "draw_part_",
+    "gather_from_sequence_region",
+    "gather_from_tensor_region",
+    "gather_to_tensor_region",
+    "initialize_",
+    "manual_seed",
+    "reduce_from_tensor_region",
+    "reduce_scatter_to_sequence_region",
+    "scatter_to_sequence_region",
+    "scatter_to_tensor_region",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,192 @@
+"""Embeddings split over the tensor ranks: by vocabulary, or by hidden dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from pipeflow.core.errors import UsageError
+from pipeflow.deferral.layers import Given, hand_over
+from pipeflow.deferral.products import EmbeddingProduct
+from pipeflow.parallel.group import Group
+from pipeflow.parallel.split import Split
+from pipeflow.tensor.division import adopt, divide, divide_padded, require_indices
+from pipeflow.tensor.initialize import draw_part_
+from pipeflow.tensor.layer import DeferringTensorLayer
+from pipeflow.tensor.regions import (
+    gather_from_tensor_region,
+    reduce_from_tensor_region,
+    reduce_scatter_to_sequence_region,
+)
+
+
+class SplitEmbedding(DeferringTensorLayer):
+    """The parameter of an embedding of which each rank has a part, drawn as nn.Embedding draws the whole. Abstract.
+
+    Attributes:
+        num_embeddings, embedding_dim, padding_idx: of the whole layer; the entry of padding_idx gets no gradient.
+    """
+
+    weight: nn.Parameter
+
+    def _make(
+        self,
+        sizes: tuple[int, int],
+        shape: tuple[int, int],
+        padding_idx: int | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        self.num_embeddings, self.embedding_dim = sizes
+        if padding_idx is not None:
+            if not -self.num_embeddings <= padding_idx < self.num_embeddings:
+                raise UsageError(f"padding_idx={padding_idx} is none of {self.num_embeddings} embeddings")
+            padding_idx %= self.num_embeddings
+        self.padding_idx = padding_idx
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the full weight from torch's default generator, as nn.Embedding does, and keeps this rank's part."""
+        draw_part_(self.weight, Tensor.normal_, split=self.splits()["weight"], rank=self.group.rank)
+        padding = self._local_padding()
+        if padding is not None:
+            with torch.no_grad():
+                self.weight[padding].fill_(0)
+
+    def _local_padding(self) -> int | None:
+        """The row of this rank's weight that belongs to padding_idx."""
+        return self.padding_idx
+
+    @classmethod
+    def from_native_module(cls, module: nn.Embedding, group: Group | None = None, **options: Any) -> Self:
+        """This rank's part of `module`, which is left as it is, with its dtype, device, mode and requires_grad.
+        `options` are those of this class. Raises UsageError as the class does, and for max_norm, sparse or
+        scale_grad_by_freq, which a part of an embedding cannot keep.
+        """
+        if not isinstance(module, nn.Embedding):
+            raise UsageError(f"{cls.__name__} is made from an nn.Embedding, got {type(module).__name__}")
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            raise UsageError(f"{cls.__name__} knows no max_norm, sparse or scale_grad_by_freq: make the layer without")
+        given: dict[str, Any] = {"padding_idx": module.padding_idx, "dtype": module.weight.dtype, "device": "meta"}
+        layer = cls(module.num_embeddings, module.embedding_dim, group=group, **given | options)
+        adopt(layer, module._parameters, layer.splits(), layer.group)
+        return layer.train(module.training)
+
+    def extra_repr(self) -> str:
+        part = f", {self.group.rank} of {self.group.size}" if self.group.size > 1 else ""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{part}"
+
+
+class VocabParallelEmbedding(SplitEmbedding):
+    """An embedding of which each rank has ceil(num_embeddings / T) rows, padded at the end. Takes indices of any shape,
+    the same on every rank, and gives (..., embedding_dim) on every rank: a sum to which one rank contributes.
+
+    With `sequence_parallel` it takes (batch, sequence) and gives this rank's piece (batch, sequence / T,
+    embedding_dim).
+
+    Args:
+        group: by default the tensor group of the context, and without a launch the group of one.
+
+    Raises UsageError for an index that is none of the vocabulary's (on a GPU, the device's assertion fails).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__()
+        rows = divide_padded(self._get_name(), "num_embeddings", num_embeddings, self.join(group))
+        self.sequence_parallel = sequence_parallel
+        self._make((num_embeddings, embedding_dim), (rows, embedding_dim), padding_idx, dtype, device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        require_indices(input, self.num_embeddings, "indices of an embedding")
+        group, rows = self.group, self.weight.shape[0]
+        if group.size == 1:
+            return look_up(self, input, self.padding_idx)
+        local = input - group.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        part = look_up(self, local.masked_fill(elsewhere, 0), self._local_padding())
+        part = part.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_region(part, group)
+        return reduce_from_tensor_region(part, group)
+
+    def _local_padding(self) -> int | None:
+        if self.padding_idx is None:
+            return None
+        rows = self.weight.shape[0]
+        rank, row = divmod(self.padding_idx, rows)
+        return row if rank == self.group.rank else None
+
+    def splits(self) -> Mapping[str, Split]:
+        return {"weight": Split(0, self.num_embeddings)}
+
+
+class HiddenParallelEmbedding(SplitEmbedding):
+    """An embedding of which each rank has embedding_dim / T columns. Takes indices of any shape, the same on every
+    rank, and gives (..., embedding_dim) on every rank, gathered.
+
+    Args:
+        group: by default the tensor group of the context, and without a launch the group of one.
+
+    Raises UsageError when the tensor size does not divide embedding_dim, and for an index as VocabParallelEmbedding.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__()
+        columns = divide(self._get_name(), "embedding_dim", embedding_dim, self.join(group).size)
+        self._make((num_embeddings, embedding_dim), (num_embeddings, columns), padding_idx, dtype, device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        require_indices(input, self.num_embeddings, "indices of an embedding")
+        return gather_from_tensor_region(look_up(self, input, self.padding_idx), self.group)
+
+    def splits(self) -> Mapping[str, Split]:
+        return {"weight": Split(1, self.embedding_dim)}
+
+
+def look_up(layer: SplitEmbedding, indices: Tensor, padding: int | None) -> Tensor:
+    """Rows of this rank's weight; the gradient of row `padding` is left out."""
+    given = layer._given()
+    if given is None:
+        return functional.embedding(indices, layer.weight, padding)
+    output: Tensor = _LookUp.apply(given.deferral.anchor, indices, given, padding)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _LookUp(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, indices: Tensor, given: Given, padding: int | None) -> Tensor:
+        ctx.given, ctx.padding = given, -1 if padding is None else padding
+        ctx.save_for_backward(indices)
+        return functional.embedding(indices, given.weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        [indices] = ctx.saved_tensors
+        hand_over(ctx, EmbeddingProduct(ctx.given.weight, indices, gradient, ctx.padding, False))
+        return None, None, None, None

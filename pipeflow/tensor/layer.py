@@ -1,0 +1,70 @@
+"""What all layers here have in common: the group they are split over, how their parameters lie over it, and how
+weight gradients are left for later. No layer of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from pipeflow.deferral.layers import Deferring
+from pipeflow.parallel.context import current_context, is_launched
+from pipeflow.parallel.group import Alone, Group
+from pipeflow.parallel.split import Split
+
+
+def group_of(group: Group | None) -> Group:
+    """The group itself; for None the tensor group of the context, and without a launch the group of one."""
+    if group is not None:
+        return group
+    return current_context().tensor if is_launched() else Alone()
+
+
+class _Membership:
+    """Holds a group, whose channels cannot be copied: the copy of a layer is in the same group."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: object) -> _Membership:
+        return self
+
+
+class TensorLayer(nn.Module):
+    """A layer of a tensor-parallel model. How parameters are split is said here, not on them, so that it outlives
+    `to_empty` and whatever else replaces a parameter.
+    """
+
+    _membership: _Membership
+
+    def join(self, group: Group | None) -> Group:
+        """Makes the layer one of `group`; None is as for `group_of`. Before the layer has parameters."""
+        self._membership = _Membership(group_of(group))
+        return self.group
+
+    @property
+    def group(self) -> Group:
+        return self._membership.group
+
+    def splits(self) -> Mapping[str, Split]:
+        """Of this layer's own parameters those that are split, by name."""
+        return {}
+
+    def _get_name(self) -> str:
+        return type(self).__name__
+
+    def partial_gradients(self) -> Collection[str]:
+        """The names of whole parameters whose gradient on one rank is its part of a sum over the ranks."""
+        return ()
+
+
+class DeferringTensorLayer(TensorLayer, Deferring):
+    """A layer whose weight gradient is a product that a Deferral can take."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies defer nothing until they are told to."""
+        return {name: value for name, value in vars(self).items() if name != "deferral"}

@@ -1,0 +1,140 @@
+"""The two linear products of tensor parallelism, and the order of their backwards: the collective of the input's
+gradient is started first, then the weight's product runs or is handed over, then the collective is waited for.
+
+Source: Shoeybi et al., arXiv 1909.08053, section 3; with a split sequence, Korthikanti et al., arXiv 2205.05198,
+section 4.2.2. What must not live here: parameters, and who owns them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+
+from pipeflow.core.errors import UsageError
+from pipeflow.deferral.layers import Given, hand_over, lowered
+from pipeflow.deferral.products import LinearProduct
+from pipeflow.parallel.group import Group
+from pipeflow.tensor.exchange import Finish, gathered, start_sum, start_sum_scatter, sum_scattered
+from pipeflow.tensor.regions import SEQUENCE
+
+
+class Plan(NamedTuple):
+    """How a product is computed: with whom, whether the sequence is split outside of the layer, and who gets the
+    weight's gradient, None for autograd.
+    """
+
+    group: Group
+    sequence: bool
+    given: Given | None
+
+
+def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    """The columns of `input @ weight.T + bias` that belong to this rank's rows of the weight.
+
+    `input` is (..., in) and the same on every rank; with a split sequence it is this rank's piece (batch, sequence / T,
+    in), is gathered before the product, and kept whole for the backward.
+    """
+    return _product(_Column, input, weight, bias, plan)
+
+
+def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    """`input @ weight.T` summed over the ranks, each with its columns of input and weight, plus the whole bias.
+
+    `input` is (..., in / T). The result is the same on every rank, or with a split sequence this rank's piece of it.
+    """
+    return _product(_Row, input, weight, bias, plan)
+
+
+def _product(function: type[Function], input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    if plan.given is None and plan.group.size == 1:
+        return functional.linear(input, weight, bias)
+    if plan.sequence and input.dim() < 3:
+        raise UsageError(f"sequence parallelism needs (batch, sequence, hidden), got a shape of {tuple(input.shape)}")
+    if plan.given is None:
+        output: Tensor = function.apply(None, input, weight, bias, plan)
+    else:  # no parameter is part of the graph
+        output = function.apply(plan.given.deferral.anchor, input, None, None, plan)
+    return output
+
+
+class _Column(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Plan
+    ) -> Tensor:
+        input, weight, bias = _operands(ctx, input, weight, bias, plan)
+        if plan.sequence and plan.group.size > 1:
+            input = gathered(plan.group, input, SEQUENCE)
+        ctx.save_for_backward(input, weight)
+        return functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, weight.shape[0])
+        finish: Finish | None = None
+        if ctx.needs_input_grad[1]:
+            finish = _start(ctx.plan, rows.mm(weight).view(input.shape))
+        of_weight, of_bias = _weight_gradients(ctx, input, rows)
+        return None, None if finish is None else finish(), of_weight, of_bias, None
+
+
+def _start(plan: Plan, gradient: Tensor) -> Finish:
+    """Starts the sum of the ranks' gradients of the input."""
+    if plan.group.size == 1:
+        return lambda: gradient
+    return start_sum_scatter(plan.group, gradient, SEQUENCE) if plan.sequence else start_sum(plan.group, gradient)
+
+
+class _Row(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Plan
+    ) -> Tensor:
+        input, weight, bias = _operands(ctx, input, weight, bias, plan)
+        ctx.save_for_backward(input, weight)
+        if plan.group.size == 1:
+            return functional.linear(input, weight, bias)
+        part = functional.linear(input, weight)
+        whole = sum_scattered(plan.group, part, SEQUENCE) if plan.sequence else start_sum(plan.group, part)()
+        return whole if bias is None else whole.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        if ctx.plan.sequence and ctx.plan.group.size > 1:
+            gradient = gathered(ctx.plan.group, gradient, SEQUENCE)
+        rows = gradient.reshape(-1, weight.shape[0])
+        of_weight, of_bias = _weight_gradients(ctx, input, rows)
+        of_input = rows.mm(weight).view(input.shape) if ctx.needs_input_grad[1] else None
+        return None, of_input, of_weight, of_bias, None
+
+
+def _operands(
+    ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a forward computes with, in autocast's dtype where that is on."""
+    ctx.plan, ctx.given = plan, plan.given
+    if plan.given is not None:
+        _, weight, bias = plan.given
+    assert weight is not None
+    return lowered(input, weight, bias)
+
+
+def _weight_gradients(ctx: Any, input: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Those of the weight and the bias for autograd; (None, None) when their product was handed over.
+
+    Raises UsageError when the backward is itself to be differentiated.
+    """
+    if ctx.given is not None:
+        hand_over(ctx, LinearProduct(ctx.given.weight, ctx.given.trained_bias, input, rows))
+        return None, None
+    if torch.is_grad_enabled():
+        raise UsageError("a backward with create_graph=True cannot run through a tensor-parallel linear layer")
+    _, _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    of_weight = rows.t().mm(input.reshape(rows.shape[0], input.shape[-1])) if wants_weight else None
+    return of_weight, rows.sum(0) if wants_bias else None

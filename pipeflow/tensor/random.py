@@ -1,0 +1,87 @@
+"""Random numbers of a tensor rank: one stream that all ranks of a group share, for what they hold alike, and one of
+its own, for what is split. Explicit generators, since ranks may be threads, and torch's default generator is one for
+all threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Generator, Tensor
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import current_context, is_launched
+
+
+class RandomTracker:
+    """The two generators of one rank.
+
+    Args:
+        seed: the same on every rank; replicas and pipeline ranks draw other numbers from it.
+        device: where the numbers are drawn: that of the activations.
+        place: this rank's (data, pipeline, tensor) indices.
+
+    Attributes:
+        shared: draws the same numbers on the ranks of a tensor group.
+        own: draws other numbers on each.
+    """
+
+    def __init__(
+        self, seed: int, *, device: torch.device | str = "cpu", place: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
+        data, pipeline, tensor = place
+        self.shared = _generator(device, seed, "shared", data, pipeline)
+        self.own = _generator(device, seed, "own", data, pipeline, tensor)
+
+    def get_state(self) -> dict[str, Tensor]:
+        """Where both streams are: byte tensors, for a checkpoint of this rank."""
+        return {"shared": self.shared.get_state(), "own": self.own.get_state()}
+
+    def set_state(self, state: dict[str, Tensor]) -> None:
+        """Goes to where `get_state` was called. Raises UsageError for anything else."""
+        if state.keys() != {"shared", "own"}:
+            raise UsageError(f"the state of a RandomTracker has the entries own and shared, got {sorted(state)}")
+        self.shared.set_state(state["shared"])
+        self.own.set_state(state["own"])
+
+    @contextmanager
+    def rewound(self, state: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, the streams go on from `state`, and this tracker is the current one; after, from where they were."""
+        now = self.get_state()
+        self.set_state(state)
+        token = _tracker.set(self)
+        try:
+            yield
+        finally:
+            _tracker.reset(token)
+            self.set_state(now)
+
+
+_tracker: ContextVar[RandomTracker | None] = ContextVar("pipeflow.random", default=None)
+
+
+def manual_seed(seed: int) -> RandomTracker:
+    """Makes a tracker for this rank's place in the context (without a launch, a world of one) the current one, and
+    returns it. Every rank calls it with the same seed, before dropout is first applied.
+    """
+    tracker = RandomTracker(seed)
+    if is_launched():
+        context = current_context()
+        place = (context.data_rank, context.pipeline_rank, context.tensor_rank)
+        tracker = RandomTracker(seed, device=context.device, place=place)
+    _tracker.set(tracker)
+    return tracker
+
+
+def current_tracker() -> RandomTracker | None:
+    """The tracker that `manual_seed` made on this thread, if any."""
+    return _tracker.get()
+
+
+def _generator(device: torch.device | str, *what: object) -> Generator:
+    digest = hashlib.sha256("/".join(map(str, what)).encode()).digest()
+    return Generator(device).manual_seed(int.from_bytes(digest[:7]))

@@ -1,0 +1,104 @@
+"""Where a tensor changes between whole and split: Megatron's mappings, each with the collective that its gradient
+needs. A region is the part of the model in which something is split over the tensor ranks: the hidden dimension (the
+last one) in a tensor region, the sequence (dimension 1 of batch, sequence, hidden) in a sequence region.
+
+With a group of one every mapping returns its input. Source: Shoeybi et al., arXiv 1909.08053, section 3 (f and g);
+Korthikanti et al., arXiv 2205.05198, section 4.2.2 (their sequence-parallel forms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.group import Group
+from pipeflow.tensor.exchange import gathered, piece, sum_scattered, summed
+
+Exchange = Callable[[Group, Tensor], Tensor]
+SEQUENCE = 1  # the dimension
+
+_gathered_last, _piece_last = partial(gathered, dim=-1), partial(piece, dim=-1)
+_gathered_sequence, _piece_sequence = partial(gathered, dim=SEQUENCE), partial(piece, dim=SEQUENCE)
+_sum_scattered_sequence = partial(sum_scattered, dim=SEQUENCE)
+
+
+def copy_to_tensor_region(input: Tensor, group: Group) -> Tensor:
+    """The input, the same on every rank; its gradient is the sum of the ranks'."""
+    return _exchanged(input, group, _same, summed)
+
+
+def reduce_from_tensor_region(input: Tensor, group: Group) -> Tensor:
+    """The sum of every rank's input; the gradient, the same on every rank, passes."""
+    return _exchanged(input, group, summed, _same)
+
+
+def scatter_to_tensor_region(input: Tensor, group: Group) -> Tensor:
+    """This rank's piece of the last dimension of an input that is the same on every rank; gradients are gathered."""
+    return _exchanged(input, group, _piece_last, _gathered_last)
+
+
+def gather_from_tensor_region(input: Tensor, group: Group) -> Tensor:
+    """Every rank's input, along the last dimension; of the gradient, the same on every rank, each takes its piece."""
+    return _exchanged(input, group, _gathered_last, _piece_last)
+
+
+def scatter_to_sequence_region(input: Tensor, group: Group) -> Tensor:
+    """This rank's piece of the sequence of an input that is the same on every rank; gradients are gathered.
+
+    Raises UsageError for an input of fewer than 3 dimensions, or a sequence that has no equal pieces.
+    """
+    return _exchanged(_require_sequence(input), group, _piece_sequence, _gathered_sequence)
+
+
+def gather_from_sequence_region(input: Tensor, group: Group) -> Tensor:
+    """The whole sequence, for a computation that is the same on every rank: of its gradient each takes its piece."""
+    return _exchanged(_require_sequence(input), group, _gathered_sequence, _piece_sequence)
+
+
+def gather_to_tensor_region(input: Tensor, group: Group) -> Tensor:
+    """The whole sequence, for a computation of which each rank does a part: the gradient is its piece of their sum."""
+    return _exchanged(_require_sequence(input), group, _gathered_sequence, _sum_scattered_sequence)
+
+
+def reduce_scatter_to_sequence_region(input: Tensor, group: Group) -> Tensor:
+    """This rank's piece of the sequence of the sum of every rank's input; gradients are gathered.
+
+    Raises UsageError like `scatter_to_sequence_region`.
+    """
+    return _exchanged(_require_sequence(input), group, _sum_scattered_sequence, _gathered_sequence)
+
+
+def _exchanged(input: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
+    if group.size == 1:
+        return input
+    output: Tensor = _Exchanged.apply(input, group, there, back)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _require_sequence(input: Tensor) -> Tensor:
+    if input.dim() < 3:
+        raise UsageError(f"a sequence region needs (batch, sequence, hidden), got a shape of {tuple(input.shape)}")
+    return input
+
+
+def _same(group: Group, tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+class _Exchanged(Function):
+    """`there` forward, `back` for the gradient. The backward is itself an exchange, so it can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
+        ctx.given = group, there, back
+        return there(group, input)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        group, there, back = ctx.given
+        return _exchanged(gradient, group, back, there), None, None, None
