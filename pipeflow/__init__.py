@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from pipeflow.analysis.search import Found, search
     from pipeflow.parallel.context import Context
     from pipeflow.parallel.launch import launch
-    from pipeflow.runtime.clip import clip_grad_norm_
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
+    from pipeflow.training.clip import clip_grad_norm_
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ _LATER = {
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.shared",
-    "clip_grad_norm_": "runtime.clip",
+    "clip_grad_norm_": "training.clip",
     "exact": "analysis.exact",
     "execute_pipeline": "runtime.pipeline",
     "launch": "parallel.launch",
