@@ -6,7 +6,8 @@ weights; so no model is too big to begin with. What is not here: the model itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,24 +118,27 @@ def options_of(shape: pipeflow.GPT) -> dict[str, int]:
     }
 
 
-def _preset(name: str) -> Callable[..., nn.Module]:
-    shape = pipeflow.GPT.named(name)
+@dataclass(frozen=True)
+class Preset:
+    """A GPT of a known size, built over the pipeline when it is called."""
 
-    def build(
-        num_chunks: int = 1, checkpoint: bool = False, dtype: torch.dtype = torch.float, **options: Any
+    shape: pipeflow.GPT
+
+    def __call__(
+        self, num_chunks: int = 1, checkpoint: bool = False, dtype: torch.dtype = torch.float, **options: Any
     ) -> nn.Module:
-        """`build_gpt_pipeline` for this size; `options` are its own and PipelineGPTHybrid's."""
-        kwargs = {**options_of(shape), "checkpoint": checkpoint, "dtype": dtype, **options}
-        return build_gpt_pipeline(shape.layers, num_chunks, **kwargs)
-
-    return build
+        """As `build_gpt_pipeline`, whose own `options` these are, and PipelineGPTHybrid's."""
+        options = {**options_of(self.shape), "checkpoint": checkpoint, "dtype": dtype, **options}
+        return build_gpt_pipeline(self.shape.layers, num_chunks, **options)
 
 
-GPT2_small_pipeline_hybrid = _preset("gpt2-small")
-GPT2_medium_pipeline_hybrid = _preset("gpt2-medium")
-GPT2_large_pipeline_hybrid = _preset("gpt2-large")
-GPT2_exlarge_pipeline_hybrid = _preset("gpt2-xl")
-GPT2_8B = _preset("gpt2-8b")
-GPT2_10B = _preset("gpt2-10b")
-GPT3_pipeline_hybrid = _preset("gpt3")
-GPT_tiny_pipeline_hybrid = _preset("tiny")
+GPT_tiny_pipeline_hybrid = Preset(pipeflow.GPT.named("tiny"))
+GPT2_small_pipeline_hybrid = Preset(pipeflow.GPT.named("gpt2-small"))
+GPT2_medium_pipeline_hybrid = Preset(pipeflow.GPT.named("gpt2-medium"))
+GPT2_large_pipeline_hybrid = Preset(pipeflow.GPT.named("gpt2-large"))
+GPT2_exlarge_pipeline_hybrid = Preset(pipeflow.GPT.named("gpt2-xl"))
+GPT2_8B = Preset(pipeflow.GPT.named("gpt2-8b"))
+GPT2_10B = Preset(pipeflow.GPT.named("gpt2-10b"))
+GPT3_pipeline_hybrid = Preset(pipeflow.GPT.named("gpt3"))
+
+PRESETS = {name: value for name, value in list(globals().items()) if isinstance(value, Preset)}

@@ -8,6 +8,7 @@ is made anew. What is not here: ranks. Every rank draws the same batches by itse
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -135,6 +136,18 @@ def _write(cache: Path, source: str, vocabulary: int, data: Path) -> None:
     torch.save(made, content)
     with whole_file(cache) as file:
         file.write(hashlib.sha256(content.getvalue()).hexdigest().encode() + b"\n" + content.getvalue())
+
+
+def library() -> Path:
+    """The file with the sources of Python's standard library, written by the first process that asks."""
+    file = _cache_of(None).with_suffix(".jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        return file if file.exists() else write_library(file)
+    finally:
+        os.close(folder)
 
 
 def write_library(data: Path) -> Path:

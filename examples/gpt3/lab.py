@@ -16,13 +16,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam
 from torch.utils.data import DataLoader
 
 import pipeflow
 
-from megatron import GPTModel, LossFunction, Sample, TransformerConfig, get_forward_backward_func
+from megatron import (
+    GPTModel,
+    LossFunction,
+    Sample,
+    TransformerConfig,
+    get_forward_backward_func,
+    load_distributed_checkpoint,
+    save_distributed_checkpoint,
+)
 from mock import BlendedMegatronDatasetBuilder, GPTDatasetConfig, MockGPTDataset, NullTokenizer
 from ranks import is_rank, start_ranks
 
@@ -106,3 +115,24 @@ def run(arguments: argparse.Namespace) -> None:
         if speaks:
             loss = sum(float(values["lm loss"]) for values in logged) / len(logged)
             print(f"step {step}/{arguments.steps}  lm loss {loss:.4f}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.checkpoint or Path(shared(folder))
+        save_distributed_checkpoint(path, model)
+        loaded = load_distributed_checkpoint(path, model_provider(tiny=arguments.tiny))
+        if any(not value.equal(loaded.get_parameter(name)) for name, value in model.named_parameters()):
+            raise pipeflow.UsageError(f"rank {context.rank} did not get back from {path} what it had saved")
+        if speaks:
+            print("loaded: every weight is what was saved", flush=True)
+
+
+def shared(folder: str) -> str:
+    """The first rank's folder, on every rank."""
+    told = [folder]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return f"{told[0]}/lab"
+
+
+if __name__ == "__main__":
+    main()

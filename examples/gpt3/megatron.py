@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import pipeflow
 from pipeflow.parallel.context import current_context
+from pipeflow.checkpoint import load_checkpoint, save_checkpoint
 from pipeflow.tensor import vocab_parallel_cross_entropy
 
 from build import build_gpt_pipeline
@@ -171,3 +173,19 @@ def make_pipeline(
         )
     stages = nn.ModuleList(StepStage(chunk, forward_step_func) for chunk in chunks)
     return pipeflow.Pipeline(stages, schedule, criterion=criterion), logged
+
+
+def save_distributed_checkpoint(path: Path, model: GPTModel) -> None:
+    """Writes the model's weights to the folder `path`, all ranks together, in a form that any layout can load."""
+    save_checkpoint(path, _without_a_step(model))
+
+
+def load_distributed_checkpoint(path: Path, model: GPTModel) -> GPTModel:
+    """Gives the model the weights that were saved, under whatever layout."""
+    load_checkpoint(path, _without_a_step(model))
+    return model
+
+
+def _without_a_step(model: GPTModel) -> pipeflow.Pipeline:
+    schedule = pipeflow.make_schedule("1f1b", ranks=current_context().pipeline_size, microbatches=1)
+    return pipeflow.Pipeline(model.stage, schedule)
