@@ -9,8 +9,9 @@ from typing import NamedTuple
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Entry, Pair, actions_of
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import Content, Value, flows
+from pipeflow.core.dataflow import Content, Flow, Value, flows
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.core.reductions import is_reduction
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 
@@ -22,20 +23,37 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     Receives are posted ahead, so that the transfer overlaps computation: each one action before the one that its
     rank runs when the value is sent, in a simulation under `cost`; real times are never quite those. Between an
     ordered pair of ranks, activations keep the sender's order on both ends, and so do gradients. A Release follows
-    as soon as a value made after the use of the sent one has come back.
+    as soon as a value made after the use of the sent one has come back. A reduction follows the sends of the entry
+    before it; but for these, programs are those of `schedule.without_reductions()`.
 
     Raises ScheduleError when the schedule cannot run to its end.
     """
     rows = simulate(schedule, cost).rows  # and so it can run to its end
+    reductions = list(map(_reductions, schedule.rows))
+    schedule = schedule.without_reductions()
     times = [_times(row, spans) for row, spans in zip(schedule.rows, rows, strict=True)]
     del rows  # the garbage collector would walk it again and again
     channels = _channels(schedule)
     posts = _posts(times, channels)
     sends, releases = _sends(schedule, channels), _releases(schedule, channels)
     return tuple(
-        Program(rank, _instructions(row, posts[rank], sends[rank], releases[rank]), _buffers(row, posts[rank]))
+        Program(
+            rank,
+            _instructions(row, posts[rank], sends[rank], reductions[rank], releases[rank]),
+            _buffers(row, posts[rank]),
+        )
         for rank, row in enumerate(schedule.rows)
     )
+
+
+def _reductions(row: tuple[Entry, ...]) -> dict[int, list[Compute]]:
+    """Per position of what is no reduction, counted without these, the reductions that follow it."""
+    reductions: dict[int, list[Compute]] = defaultdict(list)
+    for position, entry in enumerate(row):
+        if is_reduction(entry):
+            before = position - 1 - sum(map(len, reductions.values()))
+            reductions[before].append(Compute(entry))
+    return reductions
 
 
 class _Transfer(NamedTuple):
@@ -50,8 +68,8 @@ Channels = dict[tuple[int, int], list[_Transfer]]  # (from, to) -> in the sender
 
 
 def _channels(schedule: Schedule) -> Channels:
-    """What passes between ranks; saved and deferred values stay where they are."""
-    table = flows(schedule.placement.num_stages)
+    """What passes between ranks; all other values stay where they are."""
+    table = {key: Flow(*map(_passing, flow)) for key, flow in flows(schedule.placement.num_stages).items()}
     users: dict[tuple[Content, int], dict[int, tuple[int, int]]] = defaultdict(dict)  # of a stage, per microbatch
     for rank, row in enumerate(schedule.rows):
         for position, entry in enumerate(row):
@@ -68,6 +86,10 @@ def _channels(schedule: Schedule) -> Channels:
                     if user != rank:
                         channels[rank, user].append(_Transfer(Value(*end, microbatch), position, used))
     return channels
+
+
+def _passing(ends: tuple[tuple[Content, int], ...]) -> tuple[tuple[Content, int], ...]:
+    return tuple(end for end in ends if end[0] in (Content.ACTIVATION, Content.GRADIENT))
 
 
 def _posts(times: list[_Times], channels: Channels) -> list[dict[int, list[Recv]]]:
@@ -142,6 +164,7 @@ def _instructions(
     row: tuple[Entry, ...],
     posts: dict[int, list[Recv]],
     sends: dict[int, list[Send]],
+    reductions: dict[int, list[Compute]],
     releases: dict[int, list[Release]],
 ) -> tuple[Instruction, ...]:
     instructions: list[Instruction] = []
@@ -149,6 +172,7 @@ def _instructions(
         instructions += posts.get(position, ())
         instructions.append(Compute(entry))
         instructions += sends.get(position, ())
+        instructions += reductions.get(position, ())
         instructions += releases.get(position, ())
     return tuple(instructions)
 

@@ -47,7 +47,7 @@ def _alive(schedule: Schedule, rank: int) -> list[int]:
     return counts
 
 
-_CHANGES = {Kind.F: 1, Kind.B: -1, Kind.I: -1, Kind.W: 0}
+_CHANGES = {Kind.F: 1, Kind.B: -1, Kind.I: -1, Kind.W: 0, Kind.R: 0}
 
 
 def _caps(cap: Cap, least: list[float]) -> list[float]:

@@ -108,7 +108,9 @@ def to_schedule(name: str, given: Problem, words: Sequence[Word]) -> Schedule:
 
 
 def to_words(schedule: Schedule) -> list[Word]:
-    """The words of a schedule, a full backward taken as its two halves and every microbatch as any other."""
+    """The words of a schedule, a full backward taken as its two halves and every microbatch as any other; reductions,
+    which hold up no rank, are left out.
+    """
     words = []
     for rank in range(len(schedule.rows)):
         word: Word = []
@@ -123,5 +125,7 @@ def to_words(schedule: Schedule) -> list[Word]:
                     word.append(first + 2)
                 case Kind.B:
                     word += [first + 1, first + 2]
+                case Kind.R:
+                    pass
         words.append(word)
     return words

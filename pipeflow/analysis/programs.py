@@ -19,7 +19,7 @@ def verify_programs(programs: Sequence[Program]) -> list[Violation]:
     """Every violation of the programs of a step, one a rank; an empty list proves that their transfers are sound:
 
     - every value is made once and used once, on the rank that made it or on the one that it is sent to (without
-      backwards, what forwards save is not used);
+      backwards, what forwards save is not used, and of weight gradients, those that a reduction waits for);
     - it is sent after it was made, released after it was sent, and received before it is used, each of them once;
     - between each ordered pair of ranks, the activations that one sends and those for which the other posts
       receives are the same, in the same order; and so for gradients;
@@ -35,7 +35,9 @@ def verify_programs(programs: Sequence[Program]) -> list[Violation]:
 
 
 def _flows(programs: Sequence[Program]) -> Table:
-    """The dataflow of as many stages as the programs compute; without backwards nothing is saved."""
+    """The dataflow of as many stages as the programs compute; without backwards nothing is saved, and without
+    reductions there are no weight gradients.
+    """
     kinds = {
         (action.kind, action.stage)
         for program in programs
@@ -44,10 +46,12 @@ def _flows(programs: Sequence[Program]) -> Table:
         for action in actions_of(step.entry)
     }
     table = flows(max((stage for _, stage in kinds), default=-1) + 1)
+    made = {Content.ACTIVATION}
     if any(kind is not Kind.F for kind, _ in kinds):
-        return table
-    passed = {key: tuple(end for end in flow.makes if end[0] is Content.ACTIVATION) for key, flow in table.items()}
-    return {key: Flow(flow.needs, passed[key]) for key, flow in table.items()}
+        made |= {Content.SAVED, Content.GRADIENT, Content.DEFERRED}
+    if any(kind is Kind.R for kind, _ in kinds):
+        made.add(Content.WEIGHT_GRADIENT)
+    return {key: Flow(needs, tuple(end for end in makes if end[0] in made)) for key, (needs, makes) in table.items()}
 
 
 class _Walk:
@@ -76,6 +80,8 @@ class _Walk:
                             position, f"release of the {value}", f"that it was sent to rank {peer} and is not released"
                         )
         for value, position in self.kept.items():
+            if value.content is Content.WEIGHT_GRADIENT:
+                continue  # a later one of its stage is waited for
             yield self._wrong(position, f"the {value} is there", "that it is used or sent later")
         for (value, peer), position in self.sent.items():
             yield self._wrong(position, f"send of the {value} to rank {peer}", "that it is released later")

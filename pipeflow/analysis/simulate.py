@@ -1,6 +1,10 @@
-"""Simulate: when every action would run. An action starts when its values are there and its rank is free."""
+"""Simulate: when every action would run. An action starts when its values are there and its rank is free; a reduction
+runs beside the computations.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind
@@ -8,7 +12,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Span
+from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 
 
@@ -19,6 +23,9 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     each other. A full backward is seen by its neighbour only when whole. A pair starts when both of its actions
     have what they need, takes what `CostModel.pair` says, and is seen by others when whole; run one half after the
     other, a schedule is `schedule.without_pairs()`.
+
+    A reduction starts when its rank reaches it, and so do the other ranks that hold its stage, and when the reductions
+    before it on these ranks have ended. It does not hold up its rank; the step ends when all are done.
 
     Raises ScheduleError when the schedule cannot run to its end (`verify` says why), and UsageError for costs of
     another number of stages.
@@ -37,6 +44,7 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     maker = [0] * len(delays)  # per value, on which rank
     spans: list[list[Span]] = [[] for _ in schedule.rows]
     free = [0.0] * len(schedule.rows)
+    reached: list[_Reached] = []
     for rank, actions, needs, makes in order:
         start = free[rank]
         for value in needs:
@@ -45,6 +53,9 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
                 start = there
         if len(actions) == 1:
             (action,) = actions
+            if action.kind is Kind.R:
+                reached.append(_Reached(start, rank, action))
+                continue
             end = start + durations[action.kind, action.stage]
             spans[rank].append(Span(action, rank, start, end))
         else:
@@ -58,8 +69,33 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     if order.stuck:
         entries = ", ".join(f"rank {rank} at {schedule.rows[rank][position]}" for rank, position in order.stuck[:8])
         raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end: stuck are {entries}; see verify()")
-    rows = tuple(map(tuple, spans))
-    return Timeline(schedule.name, schedule.placement, rows, cost.saved_bytes, cost.deferred_bytes)
+    rows, reductions = tuple(map(tuple, spans)), _reductions(reached, cost, len(spans))
+    return Timeline(schedule.name, schedule.placement, rows, cost.saved_bytes, cost.deferred_bytes, reductions)
+
+
+class _Reached(NamedTuple):
+    """When a rank comes to a reduction in its row."""
+
+    time: float
+    rank: int
+    action: Action
+
+
+def _reductions(reached: list[_Reached], cost: CostModel, ranks: int) -> tuple[Row, ...]:
+    """The spans of the reductions: that of a stage at once on all ranks that hold it, and one at a time on a rank, in
+    the order in which the last rank comes to them.
+    """
+    together: dict[int, list[_Reached]] = {}
+    for each in reached:
+        together.setdefault(each.action.stage, []).append(each)
+    spans: list[list[Span]] = [[] for _ in range(ranks if reached else 0)]
+    free = [0.0] * ranks
+    for joint in sorted(together.values(), key=lambda joint: max(each.time for each in joint)):
+        start = max(max(time, free[rank]) for time, rank, _ in joint)
+        for _, rank, action in joint:
+            free[rank] = start + cost.duration(Kind.R, action.stage)
+            spans[rank].append(Span(action, rank, start, free[rank]))
+    return tuple(map(tuple, spans))
 
 
 def _paired(forward: Action, backward: Action, rank: int, start: float, cost: CostModel) -> tuple[Span, Span]:
@@ -79,7 +115,7 @@ def _delays(schedule: Schedule, cost: CostModel, content: Content, stage: int) -
             size, user = stage, stage + 1
         case Content.GRADIENT:
             size, user = stage - 1, stage - 1
-        case Content.SAVED | Content.DEFERRED:
+        case Content.SAVED | Content.DEFERRED | Content.WEIGHT_GRADIENT:
             return [0.0] * schedule.num_microbatches
     paths = schedule.placement.paths
     by_path = [cost.transfer(size, path[stage], path[user]) for path in paths]

@@ -10,6 +10,7 @@ from pipeflow.analysis.deadlock import Place, deadlocks
 from pipeflow.analysis.memory import Cap, over_cap
 from pipeflow.analysis.order import Order
 from pipeflow.analysis.programs import verify_programs
+from pipeflow.analysis.reductions import wrong_reductions
 from pipeflow.analysis.violation import Violation
 from pipeflow.core.action import Action, Kind, actions_of
 from pipeflow.core.dataflow import Value, makes, needs
@@ -26,6 +27,8 @@ def verify(schedule: Schedule, *, memory_cap: Cap | None = None) -> list[Violati
     - every action is on the rank that holds its stage, within the stages and microbatches there are;
     - every (stage, microbatch) runs forward once, and backward once, whole or in two halves (or the schedule
       has forwards alone);
+    - no stage is reduced; or each one once on each rank that makes weight gradients of it, after the last of these,
+      whose microbatch the reduction names;
     - no rank waits for ever: the order has no cycle;
     - with a `memory_cap`, in microbatches of a rank's whole share of the model (one number, or one per rank), no rank
       keeps more activations alive, as `Timeline.peak_activations` counts them.
@@ -40,6 +43,7 @@ def verify(schedule: Schedule, *, memory_cap: Cap | None = None) -> list[Violati
             for action in actions_of(entry):
                 ran.setdefault((action.stage, action.microbatch), []).append((action.kind, rank, position))
     violations = [*_foreign(schedule, ran), *_misplaced(schedule, ran), *_not_once(schedule, ran)]
+    violations += wrong_reductions(schedule)
     violations = violations or list(_deadlock(schedule))
     return violations if memory_cap is None else [*violations, *over_cap(schedule, memory_cap)]
 
@@ -61,7 +65,7 @@ def _misplaced(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
             continue
         holder = paths[microbatch % len(paths)][stage]
         for kind, rank, position in runs:
-            if rank != holder:
+            if rank != holder and kind is not Kind.R:
                 wants = f"it on rank {holder}, which holds its stage"
                 yield Violation(f"{Action(kind, stage, microbatch)} is on rank {rank}", wants, rank, position)
 
@@ -73,11 +77,13 @@ def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
     for stage in range(schedule.placement.num_stages):
         for microbatch in range(schedule.num_microbatches):
             runs = ran.get((stage, microbatch), [])
-            kinds = sorted([kind for kind, _, _ in runs])
+            kinds = sorted([kind for kind, _, _ in runs if kind is not Kind.R])
             if kinds in whole:
                 continue
             seen: set[Kind] = set()
             for kind, rank, position in runs:
+                if kind is Kind.R:
+                    continue
                 if kind in seen:
                     yield Violation(
                         f"{Action(kind, stage, microbatch)} runs again", "every action once", rank, position

@@ -37,18 +37,28 @@ class Costs:
         """An option that gave a cost, if there is one."""
         return "--costs" if self.file is not None else next(map(flag, self.even), None)
 
+    @property
+    def reduce(self) -> bool:
+        """Whether they price reductions, and so ask for plans that have them. Raises UsageError for a wrong file."""
+        return "reduce" in self.even if self.file is None else bool(self._read(self.file).reduce)
+
     def model(self, placement: Placement) -> CostModel:
         """The costs on `placement`. Raises UsageError for a file that does not fit it, or is none."""
         if self.file is None:
             return CostModel.even(placement, **self.even)
-        text = read(self.file)
-        try:
-            model = cost_model(text)
-            if len(model.forward) != placement.num_stages:
-                raise UsageError(f"costs are per stage: the file has {len(model.forward)}, not {placement.num_stages}")
-        except UsageError as error:
-            raise UsageError(f"{self.file}: {error}") from None
+        model = self._read(self.file)
+        if len(model.forward) != placement.num_stages:
+            message = f"costs are per stage: the file has {len(model.forward)}, not {placement.num_stages}"
+            raise UsageError(f"{self.file}: {message}")
         return model
+
+    @staticmethod
+    def _read(path: str) -> CostModel:
+        text = read(path)
+        try:
+            return cost_model(text)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
 
 
 def cost_model(text: str) -> CostModel:

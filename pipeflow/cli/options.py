@@ -23,6 +23,7 @@ EVEN_COSTS = {  # the arguments of CostModel.even: what each is, and its default
     "overlap": "what a pair hides of its shorter half, 0 to 1: 0 unless given",
     "saved_bytes": "bytes that a forward keeps for its backward",
     "deferred_bytes": "bytes of it that the weight-gradient half still needs",
+    "reduce": "reducing the share's weight gradients over the ranks that hold it: not planned unless given",
 }
 
 

@@ -17,6 +17,7 @@ from pipeflow.cli.options import family_options, flag
 from pipeflow.core.action import Entry, Kind, Pair
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.reductions import ADDS
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Row
 from pipeflow.core.timeline import Timeline
@@ -110,6 +111,8 @@ def violations_of(schedule: Schedule, memory_cap: float | None = None) -> list[V
 def plan(name: str, asked: Asked) -> Plan:
     """The plan that an argument stands for. Raises UsageError saying which part of what was asked it does not fit."""
     found = _from_file(name, asked) if is_file(name) else Plan(_from_name(name, asked))
+    if asked.costs.reduce and found.measured is None:
+        found = replace(found, schedule=found.schedule.with_reductions())
     return replace(found, schedule=found.schedule.forward_only()) if asked.forward_only else found
 
 
@@ -160,13 +163,19 @@ def _from_timeline(timeline: Timeline, asked: Asked) -> Plan:
     microbatches = max((action.microbatch for action in actions), default=0) + 1
     if microbatches > max(len(actions), 1):
         raise UsageError(f"{len(actions)} actions are too few for {microbatches} microbatches")
-    rows = tuple(tuple(_entries(row)) for row in timeline.rows)
+    rows = tuple(tuple(_entries(row, timeline.reductions_of(rank))) for rank, row in enumerate(timeline.rows))
     return Plan(Schedule(timeline.name, timeline.placement, microbatches, rows), timeline)
 
 
-def _entries(row: Row) -> Iterator[Entry]:
+def _entries(row: Row, reductions: Row) -> Iterator[Entry]:
+    """What ran, each reduction after the weight gradient that it waited for, or at the end."""
+    waiting = {(span.action.stage, span.action.microbatch): span.action for span in reductions}
     for span in row:
+        action = span.action
         if span.partner is None:
-            yield span.action
-        elif span.action.kind is Kind.F:
-            yield Pair(span.action, span.partner)
+            yield action
+        elif action.kind is Kind.F:
+            yield Pair(action, span.partner)
+        if action.kind in ADDS and (reduction := waiting.pop((action.stage, action.microbatch), None)):
+            yield reduction
+    yield from waiting.values()

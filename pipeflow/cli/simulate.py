@@ -37,16 +37,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measures(timeline: Timeline) -> dict[str, object]:
-    from pipeflow.draw.measures import computing_and_waiting
+    from pipeflow.draw.measures import path_times
 
-    by_rank, waiting = computing_and_waiting(timeline)
+    by_rank, reducing, waiting = path_times(timeline)
+    reduced = {"reducing": reducing} if timeline.reductions else {}
     return {
         "makespan": timeline.makespan,
         "span": timeline.span,
         "bubble_ratio": timeline.bubble_ratio,
         "peak_activations": timeline.peak_activations,
         **({"peak_bytes": timeline.peak_bytes} if timeline.saved_bytes else {}),
-        "critical_path": {"computing": sum(by_rank), "waiting": waiting, "computing_by_rank": by_rank},
+        **({"exposed_reduction": timeline.exposed_reduction} if timeline.reductions else {}),
+        "critical_path": {"computing": sum(by_rank), **reduced, "waiting": waiting, "computing_by_rank": by_rank},
     }
 
 
@@ -54,9 +56,12 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
     def time(value: float) -> str:
         return f"{value * factor:.6g} {unit}".rstrip()
 
-    from pipeflow.draw.measures import computing_and_waiting
+    from pipeflow.draw.looks import reduction_time
+    from pipeflow.draw.measures import path_times
 
-    by_rank, waiting = computing_and_waiting(timeline)
+    by_rank, reducing, waiting = path_times(timeline)
+    reduced = f"reducing {time(reducing)}, " if timeline.reductions else ""
+    each = f"{time(reduction_time(timeline))}, exposed {time(timeline.exposed_reduction)}"
     part = percent(waiting / timeline.makespan if timeline.makespan else 0.0)
     return {
         "makespan": time(timeline.makespan),
@@ -64,6 +69,7 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
         "bubble ratio": f"{round(timeline.bubble_ratio, 4) + 0.0:.4f}",
         "peak activations": " ".join(map(number, timeline.peak_activations)),
         **({"peak memory": "  ".join(map(size, timeline.peak_bytes))} if timeline.saved_bytes else {}),
-        "critical path": f"computing {time(sum(by_rank))}, waiting {time(waiting)} ({part})",
+        **({"reductions": each} if timeline.reductions else {}),
+        "critical path": f"computing {time(sum(by_rank))}, {reduced}waiting {time(waiting)} ({part})",
         "  by rank": " ".join(f"{each * factor:.4g}" for each in by_rank),
     }

@@ -1,4 +1,4 @@
-"""Actions: the computations a schedule orders. Their letters are those of torch.distributed.pipelining."""
+"""Actions: what a schedule orders. Their letters are those of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pipeflow.core.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action computes. Backward is either whole (B) or in two halves (I, then W).
+    """What an action does. Backward is either whole (B) or in two halves (I, then W). All but R compute: R sums the
+    weight gradients of a stage over the ranks that hold it, and goes on beside the computations that follow.
 
     The zero-bubble papers write I as "B".
     """
@@ -19,15 +20,16 @@ class Kind(StrEnum):
     B = "B"  # full backward
     I = "I"  # input-gradient half  # noqa: E741  (the field's letter)
     W = "W"  # weight-gradient half
+    R = "R"  # reduction of a stage's weight gradients; its microbatch is the last one that it waits for
 
 
-_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+_ACTION = re.compile(r"(\d{1,9})([FBIWR])(\d{1,9})", re.ASCII)
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One computation: `kind` for one `microbatch` on one `stage`. As text: stage, letter, microbatch.
+    """One thing to do: `kind` for one `microbatch` on one `stage`. As text: stage, letter, microbatch.
 
     >>> str(Action(Kind.F, stage=2, microbatch=0))
     '2F0'
@@ -53,7 +55,7 @@ class Action:
         """Reads an action's text. Raises ScheduleError unless it is exactly that."""
         match = _ACTION.fullmatch(text)
         if match is None:
-            raise ScheduleError(f"{text!r} is not an action: write stage, one of F B I W, microbatch, like 2F0")
+            raise ScheduleError(f"{text!r} is not an action: write stage, one of F B I W R, microbatch, like 2F0")
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
 

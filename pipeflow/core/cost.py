@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
@@ -30,6 +31,7 @@ class CostModel:
     that the longer one hides: 0, the pair takes the sum of both; 1, only the longer one's time.
 
     Per stage, a forward keeps `saved_bytes` for its backward; between its two halves a backward keeps `deferred_bytes`.
+    Per stage, reducing its weight gradients over the ranks that hold it takes `reduce`, once per step; empty, nothing.
 
     Raises UsageError for tuples of different lengths and for numbers that are negative or not finite.
     """
@@ -44,12 +46,13 @@ class CostModel:
     overlap: float = 0.0
     saved_bytes: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
+    reduce: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
-        for name in ("forward", "backward_input", "backward_weight", *_BYTES):
+        for name in ("forward", "backward_input", "backward_weight", *_OPTIONAL):
             numbers: tuple[float, ...] = getattr(self, name)
-            if len(numbers) != stages and (numbers or name not in _BYTES):
+            if len(numbers) != stages and (numbers or name not in _OPTIONAL):
                 raise UsageError(f"costs are per stage: {name} has {len(numbers)} of them, forward {stages}")
             for stage, number in enumerate(numbers):
                 _require_cost(f"{name} of stage {stage}", number)
@@ -72,9 +75,10 @@ class CostModel:
         saved_bytes: float = 0,
         deferred_bytes: float = 0,
         overlap: float = 0,
+        reduce: float = 0,
     ) -> CostModel:
         """The costs of one microbatch on one rank's whole share of the model, divided evenly among its
-        chunks, so that schedules with and without chunks compare.
+        chunks, so that schedules with and without chunks compare; `reduce` is that of the share's weight gradients.
         """
         stages, share = placement.num_stages, placement.chunks_per_rank
 
@@ -89,18 +93,19 @@ class CostModel:
             overlap=overlap,
             saved_bytes=divided(saved_bytes) if saved_bytes else (),
             deferred_bytes=divided(deferred_bytes) if deferred_bytes else (),
+            reduce=divided(reduce) if reduce else (),
         )
 
     @classmethod
     def measured(cls, timeline: Timeline) -> CostModel:
-        """The costs that a timeline shows: per stage the mean time of its actions, and as latency the median time that
-        an idle rank waited for a value after it was made. What a whole backward takes is shared out between its halves
-        as where they ran apart, or equally.
+        """The costs that a timeline shows: per stage the mean time of its actions and reductions, and as latency the
+        median time that an idle rank waited for a value after it was made. What a whole backward takes is shared out
+        between its halves as where they ran apart, or equally.
         """
         from statistics import fmean, median  # slow to import, and needed here alone
 
         times: dict[tuple[Kind, int], list[float]] = {}
-        for span in timeline:
+        for span in chain(timeline, *timeline.reductions):
             times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
 
         def mean(kind: Kind, stage: int) -> float:
@@ -121,6 +126,7 @@ class CostModel:
             backward_input=backward_input,
             backward_weight=backward_weight,
             latency=median(timeline.waits() or [0.0]),
+            reduce=tuple(mean(Kind.R, stage) for stage in stages) if timeline.reductions else (),
         )
 
     def duration(self, kind: Kind, stage: int) -> float:
@@ -136,6 +142,8 @@ class CostModel:
                 return self.backward_input[stage]
             case Kind.W:
                 return self.backward_weight[stage]
+            case Kind.R:
+                return self.reduce[stage] if self.reduce else 0.0
 
     def pair(self, forward: int, backward: Kind, stage: int) -> float:
         """The time of a forward on stage `forward` overlapped with a `backward` (B or I) on `stage`."""
@@ -150,7 +158,7 @@ class CostModel:
         return link.latency + (self.activation_bytes[stage] / link.bandwidth if self.activation_bytes else 0.0)
 
 
-_BYTES = ("activation_bytes", "saved_bytes", "deferred_bytes")
+_OPTIONAL = ("activation_bytes", "saved_bytes", "deferred_bytes", "reduce")
 
 
 def _require_cost(what: str, number: float) -> None:

@@ -18,10 +18,13 @@ class Content(StrEnum):
     GRADIENT = "gradient"  # of a stage's input, for the previous stage
     SAVED = "saved"  # what a forward keeps for its backward
     DEFERRED = "deferred"  # what an input-gradient half keeps for its weight-gradient half
+    WEIGHT_GRADIENT = "weight gradient"  # what a microbatch adds to those of its stage, for a reduction
 
 
 class Value(NamedTuple):
-    """One value of a run: made once and used once. As text: `activation 2F0`'s maker and content."""
+    """One value of a run: made once and used once, but for weight gradients: a reduction stands for all microbatches
+    before its own, and without reductions nobody uses them. As text: `activation 2F0`'s maker and content.
+    """
 
     content: Content
     stage: int
@@ -45,7 +48,7 @@ DATAFLOW: dict[Kind, Flow] = {
     ),
     Kind.B: Flow(
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
-        makes=((Content.GRADIENT, 0),),
+        makes=((Content.GRADIENT, 0), (Content.WEIGHT_GRADIENT, 0)),
     ),
     Kind.I: Flow(
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
@@ -53,6 +56,10 @@ DATAFLOW: dict[Kind, Flow] = {
     ),
     Kind.W: Flow(
         needs=((Content.DEFERRED, 0),),
+        makes=((Content.WEIGHT_GRADIENT, 0),),
+    ),
+    Kind.R: Flow(
+        needs=((Content.WEIGHT_GRADIENT, 0),),
         makes=(),
     ),
 }
@@ -67,7 +74,8 @@ def flows(num_stages: int) -> dict[tuple[Kind, int], Flow]:
     """
     inner = {(Content.ACTIVATION, stage) for stage in range(num_stages - 1)}
     inner |= {(Content.GRADIENT, stage) for stage in range(1, num_stages)}
-    inner |= {(content, stage) for content in (Content.SAVED, Content.DEFERRED) for stage in range(num_stages)}
+    kept = (Content.SAVED, Content.DEFERRED, Content.WEIGHT_GRADIENT)
+    inner |= {(content, stage) for content in kept for stage in range(num_stages)}
 
     def at(stage: int, ends: tuple[tuple[Content, int], ...]) -> tuple[tuple[Content, int], ...]:
         return tuple((content, stage + offset) for content, offset in ends if (content, stage + offset) in inner)

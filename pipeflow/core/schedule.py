@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeflow.core.action import Action, Entry, Kind, actions_of, parse_entry
+from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement, require_positive
+from pipeflow.core.reductions import cells, is_reduction, parse_cell, reduced
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Schedule(Shown):
 
     @property
     def is_forward_only(self) -> bool:
-        """Whether no action is a backward."""
+        """Whether every action is a forward."""
         return all(action.kind is Kind.F for rank in range(len(self.rows)) for action in self.actions(rank))
 
     def forward_only(self) -> Schedule:
@@ -58,15 +59,32 @@ class Schedule(Shown):
         rows = tuple(tuple(self.actions(rank)) for rank in range(len(self.rows)))
         return Schedule(self.name, self.placement, self.num_microbatches, rows)
 
+    def with_reductions(self) -> Schedule:
+        """The same schedule in which each rank reduces the weight gradients of its stages, each right after the stage's
+        last one there: for data parallelism, and for stages that several ranks hold. Reductions that are there already
+        stay where they are. Sound whenever this one is; without backwards it is the same.
+        """
+        if self.is_forward_only:
+            return self
+        return Schedule(self.name, self.placement, self.num_microbatches, tuple(map(reduced, self.rows)))
+
+    def without_reductions(self) -> Schedule:
+        """The same schedule without its reductions. Sound whenever this one is."""
+        rows = tuple(tuple(entry for entry in row if not is_reduction(entry)) for row in self.rows)
+        return Schedule(self.name, self.placement, self.num_microbatches, rows)
+
     def to_csv(self) -> str:
-        """One line a rank, one cell an entry, in the format of torch.distributed.pipelining."""
-        return "".join(",".join(map(str, row)) + "\n" for row in self.rows)
+        """One line a rank, one cell an entry, in the format of torch.distributed.pipelining, whose `_load_csv` takes
+        tables `without_reductions()` alone: it adds them itself, in the places of `with_reductions()`.
+        """
+        return "".join(",".join(cells(row)) + "\n" for row in self.rows)
 
     @classmethod
     def from_csv(
         cls, text: str, placement: Placement | None = None, num_microbatches: int | None = None, *, name: str = "csv"
     ) -> Schedule:
-        """Reads `to_csv`'s format; empty cells (torch writes them for idle time) are skipped.
+        """Reads `to_csv`'s format; empty cells (torch writes them for idle time) are skipped. A reduction without a
+        microbatch, as torch writes it (`2REDUCE_GRAD`), has that of its stage's last weight gradient before it.
 
         Without `placement` the stages are looped over as many ranks as there are lines. Without
         `num_microbatches` it is the largest microbatch + 1.
@@ -99,11 +117,11 @@ class Schedule(Shown):
 
 
 def _parse_line(line: str, number: int) -> tuple[Entry, ...]:
-    entries = []
+    entries: list[Entry] = []
     for column, cell in enumerate(line.split(","), start=1):
         if text := cell.strip():
             try:
-                entries.append(parse_entry(text))
+                entries.append(parse_cell(text, entries))
             except UsageError as error:
                 raise ScheduleError(f"line {number} (rank {number - 1}), cell {column}: {error}") from None
     return tuple(entries)

@@ -57,13 +57,33 @@ def causes(rows: tuple[Row, ...], num_stages: int) -> tuple[tuple[Cause, ...], .
     )
 
 
-def critical_path(rows: tuple[Row, ...], num_stages: int) -> tuple[Cause, ...]:
-    """From the span that ends last, cause after cause, back to one that began at once; earliest first."""
-    last = max((row[-1] for row in rows if row), key=lambda span: span.end, default=None)
+def reduction_causes(
+    rows: tuple[Row, ...], reductions: tuple[Row, ...], num_stages: int
+) -> tuple[tuple[Cause, ...], ...]:
+    """Per rank and reduction, what it began after: the latest of what its rank, and the others that reduce the same
+    stage, had to do first.
+    """
+    if not any(reductions):
+        return tuple(() for _ in reductions)
     makers = _Makers(rows, num_stages)
+    return tuple(
+        tuple(_reduction_cause(rows, reductions, makers, rank, position) for position in range(len(row)))
+        for rank, row in enumerate(reductions)
+    )
+
+
+def critical_path(rows: tuple[Row, ...], reductions: tuple[Row, ...], num_stages: int) -> tuple[Cause, ...]:
+    """From the span that ends last, cause after cause, back to one that began at once; earliest first."""
+    ends = [row[-1] for row in (*rows, *reductions) if row]  # where both end last, it is the computation
+    last = max(ends, key=lambda span: span.end, default=None)
+    makers = _Makers(rows, num_stages)
+    places = {span.action: (rank, position) for rank, row in enumerate(reductions) for position, span in enumerate(row)}
     path: list[Cause] = []
     while last is not None:
-        path.append(_cause(rows, makers, *makers.place(last.action)))
+        if last.action in places:
+            path.append(_reduction_cause(rows, reductions, makers, *places[last.action]))
+        else:
+            path.append(_cause(rows, makers, *makers.place(last.action)))
         last = path[-1].after
     return tuple(reversed(path))
 
@@ -99,6 +119,13 @@ class _Makers:
     def place(self, action: Action) -> tuple[int, int]:
         """The rank of an action, and its index there."""
         return self._places[action.kind, action.stage, action.microbatch]
+
+    def weight_gradient(self, action: Action) -> Span | None:
+        """What made the weight gradient that a reduction needs."""
+        for kind in _MAKERS[Content.WEIGHT_GRADIENT]:
+            if place := self._places.get((kind, action.stage, action.microbatch)):
+                return self._rows[place[0]][place[1]]
+        return None
 
     def sent(self, span: Span) -> Sent | None:
         """What `span` needs from another rank: the latest of its makers, and what that made. A pair begins when both
@@ -137,3 +164,25 @@ def _cause(rows: tuple[Row, ...], makers: _Makers, rank: int, position: int) -> 
         waited = span.start - previous.end > (span.end - span.start) / 20
         return Cause(span, maker, value) if waited else Cause(span, previous, None)
     return Cause(span, maker, value)
+
+
+def _reduction_cause(
+    rows: tuple[Row, ...], reductions: tuple[Row, ...], makers: _Makers, rank: int, position: int
+) -> Cause:
+    """A reduction begins when every rank that takes part is done with what stands before it in its row, and with its
+    reductions before; the own rank's part comes first where several end at once.
+    """
+    span = reductions[rank][position]
+    stage = span.action.stage
+    others = [(each, index) for each, row in enumerate(reductions) for index in range(len(row)) if each != rank]
+    parts = [(rank, position), *(place for place in others if reductions[place[0]][place[1]].action.stage == stage)]
+    made = [makers.weight_gradient(reductions[each][index].action) for each, index in parts]
+    before = [reductions[each][index - 1] for each, index in parts if index]
+    ran = [next((other for other in reversed(rows[each]) if other.end <= span.start), None) for each, _ in parts]
+    before = [each for each in before if each.start < span.start]
+    ended = [each for each in (*made, *before, *ran) if each and (each.end <= span.start or each is made[0])]
+    after = max(ended, key=lambda each: each.end, default=None)
+    if after is None or after.rank == rank:
+        return Cause(span, after, None)
+    microbatch = next(reductions[each][index].action.microbatch for each, index in parts if each == after.rank)
+    return Cause(span, after, Value(Content.WEIGHT_GRADIENT, stage, microbatch))

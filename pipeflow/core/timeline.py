@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement
-from pipeflow.core.span import Cause, Row, Span, causes, critical_path, waits
+from pipeflow.core.span import Cause, Row, Span, causes, critical_path, reduction_causes, waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,9 @@ class Timeline(Shown):
     bubble rates are made of, `makespan` what a step with a barrier at its end costs.
 
     `saved_bytes` and `deferred_bytes` are the cost model's, per stage; empty when it says nothing of memory.
+
+    `reductions` are the spans of gradient reductions, per rank and in their order, which run beside those of `rows`;
+    empty when there are none. They count for makespan and span, not for work; iteration leaves them out.
     """
 
     name: str
@@ -27,6 +31,7 @@ class Timeline(Shown):
     rows: tuple[Row, ...]
     saved_bytes: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
+    reductions: tuple[Row, ...] = ()
 
     def __iter__(self) -> Iterator[Span]:
         for row in self.rows:
@@ -35,12 +40,25 @@ class Timeline(Shown):
     @property
     def makespan(self) -> float:
         """Last end minus time 0."""
-        return max((row[-1].end for row in self.rows if row), default=0.0)
+        return max((row[-1].end for row in (*self.rows, *self.reductions) if row), default=0.0)
+
+    def reductions_of(self, rank: int) -> Row:
+        """The reductions of one rank; none where there are none at all."""
+        return self.reductions[rank] if self.reductions else ()
+
+    @property
+    def exposed_reduction(self) -> float:
+        """How long reductions go on when all computations have ended: what they add to the makespan."""
+        return self.makespan - max((row[-1].end for row in self.rows if row), default=0.0)
 
     @property
     def span(self) -> float:
         """The largest, over ranks, of last end minus the rank's own first start."""
-        return max((row[-1].end - row[0].start for row in self.rows if row), default=0.0)
+        ranks = zip_longest(self.rows, self.reductions, fillvalue=())
+        return max(
+            (max(span.end for span in (row[-1], *reduced[-1:])) - row[0].start for row, reduced in ranks if row),
+            default=0.0,
+        )
 
     @property
     def work(self) -> float:
@@ -90,15 +108,24 @@ class Timeline(Shown):
         """Per rank and span, what it began after: the one before it, or one on another rank that made its input."""
         return causes(self.rows, self.placement.num_stages)
 
+    def reduction_causes(self) -> tuple[tuple[Cause, ...], ...]:
+        """Per rank and reduction, what it began after: the weight gradient that it waits for, a reduction before it, or
+        one of these on another rank that takes part.
+        """
+        return reduction_causes(self.rows, self.reductions, self.placement.num_stages)
+
     def critical_path(self) -> tuple[Cause, ...]:
-        """The chain of spans that the makespan consists of, each with its cause: the one before it in the chain."""
-        return critical_path(self.rows, self.placement.num_stages)
+        """The chain of spans that the makespan consists of, each with its cause: the one before it in the chain. It
+        ends in reductions where they end last.
+        """
+        return critical_path(self.rows, self.reductions, self.placement.num_stages)
 
     def to_json(self) -> str:
         """The timeline as text, to be kept in a file: `Timeline.from_json` gives back an equal one."""
         from pipeflow.core.saved import Fields, to_json  # json is loaded by those who need it
 
-        return to_json(Fields(self.name, self.placement, self.rows, self.saved_bytes, self.deferred_bytes))
+        fields = self.name, self.placement, self.rows, self.saved_bytes, self.deferred_bytes, self.reductions
+        return to_json(Fields(*fields))
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:

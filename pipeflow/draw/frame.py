@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 from pipeflow.core.span import Row, Span
@@ -32,6 +33,11 @@ class Frame:
 
     def x(self, time: float) -> float:
         return self.left + time * self.scale
+
+    @property
+    def bar(self) -> int:
+        """How high reductions are, at a lane's lower edge."""
+        return max(ceil(self.lane / 5), 3)
 
     def y(self, rank: int) -> float:
         return self.top + rank * (self.lane + self.memory + self.gap)

@@ -9,9 +9,9 @@ from typing import final
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.layout import fit, heights, num_chunks, pieces, round_half_up
+from pipeflow.draw.layout import fit, heights, lines, num_chunks, round_half_up
+from pipeflow.draw.looks import kinds
 from pipeflow.draw.measures import Unit, axis, heading, measures
 from pipeflow.draw.memory import Memory, memory_of, same_memory
 from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
@@ -22,6 +22,7 @@ from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
 class Gantt:
     """Draws a timeline with one line a rank, time from left to right, scaled to the width there is; and, with `memory`,
     a line below it for what the rank keeps for its backwards: bars or, in plain text, a digit where the amount changes.
+    A rank's gradient reductions are shown where it is idle.
 
     Where there are colours, hue is the kind of action, shade the chunk and the number the microbatch; where
     there are none, letters say the same. Below stand makespan, bubble and peak activations.
@@ -74,12 +75,11 @@ def stacked(
         yield Text(title, "bold")
         yield _line(" " * margin, (axis(horizon, scale, room, unit), "bright_black"))
         yield from _rows(timeline, scale, margin, painter, kept)
-        yield Text(measures(timeline, unit))
+        yield from _flowed(([(part, "")] for part in measures(timeline, unit).split("  ")), options.max_width, gap=2)
         yield Text()
     spans = [span for timeline in timelines for span in timeline]
-    kinds = {span.action.kind for span in spans}
     pairs = any(span.partner is not None for span in spans)
-    legend = painter.legend([kind for kind in Kind if kind in kinds], pairs=pairs, memory=kept)
+    legend = painter.legend(kinds(timelines), pairs=pairs, memory=kept)
     yield from _flowed(legend, options.max_width)
 
 
@@ -93,7 +93,7 @@ def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept:
     """Per rank a line of actions and, where memory is shown, a line of what is kept."""
     width = round_half_up(timeline.makespan * scale)
     labels = iter(_labels(timeline, kept))
-    for rank, line in enumerate(pieces(timeline, scale)):
+    for rank, line in enumerate(lines(timeline, scale)):
         yield _line(next(labels).ljust(margin), *paint(line, width, painter))
         if kept is not None:
             amounts = heights(timeline.memory(rank), timeline.makespan, scale)
@@ -101,15 +101,15 @@ def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept:
             yield from [Text()] * painter.space
 
 
-def _flowed(items: Iterable[list[Painted]], width: int) -> Iterator[Text]:
-    """The items in as few lines as hold them whole."""
+def _flowed(items: Iterable[list[Painted]], width: int, *, gap: int = 3) -> Iterator[Text]:
+    """The items, `gap` columns apart, in as few lines as hold them whole."""
     line = Text()
     for item in items:
         text = Text.assemble(*item)
-        if line and len(line) + 3 + len(text) > width:
+        if line and len(line) + gap + len(text) > width:
             yield line
             line = Text()
-        line = Text.assemble(line, "   " * bool(line), text)
+        line = Text.assemble(line, " " * gap * bool(line), text)
     yield line
 
 

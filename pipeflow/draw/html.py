@@ -15,7 +15,7 @@ from string import Template
 from typing import Any
 
 from pipeflow.core.action import Kind
-from pipeflow.core.span import Cause
+from pipeflow.core.span import Cause, Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.frame import heights
 from pipeflow.draw.layout import num_chunks, shortest
@@ -100,7 +100,8 @@ def _data(timelines: tuple[Timeline, ...], unit: Unit) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
-    places = {span: (span.rank, index) for row in timeline.rows for index, span in enumerate(row)}
+    rows = [(*row, *timeline.reductions_of(rank)) for rank, row in enumerate(timeline.rows)]
+    places = {span: (span.rank, index) for row in rows for index, span in enumerate(row)}  # reductions come last
     most = peaks(timeline)
     return {
         "makespan": _short(timeline.makespan),
@@ -117,13 +118,32 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
                 "waits": [_wait(index, cause, places) for index, cause in enumerate(causes) if cause.value],
                 "memory": [_short(number) for step in timeline.memory(rank) for number in step],
                 "peak": amount_text(timeline, most[rank]),
+                **_reductions(timeline, rank, places),
             }
             for rank, (row, causes) in enumerate(zip(timeline.rows, timeline.causes(), strict=True))
         ],
     }
 
 
-def _wait(index: int, cause: Cause, places: dict[Any, tuple[int, int]]) -> tuple[int | str, ...]:
+Places = dict[Span, tuple[int, int]]
+
+
+def _reductions(timeline: Timeline, rank: int, places: Places) -> dict[str, Any]:
+    """A rank's reductions, each with the place of what it began after; nothing where there are none."""
+    if not timeline.reductions:
+        return {}
+    row, causes = timeline.reductions[rank], timeline.reduction_causes()[rank]
+    return {
+        "reductions": {
+            "actions": " ".join(str(span.action) for span in row),
+            "times": [_short(time) for span in row for time in (span.start, span.end)],
+            "after": [cause.after and places[cause.after] for cause in causes],
+            "waits": [_wait(places[cause.span][1], cause, places) for cause in causes if cause.value],
+        }
+    }
+
+
+def _wait(index: int, cause: Cause, places: Places) -> tuple[int | str, ...]:
     """The index of a span that waited, the rank and index of the one that it waited for, and the value."""
     assert cause.after is not None
     assert cause.value is not None
@@ -140,7 +160,8 @@ def _short(number: float) -> float:
 def _legend(timelines: tuple[Timeline, ...]) -> Iterator[str]:
     chunks = max(map(num_chunks, timelines))
     for kind in kinds(timelines):
-        swatches = "".join(f'<i style="background:{shade(kind, chunk, chunks)}"></i>' for chunk in range(chunks))
+        bar = ' class="reduction"' if kind is Kind.R else ""
+        swatches = "".join(f'<i{bar} style="background:{shade(kind, chunk, chunks)}"></i>' for chunk in range(chunks))
         yield f"{swatches} {NAMES[kind]}"
     if chunks > 1:
         yield "lighter: later chunk"
@@ -183,9 +204,12 @@ def _ranks_table(timeline: Timeline, unit: Unit) -> str:
     for rank, row in enumerate(timeline.rows):
         first, last = (row[0].start, row[-1].end) if row else (0.0, 0.0)
         busy = sum(span.end - span.start for span in row)
-        times = (unit.text(time) for time in (first, last, busy, last - first - busy))
+        times = [unit.text(time) for time in (first, last, busy, last - first - busy)]
+        if timeline.reductions:
+            times.append(unit.text(max((span.end for span in timeline.reductions[rank]), default=0.0)))
         rows.append((f"rank {rank}", str(len(row)), *times, amount_text(timeline, most[rank])))
-    head = ("rank", "actions", "first start", "last end", "busy", "idle between", f"peak {unit_of(timeline)}")
+    reduced = ["reduced"] * bool(timeline.reductions)
+    head = ("rank", "actions", "first start", "last end", "busy", "idle between", *reduced, f"peak {unit_of(timeline)}")
     table = _table(heading(timeline), head, rows)
     return f'<details class="ranks"><summary>Ranks of {escaped(heading(timeline))}</summary>{table}</details>'
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.span import Span
+from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 
 
@@ -41,8 +42,9 @@ def fit(timelines: Iterable[Timeline], width: int) -> float:
     """The columns per unit of time that make the longest timeline at most `width` columns wide. When all times
     are multiples of the shortest span, a whole number of columns per shortest span, so that equals look equal.
     """
-    spans = [span for timeline in timelines for span in timeline]
-    horizon = max((span.end for span in spans), default=0.0)
+    drawn = list(timelines)
+    spans = [span for timeline in drawn for span in timeline]
+    horizon = max((timeline.makespan for timeline in drawn), default=0.0)
     if not horizon:
         return 0.0
     unit = shortest(spans)
@@ -82,6 +84,27 @@ def _blocks(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list
             joined = following.action == span.partner
             blocks.append(Piece(span.action.kind, chunks[span.action.stage], first, end, span.action, joined))
     return blocks
+
+
+def lines(timeline: Timeline, scale: float) -> list[list[Piece]]:
+    """As `pieces`, and where a rank is idle, its reductions."""
+    return [
+        _beside(line, timeline.reductions_of(rank), timeline.placement.stages_of(rank), scale)
+        for rank, line in enumerate(pieces(timeline, scale))
+    ]
+
+
+def _beside(line: list[Piece], reductions: Row, stages: tuple[int, ...], scale: float) -> list[Piece]:
+    """The pieces of a line and those of reductions where it has none."""
+    found = list(line)
+    gaps = pairwise((0, *chain.from_iterable((piece.first, piece.end) for piece in line), sys.maxsize))
+    for start, until in list(gaps)[::2]:
+        for span in reductions:
+            first, end = max(round_half_up(span.start * scale), start), min(round_half_up(span.end * scale), until)
+            if first < end:
+                found.append(Piece(Kind.R, stages.index(span.action.stage), first, end, span.action))
+                start = end
+    return sorted(found, key=lambda piece: piece.first)
 
 
 def heights(curve: list[tuple[float, float]], makespan: float, scale: float) -> list[float]:

@@ -20,8 +20,9 @@ COLOURS: dict[Kind, Colour] = {
     Kind.B: (40, 170, 100),
     Kind.I: (226, 118, 172),
     Kind.W: (242, 182, 52),
+    Kind.R: (125, 50, 230),
 }
-INK = "#10141c"  # of what is written on blocks, on every ground
+INK = "#10141c"  # of what is written on blocks, on every ground; on reductions nothing is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,17 @@ def shade(kind: Kind, chunk: int, chunks: int) -> str:
 
 
 def kinds(timelines: Iterable[Timeline]) -> list[Kind]:
-    """The kinds of action that there are, in their order."""
-    present = {span.action.kind for timeline in timelines for span in timeline}
+    """The kinds of action that there are, in their order; reductions where they take time."""
+    drawn = list(timelines)
+    present = {span.action.kind for timeline in drawn for span in timeline}
+    if any(reduction_time(timeline) for timeline in drawn):
+        present.add(Kind.R)
     return [kind for kind in Kind if kind in present]
+
+
+def reduction_time(timeline: Timeline) -> float:
+    """The most time that a rank's reductions take."""
+    return max((sum(span.end - span.start for span in row) for row in timeline.reductions), default=0.0)
 
 
 def chunks_of(timeline: Timeline, rank: int) -> dict[int, int]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import num_chunks, round_half_up
+from pipeflow.draw.looks import reduction_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,14 @@ def _count(number: int, word: str) -> str:
 
 
 def measures(timeline: Timeline, unit: Unit) -> str:
-    """Makespan, bubble and peak activations in one line; the span where it is not the makespan."""
+    """Makespan, bubble and peak activations in one line; the span where it is not the makespan; and of reductions, the
+    most that a rank has and what of it comes after all computations.
+    """
     parts = [f"makespan {unit.text(timeline.makespan)}"]
     if unit.text(timeline.span) != unit.text(timeline.makespan):
         parts.append(f"span {unit.text(timeline.span)}")
+    if time := reduction_time(timeline):
+        parts.append(f"reductions {unit.text(time)}, exposed {unit.text(timeline.exposed_reduction)}")
     parts += [f"bubble {percent(timeline.bubble_ratio)}", f"peak activations {_peaks(timeline.peak_activations)}"]
     return "  ".join(parts)
 
@@ -71,13 +78,26 @@ def percent(ratio: float) -> str:
     return f"{ratio if abs(ratio) >= 5e-4 else 0.0:.1%}"
 
 
-def computing_and_waiting(timeline: Timeline) -> tuple[list[float], float]:
-    """Of the critical path: per rank the time that it computes there, and the time in which it only waits."""
-    by_rank = [0.0] * len(timeline.rows)
-    for cause in timeline.critical_path():
-        by_rank[cause.span.rank] += cause.span.end - cause.span.start
-    waiting = timeline.makespan - sum(by_rank)
-    return by_rank, waiting if waiting > 1e-9 * timeline.makespan else 0.0
+class PathTimes(NamedTuple):
+    """Of the critical path: per rank the time that it computes there, the time of reductions, and the time in which it
+    only waits.
+    """
+
+    by_rank: list[float]
+    reducing: float
+    waiting: float
+
+
+def path_times(timeline: Timeline) -> PathTimes:
+    """What the makespan consists of."""
+    by_rank, reducing = [0.0] * len(timeline.rows), 0.0
+    for span, *_ in timeline.critical_path():
+        if span.action.kind is Kind.R:
+            reducing += span.end - span.start
+        else:
+            by_rank[span.rank] += span.end - span.start
+    waiting = timeline.makespan - sum(by_rank) - reducing
+    return PathTimes(by_rank, reducing, waiting if waiting > 1e-9 * timeline.makespan else 0.0)
 
 
 def _peaks(peaks: tuple[float, ...]) -> str:

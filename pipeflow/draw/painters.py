@@ -20,6 +20,7 @@ NAMES = {
     Kind.B: "backward",
     Kind.I: "input gradient",
     Kind.W: "weight gradient",
+    Kind.R: "gradient reduction",
 }
 
 
@@ -114,8 +115,10 @@ NAMED = {  # the nearest to each kind's colour of the 16 that every terminal has
     Kind.B: "green",
     Kind.I: "magenta",
     Kind.W: "yellow",
+    Kind.R: "red",
 }
 EDGE = "\u258a"  # the left three quarters of a cell: a thin gap between two pieces
+BAR = "\u2584"  # the lower half of a cell: beside the lane, not in it
 JOINT = "+"
 MEMORY = "#967db9", "cyan"
 EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -134,6 +137,9 @@ class Colours:
 
     def piece(self, piece: Piece) -> Iterator[Painted]:
         colour = self._colour(piece.kind, piece.chunk)
+        if piece.kind is Kind.R:
+            yield BAR * piece.width, colour
+            return
         if piece.action is None:
             yield " " * piece.width, f"on {colour}"
             return
@@ -153,7 +159,8 @@ class Colours:
 
     def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
         for kind in kinds:
-            shades = [("  ", f"on {self._colour(kind, chunk)}") for chunk in range(self.chunks)]
+            colours = [self._colour(kind, chunk) for chunk in range(self.chunks)]
+            shades = [(BAR * 2, each) if kind is Kind.R else ("  ", f"on {each}") for each in colours]
             yield [*shades, (f" {NAMES[kind]}", "")]
         if self.chunks > 1:
             yield [("lighter: later chunk", "")]

@@ -15,7 +15,7 @@ from pipeflow.core.span import Cause
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.gantt import painter_for
 from pipeflow.draw.layout import num_chunks
-from pipeflow.draw.measures import Unit, computing_and_waiting, heading
+from pipeflow.draw.measures import Unit, heading, path_times
 from pipeflow.draw.painters import Painter
 
 SHOWN = 4  # actions of one stretch that are written out
@@ -62,7 +62,7 @@ class CriticalPath:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unit = Unit(self.unit, self.factor)
-        by_rank, waiting = computing_and_waiting(self.timeline)
+        by_rank, reducing, waiting = path_times(self.timeline)
         painter = painter_for(num_chunks(self.timeline), console, options)
         yield Text(f"critical path of {heading(self.timeline)}", "bold")
         at = f"at {self.unit}".rstrip()
@@ -77,7 +77,8 @@ class CriticalPath:
             if fold.times:
                 again = f"... the same {fold.times} time{'s' * (fold.times > 1)} more, to {fold.last}"
                 yield Text(" " * (sum(widths[:2]) + 2 + 2 * bool(waiting)) + again, "bright_black")
-        yield Text(f"computing {unit.text(sum(by_rank))}, waiting {unit.text(waiting)}")
+        reduced = f"reducing {unit.text(reducing)}, " if reducing else ""
+        yield Text(f"computing {unit.text(sum(by_rank))}, {reduced}waiting {unit.text(waiting)}")
 
     def _row(self, stretch: Stretch, painter: Painter) -> Row:
         start, wait = (f"{time * self.factor:.6g}" for time in (stretch.causes[0].span.start, stretch.wait))

@@ -22,12 +22,13 @@ COLOURS = {  # of the names that chrome://tracing has colours for, the nearest t
     Kind.B: "rail_load",
     Kind.I: "detailed_memory_dump",
     Kind.W: "rail_idle",
+    Kind.R: "rail_animation",
 }
 
 
 def perfetto(timelines: Timeline | Sequence[Timeline], *, factor: float = 1e6) -> str:
-    """A process per timeline, a thread per rank, a slice per action, an arrow per value that passes from one
-    rank to another, and a counter per rank for the memory that its forwards keep.
+    """A process per timeline, a thread per rank and one for its reductions, a slice per action, an arrow per value that
+    passes from one thread to another, and a counter per rank for the memory that its forwards keep.
 
     `factor` is microseconds per unit of the timelines' time: as it stands, for seconds.
 
@@ -41,16 +42,19 @@ def perfetto(timelines: Timeline | Sequence[Timeline], *, factor: float = 1e6) -
         events += _names(timeline, process, thread)
         timed = [*_slices(timeline, process, thread, factor), *_counters(timeline, process, thread, factor)]
         events += sorted(timed, key=lambda event: event["ts"])  # stable: a slice stands before what is bound to it
-        thread += len(timeline.rows)
+        thread += len(timeline.rows) + len(timeline.reductions)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
 def _names(timeline: Timeline, process: int, thread: int) -> Iterator[Event]:
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": heading(timeline)}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
-    for rank in range(len(timeline.rows)):
-        of = {"ph": "M", "pid": process, "tid": thread + rank}
-        yield {**of, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+    ranks = len(timeline.rows)
+    names = [(thread + rank, f"rank {rank}", rank) for rank in range(ranks)]
+    names += [(thread + ranks + rank, f"rank {rank} reductions", rank) for rank in range(len(timeline.reductions))]
+    for number, name, rank in names:
+        of = {"ph": "M", "pid": process, "tid": number}
+        yield {**of, "name": "thread_name", "args": {"name": name}}
         yield {**of, "name": "thread_sort_index", "args": {"sort_index": rank}}
 
 
@@ -59,9 +63,9 @@ def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Ite
     stages = timeline.placement.num_stages
     arrows: dict[Value, Event] = {}  # per value, the event in its maker's slice
     ends: list[Event] = []
-    for rank, row in enumerate(timeline.rows):
-        of = {"pid": process, "tid": thread + rank}
-        chunks = chunks_of(timeline, rank)
+    for track, row in enumerate((*timeline.rows, *timeline.reductions)):
+        of = {"pid": process, "tid": thread + track}
+        chunks = chunks_of(timeline, track % len(timeline.rows))
         free = 0.0
         for span in row:
             start = max(_microseconds(span.start, factor), free)

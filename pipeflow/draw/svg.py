@@ -24,7 +24,8 @@ NUMBERS = (("number", 7.0), ("number tight", 5.2))  # the looks of a number, and
 
 def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0) -> str:
     """One lane a rank, hue for the kind of action, shade for the chunk, number for the microbatch; below each lane
-    what the rank keeps for its backwards, with its peak marked. It scales, and follows a reader's dark scheme.
+    what the rank keeps for its backwards, with its peak marked. Gradient reductions are bars at the lower edge of their
+    lane. It scales, and follows a reader's dark scheme.
 
     Times are written multiplied by `factor` and followed by `unit`. Where there are more blocks than a picture can
     show, columns stand for them that keep the proportions, so that the size of the text is bounded.
@@ -84,6 +85,7 @@ def _lanes(timeline: Timeline, at: Frame, unit: Unit) -> Iterator[str]:
         yield _text(at.left - 10, y + at.lane / 2 + 4, f"rank {rank}", "label end")
         yield f'<rect class="lane" x="{_n(at.left)}" y="{_n(y)}" width="{_n(at.width)}" height="{at.lane}"/>'
         yield from _blocks(timeline, row, at, unit) if apart else merged[rank]
+        yield from _reductions(timeline, rank, at, unit)
         yield from _memory(timeline, rank, at, most)
 
 
@@ -115,6 +117,18 @@ def _block(block: Block, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
     look = next((look for look, letter in NUMBERS if len(number) * letter <= width - 0.5), None)
     if look and at.lane > 12:
         yield _text(block.first + width / 2, at.y(span.rank) + at.lane / 2 + 4, number, look)
+
+
+def _reductions(timeline: Timeline, rank: int, at: Frame, unit: Unit) -> Iterator[str]:
+    """A bar each, which says what it is when pointed at."""
+    chunks, chunk_of = num_chunks(timeline), chunks_of(timeline, rank)
+    y = at.y(rank) + at.lane - at.bar
+    for span, first, end in blocks(timeline.reductions_of(rank), at):
+        colour = shade(Kind.R, chunk_of[span.action.stage], chunks)
+        yield (
+            f'<rect class="reduction" x="{_n(first)}" y="{_n(y)}" width="{_n(end - first)}" height="{at.bar}"'
+            f' fill="{colour}"><title>{escaped(_said(span, unit))}</title></rect>'
+        )
 
 
 def _merged(timeline: Timeline, at: Frame) -> list[list[str]]:
@@ -182,6 +196,10 @@ def _legend(timeline: Timeline, width: float, y: float) -> tuple[list[str], floa
 def _entries(timeline: Timeline, chunks: int) -> Iterator[tuple[list[str], str]]:
     plain = '<rect x="{{x}}" y="{{y}}" width="16" height="12" rx="2" {}/>'
     for kind in kinds([timeline]):
+        if kind is Kind.R:
+            bar = '<rect class="reduction" x="{{x}}" y="{{y}}" transform="translate(0 6)" width="16" height="6" {}/>'
+            yield [bar.format(f'fill="{shade(kind, chunk, chunks)}"') for chunk in range(chunks)], NAMES[kind]
+            continue
         yield [plain.format(f'fill="{shade(kind, chunk, chunks)}"') for chunk in range(chunks)], NAMES[kind]
     if chunks > 1:
         yield [], "lighter: later chunk"
@@ -244,5 +262,6 @@ def _coloured(scheme: Scheme) -> str:
         f".pipeflow .title,.pipeflow .label{{fill:{scheme.text}}}"
         f".pipeflow .said,.pipeflow .small{{fill:{scheme.muted}}}"
         f".pipeflow .grid,.pipeflow .floor{{stroke:{scheme.grid}}}.pipeflow .pair{{stroke:{scheme.text}}}"
+        f".pipeflow .reduction{{stroke:{scheme.background}}}"
         f".pipeflow .memory{{fill:{scheme.memory};stroke:{scheme.memory}}}.pipeflow .peak{{fill:{scheme.memory}}}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.layout import num_chunks, pieces, round_half_up, shortest
+from pipeflow.draw.layout import lines, num_chunks, round_half_up, shortest
 from pipeflow.draw.painters import Letters, paint
 
 
@@ -20,12 +20,12 @@ def picture(timeline: Timeline) -> str:
     """
     unit = shortest(timeline)
     chunks = num_chunks(timeline)
-    labels = [Letters(chunks).label(piece) for line in pieces(timeline, 1 / unit) for piece in line]
+    labels = [Letters(chunks).label(piece) for line in lines(timeline, 1 / unit) for piece in line]
     columns = max(map(len, labels), default=0) + 1
     painter = Letters(chunks, grid=columns, joint=" ")
     width = round_half_up(timeline.makespan / unit * columns)
     margin = len(f"rank {len(timeline.rows) - 1}  ")
     return "\n".join(
         f"rank {rank}".ljust(margin) + "".join(text for text, _ in paint(line, width, painter)).rstrip()
-        for rank, line in enumerate(pieces(timeline, columns / unit))
+        for rank, line in enumerate(lines(timeline, columns / unit))
     )

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from pipeflow.parallel.distributed import DistributedTransport
 
 
+_OF_CHANNELS = ("connection", "timed out", "timeout", "socket", "pipe", "abort")  # gloo's errors have no type
+
+
 class DistributedGroup:
     """The `ranks` of `transport`. Holds no channel itself, so that the transport can close and reopen them all."""
 
@@ -46,8 +49,12 @@ class DistributedGroup:
         except RuntimeError as error:
             raise self.lost(error) from None
 
-    def lost(self, error: RuntimeError) -> LinkError:
-        """The error to raise for one of the backend's, which does not say whose end broke: asks the channels."""
+    def lost(self, error: RuntimeError) -> RuntimeError | LinkError:
+        """The error to raise for one of the backend's, which does not say whose end broke: asks the channels. What is
+        not about a channel stays as it is.
+        """
+        if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in _OF_CHANNELS):
+            return error
         others = [rank for rank in self.ranks if rank != self._transport.rank]
         return LinkError(
             next(filter(self._is_closed, others), others[0]), f"in a collective of ranks {list(self.ranks)}", error

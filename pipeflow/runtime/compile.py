@@ -10,13 +10,15 @@ import torch
 
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import Content, Value
+from pipeflow.core.errors import UsageError
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.parallel.transport import Lane, Transport
 from pipeflow.runtime import operations as ops
 from pipeflow.runtime import transfers
 from pipeflow.runtime.cells import Cell, Meta, Results, Saved
 from pipeflow.runtime.described import Arrival, Lanes, PostDescribed, SendDescribed, WaitDescribed
-from pipeflow.runtime.pairs import Both, Overlap
+from pipeflow.runtime.fully_sharded import Averaging, fully_sharded_in
+from pipeflow.runtime.pairs import Both, Half, Overlap
 from pipeflow.runtime.stage import Stage
 
 
@@ -39,6 +41,7 @@ def compile_program(
     meta: Meta | None,
     training: bool,
     overlap: Overlap | None,
+    reduce: bool,
 ) -> Compiled:
     """The operations of `program` on this rank.
 
@@ -50,10 +53,29 @@ def compile_program(
         meta: what activations between ranks look like; None when headers are to tell.
         training: whether forwards keep what backwards need.
         overlap: runs pairs; without it there must be none.
+        reduce: whether gradients are averaged over replicas.
     """
     compiler = _Compiler(stages, num_stages, transport, meta, training, overlap, num_microbatches)
     operations = [operation for instruction in program.instructions for operation in compiler.lower(instruction)]
+    if training:
+        operations = _averaged(operations, stages, reduce)
     return Compiled(operations, compiler.results, compiler.positionals)
+
+
+def _averaged(operations: list[ops.Operation], stages: Mapping[int, Stage], reduce: bool) -> list[ops.Operation]:
+    """With what stages under fully_shard are told: to average in their last backward, or not at all."""
+    for index, stage in stages.items():
+        if sharded := fully_sharded_in(stage.module):
+            operations = [Averaging(sharded, now=False), *operations]
+            if reduce:
+                last = max(position for position, each in enumerate(operations) if _is_backward_of(index, each))
+                operations.insert(last, Averaging(sharded, now=True))
+    return operations
+
+
+def _is_backward_of(stage: int, operation: ops.Operation) -> bool:
+    backward = operation.backward if isinstance(operation, Both) else operation
+    return isinstance(backward, ops.Backward | Half) and backward.action.stage == stage
 
 
 @dataclass(slots=True)
@@ -123,6 +145,8 @@ class _Compiler:
                 return self.backward(action)
             case Kind.W:
                 return [ops.BackwardWeight(action, self.saved[action.stage, action.microbatch])]
+            case Kind.R:
+                raise UsageError(f"the engine does not run {action} yet: give it schedule.without_reductions()")
 
     def both(self, pair: Pair) -> list[ops.Operation]:
         """Both halves' inputs first, then the halves."""

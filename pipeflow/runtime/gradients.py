@@ -10,6 +10,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.split import partial_in
 from pipeflow.parallel.transport import Work
+from pipeflow.runtime.fully_sharded import is_fully_sharded, require_untied
 from pipeflow.runtime.replicas import Replicas
 from pipeflow.runtime.shared import Ties
 from pipeflow.runtime.sums import Parts
@@ -33,12 +34,14 @@ class Gradients:
         self._parts = Parts(parts, context.tensor)
         self._transport = context.transport
         self._replicas = Replicas(context.data)
+        tied = [p for module in stages.values() for p in module.parameters() if id(p) in ties.tied]
+        require_untied(tied)
         taken = ties.tied | {id(parameter) for parameter in parts}
         self._own: dict[int, list[nn.Parameter]] = {}
         for index, module in stages.items():
-            self._own[index] = [p for p in module.parameters() if p.requires_grad and id(p) not in taken]
+            self._own[index] = [p for p in module.parameters() if _is_averaged(p) and id(p) not in taken]
             taken |= {id(parameter) for parameter in self._own[index]}
-        trained = {id(p): p for module in stages.values() for p in module.parameters() if p.requires_grad}
+        trained = {id(p): p for module in stages.values() for p in module.parameters() if _is_averaged(p)}
         own = {id(parameter) for parameters in self._own.values() for parameter in parameters}
         self._others = [parameter for key, parameter in trained.items() if key not in own]
 
@@ -64,3 +67,8 @@ class Gradients:
     def forget(self) -> None:
         """Drops what is under way."""
         self._replicas.forget()
+
+
+def _is_averaged(parameter: nn.Parameter) -> bool:
+    """Whether its gradient is averaged here."""
+    return parameter.requires_grad and not is_fully_sharded(parameter)

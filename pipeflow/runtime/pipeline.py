@@ -91,6 +91,7 @@ class Pipeline(nn.Module):
             self.ties = Ties([*shared, *copies_of(modules, schedule.placement)], context.pipeline_rank)
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
             _compare(context, self, shape)
+            gradients = Gradients(modules, self.ties, context)
             self.ties.share_values(context.transport)
             share_values(self, context.tensor, without=splits_of(self))
             share_values(self, context.data)
@@ -99,7 +100,7 @@ class Pipeline(nn.Module):
                 self.schedule,
                 context,
                 {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()},
-                Gradients(modules, self.ties, context),
+                gradients,
                 None if shape is None else Meta.known(*shape),
                 None if criterion is None else precise(criterion),
                 weigh,

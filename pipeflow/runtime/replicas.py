@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeflow.parallel.group import Group
 from pipeflow.parallel.transport import Work
@@ -82,12 +83,13 @@ def _itself(parameter: nn.Parameter) -> nn.Parameter:
 
 def share_values(module: nn.Module, group: Group, *, without: Iterable[int] = ()) -> None:
     """Gives every rank of `group` the parameters and buffers of its rank 0, but those whose ids are in `without`.
-    What is on the meta device has none. Raises LinkError.
+    What is on the meta device has none, and what torch shards is its business. Raises LinkError.
     """
     if group.size == 1:
         return
     left = set(without)
-    values = [value.data for value in _values(module) if id(value) not in left and not value.is_meta]
+    own = [value for value in _values(module) if id(value) not in left and not isinstance(value, DTensor)]
+    values = [value.data for value in own if not value.is_meta]
     copies = [value.contiguous() for value in values]
     works = [group.broadcast(copy, 0) for copy in copies]
     for value, copy, work in zip(values, copies, works, strict=True):

@@ -71,7 +71,7 @@ class Runner:
         self.weigh = weigh
         self.overlap = overlap
         self._is_split = len(schedule.placement.ranks_of(schedule.placement.num_stages - 1)) > 1
-        self._compiled: dict[bool, Compiled] = {}  # by whether it trains
+        self._compiled: dict[tuple[bool, bool], Compiled] = {}  # by whether it trains, and whether it reduces
 
     def forget(self) -> None:
         """Drops the compiled programs and what is under way, which hold on to the transport's channels."""
@@ -90,7 +90,7 @@ class Runner:
         loss_scale: float,
     ) -> Output:
         """Runs one step; all ranks call it together."""
-        compiled = self._program(training)
+        compiled = self._program(training, reduce=training and reduce)
         batch = next_batch(data_iter, self.schedule.num_microbatches, self.transport.device)
         self._load(compiled, batch, training, return_outputs)
         if training:
@@ -111,8 +111,8 @@ class Runner:
         self._unload(compiled)
         return Output(loss, outputs, timeline)
 
-    def _program(self, training: bool) -> Compiled:
-        if training not in self._compiled:
+    def _program(self, training: bool, *, reduce: bool) -> Compiled:
+        if (training, reduce) not in self._compiled:
             schedule = self.schedule if training else self.schedule.forward_only()
             if training and schedule.is_forward_only:
                 raise UsageError(f"schedule {schedule.name!r} has no backwards: pass forward_only=True")
@@ -121,7 +121,7 @@ class Runner:
             meta = self.meta
             if meta is not None and not training:
                 meta = meta._replace(grads=(False,))
-            self._compiled[training] = compile_program(
+            self._compiled[training, reduce] = compile_program(
                 lower(schedule)[self.transport.rank],
                 stages=self.stages,
                 num_stages=schedule.placement.num_stages,
@@ -130,8 +130,9 @@ class Runner:
                 meta=meta,
                 training=training,
                 overlap=self.overlap,
+                reduce=reduce,
             )
-        return self._compiled[training]
+        return self._compiled[training, reduce]
 
     def _load(self, compiled: Compiled, batch: Batch, training: bool, return_outputs: bool) -> None:
         for stage in self.stages.values():

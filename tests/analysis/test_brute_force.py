@@ -1,10 +1,11 @@
 """Simulate against a slow simulator of its own, written from the definitions, over random sound plans: pairs, split
-backwards, both directions, unequal costs, links and bytes. Costs are multiples of 1/4, so that sums are exact.
+backwards, both directions, reductions, unequal costs, links and bytes. Costs are multiples of 1/4, so that sums are exact.
 """
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from pipeflow.analysis.verify import verify
 from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.placement import Placement
+from pipeflow.core.reductions import is_reduction
 from pipeflow.core.schedule import Schedule
 
 seeds = pytest.mark.parametrize("seed", range(40))
@@ -73,7 +75,21 @@ def random_schedule(draw: random.Random) -> Schedule:
         rows[rank].append(entry)
         done |= set(actions_of(entry))
         left = [action for action in left if action not in done]
-    return Schedule("random", placement, microbatches, tuple(map(tuple, rows)))
+    schedule = Schedule("random", placement, microbatches, tuple(map(tuple, rows)))
+    return late(draw, schedule.with_reductions()) if draw.random() < 0.6 else schedule
+
+
+def late(draw: random.Random, schedule: Schedule) -> Schedule:
+    """With reductions put off at random."""
+    rows = []
+    for row in schedule.rows:
+        order = list(row)
+        for entry in filter(is_reduction, row):
+            place = draw.randint(order.index(entry), len(order) - 1)
+            order.remove(entry)
+            order.insert(place, entry)
+        rows.append(tuple(order))
+    return replace(schedule, rows=tuple(rows))
 
 
 def random_cost(draw: random.Random, placement: Placement) -> CostModel:
@@ -92,6 +108,7 @@ def random_cost(draw: random.Random, placement: Placement) -> CostModel:
         overlap=draw.choice([0, 0.5, 1]),
         saved_bytes=numbers(9),
         deferred_bytes=numbers(4),
+        reduce=numbers(9),
     )
 
 
@@ -104,11 +121,11 @@ class Slow:
     """Starts and ends of every entry, put off until nothing that it waits for comes later."""
 
     def __init__(self, schedule: Schedule, cost: CostModel) -> None:
-        self.schedule, self.cost = schedule, cost
+        self.schedule, self.cost = schedule.without_reductions(), cost
         self.stages = schedule.placement.num_stages
         self.at = {
             action: (rank, position)
-            for rank, row in enumerate(schedule.rows)
+            for rank, row in enumerate(self.schedule.rows)
             for position, entry in enumerate(row)
             for action in actions_of(entry)
         }
@@ -185,7 +202,36 @@ def test_times_are_those_of_the_definition(seed: int) -> None:
     for action, place in slow.at.items():
         first, *_, last = (spans[each] for each in actions_of(slow.entry(place)) * 2)
         assert (first.start, last.end) == slow.times[place], action
-    assert fast.makespan == max(times.end for times in slow.times.values())
+    ends = [*(times.end for times in slow.times.values()), *(span.end for row in fast.reductions for span in row)]
+    assert fast.makespan == max(ends)
+
+
+@seeds
+def test_reductions_are_served_as_their_ranks_come_to_them(seed: int) -> None:
+    schedule, cost = drawn(seed)
+    slow, fast = Slow(schedule, cost), simulate(schedule, cost)
+    spans = {span.action: span for row in fast.reductions for span in row}
+    came: dict[Action, float] = {}
+    for rank, row in enumerate(schedule.rows):
+        ends = [0.0]
+        for entry in row:
+            if isinstance(entry, Action) and entry.kind is Kind.R:
+                came[entry] = ends[-1]
+            else:
+                ends.append(slow.times[rank, len(ends) - 1].end)
+        assert {span.action for span in fast.reductions_of(rank)} == set(filter(is_reduction, row))
+    assert set(spans) == set(came)
+    for action, span in spans.items():
+        together = [other for other in spans.values() if other.action.stage == action.stage]
+        assert {(other.start, other.end) for other in together} == {
+            (span.start, span.start + cost.reduce[action.stage])
+        }
+        ready = max(came[other.action] for other in together)
+        before = [other for part in together for other in fast.reductions[part.rank] if other.start < span.start]
+        assert span.start == max([ready, *(other.end for other in before)])
+        for other in before:
+            parts = [each.action for each in spans.values() if each.action.stage == other.action.stage]
+            assert max(came[each] for each in parts) <= ready
 
 
 @seeds
@@ -206,17 +252,19 @@ def test_memory_is_that_of_the_definition(seed: int) -> None:
 def test_the_critical_path_is_a_chain_of_waits_as_long_as_the_makespan(seed: int) -> None:
     schedule, cost = drawn(seed)
     slow, fast = Slow(schedule, cost), simulate(schedule, cost)
-    path = fast.critical_path()
+    path = [cause for cause in fast.critical_path() if cause.span.action.kind is not Kind.R]
+    reduced = fast.critical_path()[len(path) :]
+    assert all(cause.after and cause.after.end == cause.span.start for cause in reduced)
     places = [slow.at[cause.span.action] for cause in path]
     assert path[0].after is None
-    assert path[-1].span.end == max(times.end for times in slow.times.values())
+    assert [*path, *reduced][-1].span.end == fast.makespan
     length = slow.times[places[0]].end
     for before, after in pairwise(places):
         if before != after:  # the two halves of a pair
             assert (before, slow.times[after].start) in slow.waits(after)
             length += slow.times[after].end - slow.times[before].end
-    assert length == fast.makespan
-    for before, cause in pairwise(path):
+    assert length + sum(cause.span.end - cause.span.start for cause in reduced) == fast.makespan
+    for before, cause in pairwise([*path, *reduced]):
         assert cause.after == before.span
         assert (cause.value is None) == (before.span.rank == cause.span.rank)
 
@@ -227,4 +275,5 @@ def test_random_plans_have_all_that_there_is() -> None:
     assert any(len(schedule.placement.paths) == 2 for schedule in schedules)
     entries = [entry for schedule in schedules for row in schedule.rows for entry in row]
     assert sum(isinstance(entry, Pair) for entry in entries) > 30
+    assert any(simulate(*drawn(seed)).exposed_reduction == 0 for seed in range(40))
     assert {action.kind for entry in entries for action in actions_of(entry)} == set(Kind)

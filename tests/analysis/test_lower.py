@@ -66,6 +66,26 @@ def test_a_receive_is_posted_before_what_runs_when_its_value_is_sent(name: str, 
                     pass
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_reduction_follows_the_sends_after_its_last_weight_gradient(name: str) -> None:
+    """And nothing else of the programs is changed."""
+    schedule = make_schedule(name, ranks=4, microbatches=6)
+    for plain, reducing in zip(lower(schedule), lower(schedule.with_reductions()), strict=True):
+        steps = list(reducing.instructions)
+        found = [step for step in steps if isinstance(step, Compute) and actions_of(step.entry)[0].kind is Kind.R]
+        assert {actions_of(step.entry)[0].stage for step in found} == {*schedule.placement.stages_of(plain.rank)}
+        for step in found:
+            before = steps[: steps.index(step)]
+            while isinstance(before[-1], Send):
+                before.pop()
+            assert isinstance(before[-1], Compute)
+            reduction, last = actions_of(step.entry)[0], actions_of(before[-1].entry)[-1]
+            assert (last.stage, last.microbatch) == (reduction.stage, reduction.microbatch)
+            assert last.kind in (Kind.B, Kind.W)
+        assert tuple(step for step in steps if step not in found) == plain.instructions
+        assert reducing.receive_buffers == plain.receive_buffers
+
+
 def brute_force_buffers(program: Program) -> int:
     """Received values that are alive at once, looked up for every instruction."""
     steps = program.instructions

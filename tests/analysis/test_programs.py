@@ -40,6 +40,7 @@ class Oracle:
         computed = [action for row in rows for step in row if isinstance(step, Compute) for action in of(step)]
         self.stages = 1 + max((action.stage for action in computed), default=-1)
         self.trained = any(action.kind is not Kind.F for action in computed)
+        self.reduced = any(action.kind is Kind.R for action in computed)
         self.at = [0] * len(rows)
         self.made: set[Value] = set()
         self.own: list[set[Value]] = [set() for _ in rows]  # made here, neither used nor sent
@@ -56,7 +57,8 @@ class Oracle:
         except BrokenError:
             return False
         ended = all(at == len(row) for at, row in zip(self.at, self.rows, strict=True))
-        return ended and not any((*self.own, *self.posted, *self.sent, *self.channels.values()))
+        own = [{value for value in own if value.content is not Content.WEIGHT_GRADIENT} for own in self.own]
+        return ended and not any((*own, *self.posted, *self.sent, *self.channels.values()))
 
     def go_on(self, rank: int) -> int:
         """How many more instructions the rank could run."""
@@ -106,6 +108,8 @@ class Oracle:
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.W:
             return [Value(Content.DEFERRED, stage, microbatch)]
+        if action.kind is Kind.R:
+            return [Value(Content.WEIGHT_GRADIENT, stage, microbatch)]
         if action.kind is Kind.F:
             return [Value(Content.ACTIVATION, stage - 1, microbatch)] if stage else []
         later = [Value(Content.GRADIENT, stage + 1, microbatch)] if stage + 1 < self.stages else []
@@ -116,8 +120,10 @@ class Oracle:
         contents = []
         if action.kind is Kind.F:
             contents += [Content.ACTIVATION] * (stage + 1 < self.stages) + [Content.SAVED] * self.trained
-        elif action.kind is not Kind.W:
+        elif action.kind in (Kind.B, Kind.I):
             contents += [Content.GRADIENT] * (stage > 0) + [Content.DEFERRED] * (action.kind is Kind.I)
+        if action.kind in (Kind.B, Kind.W):
+            contents += [Content.WEIGHT_GRADIENT] * self.reduced
         return [Value(content, stage, microbatch) for content in contents]
 
 
@@ -198,8 +204,10 @@ def subjects() -> Iterator[Schedule]:
     for name in SCHEDULES:
         yield make_schedule(name, ranks=2, microbatches=3)
         yield make_schedule(name, ranks=4, microbatches=2)
+        yield make_schedule(name, ranks=2, microbatches=3).with_reductions()
     yield make_schedule("interleaved-1f1b", ranks=2, microbatches=2).forward_only()
     yield from (PAIRED, CROSSED)
+    yield from (schedule.with_reductions() for schedule in (PAIRED, CROSSED))
 
 
 @pytest.mark.parametrize("mutate", [dropped, duplicated, swapped, moved, retargeted, revalued])

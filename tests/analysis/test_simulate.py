@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
+from math import isclose
 
 import pytest
 
@@ -18,8 +20,9 @@ from tests.families import make_near
 def random_cost(stages: int, seed: int) -> CostModel:
     draw = random.Random(seed)
     forward, backward_input, backward_weight = (tuple(draw.uniform(0.5, 2) for _ in range(stages)) for _ in range(3))
-    sizes = tuple(draw.uniform(0, 1) for _ in range(stages))
-    return CostModel(forward, backward_input, backward_weight, latency=0.1, bandwidth=2, activation_bytes=sizes)
+    sizes, reduce = (tuple(draw.uniform(0, 1) for _ in range(stages)) for _ in range(2))
+    others = {"latency": 0.1, "bandwidth": 2, "activation_bytes": sizes, "reduce": reduce}
+    return CostModel(forward, backward_input, backward_weight, **others)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -28,6 +31,10 @@ def test_every_action_starts_as_early_as_the_graph_allows(name: str, seed: int) 
     """The longest path through the dependency graph, with networkx's order and nothing else in common."""
     networkx = pytest.importorskip("networkx")
     schedule = make_near(name, ranks=3, microbatches=5).without_pairs()
+    if (
+        len(schedule.placement.paths) == 1
+    ):  # else reductions wait for other ranks, which a graph of one order cannot say
+        schedule = schedule.with_reductions()
     cost = random_cost(schedule.placement.num_stages, seed)
     graph = dependency_graph(schedule)
     ends: dict[object, float] = {}
@@ -38,7 +45,9 @@ def test_every_action_starts_as_early_as_the_graph_allows(name: str, seed: int) 
             edge = before.stage if action.kind is Kind.F else action.stage
             start = max(start, ends[before] + (cost.transfer(edge) if crosses else 0.0))
         ends[action] = start + cost.duration(action.kind, action.stage)
-    assert {span.action: span.end for span in simulate(schedule, cost)} == pytest.approx(ends)
+    timeline = simulate(schedule, cost)
+    spans = chain(timeline, *timeline.reductions)
+    assert {span.action: span.end for span in spans} == pytest.approx(ends)
 
 
 def test_two_ranks_with_a_transfer() -> None:
@@ -85,3 +94,55 @@ def test_the_graph_names_places_and_reasons() -> None:
     assert {str(action): (data["rank"], data["position"]) for action, data in graph.nodes(data=True)} == {
         "0F0": (0, 0), "0B0": (0, 1), "1F0": (1, 0), "1B0": (1, 1),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("reduce", [0.0, 0.5, 2.0, 40.0])
+def test_reductions_change_nothing_but_when_the_step_ends(name: str, reduce: float) -> None:
+    """And that by no more than a rank and those that share its stages have to reduce; what remains is on the path."""
+    schedule = make_schedule(name, ranks=4, microbatches=6)
+    cost = CostModel.even(schedule.placement, transfer=0.25, reduce=reduce)
+    plain, reduced = simulate(schedule, cost), simulate(schedule.with_reductions(), cost)
+    assert reduced.rows == plain.rows
+    assert (reduced.work, reduced.peak_activations) == (plain.work, plain.peak_activations)
+    whole = reduce * len(schedule.placement.paths)
+    assert plain.makespan <= reduced.makespan <= plain.makespan + whole + 1e-9
+    assert plain.span <= reduced.span <= plain.span + whole + 1e-9
+    assert isclose(reduced.exposed_reduction, reduced.makespan - plain.makespan, abs_tol=1e-9)
+    ends = [row[-1].end for row in reduced.reductions]
+    assert reduced.makespan == max(plain.makespan, *ends)
+    for rank, row in enumerate(reduced.reductions):
+        assert {span.action.stage for span in row} == {*schedule.placement.stages_of(rank)}
+        assert row[-1].end >= plain.rows[rank][-1].end  # the last one begins when its rank is done
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_with_one_stage_a_rank_nothing_hides_a_reduction(name: str) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=8)
+    cost = CostModel.even(schedule.placement, reduce=3)
+    assert simulate(schedule.with_reductions(), cost).makespan == simulate(schedule, cost).makespan + 3
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_interleaving_hides_the_reductions_of_all_chunks_but_the_first(chunks: int) -> None:
+    """While those are shorter than the last group's backwards of the chunk below."""
+    schedule = make_schedule("interleaved-1f1b", ranks=4, microbatches=8, chunks=chunks)
+    cost = CostModel.even(schedule.placement, reduce=4)
+    timeline = simulate(schedule.with_reductions(), cost)
+    assert timeline.exposed_reduction == 4 / chunks
+    assert timeline.makespan == simulate(schedule, cost).makespan + 4 / chunks
+
+
+def test_a_stage_of_two_ranks_is_reduced_by_both_at_once() -> None:
+    schedule = Schedule.from_csv(
+        "0F0,0B0,0REDUCE_GRAD,1F1,1B1,1REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD,0F1,0B1,0REDUCE_GRAD",
+        Placement.bidirectional(2),
+    )
+    timeline = simulate(schedule, CostModel.even(schedule.placement, reduce=2))
+    first, second = [[(str(span.action), span.start, span.end) for span in row] for row in timeline.reductions]
+    assert first == [("1R1", 9, 11), ("0R0", 11, 13)]  # rank 1 comes to 0R1 when it has made 0B1, at 11
+    assert second == [("1R0", 9, 11), ("0R1", 11, 13)]
+    assert [str(cause) for cause in timeline.reduction_causes()[0]] == [
+        "1R1 on rank 0 came after 1B1",
+        "0R0 on rank 0 waited for the weight gradient of stage 0, microbatch 1 from rank 1",
+    ]

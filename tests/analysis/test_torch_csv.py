@@ -83,6 +83,16 @@ def test_torch_loads_runs_and_sends_the_same(name: str, ranks: int, microbatches
     assert {rank: [action for action in row if action] for rank, row in steps.items()} == order
 
 
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])
+def test_torch_reduces_where_we_do(name: str, tmp_path: Path) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=8)
+    lowered = loaded(schedule, tmp_path / "schedule.csv").pipeline_order_with_comms
+    rows = [[str(action) for action in lowered[rank] if action.is_compute_op or reduces(action)] for rank in range(4)]
+    text = "".join(",".join(row) + "\n" for row in rows)
+    assert text == schedule.with_reductions().to_csv()
+    assert Schedule.from_csv(text, schedule.placement, name=schedule.name) == schedule.with_reductions()
+
+
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if not one_way(name)])
 def test_torch_cannot_say_two_directions(name: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="is assigned to both rank"):
@@ -129,28 +139,25 @@ def test_torch_exports_what_we_read_verify_simulate_and_draw(
 
 
 def single(theirs_name: str) -> Schedule:
-    """What torch draws of a schedule with one stage a rank, but for its reductions of gradients."""
+    """What torch draws of a schedule with one stage a rank."""
     exported = theirs.get_schedule_class(theirs_name)(stages(4, 1)[0], 8)
     rows = [
-        ",".join(
-            "" if action is None else str(action) for action in exported.pipeline_order[rank] if not reduces(action)
-        )
-        for rank in range(4)
+        ",".join("" if action is None else str(action) for action in exported.pipeline_order[rank]) for rank in range(4)
     ]
     return Schedule.from_csv("\n".join(rows), num_microbatches=8 if theirs_name == "GPipe" else None)
 
 
 def reduces(action: Any) -> bool:
-    return action is not None and action.computation_type.name == "REDUCE_GRAD"
+    return bool(action.computation_type.name == "REDUCE_GRAD")
 
 
 def test_gpipe_of_torch_is_ours() -> None:
-    assert single("GPipe").rows == make_schedule("gpipe", ranks=4, microbatches=8).rows
+    assert single("GPipe").rows == make_schedule("gpipe", ranks=4, microbatches=8).with_reductions().rows
 
 
 def test_1f1b_of_torch_is_drawn_wrong_on_the_last_rank() -> None:
     """It runs another order there: its drawing counts that rank's forwards from 1."""
-    drawn, ours = single("1F1B"), make_schedule("1f1b", ranks=4, microbatches=8)
+    drawn, ours = single("1F1B"), make_schedule("1f1b", ranks=4, microbatches=8).with_reductions()
     assert drawn.rows[:3] == ours.rows[:3]
     wrong = Schedule("1F1B", drawn.placement, 8, drawn.rows)
     assert [str(violation) for violation in verify(wrong)] == [

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pipeflow.deferral.module import defer_weight_gradients
 from torch import nn
 from torch.nn import functional
 
@@ -22,6 +21,7 @@ from pipeflow import (
     plan,
 )
 from pipeflow.analysis.transformer_costs import stage_costs
+from pipeflow.deferral.module import defer_weight_gradients
 from pipeflow.schedules import SCHEDULES
 from tests.families import make_near
 

@@ -39,7 +39,10 @@ BY_HAND = (ZERO_BUBBLE, PAIRED, VEE, TWO_WAYS)
 def sound(schedule: Schedule) -> bool:
     """The definition, with no regard for speed: the right actions, each once, on the rank of its stage, and
     running whatever can run reaches the end."""
+    if not reduces(schedule):
+        return False
     stages, microbatches = schedule.placement.num_stages, schedule.num_microbatches
+    whole, schedule = schedule, schedule.without_reductions()
     counts = Counter(str(action) for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
     if not counts or max(counts.values()) > 1:
         return False
@@ -58,7 +61,26 @@ def sound(schedule: Schedule) -> bool:
             path = schedule.placement.paths[action.microbatch % len(schedule.placement.paths)]
             if path[action.stage] != rank:
                 return False
-    return runs(schedule)
+    return runs(whole)
+
+
+def is_r(action: Action) -> bool:
+    return action.kind is Kind.R
+
+
+def reduces(schedule: Schedule) -> bool:
+    """No reductions at all; or on each rank one per stage that has weight gradients there, after the last of these and
+    with its microbatch."""
+    rows = [list(schedule.actions(rank)) for rank in range(len(schedule.rows))]
+    for row in rows if any(map(is_r, sum(rows, []))) else []:
+        adding = [action for action in row if action.kind in (Kind.B, Kind.W)]
+        if sorted(action.stage for action in row if is_r(action)) != sorted({action.stage for action in adding}):
+            return False
+        for reduction in filter(is_r, row):
+            last = [action for action in adding if action.stage == reduction.stage][-1]
+            if last.microbatch != reduction.microbatch or row.index(last) > row.index(reduction):
+                return False
+    return True
 
 
 def runs(schedule: Schedule) -> bool:
@@ -80,6 +102,8 @@ def can_run(action: Action, stages: int, done: set[str]) -> bool:
         return stage == 0 or f"{stage - 1}F{microbatch}" in done
     if action.kind is Kind.W:
         return f"{stage}I{microbatch}" in done
+    if action.kind is Kind.R:
+        return bool({f"{stage}B{microbatch}", f"{stage}W{microbatch}"} & done)
     later = {f"{stage + 1}B{microbatch}", f"{stage + 1}I{microbatch}"}
     return f"{stage}F{microbatch}" in done and (stage == stages - 1 or bool(later & done))
 
@@ -136,7 +160,9 @@ def subjects() -> Iterator[Schedule]:
         yield make_near(name, ranks=2, microbatches=3)
         yield make_near(name, ranks=3, microbatches=2)
         yield make_near(name, ranks=2, microbatches=4).forward_only()
+        yield make_near(name, ranks=2, microbatches=3).with_reductions()
     yield from BY_HAND
+    yield from (schedule.with_reductions() for schedule in BY_HAND)
 
 
 @pytest.mark.parametrize("mutate", [dropped, duplicated, swapped, moved, replaced])

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
+from pipeflow.schedules import make_schedule
 
 
 def test_costs_of_a_share_are_divided_among_its_chunks() -> None:
@@ -59,6 +62,8 @@ def test_a_pair_hides_a_part_of_its_shorter_half() -> None:
         {"links": {(0, 1): Link(bandwidth=0.0)}},
         {"saved_bytes": (1.0,)},
         {"deferred_bytes": (1.0, -1.0)},
+        {"reduce": (1.0,)},
+        {"reduce": (1.0, -1.0)},
         {"overlap": -0.1},
         {"overlap": 1.1},
     ],
@@ -82,3 +87,17 @@ def test_measured_costs_of_a_backward_are_those_of_whole_ones_and_of_halves() ->
     cost = CostModel.measured(Timeline("by hand", Placement.linear(1), (spans,)))
     assert cost.duration(Kind.F, 0) == 2
     assert [cost.duration(kind, 0) for kind in (Kind.I, Kind.W, Kind.B)] == [1.25, 3.75, 5]
+
+
+def test_a_reduction_is_free_unless_it_has_a_cost() -> None:
+    assert CostModel.even(Placement.linear(2)).duration(Kind.R, 1) == 0
+    assert CostModel.even(Placement.looped(2, 4), reduce=6).reduce == (1.5,) * 8
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-h1", "chimera"])
+def test_what_was_planned_for_reductions_is_measured_of_the_plan(name: str) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=6)
+    stages = schedule.placement.num_stages
+    cost = replace(CostModel.even(schedule.placement), reduce=tuple(1 + stage / 4 for stage in range(stages)))
+    assert CostModel.measured(simulate(schedule.with_reductions(), cost)).reduce == cost.reduce
+    assert CostModel.measured(simulate(schedule, cost)).reduce == ()

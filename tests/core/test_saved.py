@@ -16,9 +16,9 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_timeline_comes_back_as_it_was(name: str) -> None:
     schedule = make_schedule(name, ranks=4, microbatches=5)
-    cost = CostModel.even(schedule.placement, 1 / 3, 0.1, 1e-9, 0.7, saved_bytes=3, deferred_bytes=1)
-    timeline = simulate(schedule, cost)
-    assert Timeline.from_json(timeline.to_json()) == timeline
+    cost = CostModel.even(schedule.placement, 1 / 3, 0.1, 1e-9, 0.7, saved_bytes=3, deferred_bytes=1, reduce=1 / 7)
+    for timeline in (simulate(schedule, cost), simulate(schedule.with_reductions(), cost)):
+        assert Timeline.from_json(timeline.to_json()) == timeline
 
 
 def test_pairs_come_back() -> None:
@@ -54,6 +54,11 @@ def test_a_span_is_a_line_that_people_can_read() -> None:
         ({"paths": [[0, 2]]}, "must cover ranks 0..R-1 without a gap"),
         ({"saved_bytes": [1]}, "saved_bytes: there are 1 for 2 stages"),
         ({"deferred_bytes": [1, -1]}, "deferred_bytes must not be negative"),
+        ({"rows": [[["0R0", 0, 1]], []]}, "rows: 0R0 cannot stand here: reductions, and they alone, are in reductions"),
+        ({"reductions": [[], [["1B0", 0, 1]]]}, "reductions: 1B0 cannot stand here"),
+        ({"reductions": [[]]}, "reductions: there are 1 for a placement on 2 ranks"),
+        ({"reductions": [[["1R0", 0, 1]], []]}, "rank 0, reduction 0: 1R0 cannot run here"),
+        ({"reductions": [[["0R0", 3, 4], ["0R1", 2, 5]], []]}, "rank 0, reduction 1: 0R1 starts before 0R0"),
         ({"colour": 1}, "a timeline has no colour"),
     ],
     ids=str,

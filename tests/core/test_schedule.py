@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from pipeflow.core.action import Action, Kind, Pair
+from pipeflow.analysis.verify import verify
+from pipeflow.core.action import Action, Kind, Pair, actions_of
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.reductions import is_reduction
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.families import make_near
@@ -55,6 +59,11 @@ def test_more_microbatches_than_the_file_has_can_be_given() -> None:
         ("0F0,,0B1B2", r"line 1 \(rank 0\), cell 3: '0B1B2' is not an action"),
         ("0F0,(0B0;0F0)OVERLAP_F_B", r"line 1 \(rank 0\), cell 2: pair .* takes a forward"),
         ("0F0;0B0", "not an action"),
+        (
+            "0F0,0REDUCE_GRAD,0B0",
+            r"cell 2: 0REDUCE_GRAD stands before any weight gradient of its stage: put it after 0B",
+        ),
+        ("0F0,0B0,0REDUCE_GRAD0", "not an action"),
         ("", "empty"),
         ("  \n\n", "empty"),
         (",,\n,", "no action"),
@@ -90,6 +99,40 @@ def test_forward_only_leaves_the_forwards_in_order() -> None:
     assert forward.name == "paired (forward only)"
     assert forward.is_forward_only
     assert not schedule.is_forward_only
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [1, 5])
+def test_each_rank_reduces_each_of_its_stages_after_its_last_weight_gradient(name: str, microbatches: int) -> None:
+    schedule = make_near(name, ranks=3, microbatches=microbatches)
+    reduced = schedule.with_reductions()
+    assert verify(reduced) == []
+    assert reduced.with_reductions() == reduced
+    assert reduced.without_reductions() == schedule == schedule.without_reductions()
+    assert reduced.forward_only() == schedule.forward_only() == schedule.forward_only().with_reductions()
+    assert reduced.without_pairs() == schedule.without_pairs().with_reductions()
+    assert Schedule.from_csv(reduced.to_csv(), schedule.placement, microbatches, name=schedule.name) == reduced
+    for row in reduced.rows:
+        for before, entry in pairwise(row):
+            if is_reduction(entry):
+                last, (reduction,) = actions_of(before)[-1], actions_of(entry)
+                assert last.kind in (Kind.B, Kind.W)
+                assert (last.stage, last.microbatch) == (reduction.stage, reduction.microbatch)
+
+
+def test_a_reduction_that_is_there_stays_where_it_is() -> None:
+    late = Schedule.from_csv("0F0,1F0,1B0,0B0,1R0", Placement.looped(1, 2))
+    assert late.with_reductions().to_csv() == "0F0,1F0,1B0,0B0,0REDUCE_GRAD,1REDUCE_GRAD\n"
+
+
+def test_reductions_are_read_with_their_microbatch_or_as_torch_writes_them() -> None:
+    expected = Schedule.from_csv("0F1,0F0,0I1,0W1,(0F2;0B0)OVERLAP_F_B,0B2,0R2").rows
+    assert Schedule.from_csv("0F1,0F0,0I1,0W1,(0F2;0B0)OVERLAP_F_B,0B2,0REDUCE_GRAD").rows == expected
+
+
+@pytest.mark.parametrize("text", ["0F0,0R0,0B0", "0F0,0F1,0B1,0B0,0R1"])
+def test_a_reduction_that_torch_would_read_as_another_is_written_out(text: str) -> None:
+    assert Schedule.from_csv(text).to_csv() == f"{text}\n"
 
 
 def test_schedules_are_values() -> None:

@@ -119,3 +119,27 @@ def test_on_an_idle_rank_the_critical_path_leads_to_the_sender() -> None:
     """Rank 1 waits for 0F1, whose transfer takes long, though its own 1F0 ended after 0F1 was made."""
     late = timeline("0F0@0-1 0F1@1-2", "1F0@1-3 1F1@5-6")
     assert [str(cause.span.action) for cause in late.critical_path()] == ["0F0", "0F1", "1F1"]
+
+
+def reduced(*rows: str, reductions: tuple[str, ...]) -> Timeline:
+    return replace(timeline(*rows), reductions=timeline(*reductions).rows)
+
+
+def test_reductions_count_for_makespan_and_span_and_not_for_work() -> None:
+    measured = reduced("0F0@1-2 0B0@6-8", "1F0@3-4 1B0@4-6", reductions=("0R0@8-9", "1R0@6-20"))
+    assert (measured.makespan, measured.span, measured.work) == (20, 17, 3)
+    assert measured.exposed_reduction == 12
+    assert [str(span.action) for span in measured] == ["0F0", "0B0", "1F0", "1B0"]
+    assert [str(cause.span.action) for cause in measured.critical_path()] == ["0F0", "1F0", "1B0", "1R0"]
+
+
+def test_the_critical_path_ends_in_a_computation_where_reductions_are_hidden() -> None:
+    hidden = reduced("0F0@0-1 0B0@4-8", "1F0@1-2 1B0@2-4", reductions=("0R0@8-8", "1R0@4-8"))
+    assert hidden.exposed_reduction == 0
+    assert [str(cause.span.action) for cause in hidden.critical_path()] == ["0F0", "1F0", "1B0", "0B0"]
+
+
+def test_a_measured_reduction_began_after_its_weight_gradient_whatever_the_clocks_say() -> None:
+    early = reduced("0F0@0-1 0B0@1-3", reductions=("0R0@2.9-5",))
+    assert [str(cause) for cause in early.reduction_causes()[0]] == ["0R0 on rank 0 came after 0B0"]
+    assert [str(cause.span.action) for cause in early.critical_path()] == ["0F0", "0B0", "0R0"]

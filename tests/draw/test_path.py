@@ -8,7 +8,7 @@ from pipeflow.analysis.simulate import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import CriticalPath
-from pipeflow.draw.measures import computing_and_waiting
+from pipeflow.draw.measures import path_times
 from pipeflow.draw.path import folded, stretches
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.draw.test_gantt import draw
@@ -42,13 +42,13 @@ def test_what_repeats_is_said_once() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_folding_loses_nothing_of_the_path(name: str) -> None:
-    timeline = planned(name, 12)
+    timeline = planned(name, 12, reduce=3)
     path = stretches(timeline)
     folds = list(folded(path))
     assert sum(len(fold.stretches) * (1 + fold.times) for fold in folds) == len(path)
     assert folds[-1].last == path[-1].actions[-1]
-    by_rank, waiting = computing_and_waiting(timeline)
-    assert sum(by_rank) + waiting == pytest.approx(timeline.makespan)
+    by_rank, reducing, waiting = path_times(timeline)
+    assert sum(by_rank) + reducing + waiting == pytest.approx(timeline.makespan)
 
 
 def test_times_are_in_the_unit_of_the_caller() -> None:

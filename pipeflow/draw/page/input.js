@@ -11,7 +11,9 @@ function under(chart, event) {
   if (!row || x < place.left || x > place.left + place.width) return {time, rank: null, block: null};
   const inLane = y - rank * place.pitch < place.lane;
   const slack = (2 * (view.last - view.first)) / place.width;
-  return {time, rank, inLane, x, block: inLane ? blockAt(row, time, slack) : null};
+  const inBar = y - rank * place.pitch >= place.lane - place.bar;
+  const found = [blockAt(row, time, slack), blockAt(timeline.reductions[rank], time, slack)];
+  return {time, rank, inLane, x, block: inLane ? found[Number(inBar)] ?? found[Number(!inBar)] : null};
 }
 
 /** Says what lies under the pointer, and shows its time on all lanes. */
@@ -35,8 +37,8 @@ function unpoint() {
 /* Keys: from block to block. */
 
 const STEPS = {
-  ArrowLeft: (timeline, block) => timeline.rows[block.rank][block.index - 1],
-  ArrowRight: (timeline, block) => timeline.rows[block.rank][block.index + 1],
+  ArrowLeft: (timeline, block) => blockWith(timeline, block.rank, block.index - 1),
+  ArrowRight: (timeline, block) => blockWith(timeline, block.rank, block.index + 1),
   ArrowUp: (timeline, block) => nearest(timeline.rows[block.rank - 1], block),
   ArrowDown: (timeline, block) => nearest(timeline.rows[block.rank + 1], block),
   Home: (timeline) => firstShown(timeline),
@@ -83,7 +85,7 @@ function onKey(event) {
   } else {
     does.ArrowLeft = () => move(-0.15);
     does.ArrowRight = () => move(0.15);
-    if (chart?.focus) does.Enter = () => follow(marks.way === chart.focus.microbatch ? null : chart.focus.microbatch);
+    if (chart?.focus) does.Enter = () => follow(marks.way === chart.focus.microbatch ? null : chart.focus.microbatch ?? null);
   }
   if (!(event.key in does)) return;
   event.preventDefault();
@@ -167,7 +169,7 @@ function pinch(chart, before, now, other) {
 function select(chart, event) {
   const {block} = under(chart, event);
   if (block) chart.focus = block;
-  follow(block && block.microbatch !== marks.way ? block.microbatch : null);
+  follow(block && block.microbatch !== marks.way ? block.microbatch ?? null : null);
   point(chart, event);
 }
 

@@ -16,7 +16,7 @@ function saidAmount(timeline, amount) {
   return `${Number(amount.toPrecision(prefix === 4 ? 4 : 3))} ${["", "Ki", "Mi", "Gi", "Ti"][prefix]}B`;
 }
 
-const ACTION = /^(\d+)([FBIW])(\d+)$/;
+const ACTION = /^(\d+)([FBIWR])(\d+)$/;
 
 function makeBlock(row, rank, index, action) {
   const [, stage, kind, microbatch] = ACTION.exec(action);
@@ -37,19 +37,41 @@ function makeRow(row, rank) {
   return blocks;
 }
 
+/** One rank's reductions, numbered on from its blocks; they follow no microbatch, and none stands `before` them. */
+function makeReductions({chunks, reductions}, rank, blocks) {
+  if (!reductions || !reductions.actions) return [];
+  const row = {chunks, times: reductions.times};
+  return reductions.actions.split(" ").map((action, index) => {
+    const {microbatch, ...block} = makeBlock(row, rank, index, action);
+    return {...block, index: blocks.length + index, last: microbatch};
+  });
+}
+
+/** The block or reduction of a rank with that index. */
+function blockWith(timeline, rank, index) {
+  const row = timeline.rows[rank];
+  return row[index] ?? timeline.reductions[rank][index - row.length];
+}
+
 /** A timeline with its blocks; `after` is what a block began after, `value` what it waited for, if anything. */
 function makeTimeline(timeline) {
   const rows = timeline.rows.map(makeRow);
+  const reductions = timeline.rows.map((row, rank) => makeReductions(row, rank, rows[rank]));
+  const at = (rank, index) => blockWith({rows, reductions}, rank, index);
   timeline.rows.forEach((row, rank) => {
-    for (const [index, from, position, content, stage, microbatch] of row.waits) {
-      const block = rows[rank][index];
-      block.after = rows[from][position];
+    reductions[rank].forEach((block, index) => {
+      const after = row.reductions.after[index];
+      block.after = after && at(...after);
+    });
+    for (const [index, from, position, content, stage, microbatch] of [...row.waits, ...row.reductions?.waits ?? []]) {
+      const block = at(rank, index);
+      block.after = at(from, position);
       block.value = `${content} of stage ${stage}, microbatch ${microbatch}`;
     }
   });
-  const path = timeline.path.map(([rank, index]) => rows[rank][index]);
+  const path = timeline.path.map(([rank, index]) => at(rank, index));
   for (const block of path) block.critical = true;
-  return {...timeline, rows, path, curves: timeline.rows.map((row) => row.memory), peaks: timeline.rows.map((row) => row.peak)};
+  return {...timeline, rows, reductions, path, curves: timeline.rows.map((row) => row.memory), peaks: timeline.rows.map((row) => row.peak)};
 }
 
 /** Why a block did not begin earlier. */
@@ -60,8 +82,9 @@ function cause(block) {
   return `${it} waited for the ${block.value} from rank ${block.after.rank}`;
 }
 
-/** For how long its rank stood idle before a block. */
+/** For how long its rank stood idle before a block; a reduction leaves its rank to others. */
 function idleBefore(block) {
+  if (block.kind === "R") return 0;
   return Math.max(block.start - (block.before ? block.before.end : 0), 0);
 }
 

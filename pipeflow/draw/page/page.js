@@ -76,8 +76,9 @@ function frameBlock(chart, over, block) {
   const end = block && Math.min(place.x(block.end), place.left + place.width);
   over.hidden = !block || end < first;
   if (over.hidden) return;
-  const top = AXIS + block.rank * place.pitch;
-  Object.assign(over.style, {left: `${first - 2}px`, top: `${top - 2}px`, width: `${end - first + 3}px`, height: `${place.lane + 4}px`});
+  const height = block.kind === "R" ? place.bar : place.lane;
+  const top = AXIS + block.rank * place.pitch + place.lane - height;
+  Object.assign(over.style, {left: `${first - 2}px`, top: `${top - 2}px`, width: `${end - first + 3}px`, height: `${height + 4}px`});
 }
 
 /* Zoom and move. */

@@ -10,7 +10,8 @@ function layOut(timeline, width) {
   const left = 20 + 6.4 * `rank ${timeline.rows.length - 1}`.length;
   const right = 18 + 6.6 * Math.max(4, ...timeline.peaks.map((peak) => peak.length));
   const pitch = lane + memory + gap;
-  return {lane, memory, pitch, left, width: Math.max(width - left - right, 40), right, height: timeline.rows.length * pitch + 2};
+  const bar = Math.max(Math.ceil(lane / 5), 3);
+  return {lane, bar, memory, pitch, left, width: Math.max(width - left - right, 40), right, height: timeline.rows.length * pitch + 2};
 }
 
 /** The colours of the scheme that is in force. */
@@ -98,6 +99,7 @@ function paintLanes(context, timeline, place, view, marks, colours) {
     const columns = (end - first) * 2.5 > place.width * ratio;
     (columns ? paintColumns : paintBlocks)(context, row.slice(first, end), place, rank, marks, colours);
     dense ||= columns;
+    paintReductions(context, timeline.reductions[rank], place, rank, marks, colours);
     paintMemory(context, timeline, place, view, rank, colours);
   });
   context.restore();
@@ -128,6 +130,22 @@ function paintBlocks(context, blocks, place, rank, marks, colours) {
     frame(context, first, y, snapped(block.partner.end) - first - 1, place.lane, colours.text);
   }
   context.globalAlpha = 1;
+}
+
+/** Bars at the lower edge of a lane, with a thin gap above and beside them. */
+function paintReductions(context, blocks, place, rank, marks, colours) {
+  const y = rank * place.pitch + place.lane - place.bar;
+  for (const block of blocks) {
+    const [first, end] = [place.x(block.start), place.x(block.end)];
+    if (end <= first) continue;
+    context.fillStyle = colours.background;
+    context.fillRect(first, y - 1, end - first, place.bar + 1);
+    context.globalAlpha = marks.dims(block) ? 0.22 : 1;
+    context.fillStyle = written.colours.R[block.chunk];
+    context.fillRect(first, y, Math.max(end - first - 1, 1), place.bar);
+    if (marks.path && block.critical) frame(context, first, y - 1, end - first, place.bar + 2, colours.accent);
+    context.globalAlpha = 1;
+  }
 }
 
 function frame(context, x, y, width, height, colour) {

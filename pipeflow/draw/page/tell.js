@@ -8,7 +8,7 @@ function element(name, text, more = {}) {
 function facts(block) {
   return [
     ["stage", `${block.stage} (chunk ${block.chunk} of its rank)`],
-    ["microbatch", block.microbatch],
+    block.kind === "R" ? ["last microbatch", block.last] : ["microbatch", block.microbatch],
     ["rank", block.rank],
     ["start", said(block.start)],
     ["end", said(block.end)],

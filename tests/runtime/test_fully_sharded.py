@@ -1,0 +1,93 @@
+"""Stages under torch's fully_shard train as they are, and hold but their part of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from pipeflow import Schedule, UsageError, execute_pipeline, make_schedule
+from pipeflow.parallel.context import current_context
+from pipeflow.testing import run_processes
+from pipeflow.testing.models import Layer, PlainModel, TiedModel, TinyModel
+from tests.runtime.work import require_near
+
+SCHEDULES = [
+    make_schedule("1f1b", ranks=2, microbatches=3),
+    make_schedule("zb-h1", ranks=2, microbatches=4),
+    make_schedule("interleaved-1f1b", ranks=2, microbatches=4),
+    make_schedule("dualpipe-v", ranks=2, microbatches=4),
+]
+
+
+def whole_gradients(pipeline: nn.Module) -> dict[str, Any]:
+    named = {name.split(".", 2)[2]: parameter.grad for name, parameter in pipeline.named_parameters()}
+    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).numpy().copy() for name, g in named.items()}
+
+
+def one_by_one(forward: Callable[[], None], backward: Callable[[], None]) -> None:
+    forward()
+    backward()
+
+
+def train(model: TinyModel, schedule: Schedule) -> list[dict[str, Any]]:
+    """Gradients after a step, after another one, and after two of which one reduces."""
+    from pipeflow import Pipeline
+
+    context = current_context()
+    chunks, mesh = model.chunks(schedule, context.pipeline_rank), context.mesh["data"]
+    for chunk in chunks:
+        for layer in chunk.modules():
+            if isinstance(layer, Layer):
+                fully_shard(layer, mesh=mesh)
+    model.tie(chunks, schedule)
+    pipeline = Pipeline(chunks, schedule, criterion=model.criterion, overlap=one_by_one)
+    assert all(layer.linear.weight.to_local().numel() == 18 for layer in chunks.modules() if isinstance(layer, Layer))
+    batch, results = model.batch(4, seed=context.data_rank), []
+    for _ in range(2):
+        execute_pipeline(iter([batch]), pipeline)
+        results.append(whole_gradients(pipeline))
+    pipeline.zero_grad()
+    for reduce in (False, True):
+        execute_pipeline(iter([batch]), pipeline, reduce=reduce)
+    return [*results, whole_gradients(pipeline)]
+
+
+def train_all(model: TinyModel) -> list[list[dict[str, Any]]]:
+    return [train(model, schedule) for schedule in SCHEDULES]
+
+
+def test_gradients_are_the_plain_models() -> None:
+    for model in (PlainModel(), TiedModel()):  # the tied words are left out of fully_shard
+        module = model.stage(0, model.layers)
+        for seed in (0, 1):
+            _, summed = model.plain_step(model.batch(4, seed=seed), module)
+        for results in run_processes(train_all, 4, model, data=2):
+            for once, twice, accumulated in results:
+                require_near(once, {name: gradient / 2 for name, gradient in summed.items()})
+                require_near(twice, summed)
+                require_near(accumulated, summed)
+
+
+def tie_sharded() -> str:
+    from pipeflow import Pipeline
+
+    context, model = current_context(), TiedModel()
+    schedule = make_schedule("1f1b", ranks=2, microbatches=2)
+    chunks = model.chunks(schedule, context.pipeline_rank)
+    for chunk in chunks:
+        fully_shard(chunk, mesh=context.mesh["data"])
+    model.tie(chunks, schedule)
+    try:
+        Pipeline(chunks, schedule, criterion=model.criterion)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_tied_weight_is_refused() -> None:
+    for message in run_processes(tie_sharded, 2, data=1):
+        assert "cannot be under fully_shard: leave its module out" in message
