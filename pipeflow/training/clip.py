@@ -33,7 +33,7 @@ def grad_norm(model: Pipeline) -> Tensor:
     for pipeline in range(layout.pipeline):
         places = [Place(0, pipeline, tensor) for tensor in range(layout.tensor)]
         total += rows[layout.rank(places[0])][0] + sum(rows[layout.rank(place)][1] for place in places)
-    return torch.tensor(math.sqrt(total) / scale_of(model), dtype=torch.float64)
+    return torch.tensor(math.sqrt(total) / model.loss_scale, dtype=torch.float64)
 
 
 def clip_grad_norm_(model: Pipeline, max_norm: float) -> Tensor:
@@ -64,11 +64,6 @@ def clip_factor(norm: Tensor, max_norm: float) -> float:
     if not norm.isfinite():
         return 1.0
     return min(1.0, max_norm / (norm.item() + 1e-6))  # torch adds it too: a pipeline changes no digit
-
-
-def scale_of(model: Pipeline) -> float:
-    """What the gradients of `model` are multiplied by."""
-    return float(getattr(model, "loss_scale", 1.0))
 
 
 def _squares(model: Pipeline) -> list[float]:

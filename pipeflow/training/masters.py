@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeflow.runtime.pipeline import Pipeline
-from pipeflow.training.clip import clip_factor, grad_norm, scale_of
+from pipeflow.training.clip import clip_factor, grad_norm
 from pipeflow.training.optimizer import Wrapper, give_states, innermost
 from pipeflow.training.scaler import LossScaler
 
@@ -76,7 +76,7 @@ class MasterWeights(Wrapper):
         Raises PipelineError as `execute_pipeline` does.
         """
         self.refuse_closure(closure)
-        norm, factor = self._norm, self._factor / scale_of(self._pipeline)
+        norm, factor = self._norm, self._factor / self._pipeline.loss_scale
         self._norm, self._factor = None, 1.0
         if self.scaler is None:
             self._step(factor)

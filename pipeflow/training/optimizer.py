@@ -35,7 +35,9 @@ class Wrapper(Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.model = model
         self.inner = inner
-        self.parameters = inner.parameters if isinstance(inner, Wrapper) else list(stepped_by(inner))
+        self.parameters: list[nn.Parameter] = (
+            inner.parameters if isinstance(inner, Wrapper) else list(stepped_by(inner))
+        )
         self.stepped = stepped_by(inner)
         self.share()
 
