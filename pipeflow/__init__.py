@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
+    from pipeflow.training.checkpoint import Loaded, Saving, latest_checkpoint, load_checkpoint, save_checkpoint
     from pipeflow.training.clip import clip_grad_norm_
 
 __version__ = "0.1.0"
@@ -40,13 +41,18 @@ __version__ = "0.1.0"
 _LATER = {
     "Context": "parallel.context",
     "Found": "analysis.search",
+    "Loaded": "training.checkpoint",
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.shared",
+    "Saving": "training.checkpoint",
     "clip_grad_norm_": "training.clip",
     "exact": "analysis.exact",
     "execute_pipeline": "runtime.pipeline",
+    "latest_checkpoint": "training.checkpoint",
     "launch": "parallel.launch",
+    "load_checkpoint": "training.checkpoint",
+    "save_checkpoint": "training.checkpoint",
     "search": "analysis.search",
 }
 
@@ -63,6 +69,7 @@ __all__ = [
     "Kind",
     "Layout",
     "Link",
+    "Loaded",
     "Output",
     "Pair",
     "PipeflowError",
@@ -73,6 +80,7 @@ __all__ = [
     "Plan",
     "Precision",
     "RankPlan",
+    "Saving",
     "Schedule",
     "ScheduleError",
     "Span",
@@ -83,12 +91,15 @@ __all__ = [
     "dependency_graph",
     "exact",
     "execute_pipeline",
+    "latest_checkpoint",
     "launch",
+    "load_checkpoint",
     "lower",
     "make_schedule",
     "partition_balanced",
     "partition_uniform",
     "plan",
+    "save_checkpoint",
     "search",
     "simulate",
     "verify",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pipeflow
 from pipeflow.parallel.context import current_context
-from pipeflow.checkpoint import load_checkpoint, save_checkpoint
+from pipeflow import load_checkpoint, save_checkpoint
 from pipeflow.tensor import vocab_parallel_cross_entropy
 
 from build import build_gpt_pipeline
