@@ -99,15 +99,14 @@ def run(config: Config, preset: Preset, arguments: argparse.Namespace) -> None:
     logger = get_dist_logger()
     dataset = WebtextDataset(text(), config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
     pin = context.device.type == "cuda"
-    loader = get_dataloader(
-        dataset, config.BATCH_SIZE, seed=42, shuffle=True, drop_last=True, pin_memory=pin
-    )
+    loader = get_dataloader(dataset, config.BATCH_SIZE, seed=42, shuffle=True, drop_last=True, pin_memory=pin)
     accumulated = config.gradient_accumulation
     if len(loader) < accumulated:
         raise pipeflow.UsageError(f"{len(dataset)} documents do not fill a step of {accumulated} batches on every rank")
     pipeline, optimizer = make_pipeline(config, preset)
+    first_replica = context.layout.pipeline_ranks(0)
     parameters = sum(parameter.numel() for parameter in pipeline.parameters())
-    logger.info(f"{parameters:,} weights on stage {gpc.get_local_rank(ParallelMode.PIPELINE)}")
+    logger.info(f"{parameters:,} weights on each rank of stage {gpc.get_local_rank(ParallelMode.PIPELINE)}", ranks=first_replica)
     samples = config.BATCH_SIZE * gpc.get_world_size(ParallelMode.DATA) * accumulated
     logger.info(f"global batch size = {samples}", ranks=[0])
     steps = 0

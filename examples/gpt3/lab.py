@@ -98,10 +98,10 @@ def run(arguments: argparse.Namespace) -> None:
     """One rank's part."""
     context = pipeflow.launch(pipeline=arguments.pipeline, tensor=arguments.tensor)
     model = model_provider(tiny=arguments.tiny)
-    optimizer = Adam(model.parameters())
+    optimizer = Adam(model.parameters(), lr=3e-4)
     iterator = get_train_data_iterator(context, tiny=arguments.tiny)
     forward_backward = get_forward_backward_func()
-    speaks = context.rank == context.layout.rank((0, context.pipeline_size - 1, 0))
+    speaks = context.rank == context.layout.pipeline_ranks(0)[-1]
 
     for step in range(1, arguments.steps + 1):
         optimizer.zero_grad()

@@ -74,7 +74,7 @@ def read_arguments() -> argparse.Namespace:
     add("--replicas", type=int, default=1, help="copies of it all, each for its part of the batch (%(default)s)")
     add("--microbatches", type=int, default=8, help="pieces that a batch is cut into (%(default)s)")
     add("--chunks", type=int, help="stages a rank, for a schedule that has chunks")
-    add("--steps", type=int, help="steps of training (700; 60 with --short, 10 with --check)")
+    add("--steps", type=int, help="steps of training (700; 60 with --short, 10 with --check; of more than a pipeline a third)")
     add("--batch", type=int, default=16, help="sequences a step (%(default)s)")
     add("--sequence", type=int, default=128, help="tokens a sequence (%(default)s)")
     add("--preset", default="tiny", choices=pipeflow.GPT_PRESETS, help="the size of the model (%(default)s)")
@@ -92,6 +92,8 @@ def read_arguments() -> argparse.Namespace:
     arguments.world = arguments.ranks * arguments.tensor * arguments.replicas
     if arguments.steps is None:
         arguments.steps = 10 if arguments.check else 60 if arguments.short else 700
+        if arguments.world > arguments.ranks and not arguments.check:
+            arguments.steps //= 3  # so many processes have few cores each
     return arguments
 
 

@@ -19,7 +19,10 @@ GPT3 = Path(__file__).parents[2] / "examples" / "gpt3"
 def gpt3() -> Iterator[Any]:
     pytest.importorskip("torch")
     pytest.importorskip("tokenizers")
-    names = ("model", "data", "webtext", "mock", "build", "megatron")
+    names = (
+        *("model", "build", "data", "webtext", "mock", "ranks", "check"),
+        *("train", "hybrid", "megatron", "lab"),
+    )
     sys.path.insert(0, str(GPT3))
     try:
         yield SimpleNamespace(path=GPT3, **{name: import_module(name) for name in names})
