@@ -16,6 +16,7 @@ from torch.nn import functional  # noqa: E402
 
 import pipeflow  # noqa: E402
 from pipeflow.parallel.context import current_context  # noqa: E402
+from pipeflow.parallel.split import partial_in, splits_of  # noqa: E402
 from pipeflow.tensor import manual_seed  # noqa: E402
 from pipeflow.testing import run_threads  # noqa: E402
 
@@ -175,9 +176,9 @@ def step_of_a_part(gpt3: Any, ids: Any, options: dict[str, Any]) -> tuple[Any, d
     loss = gpt3.model.GPTLMLoss()(model(input_ids=ids, attention_mask=torch.ones_like(ids)), ids)
     loss.backward()
     if options.get("sequence_parallel"):
-        for parameter in gpt3.partial_in(model):
+        for parameter in partial_in(model):
             current_context().tensor.all_reduce(parameter.grad).wait()
-    splits = gpt3.check.splits_of(model)
+    splits = splits_of(model)
     parts = {
         name: tuple((value, splits.get(id(parameter))) for value in (parameter.detach(), parameter.grad))
         for name, parameter in model.named_parameters()
@@ -189,9 +190,7 @@ def step_of_a_part(gpt3: Any, ids: Any, options: dict[str, Any]) -> tuple[Any, d
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "checkpoint": True}], ids=["plain", "sequence"])
 def test_tensor_ranks_together_are_the_model(gpt3: Any, tensor: int, options: dict[str, Any]) -> None:
     """First weights bit by bit, loss and gradients to rounding; a vocabulary of 30 does not divide into 4."""
-    from pipeflow.parallel.split import partial_in
-
-    gpt3.partial_in, ids = partial_in, words(SMALL)
+    ids = words(SMALL)
     [(loss, expected)] = run_threads(step_of_a_part, 1, gpt3, ids, {})
     ranks = run_threads(step_of_a_part, tensor, gpt3, ids, options, tensor=tensor)
     for other, _ in ranks:
