@@ -70,7 +70,7 @@ class GPTModel(nn.Module):
         output = self.stage(hidden_states, tokens, ~attention_mask, position_ids)
         if self.stage.head is None or labels is None:
             return output
-        return vocab_parallel_cross_entropy(output, labels)
+        return vocab_parallel_cross_entropy(output, labels, reduction="none")
 
 
 def build_stages(
