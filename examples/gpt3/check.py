@@ -86,7 +86,14 @@ def train_in_one_piece(batches: Batches, arguments: argparse.Namespace) -> tuple
     """The losses and the weights that plain torch gives, accumulating over the same number of microbatches."""
     shape, losses, criterion = arguments.shape, [], GPTLMLoss()
     model = build_stage(
-        0, shape.layers, shape.layers, first=True, last=True, seed=arguments.seed, dtype=torch.float64, **options_of(shape)
+        0,
+        shape.layers,
+        shape.layers,
+        first=True,
+        last=True,
+        seed=arguments.seed,
+        dtype=torch.float64,
+        **options_of(shape),
     )
     optimizer, rate = make_optimizer(model.parameters(), arguments.lr, arguments.steps)
     for _ in range(arguments.steps):

@@ -106,7 +106,9 @@ def run(config: Config, preset: Preset, arguments: argparse.Namespace) -> None:
     pipeline, optimizer = make_pipeline(config, preset)
     first_replica = context.layout.pipeline_ranks(0)
     parameters = sum(parameter.numel() for parameter in pipeline.parameters())
-    logger.info(f"{parameters:,} weights on each rank of stage {gpc.get_local_rank(ParallelMode.PIPELINE)}", ranks=first_replica)
+    logger.info(
+        f"{parameters:,} weights on each rank of stage {gpc.get_local_rank(ParallelMode.PIPELINE)}", ranks=first_replica
+    )
     samples = config.BATCH_SIZE * gpc.get_world_size(ParallelMode.DATA) * accumulated
     logger.info(f"global batch size = {samples}", ranks=[0])
     steps = 0
@@ -124,9 +126,7 @@ def make_pipeline(config: Config, preset: Preset) -> tuple[pipeflow.Pipeline, to
     chunks, precision = config.num_chunks or 1, config.precision
     name = config.given.get("SCHEDULE") or ("1f1b" if config.num_chunks is None else "interleaved-1f1b")
     options = {} if config.num_chunks is None else {"chunks": chunks}
-    schedule = pipeflow.make_schedule(
-        name, ranks=config.pipeline, microbatches=config.num_microbatches or 1, **options
-    )
+    schedule = pipeflow.make_schedule(name, ranks=config.pipeline, microbatches=config.num_microbatches or 1, **options)
     dtype = torch.float if precision is None else precision.parameters
     rate = config.given.get("DROP_RATE", 0.0)
     model = preset(

@@ -1,8 +1,8 @@
 r"""The Megatron tensor-parallel lab: a model of ten layers learns mock data on two tensor ranks, is saved and loaded.
 
-    python examples/gpt3/lab.py                                     two processes on this machine
-    torchrun --nproc-per-node 2 examples/gpt3/lab.py --steps 20
-    python examples/gpt3/lab.py --tensor 2 --pipeline 2 --microbatches 4
+python examples/gpt3/lab.py                                     two processes on this machine
+torchrun --nproc-per-node 2 examples/gpt3/lab.py --steps 20
+python examples/gpt3/lab.py --tensor 2 --pipeline 2 --microbatches 4
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megatron import (
     load_distributed_checkpoint,
     save_distributed_checkpoint,
 )
-from mock import BlendedMegatronDatasetBuilder, GPTDatasetConfig, MockGPTDataset, NullTokenizer
 from ranks import is_rank, start_ranks
+from samples import BlendedMegatronDatasetBuilder, GPTDatasetConfig, MockGPTDataset, NullTokenizer
 
 SEQUENCE_LENGTH = 64
 SEED = 123

@@ -1,5 +1,5 @@
-"""What the Megatron lab calls by Megatron-LM's names, on pipeflow: the parallel state, a model that gives a loss per
-token, and a step that calls `forward_step_func` once a microbatch. What is not here: the lab (`lab`), its data (`mock`).
+"""What the Megatron lab calls by Megatron-LM's names, on pipeflow: a model that gives a loss per token, a step that
+calls `forward_step_func` once a microbatch, and checkpoints. Not here: the lab (`lab`) and its data (`samples`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
-from pipeflow.parallel.context import current_context
 from pipeflow import load_checkpoint, save_checkpoint
+from pipeflow.parallel.context import current_context
 from pipeflow.tensor import vocab_parallel_cross_entropy
 
 from build import build_gpt_pipeline
@@ -106,9 +106,9 @@ class StepStage(nn.Module):
 
 
 class ForwardBackward(Protocol):
-    """A step: `num_microbatches` items of `data_iterator`, each through `forward_step_func`. Gives what its loss function
-    logged, a dict per microbatch, on the last stage, else nothing; the gradients are in `.grad`. Sizes need not be given:
-    they are the data's.
+    """A step: `num_microbatches` items of `data_iterator`, each through `forward_step_func`. Gives what its loss
+    function logged, a dict per microbatch, on the last stage, else nothing; the gradients are in `.grad`. Sizes need
+    not be given: they are the data's.
     """
 
     def __call__(

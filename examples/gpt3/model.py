@@ -133,8 +133,8 @@ class GPTBlock(nn.Module):
 
 
 class GPTEmbedding(nn.Module):
-    """A vector per token, and one per place: ids (batch, length) become (batch, length, hidden). The word table is split
-    by words, the position table by hidden.
+    """A vector per token, and one per place: ids (batch, length) become (batch, length, hidden). The word table is
+    split by words, the position table by hidden.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Several processes on this machine: a script starts itself once for each rank, as torchrun would. What is not here: what
-they do.
+"""Several processes on this machine: a script starts itself once for each rank, as torchrun would. What is not here:
+what they do.
 """
 
 from __future__ import annotations

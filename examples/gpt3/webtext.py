@@ -82,7 +82,7 @@ def _encode(text: Path, seq_len: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _gpt2_tokenizer(text: Path):  # noqa: ANN202 (transformers may be missing)
+def _gpt2_tokenizer(text: Path):
     """GPT-2's own tokenizer, where it can be had without the network."""
     try:
         from transformers import GPT2Tokenizer

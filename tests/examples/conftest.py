@@ -22,7 +22,7 @@ def gpt3() -> Iterator[Any]:
     pytest.importorskip("torch")
     pytest.importorskip("tokenizers")
     names = (
-        *("model", "build", "data", "webtext", "mock", "ranks", "check"),
+        *("model", "build", "data", "webtext", "samples", "ranks", "check"),
         *("train", "hybrid", "megatron", "lab"),
     )
     sys.path.insert(0, str(GPT3))

@@ -154,9 +154,7 @@ def train_two_steps(gpt3: Any, name: str, chunks: int | None) -> tuple[list[floa
 )
 def test_every_layout_trains_the_same_model(gpt3: Any, name: str, chunks: int | None, layout: Layout) -> None:
     [(losses, expected)] = run_threads(train_two_steps, 1, gpt3, "1f1b", None)
-    ranks = run_threads(
-        train_two_steps, layout.world_size, gpt3, name, chunks, tensor=layout.tensor, data=layout.data
-    )
+    ranks = run_threads(train_two_steps, layout.world_size, gpt3, name, chunks, tensor=layout.tensor, data=layout.data)
     for found, _ in ranks:
         assert found == pytest.approx(losses, rel=1e-12)
     names = set()

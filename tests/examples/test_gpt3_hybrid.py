@@ -30,7 +30,7 @@ def test_every_configuration_fits_its_model(gpt3: Any, path: Path) -> None:
     shape = gpt3.hybrid.preset_of(config).shape
     microbatch = config.BATCH_SIZE // config.NUM_MICRO_BATCHES
     assert config.tensor_shape == (microbatch, config.SEQ_LEN, shape.hidden)
-    assert config.SEQ_LEN <= shape.positions
+    assert shape.positions >= config.SEQ_LEN
     shape.require_tensor(config.tensor)
     assert config.pipeline * (config.num_chunks or 1) <= shape.layers
 
@@ -68,7 +68,7 @@ def losses_of(path: Path, text: Path) -> list[float]:
 
 def test_layouts_and_accumulation_take_the_same_steps(tmp_path: Path, text: Path) -> None:
     """A pipeline of 2 x 2 in batches of 4, two at a time; and one process in batches of 8, in two chunks."""
-    common = 'NUM_EPOCHS = 1\nSEQ_LEN = 16\nLEARNING_RATE = 0.01\nclip_grad_norm = 1.0\nDROP_RATE = 0.0\n'
+    common = "NUM_EPOCHS = 1\nSEQ_LEN = 16\nLEARNING_RATE = 0.01\nclip_grad_norm = 1.0\nDROP_RATE = 0.0\n"
     hybrid, alone = tmp_path / "hybrid.py", tmp_path / "alone.py"
     hybrid.write_text(
         common + "BATCH_SIZE = 4\nNUM_MICRO_BATCHES = 2\nTENSOR_SHAPE = (2, 16, 128)\ngradient_accumulation = 2\n"

@@ -27,15 +27,15 @@ def small(gpt3: Any, chunks: int) -> Any:
 
 
 def batches(gpt3: Any) -> Any:
-    config = gpt3.mock.GPTDatasetConfig(
+    config = gpt3.samples.GPTDatasetConfig(
         random_seed=0,
         sequence_length=SEQUENCE,
-        tokenizer=gpt3.mock.NullTokenizer(vocab_size=WORDS - 1),
+        tokenizer=gpt3.samples.NullTokenizer(vocab_size=WORDS - 1),
         reset_position_ids=True,
         reset_attention_mask=True,
         eod_mask_loss=True,
     )
-    return iter(torch.utils.data.DataLoader(gpt3.mock.MockGPTDataset(config, 24), batch_size=4))
+    return iter(torch.utils.data.DataLoader(gpt3.samples.MockGPTDataset(config, 24), batch_size=4))
 
 
 def logged_and_gradient(gpt3: Any, chunks: int) -> tuple[list[float], dict[str, float]]:
@@ -66,7 +66,8 @@ def test_a_step_is_the_same_under_every_layout(gpt3: Any, ranks: int, tensor: in
         for name, part in parts.items():
             whole = gradients[name]
             assert any(
-                torch.allclose(part, piece, rtol=1e-9, atol=1e-14) for piece in whole.chunk(whole.shape[0] // part.shape[0])
+                torch.allclose(part, piece, rtol=1e-9, atol=1e-14)
+                for piece in whole.chunk(whole.shape[0] // part.shape[0])
             ), name
 
 

@@ -110,9 +110,7 @@ def test_of_processes_that_start_together_one_writes(text: Path) -> None:
     assert all(ids == found[0][1] for _, ids in found)
 
 
-def test_the_tokenizer_of_gpt_2_is_used_where_it_is(
-    gpt3: Any, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tokenizer_of_gpt_2_is_used_where_it_is(gpt3: Any, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for transformers, which need not be installed: what is asked of it, and what is made of the answer."""
     asked: list[Any] = []
 

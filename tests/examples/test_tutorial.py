@@ -1,19 +1,22 @@
-"""A program in the way of the tutorial on hybrid parallelism: its calls and names, with imports of pipeflow's. It is run as
-it stands by four processes, a pipeline of two whose every rank is two.
+"""A program in the way of the tutorial on hybrid parallelism: its calls and names, with imports of pipeflow's. It is
+run as it stands by four processes, a pipeline of two whose every rank is two. And what docs/migration.md says exists.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
-from tests.examples.conftest import run_script, write_text  # noqa: E402
+import pipeflow  # noqa: E402
+from tests.examples.conftest import GPT3, run_script, write_text  # noqa: E402
 
-PROGRAM = '''
+PROGRAM = """
 import os
 import sys
 from collections.abc import Callable
@@ -127,7 +130,8 @@ def train():
     )
     use_interleaved = NUM_CHUNKS is not None
     num_chunks = 1 if not use_interleaved else NUM_CHUNKS
-    model = build(4, num_chunks, hidden_size=32, num_attention_heads=4, vocab_size=512, checkpoint=True, dtype=torch.half)
+    sizes = dict(hidden_size=32, num_attention_heads=4, vocab_size=512)
+    model = build(4, num_chunks, checkpoint=True, dtype=torch.half, **sizes)
     if use_interleaved and not isinstance(model, nn.ModuleList):
         model = nn.ModuleList([model])
     criterion = GPTLMLoss()
@@ -155,7 +159,21 @@ def train():
 
 if __name__ == "__main__":
     train()
-'''
+"""
+
+
+MIGRATION = GPT3.parents[1] / "docs" / "migration.md"
+
+
+def test_what_the_migration_names_exists(gpt3: Any) -> None:
+    """Every import of the second column, and every name of `pipeflow` in it."""
+    here = "\n".join(re.findall(r"^\| `.*? \| (.*) \|$", MIGRATION.read_text(), re.MULTILINE))
+    imports = re.findall(r"`((?:from [\w.]+ )?import \w[\w ,]*)`", here)
+    assert len(imports) > 15
+    for line in imports:
+        exec(line, {})
+    for name in re.findall(r"`pipeflow\.(\w+)", here):
+        assert hasattr(pipeflow, name)
 
 
 @pytest.mark.parametrize("chunks", ["None", "2"])

@@ -14,14 +14,14 @@ LENGTH = 64
 
 @pytest.fixture
 def config(gpt3: Any) -> Any:
-    return gpt3.mock.GPTDatasetConfig(
-        random_seed=0, sequence_length=LENGTH, tokenizer=gpt3.mock.NullTokenizer(vocab_size=LENGTH)
+    return gpt3.samples.GPTDatasetConfig(
+        random_seed=0, sequence_length=LENGTH, tokenizer=gpt3.samples.NullTokenizer(vocab_size=LENGTH)
     )
 
 
 def sample_with_an_end(gpt3: Any, config: Any) -> tuple[Any, int]:
     """A sample in which a document ends well before the sequence does, and where."""
-    for sample in gpt3.mock.MockGPTDataset(config, 100):
+    for sample in gpt3.samples.MockGPTDataset(config, 100):
         ends = (sample["tokens"] == config.tokenizer.eod).nonzero().flatten().tolist()
         if len(ends) == 1 and 0 < ends[0] < LENGTH - 3:
             return sample, ends[0]
@@ -29,16 +29,16 @@ def sample_with_an_end(gpt3: Any, config: Any) -> tuple[Any, int]:
 
 
 def test_the_builder_makes_the_sets_that_are_asked_for(gpt3: Any, config: Any) -> None:
-    builder = gpt3.mock.BlendedMegatronDatasetBuilder
-    train, valid, test = builder(gpt3.mock.MockGPTDataset, [1000, None, None], lambda: True, config).build()
+    builder = gpt3.samples.BlendedMegatronDatasetBuilder
+    train, valid, test = builder(gpt3.samples.MockGPTDataset, [1000, None, None], lambda: True, config).build()
     assert (len(train), valid, test) == (1000, None, None)
-    assert builder(gpt3.mock.MockGPTDataset, [10, 10, 10], lambda: False, config).build() == [None] * 3
-    assert len(list(builder(gpt3.mock.MockGPTDataset, [3], lambda: True, config).build()[0])) == 3
+    assert builder(gpt3.samples.MockGPTDataset, [10, 10, 10], lambda: False, config).build() == [None] * 3
+    assert len(list(builder(gpt3.samples.MockGPTDataset, [3], lambda: True, config).build()[0])) == 3
 
 
 def test_samples_follow_from_seed_and_index(gpt3: Any, config: Any) -> None:
-    dataset = gpt3.mock.MockGPTDataset(config, 10)
-    again, other = dataset[3], gpt3.mock.MockGPTDataset(replace(config, random_seed=1), 10)[3]
+    dataset = gpt3.samples.MockGPTDataset(config, 10)
+    again, other = dataset[3], gpt3.samples.MockGPTDataset(replace(config, random_seed=1), 10)[3]
     assert all(value.equal(again[name]) for name, value in dataset[3].items())
     assert not dataset[4]["tokens"].equal(dataset[3]["tokens"])
     assert not other["tokens"].equal(dataset[3]["tokens"])
@@ -76,6 +76,6 @@ def test_flags_change_what_they_name(gpt3: Any, config: Any) -> None:
 
 
 def test_the_tokenizer_reads_numbers(gpt3: Any) -> None:
-    tokenizer = gpt3.mock.NullTokenizer(vocab_size=64)
+    tokenizer = gpt3.samples.NullTokenizer(vocab_size=64)
     assert (tokenizer.vocab_size, tokenizer.eod) == (65, 64)
     assert tokenizer.detokenize(tokenizer.tokenize("3 1 4")) == "3 1 4"
