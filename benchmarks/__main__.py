@@ -17,6 +17,7 @@ NAMES = (
     "analysis",
     "search",
     "buffers",
+    "tensor",
 )
 
 

@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
     from pipeflow.training.checkpoint import Loaded, Saving, latest_checkpoint, load_checkpoint, save_checkpoint
-    from pipeflow.training.clip import clip_grad_norm_
+    from pipeflow.training.clip import clip_grad_norm_, grad_norm
+    from pipeflow.training.data import get_dataloader
+    from pipeflow.training.masters import MasterWeights
+    from pipeflow.training.scaler import LossScaler
+    from pipeflow.training.zero import Zero
 
 __version__ = "0.1.0"
 
@@ -42,13 +46,18 @@ _LATER = {
     "Context": "parallel.context",
     "Found": "analysis.search",
     "Loaded": "training.checkpoint",
+    "LossScaler": "training.scaler",
+    "MasterWeights": "training.masters",
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.shared",
     "Saving": "training.checkpoint",
+    "Zero": "training.zero",
     "clip_grad_norm_": "training.clip",
     "exact": "analysis.exact",
     "execute_pipeline": "runtime.pipeline",
+    "get_dataloader": "training.data",
+    "grad_norm": "training.clip",
     "latest_checkpoint": "training.checkpoint",
     "launch": "parallel.launch",
     "load_checkpoint": "training.checkpoint",
@@ -70,6 +79,8 @@ __all__ = [
     "Layout",
     "Link",
     "Loaded",
+    "LossScaler",
+    "MasterWeights",
     "Output",
     "Pair",
     "PipeflowError",
@@ -87,10 +98,13 @@ __all__ = [
     "Timeline",
     "UsageError",
     "Violation",
+    "Zero",
     "clip_grad_norm_",
     "dependency_graph",
     "exact",
     "execute_pipeline",
+    "get_dataloader",
+    "grad_norm",
     "latest_checkpoint",
     "launch",
     "load_checkpoint",

@@ -42,10 +42,12 @@ def test_the_gallery_is_what_the_command_says(tmp_path: Path) -> None:
     assert sections == list(SCHEDULES)
 
 
-def test_a_schedule_as_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["verify", "draw"], ["draw", "export"]])
+def test_a_schedule_as_a_file(names: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(block("csv"))
-    commands = re.findall(r"^\$ pipeflow (.*)\n((?:[^$].*\n|\n)*)", block("console", "$ pipeflow verify"), re.MULTILINE)
-    assert [command.split()[0] for command, _ in commands] == ["verify", "draw"]
+    console = block("console", f"$ pipeflow {names[0]} mine.csv")
+    commands = re.findall(r"^\$ pipeflow (.*)\n((?:[^$].*\n|\n)*)", console, re.MULTILINE)
+    assert [command.split()[0] for command, _ in commands] == names
     for command, shown in commands:
         assert run("-m", "pipeflow", *shlex.split(command), cwd=tmp_path).strip() == shown.strip()
 

@@ -64,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plans(names: list[str], asked: Asked) -> list[Plan]:
-    """Both plans. A named schedule has the sizes of the file that it is compared with, where none are given."""
+    """Both plans. A named schedule has the sizes of the file that it is compared with, where none are given, and
+    reductions where that has them.
+    """
     parts = [asked.among(names)[name] for name in names]
     plans = {index: sound_plan(name, parts[index]) for index, name in enumerate(names) if is_file(name)}
     for file in list(plans.values()):
@@ -77,7 +79,12 @@ def _plans(names: list[str], asked: Asked) -> list[Plan]:
             )
             for part in parts
         ]
-    return [plans[index] if index in plans else sound_plan(name, parts[index]) for index, name in enumerate(names)]
+    reduces = any(file.schedule != file.schedule.without_reductions() for file in plans.values())
+    for index, name in enumerate(names):
+        if index not in plans:
+            schedule = sound_plan(name, parts[index]).schedule
+            plans[index] = Plan(schedule.with_reductions() if reduces else schedule)
+    return [plans[index] for index in range(len(names))]
 
 
 def _timelines(plans: list[Plan], costs: Costs) -> tuple[Timeline, Timeline]:

@@ -10,7 +10,6 @@ import torch
 
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import Content, Value
-from pipeflow.core.errors import UsageError
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.parallel.transport import Lane, Transport
 from pipeflow.runtime import operations as ops
@@ -18,6 +17,7 @@ from pipeflow.runtime import transfers
 from pipeflow.runtime.cells import Cell, Meta, Results, Saved
 from pipeflow.runtime.described import Arrival, Lanes, PostDescribed, SendDescribed, WaitDescribed
 from pipeflow.runtime.fully_sharded import Averaging, fully_sharded_in
+from pipeflow.runtime.gradients import Gradients
 from pipeflow.runtime.pairs import Both, Half, Overlap
 from pipeflow.runtime.stage import Stage
 
@@ -41,6 +41,7 @@ def compile_program(
     meta: Meta | None,
     training: bool,
     overlap: Overlap | None,
+    gradients: Gradients,
     reduce: bool,
 ) -> Compiled:
     """The operations of `program` on this rank.
@@ -53,9 +54,10 @@ def compile_program(
         meta: what activations between ranks look like; None when headers are to tell.
         training: whether forwards keep what backwards need.
         overlap: runs pairs; without it there must be none.
-        reduce: whether gradients are averaged over replicas.
+        gradients: of all stages, to be reduced.
+        reduce: whether they are averaged over replicas.
     """
-    compiler = _Compiler(stages, num_stages, transport, meta, training, overlap, num_microbatches)
+    compiler = _Compiler(stages, num_stages, transport, meta, training, overlap, gradients, num_microbatches)
     operations = [operation for instruction in program.instructions for operation in compiler.lower(instruction)]
     if training:
         operations = _averaged(operations, stages, reduce)
@@ -86,6 +88,7 @@ class _Compiler:
     meta: Meta | None
     training: bool
     overlap: Overlap | None
+    gradients: Gradients
     num_microbatches: int
     results: Results = field(init=False)
     positionals: list[tuple[object, ...]] = field(init=False)
@@ -146,7 +149,7 @@ class _Compiler:
             case Kind.W:
                 return [ops.BackwardWeight(action, self.saved[action.stage, action.microbatch])]
             case Kind.R:
-                raise UsageError(f"the engine does not run {action} yet: give it schedule.without_reductions()")
+                return [ops.Reduce(action, self.gradients.reduce)]
 
     def both(self, pair: Pair) -> list[ops.Operation]:
         """Both halves' inputs first, then the halves."""

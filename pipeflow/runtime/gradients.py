@@ -55,12 +55,10 @@ class Gradients:
         return self._replicas.start(self._own[stage])
 
     def end(self, *, reduce: bool) -> None:
-        """After the last backward; `reduce` unless the replicas are to go on adding up. Raises LinkError."""
+        """After the last backward; `reduce` unless each replica is to go on adding up its own. Raises LinkError."""
         self._parts.end()
         self._ties.end(self._transport)
         if reduce:
-            for stage in self._own:
-                self.reduce(stage)
             self._replicas.start(self._others)
         self._replicas.finish()
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_unflatten
 from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
 from pipeflow.deferral.module import Deferral
+from pipeflow.parallel.transport import Work
 from pipeflow.runtime.cells import Cell, Results, Saved, flatten
 from pipeflow.runtime.microbatch import detach
 from pipeflow.runtime.stage import Stage
@@ -191,6 +192,19 @@ class BackwardWeight(Compute):
         for product in self.saved.deferred:
             product()
         self.saved.deferred = []
+
+
+class Reduce(Operation):
+    """R: starts to reduce a stage's weight gradients, which goes on beside what follows."""
+
+    __slots__ = ("action", "start")
+
+    def __init__(self, action: Action, start: Callable[[int], list[Work]]) -> None:
+        self.action = action
+        self.start = start
+
+    def __call__(self) -> None:
+        self.start(self.action.stage)
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:

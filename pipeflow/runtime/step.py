@@ -113,7 +113,7 @@ class Runner:
 
     def _program(self, training: bool, *, reduce: bool) -> Compiled:
         if (training, reduce) not in self._compiled:
-            schedule = self.schedule if training else self.schedule.forward_only()
+            schedule = self._reducing(reduce) if training else self.schedule.forward_only()
             if training and schedule.is_forward_only:
                 raise UsageError(f"schedule {schedule.name!r} has no backwards: pass forward_only=True")
             if training and self.criterion is None:
@@ -130,9 +130,16 @@ class Runner:
                 meta=meta,
                 training=training,
                 overlap=self.overlap,
+                gradients=self.gradients,
                 reduce=reduce,
             )
         return self._compiled[training, reduce]
+
+    def _reducing(self, reduce: bool) -> Schedule:
+        """The schedule with the reductions that there are to be."""
+        if not reduce:
+            return self.schedule.without_reductions()
+        return self.schedule.with_reductions() if self.context.data.size > 1 else self.schedule
 
     def _load(self, compiled: Compiled, batch: Batch, training: bool, return_outputs: bool) -> None:
         for stage in self.stages.values():

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import torch
@@ -15,8 +17,8 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.parallel.agreement import all_gather, all_gather_object
-from pipeflow.parallel.transport import Transport
-from pipeflow.runtime.operations import Compute, Operation
+from pipeflow.parallel.transport import Transport, Work
+from pipeflow.runtime.operations import Compute, Operation, Reduce
 from pipeflow.runtime.pairs import Both
 
 
@@ -46,15 +48,37 @@ class Timed(Operation):
         return event
 
 
+class TimedReduction(Operation):
+    """A reduction that notes when it started, and when what it started was done: a thread waits for that."""
+
+    __slots__ = ("end", "reduce", "start", "thread")
+
+    def __init__(self, reduce: Reduce) -> None:
+        self.reduce = reduce
+        self.start = self.end = 0.0
+        self.thread: Thread | None = None
+
+    def __call__(self) -> None:
+        self.start = time.perf_counter()
+        self.thread = Thread(target=self._wait, args=(self.reduce.start(self.reduce.action.stage),), daemon=True)
+        self.thread.start()
+
+    def _wait(self, works: list[Work]) -> None:
+        with suppress(Exception):  # raised where the step waits, too
+            for work in works:
+                work.wait()
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+        self.end = time.perf_counter()
+
+
 class Trace:
     """The measurement of one step on one rank; all ranks make theirs together."""
 
     def __init__(self, operations: list[Operation], transport: Transport) -> None:
         on_gpu = transport.device.type == "cuda"
         self.transport = transport
-        self.operations = [
-            Timed(operation, on_gpu=on_gpu) if isinstance(operation, Compute) else operation for operation in operations
-        ]
+        self.operations = [_timed(operation, on_gpu=on_gpu) for operation in operations]
         if on_gpu:
             torch.cuda.synchronize(transport.device)
         all_gather(transport, [0.0])
@@ -70,14 +94,23 @@ class Trace:
 
         Ranks on one machine share its clock; those on other machines count from the moment at which all started.
         """
-        host, mine = socket.gethostname(), self._spans()
-        everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine))
-        first_host, first_zero, _ = everyone[0]
-        return Timeline(
-            name,
-            placement,
-            tuple(_shifted(spans, zero - first_zero if of == first_host else 0.0) for of, zero, spans in everyone),
+        host, mine, reductions = socket.gethostname(), self._spans(), self._reductions()
+        everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine, reductions))
+        first_host, first_zero, *_ = everyone[0]
+        shifts = [zero - first_zero if of == first_host else 0.0 for of, zero, *_ in everyone]
+        rows, reduced = (
+            tuple(_shifted(each[index], shift) for each, shift in zip(everyone, shifts, strict=True))
+            for index in (2, 3)
         )
+        return Timeline(name, placement, rows, reductions=reduced if any(reduced) else ())
+
+    def _reductions(self) -> list[Span]:
+        timed = [operation for operation in self.operations if isinstance(operation, TimedReduction)]
+        for one in timed:
+            if one.thread is not None:
+                one.thread.join()
+        rank = self.transport.rank
+        return [Span(one.reduce.action, rank, one.start - self.zero, one.end - self.zero) for one in timed]
 
     def _spans(self) -> list[Span]:
         timed = [operation for operation in self.operations if isinstance(operation, Timed)]
@@ -91,6 +124,16 @@ class Trace:
     def _since(self, moment: Any) -> float:
         seconds: float = moment - self.zero if self.event is None else self.event.elapsed_time(moment) / 1000
         return seconds
+
+
+def _timed(operation: Operation, *, on_gpu: bool) -> Operation:
+    match operation:
+        case Compute():
+            return Timed(operation, on_gpu=on_gpu)
+        case Reduce():
+            return TimedReduction(operation)
+        case _:
+            return operation
 
 
 def _spans(compute: Compute, rank: int, start: float, end: float) -> list[Span]:

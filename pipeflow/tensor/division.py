@@ -18,7 +18,12 @@ LOG = logging.getLogger("pipeflow")
 
 
 def divide(layer: str, name: str, size: int, parts: int) -> int:
-    """The size of each of `parts` equal parts. Raises UsageError naming the layer where it does not come out even."""
+    """The size of each of `parts` equal parts. Raises UsageError, naming `layer` and what is split (`name`), where it
+    does not come out even.
+
+    >>> divide("attention", "heads", 12, 4)
+    3
+    """
     if size % parts:
         raise UsageError(
             f"{layer} cannot split {name}={size} over {parts} tensor ranks: choose a tensor size that divides "

@@ -121,7 +121,7 @@ class VocabParallelEmbedding(SplitEmbedding):
         local = input - group.rank * rows
         elsewhere = (local < 0) | (local >= rows)
         part = look_up(self, local.masked_fill(elsewhere, 0), self._local_padding())
-        part = part.masked_fill(elsewhere.unsqueeze(-1), 0)
+        part = part.masked_fill_(elsewhere.unsqueeze(-1), 0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_region(part, group)
         return reduce_from_tensor_region(part, group)

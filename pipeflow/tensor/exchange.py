@@ -15,12 +15,13 @@ Finish = Callable[[], Tensor]
 
 
 def start_sum(group: Group, tensor: Tensor) -> Finish:
-    """Starts to replace `tensor`, which is contiguous and the caller's own, by the sum over the ranks."""
-    work = group.all_reduce(tensor)
+    """Starts to compute the sum over the ranks of `tensor`, which is the caller's own and is written to."""
+    total = tensor.contiguous()
+    work = group.all_reduce(total)
 
     def finish() -> Tensor:
         work.wait()
-        return tensor
+        return total
 
     return finish
 
@@ -73,9 +74,9 @@ def sum_scattered(group: Group, whole: Tensor, dim: int) -> Tensor:
 
 
 def piece(group: Group, whole: Tensor, dim: int) -> Tensor:
-    """This rank's piece of what all ranks have, along `dim`, contiguous. Raises UsageError for no equal pieces."""
+    """A copy of this rank's piece, along `dim`, of what all ranks have. Raises UsageError for no equal pieces."""
     length = piece_length(whole, dim, group.size)
-    return whole.narrow(dim, group.rank * length, length).contiguous()
+    return whole.narrow(dim, group.rank * length, length).clone(memory_format=torch.contiguous_format)
 
 
 def piece_length(whole: Tensor, dim: int, pieces: int) -> int:
@@ -83,7 +84,7 @@ def piece_length(whole: Tensor, dim: int, pieces: int) -> int:
     length = whole.shape[dim]
     if length % pieces:
         raise UsageError(
-            f"a tensor of shape {tuple(whole.shape)} cannot be split along dimension {dim % whole.dim()} over {pieces} "
-            f"tensor ranks: pad its {length} entries to a multiple of {pieces}"
+            f"a tensor of shape {tuple(whole.shape)} has no equal pieces along dimension {dim % whole.dim()} for "
+            f"{pieces} tensor ranks: pad its {length} entries to a multiple of {pieces}"
         )
     return length // pieces

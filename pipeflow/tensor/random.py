@@ -73,12 +73,17 @@ def manual_seed(seed: int) -> RandomTracker:
         context = current_context()
         place = (context.data_rank, context.pipeline_rank, context.tensor_rank)
         tracker = RandomTracker(seed, device=context.device, place=place)
-    _tracker.set(tracker)
+    set_tracker(tracker)
     return tracker
 
 
+def set_tracker(tracker: RandomTracker) -> None:
+    """Makes `tracker` this thread's; for places that no context knows."""
+    _tracker.set(tracker)
+
+
 def current_tracker() -> RandomTracker | None:
-    """The tracker that `manual_seed` made on this thread, if any."""
+    """The tracker of this thread, if any."""
     return _tracker.get()
 
 

@@ -10,7 +10,7 @@ from pipeflow.training.launch import get_default_parser, launch, launch_from_tor
 from pipeflow.training.logging import DistributedLogger, disable_existing_loggers, get_dist_logger
 from pipeflow.training.masters import MasterWeights
 from pipeflow.training.optimizer import load_named_state, named_state
-from pipeflow.training.precision import AMP_TYPE, Precision
+from pipeflow.training.precision import AMP_TYPE, HalfPrecision
 from pipeflow.training.scaler import LossScaler
 from pipeflow.training.zero import Zero
 
@@ -19,10 +19,10 @@ __all__ = [
     "Config",
     "DataParallelLoader",
     "DistributedLogger",
+    "HalfPrecision",
     "LossScaler",
     "MasterWeights",
     "ParallelMode",
-    "Precision",
     "Zero",
     "clip_grad_norm_",
     "disable_existing_loggers",

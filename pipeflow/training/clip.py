@@ -6,10 +6,10 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.agreement import all_gather
-from pipeflow.parallel.layout import Place
 from pipeflow.parallel.split import splits_of
 from pipeflow.runtime.pipeline import Pipeline
 
@@ -18,9 +18,9 @@ def grad_norm(model: Pipeline) -> Tensor:
     """The 2-norm of the whole model's gradient, `model.loss_scale` taken out: a float64 scalar, the same bits on every
     rank of the world. All of them call it together.
 
-    Every weight counts once: one that is split over tensor ranks by its parts, a tied one by the copy on its lowest
-    rank, and those that replicas share by the first replica's. Where any gradient of any rank of the world is not
-    finite, neither is the norm.
+    Every weight counts once: one that is split over tensor ranks, or by fully_shard, by its parts, a tied one by the
+    copy on its lowest rank, and those that replicas share by the first replica's. Where any gradient of any rank of
+    the world is not finite, neither is the norm.
 
     Raises PipelineError as `execute_pipeline` does.
     """
@@ -30,9 +30,11 @@ def grad_norm(model: Pipeline) -> Tensor:
     if not all(math.isfinite(square) for row in rows for square in row):
         return torch.tensor(math.inf, dtype=torch.float64)
     total = 0.0
-    for pipeline in range(layout.pipeline):
-        places = [Place(0, pipeline, tensor) for tensor in range(layout.tensor)]
-        total += rows[layout.rank(places[0])][0] + sum(rows[layout.rank(place)][1] for place in places)
+    for rank, row in enumerate(rows):
+        place = layout.place(rank)
+        for (over_tensor, over_data), square in zip(_SPREADS, row, strict=True):
+            if (over_tensor or place.tensor == 0) and (over_data or place.data == 0):
+                total += square
     return torch.tensor(math.sqrt(total) / model.loss_scale, dtype=torch.float64)
 
 
@@ -66,13 +68,21 @@ def clip_factor(norm: Tensor, max_norm: float) -> float:
     return min(1.0, max_norm / (norm.item() + 1e-6))  # torch adds it too: a pipeline changes no digit
 
 
+# Whether a weight is split over the tensor ranks, and whether over the data ranks, as fully_shard does.
+_SPREADS = [(False, False), (False, True), (True, False), (True, True)]
+
+
 def _squares(model: Pipeline) -> list[float]:
-    """Over this rank's gradients, the sum of squares of whole parameters, and that of parts of split ones."""
+    """The sum of squares of what this rank has of the gradients, for each of _SPREADS."""
     split, elsewhere = splits_of(model), model.ties.counted_elsewhere
-    sums = list(torch.zeros(2, dtype=torch.float64, device=model.context.device))
+    sums = list(torch.zeros(len(_SPREADS), dtype=torch.float64, device=model.context.device))
     for parameter in model.parameters():
-        if parameter.grad is not None and id(parameter) not in elsewhere:
-            norm = torch.linalg.vector_norm(parameter.grad.detach(), dtype=torch.float64)
-            sums[id(parameter) in split] += norm.square()
+        gradient = parameter.grad
+        if gradient is None or id(parameter) in elsewhere:
+            continue
+        over_data = isinstance(gradient, DTensor)
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        norm = torch.linalg.vector_norm(local.detach(), dtype=torch.float64)
+        sums[_SPREADS.index((id(parameter) in split, over_data))] += norm.square()
     squares: list[float] = torch.stack(sums).tolist()  # one look at the device's memory
     return squares

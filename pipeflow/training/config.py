@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipeflow.core.errors import UsageError
-from pipeflow.training.precision import AMP_TYPE, Precision
+from pipeflow.training.precision import AMP_TYPE, HalfPrecision
 
 LOG = logging.getLogger("pipeflow")
 
@@ -68,7 +68,7 @@ class Config:
     num_microbatches: int | None = None
     num_chunks: int | None = None
     tensor_shape: tuple[int, ...] | None = None
-    precision: Precision | None = None
+    precision: HalfPrecision | None = None
     clip_grad_norm: float = 0.0
     gradient_accumulation: int = 1
     seed: int | None = None
@@ -76,6 +76,8 @@ class Config:
     given: Section = field(default_factory=lambda: Section({}))
 
     def __getattr__(self, name: str) -> Any:
+        if name == "given":  # a copy that is being made has none yet
+            raise AttributeError(name)
         return getattr(self.given, name)
 
 
@@ -195,7 +197,7 @@ def _is_shape(value: object) -> bool:
     return isinstance(value, tuple | list | torch.Size) and len(value) > 0 and all(map(_is_positive, value))
 
 
-def _precision(given: Section) -> Precision | None:
+def _precision(given: Section) -> HalfPrecision | None:
     fp16, bf16 = _section(given, "fp16", ("mode", *_SCALING)), _section(given, "bf16", ("mode",))
     if fp16 and bf16:
         raise UsageError("the configuration has both fp16 and bf16: give one of them")
@@ -206,7 +208,7 @@ def _precision(given: Section) -> Precision | None:
     if not isinstance(mode, AMP_TYPE):
         modes = ", ".join(f"AMP_TYPE.{kind.name}" for kind in (AMP_TYPE.NAIVE, AMP_TYPE.TORCH))
         raise UsageError(f"the mode of 16 bits must be one of {modes}, got {mode!r}")
-    return Precision(mode, dtype, {key: section[key] for key in section if key != "mode"})
+    return HalfPrecision(mode, dtype, {key: section[key] for key in section if key != "mode"})
 
 
 def _clip_grad_norm(given: Section) -> float:

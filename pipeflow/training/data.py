@@ -42,7 +42,8 @@ def get_dataloader(
         drop_last: leave out the last samples that fill no batch, or not one on every rank; otherwise, where the
             dataset does not divide among the data ranks, some samples come twice.
         add_sampler: whether each data rank has a part of its own; otherwise all have the whole.
-        pin_memory, num_workers, kwargs: as torch.utils.data.DataLoader takes them.
+        pin_memory: only done where this process computes on a GPU.
+        num_workers, kwargs: as torch.utils.data.DataLoader takes them.
 
     Raises UsageError for a dataset without a length, or without a context.
     """
@@ -56,7 +57,7 @@ def get_dataloader(
         batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        pin_memory=pin_memory,
+        pin_memory=pin_memory and context.device.type != "cpu",
         num_workers=num_workers,
         generator=torch.Generator(),
         **kwargs,

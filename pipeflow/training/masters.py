@@ -43,7 +43,6 @@ class MasterWeights(Wrapper):
         super().__init__(model, optimizer)
         self.scaler = scaler
         self.skipped = 0
-        self._pipeline = model
         self._norm: Tensor | None = None
         self._factor = 1.0
         self._put_masters()
@@ -65,7 +64,7 @@ class MasterWeights(Wrapper):
 
         Raises UsageError for a `max_norm` that is not positive, PipelineError as `execute_pipeline` does.
         """
-        norm = grad_norm(self._pipeline)
+        norm = grad_norm(self.model)
         self._factor = clip_factor(norm, max_norm)
         self._norm = norm
         return norm
@@ -76,12 +75,12 @@ class MasterWeights(Wrapper):
         Raises PipelineError as `execute_pipeline` does.
         """
         self.refuse_closure(closure)
-        norm, factor = self._norm, self._factor / self._pipeline.loss_scale
+        norm, factor = self._norm, self._factor / self.model.loss_scale
         self._norm, self._factor = None, 1.0
         if self.scaler is None:
             self._step(factor)
             return
-        overflow = not (grad_norm(self._pipeline) if norm is None else norm).isfinite()
+        overflow = not (grad_norm(self.model) if norm is None else norm).isfinite()
         if overflow:
             self.skipped += 1
             LOG.info("gradients overflowed at loss scale %g: the step is skipped", self.scaler.scale)
@@ -124,7 +123,7 @@ class MasterWeights(Wrapper):
 
     def _tell_scale(self) -> None:
         if self.scaler is not None:
-            self._pipeline.loss_scale = self.scaler.scale
+            self.model.loss_scale = self.scaler.scale
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
+from pipeflow.runtime.pipeline import Pipeline
 
 MASTER = "master"  # among a parameter's states: the float32 weight that is stepped in its place
 
@@ -28,7 +29,7 @@ class Wrapper(Optimizer):
             itself, or its master. One dict for a chain of wrappers.
     """
 
-    def __init__(self, model: nn.Module, inner: Optimizer) -> None:
+    def __init__(self, model: Pipeline, inner: Optimizer) -> None:
         known = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in known for parameter in stepped_by(inner)):
             raise UsageError("the optimizer steps what is no parameter of the model: make it from model.parameters()")
@@ -108,7 +109,8 @@ def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, A
 @torch.no_grad()
 def load_named_state(optimizer: Optimizer, model: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
     """Gives `optimizer` what `named_state` told, of one rank or merged ones: each parameter that this rank steps takes
-    its own. A parameter with a master takes its value too; one that had none gives its own value to the master.
+    its own. A parameter with a master takes its value too; one that had none gives its own value to the master. Tensors
+    whose dtype and device fit are kept, not copied, as torch does.
 
     Raises UsageError when a parameter that is stepped here is not among `states`.
     """

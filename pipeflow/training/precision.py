@@ -25,7 +25,7 @@ class AMP_TYPE(Enum):  # noqa: N801 (its name in every tutorial)
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
+class HalfPrecision:
     """The 16-bit type and how it is used. `scaling` are the options of the LossScaler that float16 needs.
 
     Raises UsageError for AMP_TYPE.APEX, for a dtype that is neither float16 nor bfloat16, and for options that a
@@ -41,7 +41,7 @@ class Precision:
             raise UsageError("AMP_TYPE.APEX is not supported: use AMP_TYPE.TORCH (autocast) or AMP_TYPE.NAIVE")
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise UsageError(f"training in 16 bits takes torch.float16 or torch.bfloat16, got {self.dtype}")
-        self.scaler()
+        self.scaler()  # refuses options that make no sense
 
     @property
     def parameters(self) -> torch.dtype:
@@ -58,8 +58,16 @@ class Precision:
         return LossScaler(**self.scaling) if self.dtype == torch.float16 else None  # type: ignore[arg-type]
 
     def optimizer(self, model: Pipeline, optimizer: Optimizer) -> MasterWeights:
-        """What steps `model` in this precision, by `optimizer`. Raises UsageError as `require_dtype` does."""
+        """What steps `model` in this precision, by `optimizer`. Raises UsageError as `require_dtype` does, and for a
+        model whose parameters are of another dtype.
+        """
         require_dtype(self.dtype, model.context.device)
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        if dtypes and self.parameters not in dtypes:
+            raise UsageError(
+                f"AMP_TYPE.{self.mode.name} steps parameters in {self.parameters}, and the model's are in "
+                f"{', '.join(sorted(map(str, dtypes)))}: convert it before its Pipeline is made"
+            )
         return MasterWeights(model, optimizer, scaler=self.scaler())
 
 

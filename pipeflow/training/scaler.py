@@ -36,7 +36,8 @@ class LossScaler:
         max_scale: float = 2.0**32,
     ) -> None:
         if not 0 < min_scale <= initial_scale <= max_scale:
-            raise UsageError(f"it must be 0 < min_scale {min_scale} <= {initial_scale} <= max_scale {max_scale}")
+            bounds = f"min_scale {min_scale} <= initial_scale {initial_scale} <= max_scale {max_scale}"
+            raise UsageError(f"it must be 0 < {bounds}")
         if not 0 < backoff_factor < 1 < growth_factor:
             raise UsageError(f"it must be 0 < backoff_factor {backoff_factor} < 1 < growth_factor {growth_factor}")
         if growth_interval < 1 or hysteresis < 1:

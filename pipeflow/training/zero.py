@@ -11,6 +11,7 @@ from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
@@ -41,14 +42,16 @@ class Zero(Wrapper):
     Attributes:
         owners: which data rank owns each parameter.
 
-    Raises UsageError when `optimizer` is a wrapper, or steps other parameters.
+    Raises UsageError when `optimizer` is a wrapper, steps other parameters, or those of a module under fully_shard.
     """
 
     def __init__(self, model: Pipeline, optimizer: Optimizer) -> None:
         if isinstance(optimizer, Wrapper):
             raise UsageError("Zero goes inside: MasterWeights(model, Zero(model, optimizer))")
         super().__init__(model, optimizer)
-        self._alarm, self._group = model.alarm, model.context.data
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters):
+            raise UsageError("fully_shard spreads the optimizer's states itself: leave Zero out")
+        self._group = model.context.data
         self.owners = owners_of(self.parameters, self._group.size)
         self.stepped = {p: p for p in self.parameters if self.owners[p] == self._group.rank}
         for group in optimizer.param_groups:
@@ -62,7 +65,7 @@ class Zero(Wrapper):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Steps what is owned here and exchanges the new values. Raises PipelineError when a rank fails."""
         self.refuse_closure(closure)
-        with self._alarm.raised_everywhere():
+        with self.model.alarm.raised_everywhere():
             self.inner.step()
             self._exchange()
 

@@ -1,5 +1,6 @@
 """Simulate against a slow simulator of its own, written from the definitions, over random sound plans: pairs, split
-backwards, both directions, reductions, unequal costs, links and bytes. Costs are multiples of 1/4, so that sums are exact.
+backwards, both directions, reductions, unequal costs, links and bytes. Costs are multiples of 1/4, so that sums are
+exact.
 """
 
 from __future__ import annotations

@@ -135,13 +135,14 @@ def test_interleaving_hides_the_reductions_of_all_chunks_but_the_first(chunks: i
 
 def test_a_stage_of_two_ranks_is_reduced_by_both_at_once() -> None:
     schedule = Schedule.from_csv(
-        "0F0,0B0,0REDUCE_GRAD,1F1,1B1,1REDUCE_GRAD\n1F0,1B0,1REDUCE_GRAD,0F1,0B1,0REDUCE_GRAD",
+        "0F0,0B0,0REDUCE_GRAD,1F1,1B1,1REDUCE_GRAD\n1F0,1B0,0F1,1REDUCE_GRAD,0B1,0REDUCE_GRAD",
         Placement.bidirectional(2),
     )
-    timeline = simulate(schedule, CostModel.even(schedule.placement, reduce=2))
+    timeline = simulate(schedule, CostModel((3, 1), (1, 1), (1, 1), reduce=(2, 2)))
     first, second = [[(str(span.action), span.start, span.end) for span in row] for row in timeline.reductions]
-    assert first == [("1R1", 9, 11), ("0R0", 11, 13)]  # rank 1 comes to 0R1 when it has made 0B1, at 11
-    assert second == [("1R0", 9, 11), ("0R1", 11, 13)]
+    # Rank 0 comes to 0R0 at 8 and to 1R1 at 12, rank 1 to 1R0 at 9 and to 0R1 at 14.
+    assert first == [("1R1", 12, 14), ("0R0", 14, 16)]
+    assert second == [("1R0", 12, 14), ("0R1", 14, 16)]
     assert [str(cause) for cause in timeline.reduction_causes()[0]] == [
         "1R1 on rank 0 came after 1B1",
         "0R0 on rank 0 waited for the weight gradient of stage 0, microbatch 1 from rank 1",

@@ -72,7 +72,9 @@ def reduces(schedule: Schedule) -> bool:
     """No reductions at all; or on each rank one per stage that has weight gradients there, after the last of these and
     with its microbatch."""
     rows = [list(schedule.actions(rank)) for rank in range(len(schedule.rows))]
-    for row in rows if any(map(is_r, sum(rows, []))) else []:
+    if not any(is_r(action) for row in rows for action in row):
+        return True
+    for row in rows:
         adding = [action for action in row if action.kind in (Kind.B, Kind.W)]
         if sorted(action.stage for action in row if is_r(action)) != sorted({action.stage for action in adding}):
             return False

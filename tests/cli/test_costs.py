@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeflow.cli import main
 from tests.cli.run import error, out
 
 SOUND: dict[str, Any] = {"forward": [1, 2], "backward_input": [1, 1], "backward_weight": [1, 1]}
@@ -89,3 +90,31 @@ def test_costs_must_fit_the_schedule_and_be_given_once(capsys: pytest.CaptureFix
     assert said == "--transfer and --costs are two ways to give costs: choose one"
     missing = costs.with_name("cost.json")
     assert error(capsys, "draw", "1f1b", "--costs", missing).endswith(f"did you mean {costs}?")
+
+
+def test_a_price_of_reductions_plans_them(capsys: pytest.CaptureFixture[str], costs: Path) -> None:
+    sizes = ["1f1b", "--ranks", 2, "--microbatches", 4]
+    assert makespan(capsys, *sizes, "--reduce", 2.5) == makespan(capsys, *sizes) + 2.5
+    plain, read = (json.loads(out(capsys, "simulate", *sizes, *more, "--json")) for more in ([], ["--reduce", 2]))
+    assert set(read) == {*plain, "exposed_reduction"}
+    assert read["exposed_reduction"] == read["critical_path"]["reducing"] == 2
+    assert "reductions        2, exposed 2\n" in out(capsys, "simulate", *sizes, "--reduce", 2)
+    assert "R3" in out(capsys, "draw", *sizes, "--reduce", 2)
+    assert json.loads(out(capsys, "compare", *sizes, "--reduce", 2, "--json"))["schedules"]["1f1b"]["makespan"] == 17
+    costs.write_text(json.dumps(SOUND | {"reduce": [1, 3]}))
+    priced = json.loads(out(capsys, "simulate", *sizes, "--costs", costs, "--json"))
+    assert priced["exposed_reduction"] == 1
+
+
+def test_tables_hold_reductions_as_torch_writes_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table = tmp_path / "reduced.csv"
+    sizes = ["zb-v", "--ranks", 2, "--microbatches", 2]
+    out(capsys, "export", *sizes, "--reduce", 0, "--csv", table)
+    assert table.read_text().count("REDUCE_GRAD") == 4
+    assert "is sound" in out(capsys, "verify", table, "--placement", "vee")
+    vee = [table, "--placement", "vee", "--reduce", 2]
+    assert makespan(capsys, *vee) == makespan(capsys, *sizes, "--reduce", 2) > makespan(capsys, *sizes)
+    assert out(capsys, "export", table, "--placement", "vee", "--forward-only", "--csv", "-").count("REDUCE") == 0
+    table.write_text(table.read_text().replace(",0REDUCE_GRAD", ""))
+    assert main(["verify", str(table), "--placement", "vee"]) == 1
+    assert capsys.readouterr().out == "rank 0: stage 0 is not reduced; expected 0R1 after 0W1, since others are\n"

@@ -123,3 +123,16 @@ def test_a_timeline_of_an_unsound_schedule_is_refused(capsys: pytest.CaptureFixt
     path = tmp_path / "half.json"
     path.write_text('{"paths": [[0]], "rows": [[["0F0", 0, 1], ["0F1", 1, 2], ["0B0", 2, 3]]]}')
     assert error(capsys, "draw", path).startswith(f"{path} is unsound, 1 violation, the first: rank 0: ")
+
+
+def test_a_plan_reduces_where_what_was_measured_did(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4).with_reductions()
+    path = tmp_path / "reduced.json"
+    path.write_text(simulate(schedule, CostModel.even(schedule.placement, reduce=3)).to_json())
+    assert out(capsys, "verify", path).startswith("1f1b is sound")
+    shown = out(capsys, "diff", "1f1b", path)
+    assert "The rows are the same on every rank." in shown
+    assert "planned / measured: 1.000" in shown
+    assert shown.count("reductions 3, exposed 3") == 2
+    plain = out(capsys, "diff", "1f1b", "1f1b", "--ranks", 2, "--microbatches", 4)
+    assert "reductions" not in plain

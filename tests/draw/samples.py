@@ -29,6 +29,12 @@ def with_bytes() -> Timeline:
     return simulate(schedule, CostModel.even(schedule.placement, saved_bytes=3 * 2**30, deferred_bytes=2**30))
 
 
+def reducing(name: str = "interleaved-1f1b", reduce: float = 8, **options: int) -> Timeline:
+    """With gradient reductions: some beside computations, some after all of them."""
+    schedule = make_schedule(name, ranks=4, microbatches=8, **options).with_reductions()
+    return simulate(schedule, CostModel.even(schedule.placement, reduce=reduce))
+
+
 def paired() -> Timeline:
     text = "0F0,0F1,(0F2;0B0)OVERLAP_F_B,(0F3;0B1)OVERLAP_F_B,0B2,0B3\n1F0,(1F1;1I0)OVERLAP_F_B,1W0,1F2,1B1,1F3,1B2,1B3"
     schedule = Schedule.from_csv(text, name="paired")
@@ -78,6 +84,9 @@ SAMPLES = {
     "transfers": with_transfers(),
     "bytes": with_bytes(),
     "pairs": paired(),
+    "reductions": reducing(),
+    "two ways": reducing("chimera"),
+    "free reductions": reducing(reduce=0),
     "measured": measured(),
     "empty": empty(),
     "timeless": timeless(),

@@ -14,7 +14,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html
 from pipeflow.draw.looks import COLOURS
-from tests.draw.samples import SAMPLES, measured, paired, planned, with_bytes, with_transfers
+from tests.draw.samples import SAMPLES, measured, paired, planned, reducing, with_bytes, with_transfers
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install selenium")
 ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
@@ -167,6 +167,28 @@ def test_keys_walk_over_all_blocks_of_a_rank_and_say_their_causes(page: Page, na
         told = page.text("#spoken")
         assert told.startswith(f"{timeline.rows[0][index].action}, ")
         assert str(cause) in told
+
+
+def test_reductions_say_what_they_are_to_pointer_and_keys(page: Page) -> None:
+    timeline = reducing("1f1b", 4)
+    page.open(timeline)
+    x, y = page.place(timeline, "2B7")
+    page.walk(Keys.ARROW_RIGHT)
+    told = page.text("#spoken")
+    assert told.startswith(
+        "2R7, gradient reduction, stage 2 (chunk 0 of its rank), last microbatch 7, rank 2, start 29,"
+    )
+    assert "2R7 on rank 2 came after 2B7." in told
+    frame, lanes = page.find(".focused").rect, page.find(".lanes").rect
+    middle = frame["x"] + frame["width"] / 2 - lanes["x"] - lanes["width"] / 2
+    page.press(Keys.ESCAPE)
+    page.point(middle, y + 10).perform()
+    assert page.text("#tip").startswith("2R7gradient reduction")
+    page.press(Keys.ESCAPE)
+    page.point(x, y).click().perform()
+    assert page.text("#way") == "microbatch 7: 21 to 33"
+    page.point(middle, y + 10).click().perform()  # a reduction is no microbatch's
+    assert page.text("#way") == ""
 
 
 def test_a_pair_says_what_it_is_overlapped_with(page: Page) -> None:

@@ -14,6 +14,7 @@ from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import Comparison, Gantt
 from pipeflow.schedules import make_schedule
+from tests.draw.samples import reducing
 
 Colours = Literal["standard", "truecolor"]
 
@@ -91,6 +92,33 @@ def test_halves_have_letters_and_names_of_their_own() -> None:
 def test_the_span_is_said_where_it_is_not_the_makespan() -> None:
     forward = make_schedule("1f1b", ranks=2, microbatches=4).forward_only()
     assert "makespan 5  span 4  bubble 0.0%  peak" in draw(Gantt(simulate(forward)))
+
+
+def test_reductions_stand_where_a_rank_is_idle_and_are_summed_up() -> None:
+    schedule = make_schedule("interleaved-1f1b", ranks=2, microbatches=2).with_reductions()
+    timeline = simulate(schedule, CostModel.even(schedule.placement, reduce=6))
+    assert (
+        draw(Gantt(timeline, memory=False, unit="ms"), 60)
+        == """\
+interleaved-1f1b, 2 ranks, 2 chunks, 2 microbatches
+        0 ms                5                   10
+rank 0  F0F1f0f1....b0- ..b1- B0- B1- r1- R1---------
+rank 1  ..F0F1f0b0- f1b1- B0- B1- r1- R1--------- ....
+makespan 11.5 ms  reductions 6 ms, exposed 4 ms
+bubble 47.8%  peak activations 2 1.5
+
+F forward   B backward   R gradient reduction
+lower case: chunk 1   . idle
+"""
+    )
+
+
+def test_reductions_are_half_a_line_high_where_there_are_colours() -> None:
+    lines = draw(Gantt(reducing(reduce=4), memory=False), colours="truecolor").splitlines()
+    plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines]
+    assert all("\u2584" in line for line in plain if line.startswith("rank "))
+    assert any("\u2584\u2584 gradient reduction" in line for line in plain)
+    assert "gradient reduction" not in draw(Gantt(reducing(reduce=0)))
 
 
 @pytest.mark.parametrize("width", [12, 80, 300])
@@ -205,7 +233,7 @@ def test_pairs_are_joined() -> None:
 
 def memory_lines(drawing: str, margin: int = 8) -> list[str]:
     plain = re.sub(r"\x1b\[[\d;]*m", "", drawing)
-    return [line[margin:] for line in plain.splitlines() if line.startswith("peak")]
+    return [line[margin:] for line in plain.splitlines() if re.match(r"peak \d", line)]
 
 
 def test_memory_is_drawn_to_the_scale_of_the_highest_peak() -> None:

@@ -12,7 +12,7 @@ import pytest
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html
-from tests.draw.samples import HOSTILE, SAMPLES, measured, paired, planned, with_bytes, with_transfers
+from tests.draw.samples import HOSTILE, SAMPLES, measured, paired, planned, reducing, with_bytes, with_transfers
 
 VOID = {"meta", "input", "br", "link", "img"}
 
@@ -73,11 +73,31 @@ def test_the_page_knows_what_was_waited_for(timeline: Timeline) -> None:
             assert value == [cause.value.content.value, cause.value.stage, cause.value.microbatch]
 
 
-def test_the_page_holds_the_critical_path() -> None:
-    timeline = with_transfers()
+def named(row: dict[str, Any]) -> list[str]:
+    """What a rank runs, and then its reductions: the order in which the page counts them."""
+    return [*row["actions"].split(), *row.get("reductions", {"actions": ""})["actions"].split()]
+
+
+@pytest.mark.parametrize("timeline", [with_transfers(), reducing(), reducing("chimera")])
+def test_the_page_holds_the_critical_path(timeline: Timeline) -> None:
     written = Page(html(timeline)).scripts()[0]["timelines"][0]
-    path = [written["rows"][rank]["actions"].split()[index] for rank, index in written["path"]]
+    path = [named(written["rows"][rank])[index] for rank, index in written["path"]]
     assert path == [str(cause.span.action) for cause in timeline.critical_path()]
+
+
+@pytest.mark.parametrize("timeline", [reducing(), reducing("chimera", 3)])
+def test_the_page_holds_reductions_with_their_times_and_causes(timeline: Timeline) -> None:
+    rows = Page(html(timeline)).scripts()[0]["timelines"][0]["rows"]
+    for row, spans, causes in zip(rows, timeline.reductions, timeline.reduction_causes(), strict=True):
+        reductions = row["reductions"]
+        assert reductions["actions"].split() == [str(span.action) for span in spans]
+        assert reductions["times"] == [time for span in spans for time in (span.start, span.end)]
+        after = [named(rows[rank])[index] for rank, index in reductions["after"]]
+        assert after == [str(cause.after.action) for cause in causes if cause.after]
+        assert [wait[0] for wait in reductions["waits"]] == [
+            len(row["actions"].split()) + index for index, cause in enumerate(causes) if cause.value
+        ]
+    assert "reductions" not in Page(html(planned())).scripts()[0]["timelines"][0]["rows"][0]
 
 
 def test_the_page_loads_nothing_and_runs_its_own_script_alone() -> None:

@@ -14,9 +14,10 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.draw.test_gantt import draw
 
 
-def planned(name: str, microbatches: int = 8, transfer: float = 0.5) -> Timeline:
+def planned(name: str, microbatches: int = 8, transfer: float = 0.5, reduce: float | None = None) -> Timeline:
     schedule = make_schedule(name, ranks=4, microbatches=microbatches)
-    return simulate(schedule, CostModel.even(schedule.placement, transfer=transfer))
+    schedule = schedule if reduce is None else schedule.with_reductions()
+    return simulate(schedule, CostModel.even(schedule.placement, transfer=transfer, reduce=reduce or 0))
 
 
 def test_a_stretch_on_one_rank_is_one_line() -> None:
@@ -49,6 +50,12 @@ def test_folding_loses_nothing_of_the_path(name: str) -> None:
     assert folds[-1].last == path[-1].actions[-1]
     by_rank, reducing, waiting = path_times(timeline)
     assert sum(by_rank) + reducing + waiting == pytest.approx(timeline.makespan)
+
+
+def test_reductions_end_the_path() -> None:
+    lines = draw(CriticalPath(planned("zb-h1", transfer=0, reduce=3))).splitlines()
+    assert lines[-2].endswith("0R7 (21 actions)")
+    assert lines[-1] == "computing 27, reducing 3, waiting 0"
 
 
 def test_times_are_in_the_unit_of_the_caller() -> None:

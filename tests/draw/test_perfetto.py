@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from pipeflow.core.dataflow import makes, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import perfetto
-from tests.draw.samples import HOSTILE, SAMPLES, measured, paired, planned, with_bytes, with_transfers
+from tests.draw.samples import HOSTILE, SAMPLES, measured, paired, planned, reducing, with_bytes, with_transfers
 
 Event = dict[str, Any]
 SMALL = {name: timeline for name, timeline in SAMPLES.items() if name != "dense"}
@@ -46,7 +46,8 @@ def sent(timeline: Timeline) -> int:
 @pytest.mark.parametrize("timeline", SMALL.values(), ids=SMALL)
 def test_every_action_is_a_slice_and_slices_of_a_rank_do_not_overlap(timeline: Timeline) -> None:
     found = events(timeline)
-    assert Counter(event["name"] for event in of_phase(found, "X")) == Counter(str(span.action) for span in timeline)
+    spans = chain(timeline, *timeline.reductions)
+    assert Counter(event["name"] for event in of_phase(found, "X")) == Counter(str(span.action) for span in spans)
     for track in by_track(found).values():
         for one, other in pairwise(track):
             assert one["ts"] + one["dur"] <= other["ts"]
@@ -97,6 +98,24 @@ def test_an_arrow_leads_from_maker_to_user() -> None:
     assert (forward["name"], back["name"]) == ("activation", "gradient")
     assert forward["tid"] == slices["0F0"]["tid"]
     assert back["tid"] == slices["1B0"]["tid"]
+
+
+def test_reductions_have_a_track_of_their_own_below_their_rank() -> None:
+    timeline = reducing()
+    found = events(timeline, planned())
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    assert list(names.values()) == [
+        *(f"rank {rank}" for rank in range(4)),
+        *(f"rank {rank} reductions" for rank in range(4)),
+        *(f"rank {rank}" for rank in range(4)),
+    ]
+    tracks = by_track(found)
+    for rank, row in enumerate(timeline.reductions):
+        track = tracks[1, list(names)[4 + rank][1]]
+        assert [event["name"] for event in track] == [str(span.action) for span in row]
+    assert {names[key] for key, track in tracks.items() if "R" in track[0]["name"]} == set(list(names.values())[4:8])
+    arrows = [event for event in of_phase(found, "s") if event["name"] == "weight gradient"]
+    assert len(arrows) == 8
 
 
 def test_slices_say_what_they_are() -> None:

@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -12,8 +12,8 @@ import pytest
 from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import svg
-from pipeflow.draw.looks import COLOURS, INK, shade
-from tests.draw.samples import SAMPLES, empty, measured, paired, planned, with_a_moment, with_bytes
+from pipeflow.draw.looks import COLOURS, DARK, INK, LIGHT, Scheme, shade
+from tests.draw.samples import SAMPLES, empty, measured, paired, planned, reducing, with_a_moment, with_bytes
 
 Element = ElementTree.Element
 NAMESPACE = "{http://www.w3.org/2000/svg}"
@@ -44,7 +44,27 @@ APART = [name for name in SAMPLES if name not in ("dense", "timeless", "moment")
 
 @pytest.mark.parametrize("name", APART)
 def test_every_action_is_drawn_once(name: str) -> None:
-    assert Counter(actions(drawn(SAMPLES[name]))) == Counter(str(span.action) for span in SAMPLES[name])
+    spans = chain(SAMPLES[name], *SAMPLES[name].reductions)
+    assert Counter(actions(drawn(SAMPLES[name]))) == Counter(
+        str(span.action) for span in spans if span.end > span.start
+    )
+
+
+def test_reductions_are_bars_at_the_lower_edge_of_their_lane() -> None:
+    timeline = reducing()
+    root = drawn(timeline)
+    lanes = looking(root, "lane")[: len(timeline.rows)]
+    bars = [bar for bar in looking(root, "reduction") if list(bar)]  # those of the legend have no title
+    scale = number(lanes[0], "width") / timeline.makespan
+    for lane, row in zip(lanes, timeline.reductions, strict=True):
+        bottom = number(lane, "y") + number(lane, "height")
+        below = [bar for bar in bars if number(bar, "y") + number(bar, "height") == bottom]
+        assert [number(bar, "width") for bar in below] == pytest.approx(
+            [(s.end - s.start) * scale for s in row], abs=0.02
+        )
+        assert all(number(bar, "height") < number(lane, "height") / 3 for bar in below)
+    assert "gradient reduction" in texts(root)
+    assert not looking(drawn(reducing(reduce=0)), "reduction")
 
 
 @pytest.mark.parametrize("name", APART)
@@ -206,7 +226,13 @@ def luminance(colour: str) -> float:
 
 def test_numbers_are_legible_on_every_block() -> None:
     """WCAG 2.1, success criterion 1.4.3: a contrast of at least 4.5 to 1."""
-    assert all(contrast(INK, shade(kind, chunk, 4)) >= 4.5 for kind in Kind for chunk in range(4))
+    numbered = set(Kind) - {Kind.R}
+    assert all(contrast(INK, shade(kind, chunk, 4)) >= 4.5 for kind in numbered for chunk in range(4))
+
+
+@pytest.mark.parametrize("scheme", [LIGHT, DARK])
+def test_reductions_stand_out_from_the_ground(scheme: Scheme) -> None:
+    assert all(contrast(scheme.lane, shade(Kind.R, chunk, 2)) >= 1.7 for chunk in range(2))
 
 
 SIGHTS = {  # what is seen of linear red, green and blue: Machado, Oliveira, Fernandes 2009, severity 1

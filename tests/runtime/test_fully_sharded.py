@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from pipeflow import Schedule, UsageError, execute_pipeline, make_schedule
+from pipeflow import Pipeline, Schedule, UsageError, clip_grad_norm_, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes
 from pipeflow.testing.models import Layer, PlainModel, TiedModel, TinyModel
+from pipeflow.training.clip import grad_norm
 from tests.runtime.work import require_near
 
 SCHEDULES = [
@@ -33,10 +35,8 @@ def one_by_one(forward: Callable[[], None], backward: Callable[[], None]) -> Non
     backward()
 
 
-def train(model: TinyModel, schedule: Schedule) -> list[dict[str, Any]]:
-    """Gradients after a step, after another one, and after two of which one reduces."""
-    from pipeflow import Pipeline
-
+def train(model: TinyModel, schedule: Schedule) -> list[Any]:
+    """Gradients after a step, after another one, and after two of which one reduces; and their norm then."""
     context = current_context()
     chunks, mesh = model.chunks(schedule, context.pipeline_rank), context.mesh["data"]
     for chunk in chunks:
@@ -53,10 +53,13 @@ def train(model: TinyModel, schedule: Schedule) -> list[dict[str, Any]]:
     pipeline.zero_grad()
     for reduce in (False, True):
         execute_pipeline(iter([batch]), pipeline, reduce=reduce)
-    return [*results, whole_gradients(pipeline)]
+    results.append(whole_gradients(pipeline))
+    norm = clip_grad_norm_(pipeline, 1e-3)
+    assert float(grad_norm(pipeline)) == pytest.approx(1e-3, rel=1e-4)
+    return [*results, norm.item()]
 
 
-def train_all(model: TinyModel) -> list[list[dict[str, Any]]]:
+def train_all(model: TinyModel) -> list[list[Any]]:
     return [train(model, schedule) for schedule in SCHEDULES]
 
 
@@ -66,15 +69,14 @@ def test_gradients_are_the_plain_models() -> None:
         for seed in (0, 1):
             _, summed = model.plain_step(model.batch(4, seed=seed), module)
         for results in run_processes(train_all, 4, model, data=2):
-            for once, twice, accumulated in results:
+            for once, twice, accumulated, norm in results:
+                assert norm == pytest.approx(sum(float(g.square().sum()) for g in summed.values()) ** 0.5, rel=1e-12)
                 require_near(once, {name: gradient / 2 for name, gradient in summed.items()})
                 require_near(twice, summed)
                 require_near(accumulated, summed)
 
 
 def tie_sharded() -> str:
-    from pipeflow import Pipeline
-
     context, model = current_context(), TiedModel()
     schedule = make_schedule("1f1b", ranks=2, microbatches=2)
     chunks = model.chunks(schedule, context.pipeline_rank)

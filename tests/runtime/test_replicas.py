@@ -10,11 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeflow import PipelineError, UsageError, execute_pipeline, make_schedule
-from pipeflow.core.schedule import Schedule
+from pipeflow import (
+    CostModel,
+    Pipeline,
+    PipelineError,
+    Schedule,
+    Timeline,
+    UsageError,
+    execute_pipeline,
+    make_schedule,
+    simulate,
+)
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
-from pipeflow.testing.models import KeywordModel, TiedModel, TinyModel
+from pipeflow.testing.models import KeywordModel, PlainModel, TiedModel, TinyModel
 from tests.runtime.work import Batch, build, gradients_of, layouts, require_near, schedule_of
 
 Run = Callable[..., list[Any]]
@@ -142,9 +151,7 @@ def start_unlike() -> tuple[list[float], list[object]]:
     return values, [None if p.grad is None else p.grad[0].item() for p in module.parameters()]
 
 
-def build_of(module: nn.Module, schedule: Schedule) -> Any:
-    from pipeflow import Pipeline
-
+def build_of(module: nn.Module, schedule: Schedule) -> Pipeline:
     return Pipeline(module, schedule, criterion=nn.functional.mse_loss)
 
 
@@ -219,3 +226,23 @@ def build_unlike() -> str:
 def test_replicas_must_be_alike() -> None:
     for message in run_threads(build_unlike, 2, data=2):
         assert "rank 1 is a replica of rank 0, but has parameter ('chunks.0.weight', (3, 2)), not" in message
+
+
+def trace_one(model: TinyModel, schedule: Schedule) -> Timeline:
+    pipeline = build(model, schedule)
+    timeline = execute_pipeline(iter([model.batch(8)]), pipeline, trace=True).timeline
+    assert timeline is not None
+    return timeline
+
+
+@pytest.mark.parametrize("run", [run_threads, run_processes])
+def test_reductions_are_measured_where_they_are_planned(run: Run) -> None:
+    schedule = make_schedule("interleaved-1f1b", ranks=2, microbatches=4)
+    planned = simulate(schedule.with_reductions(), CostModel.even(schedule.placement, reduce=0.5))
+    for timeline in run(trace_one, 4, PlainModel(), schedule, data=2):
+        for rank, spans in enumerate(timeline.reductions):
+            assert [span.action for span in spans] == [span.action for span in planned.reductions[rank]]
+            for span in spans:
+                last = max(each.end for each in timeline.rows[rank] if each.action.stage == span.action.stage)
+                assert last <= span.start <= span.end
+        assert simulate(schedule.with_reductions(), CostModel.measured(timeline)).makespan > 0

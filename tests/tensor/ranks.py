@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ SIZES = (1, 2, 4)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def indices(*shape: int, below: int, seed: int = 0) -> Tensor:
@@ -119,10 +118,3 @@ def mine(whole: Tensor, dim: int = -1) -> Tensor:
     """This rank's piece of `whole`."""
     group = current_context().tensor
     return whole.chunk(group.size, dim)[group.rank].contiguous()
-
-
-def twin(native: nn.Module) -> nn.Module:
-    """A copy without gradients."""
-    other = copy.deepcopy(native)
-    other.zero_grad()
-    return other

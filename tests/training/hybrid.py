@@ -1,117 +1,225 @@
-"""A model cut in every way, into stages, halves of layers on tensor ranks and replicas; and the whole of it."""
+"""A GPT of stock layers, in one piece, and the same under a layout: cut into stages, its layers split over the tensor
+ranks. What both have after some steps of training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow import Pipeline, make_schedule
+from pipeflow import Pipeline, PipelineSharedModuleWrapper, Schedule, clip_grad_norm_, execute_pipeline
 from pipeflow.parallel.context import current_context
-from pipeflow.parallel.group import Group
-from pipeflow.parallel.split import Split
-from pipeflow.testing.models import WIDTH, initial
+from pipeflow.parallel.split import splits_of
+from pipeflow.tensor import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RowParallelLinear,
+    VocabParallelClassifier,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    checkpoint,
+)
+from pipeflow.testing.models import initial
 
-INNER = 12
-BLOCKS = 4
-SAMPLES = 6
-
-
-class _Sum(torch.autograd.Function):
-    """Sums over the tensor ranks in one direction, and lets pass in the other."""
-
-    @staticmethod
-    def forward(context: Any, hidden: Tensor, group: Group, ahead: bool) -> Tensor:
-        context.group, context.ahead = group, ahead
-        return _summed(hidden, group) if ahead else hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return (gradient if context.ahead else _summed(gradient, context.group)), None, None
+VOCABULARY, WIDTH, HEADS, LENGTH = 13, 8, 4, 8  # no tensor size divides the vocabulary
 
 
-def _summed(part: Tensor, group: Group) -> Tensor:
-    total = part.contiguous().clone()
-    group.all_reduce(total).wait()
-    return total
+@dataclass(frozen=True)
+class Work:
+    """What is trained, and how."""
+
+    layers: int = 4
+    steps: int = 3
+    samples: tuple[int, ...] = (4,)  # per replica
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    sequence_parallel: bool = False
+    checkpointing: bool = False
+    accumulation: int = 1
+    max_norm: float | None = None
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.01})
+
+    def batch(self, replica: int, call: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(100 * replica + call)
+        words = torch.randint(VOCABULARY, (self.samples[replica], LENGTH + 1), generator=generator)
+        return words[:, :-1], words[:, 1:]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a rank has in the end: per call its loss, per step the norm; gradients and weights, by global name, each as
+    (which part, its values).
+    """
+
+    losses: list[float | None]
+    norms: list[float]
+    gradients: dict[str, Any]
+    weights: dict[str, Any]
+
+
+def drawn(module: nn.Module, seed: int) -> nn.Module:
+    """`module` with weights that follow from `seed`, in float64."""
+    for number, (name, parameter) in enumerate(module.named_parameters()):
+        value = initial(100 * seed + number, *parameter.shape, dtype=torch.float64)
+        module.get_submodule(name.rpartition(".")[0])._parameters[name.rpartition(".")[2]] = value
+    return module.double()
 
 
 class Block(nn.Module):
-    """Two products around a nonlinearity, of whose inner width each tensor rank has a part, and a scale."""
+    """Queries, keys and values lie together per head, so that a part of the columns is whole heads."""
 
-    def __init__(self, index: int, group: Group | None, dtype: torch.dtype) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__()
-        self.group = group
-        rank, size = (0, 1) if group is None else (group.rank, group.size)
-        up, down = (initial(seed + index, INNER, WIDTH, dtype=torch.float64).data for seed in (100, 200))
-        self.up = nn.Parameter(up.chunk(size)[rank].to(dtype))
-        self.down = nn.Parameter(down.T.chunk(size, dim=1)[rank].to(dtype))
-        self.scale = nn.Parameter(initial(300 + index, WIDTH, dtype=torch.float64).data.to(dtype))
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query_key_value, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        drawn(self, 1 + index)
+
+    def split(self, work: Work) -> None:
+        """Over the tensor ranks."""
+        options: dict[str, Any] = {"sequence_parallel": work.sequence_parallel}
+        for name, layer in list(self.named_children()):
+            kind = {"query_key_value": ColumnParallelLinear, "up": ColumnParallelLinear}.get(name, RowParallelLinear)
+            whole = LayerNorm if isinstance(layer, nn.LayerNorm) else kind
+            setattr(self, name, whole.from_native_module(layer, **options))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden * (1 + self.scale)
-        inner = hidden if self.group is None else _Sum.apply(hidden, self.group, False)
-        part = functional.linear(functional.gelu(functional.linear(inner, self.up)), self.down)
-        return hidden + (part if self.group is None else _Sum.apply(part, self.group, True))
-
-    def splits(self) -> Mapping[str, Split]:
-        return {} if self.group is None else {"up": Split(0, INNER), "down": Split(1, INNER)}
-
-    def partial_gradients(self) -> Collection[str]:
-        return ()
+        joint = self.query_key_value(self.norm_1(hidden))
+        query, key, value = joint.unflatten(-1, (-1, 3, WIDTH // HEADS)).permute(3, 0, 2, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.project(mixed.transpose(1, 2).flatten(2))
+        return hidden + self.down(functional.gelu(self.up(self.norm_2(hidden))))
 
 
-def whole(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """The model in one process."""
-    return nn.Sequential(*(Block(index, None, dtype) for index in range(BLOCKS)))
+class Stage(nn.Module):
+    """Layers `start` to `end`, the words before the first and the head, which is tied to them, after the last."""
+
+    def __init__(self, layers: int, start: int, end: int) -> None:
+        super().__init__()
+        words, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.words = drawn(words, 1000) if start == 0 else None
+        self.blocks = nn.ModuleDict({str(index): Block(index) for index in range(start, end)})
+        self.norm = drawn(nn.LayerNorm(WIDTH), 1001) if end == layers else None
+        self.head = drawn(head, 1000) if end == layers else None
+        self.checkpointing = False
+        if self.words is not None and self.head is not None:
+            self.head.weight = self.words.weight
+
+    def split(self, work: Work) -> Stage:
+        options: dict[str, Any] = {"sequence_parallel": work.sequence_parallel}
+        self.checkpointing = work.checkpointing
+        if self.words is not None:
+            self.words = VocabParallelEmbedding.from_native_module(self.words, **options)
+        for block in self.blocks.values():
+            block.split(work)
+        if self.norm is not None:
+            self.norm = LayerNorm.from_native_module(self.norm, **options)
+            self.head = VocabParallelClassifier.from_native_module(self.head, **options)
+            if self.words is not None:
+                self.head.weight = self.words.weight
+        return self
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden if self.words is None else self.words(hidden)
+        for block in self.blocks.values():
+            hidden = checkpoint(block, hidden) if self.checkpointing else block(hidden)
+        return hidden if self.norm is None else self.head(self.norm(hidden))
 
 
-def build(dtype: torch.dtype = torch.float64, **options: Any) -> Pipeline:
-    """This rank's part of it."""
-    context = current_context()
-    ranks = context.pipeline_size
-    indices = range(BLOCKS * context.pipeline_rank // ranks, BLOCKS * (context.pipeline_rank + 1) // ranks)
-    group = context.tensor if context.tensor_size > 1 else None
-    module = nn.Sequential(*(Block(index, group, dtype) for index in indices))
-    schedule = make_schedule("1f1b", ranks=ranks, microbatches=3)
-    return Pipeline(module, schedule, criterion=functional.mse_loss, **options)
+def train_in_one_piece(work: Work) -> Trained:
+    """With stock layers and torch alone."""
+    model = Stage(work.layers, 0, work.layers)
+    optimizer = work.optimizer(model.parameters(), **work.options)
+    losses: list[float | None] = []
+    norms: list[float] = []
+    for step in range(work.steps):
+        optimizer.zero_grad()
+        for call in range(step * work.accumulation, (step + 1) * work.accumulation):
+            parts = [work.batch(replica, call) for replica in range(len(work.samples))]
+            words, labels = (torch.cat(column) for column in zip(*parts, strict=True))
+            loss = functional.cross_entropy(model(words).flatten(0, 1), labels.flatten())
+            loss.backward()
+            losses.append(loss.item())
+        if work.max_norm is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), work.max_norm)))
+        optimizer.step()
+    gradients = {name: (None, parameter.grad.numpy()) for name, parameter in model.named_parameters()}
+    return Trained(losses, norms, gradients, {name: (None, p.detach().numpy()) for name, p in model.named_parameters()})
 
 
-def batch(replica: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """The batch of a replica."""
-    generator = torch.Generator().manual_seed(1000 * replica + step)
-    inputs, labels = (torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
-    return inputs.to(dtype), labels.to(dtype)
+def train(work: Work, schedule: Schedule) -> Trained:
+    """On one rank of the layout."""
+    context, placement = current_context(), schedule.placement
+    count = placement.num_stages
+    cuts = [work.layers * stage // count for stage in range(count + 1)]
+    held = placement.stages_of(context.pipeline_rank)
+    chunks = nn.ModuleList(Stage(work.layers, cuts[stage], cuts[stage + 1]).split(work) for stage in held)
+    wrapper = PipelineSharedModuleWrapper([*placement.ranks_of(0), *placement.ranks_of(count - 1)])
+    for module in (module for chunk in chunks for module in (chunk.words, chunk.head) if module is not None):
+        wrapper.register_module(module)
+    loss_of = VocabParallelCrossEntropy(vocab_size=VOCABULARY)
+    model = Pipeline(chunks, schedule, criterion=lambda logits, labels: loss_of(logits, labels))
+    optimizer = work.optimizer(model.parameters(), **work.options)
+    losses: list[float | None] = []
+    norms: list[float] = []
+    for step in range(work.steps):
+        optimizer.zero_grad()
+        for call in range(step * work.accumulation, (step + 1) * work.accumulation):
+            reduce = call == (step + 1) * work.accumulation - 1
+            output = execute_pipeline(iter([work.batch(context.data_rank, call)]), model, reduce=reduce)
+            losses.append(None if output.loss is None else output.loss.item())
+        if work.max_norm is not None:
+            norms.append(float(clip_grad_norm_(model, work.max_norm)))
+        optimizer.step()
+    splits = splits_of(model)
+    parts = {
+        name.split(".", 2)[2]: (_part(parameter, splits, context.tensor_rank), parameter)
+        for name, parameter in model.named_parameters()
+    }
+    return Trained(
+        losses,
+        norms,
+        {name: (part, p.grad.numpy()) for name, (part, p) in parts.items()},
+        {name: (part, p.detach().numpy()) for name, (part, p) in parts.items()},
+    )
 
 
-def together(replicas: int, step: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """The batches of all replicas, as one."""
-    inputs, labels = zip(*(batch(replica, step, dtype) for replica in range(replicas)), strict=True)
-    return torch.cat(inputs), torch.cat(labels)
+def _part(parameter: nn.Parameter, splits: dict[int, Any], rank: int) -> tuple[int, int, int] | None:
+    """Which part of the whole a rank has: the dimension, from where, and how many entries that are no padding."""
+    if id(parameter) not in splits:
+        return None
+    dim, size = splits[id(parameter)].dim, splits[id(parameter)].size
+    length = parameter.shape[dim]
+    return dim, rank * length, max(0, min(length, size - rank * length))
 
 
-def mine(step: int, dtype: torch.dtype = torch.float64) -> Any:
-    """An iterator of the batch of this rank's replica."""
-    return iter([batch(current_context().data_rank, step, dtype)])
+def require_trained(results: list[Trained], expected: Trained, tolerance: float = 1e-9) -> None:
+    """Every rank has the losses and norms, and its part of every gradient and weight."""
+    assert any(result.losses[0] is not None for result in results)
+    for result in results:
+        if result.losses[0] is not None:
+            _require_near(torch.tensor(result.losses), torch.tensor(expected.losses), tolerance, "losses")
+        _require_near(torch.tensor(result.norms), torch.tensor(expected.norms), tolerance, "norms")
+        for kind in ("gradients", "weights"):
+            for name, (part, values) in getattr(result, kind).items():
+                whole = torch.from_numpy(getattr(expected, kind)[_named(name, getattr(expected, kind))][1])
+                mine = torch.from_numpy(values)
+                if part is not None:
+                    whole, mine = whole.narrow(*part), mine.narrow(part[0], 0, part[2])
+                _require_near(mine, whole, tolerance, f"{kind} {name}")
 
 
-def names_in_whole(pipeline: Pipeline) -> dict[str, str]:
-    """Per name of this rank's parameters, what it is called in the whole model."""
-    context = current_context()
-    first = BLOCKS * context.pipeline_rank // context.pipeline_size
-    found = {}
-    for name, _ in pipeline.named_parameters():
-        _, _, index, leaf = name.split(".")
-        found[name] = f"{first + int(index)}.{leaf}"
-    return found
+def _named(name: str, named: dict[str, Any]) -> str:
+    """One piece has no name for the head, which is its words."""
+    return name if name in named else "words.weight"
 
 
-def part_of(name: str, value: Tensor) -> Tensor:
-    """What this tensor rank has of a whole weight."""
-    context = current_context()
-    dims = {"up": 0, "down": 1}
-    leaf = name.split(".")[-1]
-    return value.chunk(context.tensor_size, dims[leaf])[context.tensor_rank] if leaf in dims else value
+def _require_near(mine: Tensor, whole: Tensor, tolerance: float, what: str) -> None:
+    assert mine.shape == whole.shape, what
+    if mine.numel():
+        error = float((mine - whole).abs().max())
+        assert error <= tolerance * max(1.0, float(whole.abs().max())), f"{what}: {error} off"

@@ -23,7 +23,7 @@ from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
 from pipeflow.training import grad_norm
 from tests.runtime.work import Gradients, build, gradients_of, require_near, schedule_of
-from tests.training import hybrid
+from tests.training import blocks
 
 Layout = tuple[str, int, int]
 LAYOUTS = [("1f1b", 1, 1), ("interleaved-1f1b", 1, 2), ("1f1b", 2, 1), ("interleaved-1f1b", 2, 2), ("gpipe", 4, 1)]
@@ -93,26 +93,26 @@ HYBRID: list[Shape] = [(1, 1, 2), (1, 2, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
 
 def run_hybrid(max_norm: float, loss_scale: float) -> tuple[float, float]:
     """The norm alone and when clipping; the clipped gradients are this rank's parts of the whole's."""
-    pipeline = hybrid.build()
+    pipeline = blocks.build()
     pipeline.loss_scale = loss_scale
-    execute_pipeline(hybrid.mine(0), pipeline)
+    execute_pipeline(blocks.mine(0), pipeline)
     alone = grad_norm(pipeline)
     norm = clip_grad_norm_(pipeline, max_norm)
-    module = hybrid.whole()
-    inputs, labels = hybrid.together(current_context().data_size, 0)
+    module = blocks.whole()
+    inputs, labels = blocks.together(current_context().data_size, 0)
     torch.nn.functional.mse_loss(module(inputs), labels).backward()
     torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
     expected = {name: parameter.grad for name, parameter in module.named_parameters()}
-    parameters, names = dict(pipeline.named_parameters()), hybrid.names_in_whole(pipeline)
+    parameters, names = dict(pipeline.named_parameters()), blocks.names_in_whole(pipeline)
     for name, parameter in parameters.items():
-        wanted = hybrid.part_of(names[name], expected[names[name]])
+        wanted = blocks.part_of(names[name], expected[names[name]])
         torch.testing.assert_close(parameter.grad / loss_scale, wanted, rtol=1e-5, atol=1e-9)
     return alone.item(), norm.item()
 
 
 def hybrid_norm(replicas: int) -> float:
-    module = hybrid.whole()
-    inputs, labels = hybrid.together(replicas, 0)
+    module = blocks.whole()
+    inputs, labels = blocks.together(replicas, 0)
     torch.nn.functional.mse_loss(module(inputs), labels).backward()
     return torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0).item()
 
@@ -175,8 +175,8 @@ def test_a_weight_that_is_tied_and_split_counts_once(shape: Shape) -> None:
 
 
 def run_overflow(bad: int, value: float) -> tuple[float, bool]:
-    pipeline = hybrid.build()
-    execute_pipeline(hybrid.mine(0), pipeline)
+    pipeline = blocks.build()
+    execute_pipeline(blocks.mine(0), pipeline)
     first = next(pipeline.parameters())
     if current_context().rank == bad:
         first.grad.view(-1)[0] = value

@@ -1,0 +1,60 @@
+"""Layouts of a world, and a process that is launched more than once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeflow import UsageError, launch
+from pipeflow.parallel.context import current_context, is_launched
+from pipeflow.parallel.layout import Layout, Place
+from pipeflow.testing import run_processes
+
+SIZES = st.integers(1, 5)
+
+
+@given(SIZES, SIZES, SIZES)
+def test_every_rank_has_a_place_of_its_own(pipeline: int, tensor: int, data: int) -> None:
+    layout = Layout(pipeline, tensor, data)
+    places = [layout.place(rank) for rank in range(layout.world_size)]
+    assert places == [Place(d, p, t) for d in range(data) for p in range(pipeline) for t in range(tensor)]
+    for rank, place in enumerate(places):
+        assert layout.rank(place) == rank
+        assert layout.tensor_ranks(rank)[place.tensor] == rank
+        assert layout.pipeline_ranks(rank)[place.pipeline] == rank
+        assert layout.data_ranks(rank)[place.data] == rank
+
+
+def test_tensor_ranks_are_neighbours_and_replicas_lie_farthest() -> None:
+    layout = Layout.of(8, pipeline=2, tensor=2)
+    assert (layout.tensor_ranks(5), layout.pipeline_ranks(5), layout.data_ranks(5)) == ((4, 5), (5, 7), (1, 5))
+
+
+def test_what_is_not_said_is_pipeline() -> None:
+    assert Layout.of(8, tensor=2) == Layout(pipeline=4, tensor=2, data=1)
+    with pytest.raises(UsageError, match=r"6 processes is not divisible into replicas of 4 \(pipeline 2 x tensor 2\)"):
+        Layout.of(6, pipeline=2, tensor=2)
+    with pytest.raises(UsageError, match=r"a world of 2 .* replicas of 4"):
+        Layout.of(2, tensor=4)
+
+
+def launch_again() -> list[tuple[int, int, int, float]]:
+    """Under one layout after the other, with a sum over the tensor ranks in each; the mesh tells the same places."""
+    seen = []
+    for pipeline, tensor in ((4, 1), (1, 4), (2, 2), (1, 2)):
+        if is_launched():
+            current_context().close()
+            assert not is_launched()
+        context = launch(pipeline=pipeline, tensor=tensor, timeout=20)
+        total = torch.ones(1)
+        context.tensor.all_reduce(total).wait()
+        assert [*context.mesh.get_coordinate()] == [context.data_rank, context.pipeline_rank, context.tensor_rank]
+        seen.append((context.pipeline_size, context.tensor_size, context.data_size, total.item()))
+    return seen
+
+
+def test_a_process_may_be_launched_again() -> None:
+    for seen in run_processes(launch_again, 4):
+        assert seen == [(4, 1, 1, 1), (1, 4, 1, 4), (2, 2, 1, 2), (1, 2, 2, 2)]

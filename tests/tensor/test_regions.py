@@ -1,0 +1,100 @@
+"""Each mapping between whole and split gives what it says, and its gradient is that of the ranks' losses together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import current_context
+from pipeflow.parallel.group import Alone, Group
+from pipeflow.tensor import (
+    copy_to_tensor_region,
+    gather_from_sequence_region,
+    gather_from_tensor_region,
+    gather_to_tensor_region,
+    reduce_from_tensor_region,
+    reduce_scatter_to_sequence_region,
+    scatter_to_sequence_region,
+    scatter_to_tensor_region,
+)
+from tests.tensor.ranks import normal, on_ranks, require_near
+
+SIZE, SHAPE = 3, (2, 6, 3)
+Region = Callable[[Tensor, Group], Tensor]
+
+
+def along(dim: int) -> Callable[[list[Tensor]], list[Tensor]]:
+    """What every rank's tensors are gathered to, on each."""
+    return lambda parts: [torch.cat(parts, dim)] * SIZE
+
+
+def pieces(dim: int) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Of what is the same on every rank."""
+    return lambda wholes: list(wholes[0].chunk(SIZE, dim))
+
+
+def summed(parts: list[Tensor]) -> list[Tensor]:
+    return [torch.stack(parts).sum(0)] * SIZE
+
+
+def sum_pieces(parts: list[Tensor]) -> list[Tensor]:
+    return pieces(1)(summed(parts))
+
+
+def alike(tensors: list[Tensor]) -> list[Tensor]:
+    return tensors
+
+
+Formula = Callable[[list[Tensor]], list[Tensor]]
+REGIONS: list[tuple[Region, Formula, Formula, bool, bool]] = [  # forward, backward; is the input, the gradient whole?
+    (copy_to_tensor_region, alike, summed, True, False),
+    (reduce_from_tensor_region, summed, alike, False, True),
+    (scatter_to_tensor_region, pieces(-1), along(-1), True, False),
+    (gather_from_tensor_region, along(-1), pieces(-1), False, True),
+    (scatter_to_sequence_region, pieces(1), along(1), True, False),
+    (gather_from_sequence_region, along(1), pieces(1), False, True),
+    (gather_to_tensor_region, along(1), sum_pieces, False, False),
+    (reduce_scatter_to_sequence_region, sum_pieces, along(1), False, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("region", "forward", "backward", "alike_in", "alike_out"), REGIONS, ids=lambda each: getattr(each, "__name__", "")
+)
+def test_regions(region: Region, forward: Formula, backward: Formula, alike_in: bool, alike_out: bool) -> None:
+    inputs = [normal(*SHAPE, seed=0 if alike_in else rank) for rank in range(SIZE)]
+    outputs = forward(inputs)
+    gradients = [normal(*output.shape, seed=9 if alike_out else 9 + rank) for rank, output in enumerate(outputs)]
+    expected = backward(gradients)
+
+    def rank() -> None:
+        group = current_context().tensor
+        input = inputs[group.rank].clone().requires_grad_()
+        output = region(input, group)
+        output.backward(gradients[group.rank])
+        require_near(output.detach(), outputs[group.rank])
+        require_near(input.grad, expected[group.rank])
+
+    on_ranks(SIZE, rank)
+
+
+@pytest.mark.parametrize("region", [region for region, *_ in REGIONS])
+def test_a_group_of_one_has_nothing_to_map(region: Region) -> None:
+    input = normal(*SHAPE)
+    assert region(input, Alone()) is input
+
+
+def test_what_has_no_equal_pieces_is_refused() -> None:
+    def rank() -> None:
+        group = current_context().tensor
+        for region in (scatter_to_sequence_region, reduce_scatter_to_sequence_region):
+            with pytest.raises(UsageError, match="pad its 5 entries to a multiple of 3"):
+                region(normal(2, 5, 3), group)
+            with pytest.raises(UsageError, match="needs \\(batch, sequence, hidden\\)"):
+                region(normal(6, 3), group)
+
+    on_ranks(3, rank)
