@@ -160,7 +160,8 @@ def run(arguments: argparse.Namespace) -> None:
     after = evaluate(model, batches(held_out=True))
 
     console.print(f"\nloss on held-out text: {before:.3f} before, {after:.3f} after {arguments.steps} steps\n")
-    planned = pipeflow.simulate(model.schedule, pipeflow.CostModel.measured(measured))
+    schedule = model.schedule.with_reductions() if context.data_size > 1 else model.schedule
+    planned = pipeflow.simulate(schedule, pipeflow.CostModel.measured(measured))
     console.print(Comparison(planned, measured, unit="ms", factor=1000))
     if arguments.timeline is not None and context.rank == 0:
         arguments.timeline.write_text(measured.to_json())

@@ -170,6 +170,29 @@ def test_dropout_is_drawn_anew_and_repeated_by_a_checkpoint(gpt3: Any, checkpoin
     run_threads(compare, 1)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_agrees_over_tensor_ranks(gpt3: Any, sequence_parallel: bool) -> None:
+    """What every rank has whole stays the same on all of them; other heads drop other scores."""
+    ids = words(SMALL)
+
+    def train() -> tuple[Any, list[Any]]:
+        manual_seed(5)
+        rates = {"embed_drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_rate": 0.1}
+        model = whole_of(gpt3, SMALL, checkpoint=True, sequence_parallel=sequence_parallel, **rates)
+        loss = gpt3.model.GPTLMLoss()(model(input_ids=ids), ids)
+        loss.backward()
+        for parameter in partial_in(model):
+            current_context().tensor.all_reduce(parameter.grad).wait()
+        splits = splits_of(model)
+        return loss.detach(), [parameter.grad for parameter in model.parameters() if id(parameter) not in splits]
+
+    (loss, gradients), (other, same) = run_threads(train, 2, tensor=2)
+    assert other.equal(loss)
+    assert len(gradients) == 14
+    for one, two in zip(gradients, same, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+
+
 def step_of_a_part(gpt3: Any, ids: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The loss, and this rank's parts of weights and gradients."""
     model = whole_of(gpt3, SMALL, dtype=torch.float64, **options)
