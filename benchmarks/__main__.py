@@ -13,6 +13,7 @@ NAMES = (
     "one_rank",
     "halves",
     "failure",
+    "kill",
     "calls",
     "analysis",
     "search",

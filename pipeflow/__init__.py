@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeflow.analysis.graph import dependency_graph
-from pipeflow.analysis.layout_plan import Plan, RankPlan, plan
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.partition import partition_balanced, partition_uniform
+from pipeflow.analysis.plan import Plan, RankPlan, plan
+from pipeflow.analysis.setup import PRECISIONS, Precision, Setup
 from pipeflow.analysis.simulate import simulate
 from pipeflow.analysis.transformer import GPT, GPT_PRESETS
-from pipeflow.analysis.transformer_layout import PRECISIONS, Layout, Precision
 from pipeflow.analysis.verify import Violation, verify
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.cost import CostModel, Link
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pipeflow.training.clip import clip_grad_norm_, grad_norm
     from pipeflow.training.data import get_dataloader
     from pipeflow.training.masters import MasterWeights
+    from pipeflow.training.safetensors import load_safetensors, save_safetensors
+    from pipeflow.training.safetensors_names import Rename, Transform
     from pipeflow.training.scaler import LossScaler
     from pipeflow.training.zero import Zero
 
@@ -51,7 +53,9 @@ _LATER = {
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.shared",
+    "Rename": "training.safetensors_names",
     "Saving": "training.checkpoint",
+    "Transform": "training.safetensors_names",
     "Zero": "training.zero",
     "clip_grad_norm_": "training.clip",
     "exact": "analysis.exact",
@@ -61,7 +65,9 @@ _LATER = {
     "latest_checkpoint": "training.checkpoint",
     "launch": "parallel.launch",
     "load_checkpoint": "training.checkpoint",
+    "load_safetensors": "training.safetensors",
     "save_checkpoint": "training.checkpoint",
+    "save_safetensors": "training.safetensors",
     "search": "analysis.search",
 }
 
@@ -76,7 +82,6 @@ __all__ = [
     "CostModel",
     "Found",
     "Kind",
-    "Layout",
     "Link",
     "Loaded",
     "LossScaler",
@@ -91,11 +96,14 @@ __all__ = [
     "Plan",
     "Precision",
     "RankPlan",
+    "Rename",
     "Saving",
     "Schedule",
     "ScheduleError",
+    "Setup",
     "Span",
     "Timeline",
+    "Transform",
     "UsageError",
     "Violation",
     "Zero",
@@ -108,12 +116,14 @@ __all__ = [
     "latest_checkpoint",
     "launch",
     "load_checkpoint",
+    "load_safetensors",
     "lower",
     "make_schedule",
     "partition_balanced",
     "partition_uniform",
     "plan",
     "save_checkpoint",
+    "save_safetensors",
     "search",
     "simulate",
     "verify",

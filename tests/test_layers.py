@@ -25,7 +25,7 @@ FLOORS: dict[str, set[str]] = {
     "runtime": {"core", "analysis", "parallel", "deferral", "torch"},
     "tensor": {"core", "parallel", "deferral", "torch"},
     "split": {"core", "torch"},
-    "training": {"core", "analysis", "parallel", "runtime", "tensor", "torch", "rich"},
+    "training": {"core", "analysis", "parallel", "runtime", "tensor", "torch", "rich", "safetensors"},
     "huggingface": {"core", "split", "parallel", "tensor", "runtime", "torch", "transformers"},
     "testing": {"pipeflow", "parallel", "deferral", "runtime", "tensor", "training", "split", "torch", *PLANS},
     "__init__": {*PLANS, "parallel", "deferral", "runtime", "tensor", "training", "split", "huggingface"},

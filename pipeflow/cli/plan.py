@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeflow.analysis.layout_plan import Plan, RankPlan, plan
+from pipeflow.analysis.plan import Plan, RankPlan, plan
+from pipeflow.analysis.setup import PRECISIONS, Setup
 from pipeflow.analysis.transformer import GPT, GPT_PRESETS
 from pipeflow.analysis.transformer_costs import head_forward, layer_forward, stage_costs
-from pipeflow.analysis.transformer_layout import PRECISIONS, Layout
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.measures import number, percent, size
 from pipeflow.cli.options import family_options, flag
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipeflow.draw import Table
 
 SIZES = tuple(field.name for field in fields(GPT))
-LAYOUT = tuple(field.name for field in fields(Layout))
+LAYOUT = tuple(field.name for field in fields(Setup))
 
 
 def add_to(commands: Commands) -> None:
@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = {name: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None}
     model = replace(GPT.named(arguments.model), **given)
     options = {name: getattr(arguments, name) for name in LAYOUT}
-    layout = Layout(**options | {"precision": PRECISIONS[arguments.precision]})
-    found = plan(model, _schedule(arguments, model, layout), layout, flops=arguments.flops)
+    setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
+    found = plan(model, _schedule(arguments, model, setup), setup, flops=arguments.flops)
     if arguments.json:
         import json
 
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _schedule(arguments: argparse.Namespace, model: GPT, layout: Layout) -> Schedule:
+def _schedule(arguments: argparse.Namespace, model: GPT, setup: Setup) -> Schedule:
     name, options = arguments.schedule, _family(arguments)
     if is_file(name):
         if arguments.pipeline is not None:
@@ -96,7 +96,7 @@ def _schedule(arguments: argparse.Namespace, model: GPT, layout: Layout) -> Sche
     microbatches = 8 if arguments.microbatches is None else arguments.microbatches
     if name in SCHEDULES and "cost" in options_of(name):  # it is made for its costs, which are per stage
         placement = make_schedule(name, ranks=ranks, microbatches=1).placement
-        options["cost"] = stage_costs(model, placement, layout)
+        options["cost"] = stage_costs(model, placement, setup)
     return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
 
 
@@ -113,7 +113,7 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "parameters_total": found.parameters_total,
         "schedule": found.schedule.name,
         "microbatches": found.schedule.num_microbatches,
-        "layout": asdict(found.layout) | {"pipeline": len(found.ranks), "sequence": found.sequence},
+        "layout": asdict(found.setup) | {"pipeline": len(found.ranks), "sequence": found.sequence},
         "devices": found.devices,
         "ranks": [asdict(rank) | {name: getattr(rank, name) for name in derived} for rank in found.ranks],
         "bubble_ratio": found.bubble_ratio,
@@ -126,19 +126,19 @@ def _for_programs(found: Plan) -> dict[str, Any]:
 
 
 def _heading(name: str, found: Plan) -> Iterator[str]:
-    model, layout, precision = found.model, found.layout, found.layout.precision
+    model, setup, precision = found.model, found.setup, found.setup.precision
     resized = "" if model == GPT.named(name) else ", resized"
     sizes = f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads"
     yield f"{name}{resized}: {found.parameters_total:,} parameters, {sizes}"
-    split = f"pipeline {len(found.ranks)} x tensor {layout.tensor} x data {layout.data}"
+    split = f"pipeline {len(found.ranks)} x tensor {setup.tensor} x data {setup.data}"
     yield f"{found.schedule.name} on {found.devices} devices: {split}"
-    batch = f"{found.schedule.num_microbatches} microbatches of {layout.microbatch_size} x {found.sequence} tokens"
+    batch = f"{found.schedule.num_microbatches} microbatches of {setup.microbatch_size} x {found.sequence} tokens"
     yield f"{batch}, {found.tokens:,} tokens a step"
     states = {"master weight": precision.master, "moments": precision.moments}
     parts = {"weight": precision.weight, "gradient": precision.gradient} | states
     yield f"{precision.name}: {', '.join(f'{part} {of}' for part, of in parts.items() if of)} bytes a parameter"
-    if layout.zero and layout.data > 1:
-        yield f"ZeRO-1: the optimizer's bytes are shared out over {layout.data} data ranks"
+    if setup.zero and setup.data > 1:
+        yield f"ZeRO-1: the optimizer's bytes are shared out over {setup.data} data ranks"
 
 
 def _table(found: Plan) -> Table:
@@ -182,14 +182,14 @@ def _uneven(found: Plan, busiest: RankPlan) -> Iterator[str]:
     yield f"  With equal stages: {percent(found.even_bubble_ratio)}. Rank {busiest.rank} works {times},"
     held = f"{busiest.layers} of the {found.model.layers} layers"
     if found.schedule.placement.num_stages - 1 in busiest.stages:
-        head = head_forward(found.model) / layer_forward(found.model, found.layout)
+        head = head_forward(found.model) / layer_forward(found.model, found.setup)
         held += f" and the head, worth {head:.2g} layers"
     yield f"  with {held}."
 
 
 def _notes(found: Plan) -> Iterator[str]:
     """What the numbers count, and what they do not."""
-    if not found.layout.keep_scores:
+    if not found.setup.keep_scores:
         yield "activations: without attention's scores, which --keep-scores adds"
     yield "not counted: transfers and sums between devices, buffers of operations"
 

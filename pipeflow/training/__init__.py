@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeflow.parallel.global_context import ParallelMode, global_context
+from pipeflow.training.checkpoint import Loaded, Saving, latest_checkpoint, load_checkpoint, save_checkpoint
 from pipeflow.training.clip import clip_grad_norm_, grad_norm
 from pipeflow.training.config import Config, read_config
 from pipeflow.training.data import DataParallelLoader, endless, get_dataloader
@@ -20,9 +21,11 @@ __all__ = [
     "DataParallelLoader",
     "DistributedLogger",
     "HalfPrecision",
+    "Loaded",
     "LossScaler",
     "MasterWeights",
     "ParallelMode",
+    "Saving",
     "Zero",
     "clip_grad_norm_",
     "disable_existing_loggers",
@@ -32,9 +35,13 @@ __all__ = [
     "get_dist_logger",
     "global_context",
     "grad_norm",
+    "latest_checkpoint",
     "launch",
     "launch_from_torch",
+    "load_checkpoint",
     "load_named_state",
     "named_state",
     "read_config",
+    "save_checkpoint",
 ]
+"""Training on top of the engine: precision, optimizers, clipping, checkpoints, data."""

@@ -1,43 +1,36 @@
 """Checkpoints: a run's state in a folder, by names and shapes that no layout changes, written by all ranks together.
-How pieces, plans and files are made is in the files beside this one.
+They are in the format of torch.distributed.checkpoint, which reads them too. How pieces, plans and files are made is in
+the files beside this one.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.parallel.agreement import all_gather, all_gather_object
-from pipeflow.parallel.context import Context, current_context, is_launched
-from pipeflow.parallel.layout import Layout
-from pipeflow.parallel.local import Hub, LocalTransport
-from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.parallel.context import Context
 from pipeflow.training import checkpoint_files as files
 from pipeflow.training import checkpoint_state as state
-from pipeflow.training.checkpoint_files import Digest, Manifest
+from pipeflow.training.checkpoint_files import Manifest
+from pipeflow.training.checkpoint_job import Job
 from pipeflow.training.checkpoint_optimizer import NamedOptimizer, named
-from pipeflow.training.checkpoint_pieces import Held, Names, described_everywhere, held_by, require_same_model
-from pipeflow.training.checkpoint_plans import (
-    Content,
-    Saved,
-    SavePlanner,
-    divide,
-    to_bytes,
-    write,
-    write_metadata,
+from pipeflow.training.checkpoint_pieces import (
+    Held,
+    Names,
+    context_of,
+    described_everywhere,
+    held_by,
+    require_same_model,
 )
+from pipeflow.training.checkpoint_plans import Content, Saved, to_bytes
+from pipeflow.training.checkpoint_task import Task
 
 StrPath = str | os.PathLike[str]
 
@@ -54,13 +47,12 @@ class Loaded:
 class Saving:
     """A checkpoint that is being written; it gets its name when the last rank is done."""
 
-    def __init__(self, job: _Job, context: Context) -> None:
+    def __init__(self, job: Job, context: Context) -> None:
         self.path = job.path
         self._job = job
         self._context = context
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
         self._complete = False
+        self._task = Task(context, job.run)
 
     def wait(self) -> Path:
         """Returns the checkpoint's path once it is complete on all ranks, which call this together.
@@ -71,11 +63,7 @@ class Saving:
             return self.path
         try:
             with self._context.alarm.raised_everywhere():
-                if self._thread is not None:
-                    self._thread.join()
-                if self._error is not None:
-                    raise UsageError(f"writing checkpoint {self.path} failed: {self._error}") from self._error
-                all_gather(self._context.world, [0.0])
+                self._task.wait()
                 if self._context.rank == 0:
                     self._job.complete()  # where a file system was too slow to show the last rank all parts
                 all_gather(self._context.world, [0.0])
@@ -85,20 +73,6 @@ class Saving:
             raise
         self._complete = True
         return self.path
-
-    def start(self, *, asynchronous: bool) -> None:
-        """Writes, here or in a thread of its own, for whose end the interpreter waits."""
-        if asynchronous:
-            self._thread = threading.Thread(target=self._run, name=f"saving {self.path}")
-            self._thread.start()
-        else:
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._job.run()
-        except Exception as error:
-            self._error = error
 
 
 def save_checkpoint(
@@ -138,26 +112,17 @@ def save_checkpoint(
 
     Raises UsageError on the rank that noticed what is wrong, or could not write, and PipelineError on the others.
     """
-    path = Path(path)
     if keep is not None and keep < 1:
         raise UsageError(f"keep must be at least 1, the checkpoint that is saved, got {keep}")
-    context = _context_of(model)
+    context = context_of(model)
     with context.alarm.raised_everywhere():
         held = held_by(model, context, names)
-        run = {"step": step, "data": data, "extra": extra, "scheduler": scheduler and scheduler.state_dict()}
-        planner = SavePlanner(_content(context, model, held, optimizer, run))
-        if context.rank == 0:
-            files.clean(path.parent)
-        told = (planner.create_local_plan(), [each.described() for each in held], files.temporary_for(path))
-        everyone: list[Any] = all_gather_object(context.world, told)
-        plans, described, temporaries = map(list, zip(*everyone, strict=True))
-        described_everywhere(described)
-        divided, metadata = divide(plans)
-        plan = divided[context.rank]
-        planner = SavePlanner(planner.content.restricted(plan)) if asynchronous else planner
-        job = _Job(path, temporaries[0], context.rank, context.layout, step, keep, plan, planner, metadata)
+        rates = None if scheduler is None else scheduler.state_dict()
+        run = {"step": step, "data": data, "extra": extra, "scheduler": rates}
+        content = _content(context, model, held, optimizer, run)
+        described = [each.described() for each in held]
+        job = Job.agreed(context, path, content, described, step=step, keep=keep, copying=asynchronous)
     saving = Saving(job, context)
-    saving.start(asynchronous=asynchronous)
     if not asynchronous:
         saving.wait()
     return saving
@@ -181,52 +146,6 @@ def _content(
     return Content(pieces | state.random_pieces(context), values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What one rank writes. It meets the other ranks in the folder alone, so that it can run beside training: the one
-    that finds everybody's part there completes the checkpoint.
-    """
-
-    path: Path
-    temporary: Path
-    rank: int
-    layout: Layout
-    step: int
-    keep: int | None
-    plan: SavePlan
-    planner: SavePlanner
-    metadata: Metadata
-
-    def run(self) -> None:
-        self.temporary.mkdir(parents=True, exist_ok=True)
-        results = write(self.temporary, self.rank, self.plan, self.planner)
-        names = {result.storage_data.relative_path for result in results}
-        digests = {name: Digest.of(self.temporary / name) for name in names}
-        files.write_durably(self.temporary / f"part-{self.rank}", pickle.dumps((results, digests)))
-        if all((self.temporary / f"part-{rank}").exists() for rank in range(self.layout.world_size)):
-            self.complete()
-
-    def complete(self) -> None:
-        """Gives the checkpoint its name; the first that asks does it."""
-        folder = files.claim(self.temporary)
-        if folder is None:
-            return
-        results: list[list[WriteResult]] = []
-        digests: dict[str, Digest] = {}
-        for rank in range(self.layout.world_size):
-            part = folder / f"part-{rank}"
-            written, of_rank = pickle.loads(part.read_bytes())
-            part.unlink()
-            results.append(written)
-            digests |= of_rank
-        write_metadata(folder, self.metadata, results)
-        digests[".metadata"] = Digest.of(folder / ".metadata")
-        Manifest(self.step, self.layout, digests).write(folder)
-        files.publish(folder, self.path)
-        if self.keep is not None:
-            files.keep_newest(self.path, self.keep)
-
-
 def load_checkpoint(
     path: StrPath,
     model: nn.Module,
@@ -240,17 +159,18 @@ def load_checkpoint(
     random states come back too, and the run goes on as if it had not stopped.
 
     All ranks call it together. Nothing is changed before every rank has found that the files are whole and of this
-    model. Arguments are as for `save_checkpoint`; an optimizer gets its states and its groups' options.
+    model. Arguments are as for `save_checkpoint`; an optimizer gets its states and its groups' options. Load only what
+    you trust: the format's metadata is a pickle.
 
     Raises UsageError, on the rank that noticed, for what is no checkpoint, is damaged, of another model or of a newer
     format, and PipelineError on the others.
     """
-    context = _context_of(model)
+    context = context_of(model)
     with context.alarm.raised_everywhere():
         folder = files.find(Path(path))
         manifest = Manifest.read(folder)
         share = sorted(manifest.files)[context.rank :: context.world_size]
-        files.require_sound(folder, manifest.files, share)
+        Task(context, lambda: files.require_sound(folder, manifest.files, share)).wait()
         saved = Saved(folder)
         held = held_by(model, context, names)
         everyone: list[Any] = all_gather_object(context.world, [each.described() for each in held])
@@ -259,12 +179,12 @@ def load_checkpoint(
         states = None if optimizer is None else state.OptimizerLoad(named(optimizer, model), model, held, saved)
         random = state.random_pieces(context) if manifest.layout == context.layout else {}
         random = {name: piece for name, piece in random.items() if name in saved.tensors}
+        pieces = {**state.weight_pieces(held), **({} if states is None else states.pieces), **random}
         run = saved.read([state.RUN])[state.RUN]
         if scheduler is not None and run["scheduler"] is None:
             raise UsageError(f"checkpoint {path} was saved without a scheduler: load it without one")
         all_gather(context.world, [0.0])  # from here on all ranks know that it can be loaded
-        with torch.no_grad():
-            saved.fill(state.weight_pieces(held) | ({} if states is None else states.pieces) | random)
+        Task(context, lambda: saved.fill(pieces)).wait()
         if states is not None:
             states.apply(run.get("optimizer", {}))
         if scheduler is not None:
@@ -272,15 +192,6 @@ def load_checkpoint(
         state.restore_random(context, random)
         all_gather(context.world, [0.0])
     return Loaded(run["step"], run["data"], run["extra"])
-
-
-def _context_of(model: nn.Module) -> Context:
-    if isinstance(model, Pipeline):
-        return model.context
-    if is_launched():
-        return current_context()
-    device = torch.device("cpu")
-    return Context(0, Layout(), device, LocalTransport(Hub(1), 0, device=device, timeout=60.0))
 
 
 latest_checkpoint = files.latest_checkpoint

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import Context
+from pipeflow.parallel.context import Context, current_context, is_launched
+from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.local import Hub, LocalTransport
 from pipeflow.parallel.split import Split, splits_of
 from pipeflow.runtime.pipeline import Pipeline
 
@@ -79,6 +81,16 @@ class Described:
     stage: int
     shape: torch.Size
     tied: tuple[int, ...] | None
+
+
+def context_of(model: nn.Module) -> Context:
+    """Where the ranks that hold `model` are; without a launch, a world of one."""
+    if isinstance(model, Pipeline):
+        return model.context
+    if is_launched():
+        return current_context()
+    device = torch.device("cpu")
+    return Context(0, Layout(), device, LocalTransport(Hub(1), 0, device=device, timeout=60.0))
 
 
 def held_by(model: nn.Module, context: Context, names: Names | None) -> list[Held]:

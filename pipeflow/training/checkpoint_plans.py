@@ -114,8 +114,8 @@ def divide(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
 def write(folder: Path, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
     """Writes this rank's file into `folder` and waits until the disk has it. Raises OSError."""
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
-    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-    results: list[WriteResult] = writer.write_data(plan, planner).wait()
+    writer.set_up_storage_writer(is_coordinator=False, rank=rank, use_collectives=False)
+    results: list[WriteResult] = writer.write_data(writer.prepare_local_plan(plan), planner).wait()
     return results
 
 
@@ -175,7 +175,8 @@ class Saved:
 
     def fill(self, pieces: Mapping[str, Piece]) -> None:
         """Reads the saved values into the pieces' tensors, from as many parts as it takes."""
-        self._read(LoadPlanner(self._metadata, pieces, ()))
+        with torch.no_grad():
+            self._read(LoadPlanner(self._metadata, pieces, ()))
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
         """The plain values of these names."""

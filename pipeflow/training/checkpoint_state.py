@@ -56,12 +56,14 @@ def optimizer_content(
     values: dict[str, bytes] = {}
     all_names = _all_names(model, held)
     for group, names in zip(optimizer.param_groups, names_by_group(optimizer, model), strict=True):
+        what, options = "the optimizer's options or states", options_of(group)
+        usual = to_bytes(what, {"options": options, "values": {}})
         for own in names:
             state = told["state"].get(own, {})
             plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-            options = {"options": options_of(group), "values": plain}
+            stored = to_bytes(what, {"options": options, "values": plain}) if plain else usual
             for each in all_names[own]:
-                values[OPTIONS + each.name] = to_bytes(f"the optimizer's options of {own!r}", options)
+                values[OPTIONS + each.name] = stored
                 for key in state.keys() - plain.keys():
                     pieces[f"{OPTIMIZER}{key}.{each.name}"] = state_piece(each, key, state[key])
     return pieces, values, {key: value for key, value in told.items() if key not in ("state", "param_groups")}

@@ -13,9 +13,9 @@ from pipeflow import (
     GPT_PRESETS,
     PRECISIONS,
     CostModel,
-    Layout,
     Placement,
     Plan,
+    Setup,
     UsageError,
     make_schedule,
     plan,
@@ -28,12 +28,12 @@ from tests.families import make_near
 SMALL = GPT(layers=8, hidden=64, heads=4, positions=32, vocabulary=101)
 
 
-def whole(model: GPT, layout: Layout | None = None, *, stages: int = 1) -> CostModel:
-    return stage_costs(model, Placement.linear(stages), layout or Layout())
+def whole(model: GPT, setup: Setup | None = None, *, stages: int = 1) -> CostModel:
+    return stage_costs(model, Placement.linear(stages), setup or Setup())
 
 
-def planned(name: str = "1f1b", *, ranks: int = 4, microbatches: int = 8, layout: Layout | None = None) -> Plan:
-    return plan(SMALL, make_schedule(name, ranks=ranks, microbatches=microbatches), layout)
+def planned(name: str = "1f1b", *, ranks: int = 4, microbatches: int = 8, setup: Setup | None = None) -> Plan:
+    return plan(SMALL, make_schedule(name, ranks=ranks, microbatches=microbatches), setup)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_both_ends_on_one_rank_share_one_word_table() -> None:
     assert sum(rank.parameters for rank in planned().ranks) == SMALL.parameters + 101 * 64
 
 
-def per_layer(model: GPT, layout: Layout) -> float:
+def per_layer(model: GPT, setup: Setup) -> float:
     """Bytes in units of s*b*h."""
-    one, two = (whole(replace(model, layers=layers), layout).saved_bytes[0] for layers in (1, 2))
-    sequence = model.positions if layout.sequence is None else layout.sequence
-    return (two - one) / (sequence * layout.microbatch_size * model.hidden)
+    one, two = (whole(replace(model, layers=layers), setup).saved_bytes[0] for layers in (1, 2))
+    sequence = model.positions if setup.sequence is None else setup.sequence
+    return (two - one) / (sequence * setup.microbatch_size * model.hidden)
 
 
 GPT22B = GPT(layers=48, hidden=6144, heads=64, positions=2048, vocabulary=51200)
@@ -108,26 +108,26 @@ LARGE = [GPT22B, GPT.named("gpt3-175b"), GPT530B, GPT1T]
 def test_activations_are_those_of_korthikanti(model: GPT, size: int) -> None:
     """arXiv 2205.05198, table 2."""
     scores, t = 5 * model.heads * 2048 / model.hidden, 8
-    layout = Layout(keep_scores=True, microbatch_size=size)
-    assert per_layer(model, layout) == pytest.approx(34 + scores)
-    assert per_layer(model, replace(layout, tensor=t)) == pytest.approx(10 + 24 / t + scores / t)
-    assert per_layer(model, replace(layout, tensor=t, sequence_parallel=True)) == pytest.approx((34 + scores) / t)
-    assert per_layer(model, replace(layout, tensor=t, checkpoint=True)) == 2
-    assert per_layer(model, replace(layout, keep_scores=False)) == 34
+    setup = Setup(keep_scores=True, microbatch_size=size)
+    assert per_layer(model, setup) == pytest.approx(34 + scores)
+    assert per_layer(model, replace(setup, tensor=t)) == pytest.approx(10 + 24 / t + scores / t)
+    assert per_layer(model, replace(setup, tensor=t, sequence_parallel=True)) == pytest.approx((34 + scores) / t)
+    assert per_layer(model, replace(setup, tensor=t, checkpoint=True)) == 2
+    assert per_layer(model, replace(setup, keep_scores=False)) == 34
 
 
 @pytest.mark.parametrize(("model", "saved"), [(GPT.named("gpt3"), 0.70), (GPT530B, 0.65)])
 def test_scores_are_the_part_of_the_activations_that_the_paper_says(model: GPT, saved: float) -> None:
     """arXiv 2205.05198, section 5: what is saved where they are computed again."""
-    kept = per_layer(model, Layout()) / per_layer(model, Layout(keep_scores=True))
+    kept = per_layer(model, Setup()) / per_layer(model, Setup(keep_scores=True))
     assert 1 - kept == pytest.approx(saved, abs=0.005)
 
 
 @pytest.mark.parametrize("model", LARGE)
 def test_sequences_in_parallel_and_no_scores_take_a_fifth(model: GPT) -> None:
     """arXiv 2205.05198, abstract: 5 times less."""
-    less = Layout(tensor=8, sequence_parallel=True)
-    assert 4.9 < per_layer(model, Layout(tensor=8, keep_scores=True)) / per_layer(model, less) < 6.5
+    less = Setup(tensor=8, sequence_parallel=True)
+    assert 4.9 < per_layer(model, Setup(tensor=8, keep_scores=True)) / per_layer(model, less) < 6.5
 
 
 def test_the_ends_keep_what_the_paper_says_they_keep() -> None:
@@ -147,7 +147,7 @@ def test_the_first_rank_keeps_the_activations_of_the_whole_model() -> None:
 
 
 def test_wide_activations_are_twice_as_wide_but_for_masks() -> None:
-    wide = Layout(precision=PRECISIONS["float32"], keep_scores=True)
+    wide = Setup(precision=PRECISIONS["float32"], keep_scores=True)
     scores = 4 * 32 / 64
     assert per_layer(SMALL, wide) == 2 * 32 + 2 + (2 * 4 + 1) * scores
 
@@ -185,7 +185,7 @@ def test_a_real_layer_has_keeps_and_defers_that_much() -> None:
     assert sum(map(torch.numel, block.parameters())) == SMALL.parameters_of([(1, 2)])
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         output = block(torch.randn(2, 32, 64, requires_grad=True))
-    costs = whole(SMALL, Layout(microbatch_size=2, precision=PRECISIONS["float32"]), stages=8)
+    costs = whole(SMALL, Setup(microbatch_size=2, precision=PRECISIONS["float32"]), stages=8)
     assert sizes(saved, block) == pytest.approx(costs.saved_bytes[1] - 2 * token, rel=0.01)
     output.backward(torch.randn_like(output))
     held = [tensor for product in deferral.queue for tensor in (product.input, product.gradient)]
@@ -195,15 +195,15 @@ def test_a_real_layer_has_keeps_and_defers_that_much() -> None:
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_what_is_deferred_is_that_of_the_zero_bubble_paper(checkpoint: bool) -> None:
     """arXiv 2401.10241, table 1: 32sbh per layer; and the tensor ranks share it."""
-    middle = [whole(SMALL, Layout(checkpoint=checkpoint, tensor=t), stages=8).deferred_bytes[1] for t in (1, 2)]
+    middle = [whole(SMALL, Setup(checkpoint=checkpoint, tensor=t), stages=8).deferred_bytes[1] for t in (1, 2)]
     assert middle == [32 * 32 * 64, (8 + 24 / 2) * 32 * 64]
 
 
 def test_operations_are_those_of_narayanan() -> None:
     """arXiv 2104.04473, section 5.1: 96 B s l h^2 (1 + s/6h + V/16lh) with recomputation; a rank does 1/t of it."""
     gpt3 = GPT.named("gpt3")
-    layout = Layout(checkpoint=True, tensor=8, microbatch_size=3)
-    cost = stage_costs(gpt3, Placement.linear(8), layout, flops=1e12)
+    setup = Setup(checkpoint=True, tensor=8, microbatch_size=3)
+    cost = stage_costs(gpt3, Placement.linear(8), setup, flops=1e12)
     work = sum(cost.forward) + sum(cost.backward_input) + sum(cost.backward_weight)
     said = 96 * 3 * 2048 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 50304 / (16 * 96 * 12288))
     assert work * 1e12 * 8 == pytest.approx(said, rel=1e-12)
@@ -218,7 +218,7 @@ def test_halves_of_a_backward_are_those_of_the_zero_bubble_paper() -> None:
     assert cost.forward[1] == 1
     assert cost.backward_input[1] == backward_input / forward
     assert cost.backward_weight[1] == backward_weight / forward
-    again = whole(SMALL, Layout(checkpoint=True), stages=8)
+    again = whole(SMALL, Setup(checkpoint=True), stages=8)
     assert again.backward_input[1] == pytest.approx(backward_input / forward + 1)
 
 
@@ -227,7 +227,7 @@ def test_a_parameter_takes_16_bytes_and_less_when_shared(name: str) -> None:
     """arXiv 1910.02054, section 3.1 and figure 1."""
 
     def held(**options: bool) -> tuple[int, int]:
-        rank = planned(layout=Layout(precision=PRECISIONS[name], data=4, **options)).ranks[1]
+        rank = planned(setup=Setup(precision=PRECISIONS[name], data=4, **options)).ranks[1]
         assert rank.peak_bytes - rank.activation_bytes == (
             rank.weight_bytes + rank.gradient_bytes + rank.master_bytes + rank.moment_bytes
         )
@@ -243,7 +243,7 @@ def test_a_parameter_takes_16_bytes_and_less_when_shared(name: str) -> None:
 def test_every_schedule_is_planned(name: str) -> None:
     schedule = make_near(name, ranks=4, microbatches=8)
     model = replace(SMALL, layers=2 * schedule.placement.num_stages)
-    found = plan(model, schedule, Layout(tensor=2, checkpoint=True))
+    found = plan(model, schedule, Setup(tensor=2, checkpoint=True))
     copies = len(schedule.placement.paths)
     assert sum(rank.layers for rank in found.ranks) == copies * model.layers
     assert min(rank.idle for rank in found.ranks) == pytest.approx(found.bubble_ratio)
@@ -270,8 +270,8 @@ def test_the_even_bubble_is_the_formula_and_the_head_alone_makes_it_differ(ranks
 
 def test_operations_per_second_make_seconds() -> None:
     schedule = make_schedule("1f1b", ranks=4, microbatches=8)
-    layout = Layout(tensor=2, data=3, microbatch_size=5, sequence=16)
-    units, seconds = plan(SMALL, schedule, layout), plan(SMALL, schedule, layout, flops=1e9)
+    setup = Setup(tensor=2, data=3, microbatch_size=5, sequence=16)
+    units, seconds = plan(SMALL, schedule, setup), plan(SMALL, schedule, setup, flops=1e9)
     a_layer = 5 * 16 * (24 * 64**2 + 4 * 16 * 64) / 2 / 1e9
     assert seconds.timeline.makespan == pytest.approx(units.timeline.makespan * a_layer)
     assert seconds.tokens == 8 * 5 * 16 * 3
@@ -289,14 +289,14 @@ def test_operations_per_second_make_seconds() -> None:
         (lambda: GPT(layers=1, hidden=4, heads=2, mlp_ratio=0), "mlp_ratio must be an integer of at least 1, got 0"),
         (lambda: SMALL.parameters_of([(3, 3)]), r"layers \(3, 3\) are no part of 8 layers"),
         (lambda: SMALL.parameters_of([(0, 9)]), r"layers \(0, 9\) are no part of 8 layers"),
-        (lambda: Layout(tensor=0), "tensor must be an integer of at least 1, got 0"),
-        (lambda: Layout(sequence=0), "sequence must be an integer of at least 1, got 0"),
-        (lambda: planned(layout=Layout(tensor=3)), "tensor=3 does not divide 4 heads and hidden 64: .* are 2 and 4"),
-        (lambda: planned(layout=Layout(tensor=8)), "tensor=8 .* the nearest that works is 4"),
-        (lambda: planned(layout=Layout(sequence=33)), "33 tokens is too long for a model with 32 positions"),
-        (lambda: planned(layout=Layout(sequence=31, tensor=2, sequence_parallel=True)), "does not divide into 2 parts"),
+        (lambda: Setup(tensor=0), "tensor must be an integer of at least 1, got 0"),
+        (lambda: Setup(sequence=0), "sequence must be an integer of at least 1, got 0"),
+        (lambda: planned(setup=Setup(tensor=3)), "tensor=3 does not divide 4 heads and hidden 64: .* are 2 and 4"),
+        (lambda: planned(setup=Setup(tensor=8)), "tensor=8 .* the nearest that works is 4"),
+        (lambda: planned(setup=Setup(sequence=33)), "33 tokens is too long for a model with 32 positions"),
+        (lambda: planned(setup=Setup(sequence=31, tensor=2, sequence_parallel=True)), "does not divide into 2 parts"),
         (lambda: planned(ranks=9), "8 layers cannot fill 9 stages on 9 ranks: .* at most 8 stages"),
-        (lambda: stage_costs(SMALL, Placement.linear(1), Layout(), flops=0), "flops must be positive and finite"),
+        (lambda: stage_costs(SMALL, Placement.linear(1), Setup(), flops=0), "flops must be positive and finite"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipeflow import GPT, Layout, Placement, make_schedule, plan
+from pipeflow import GPT, Placement, Setup, make_schedule, plan
 from pipeflow.analysis.transformer_costs import stage_costs
 from tests.cli.run import error, out
 
@@ -77,7 +77,7 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_schedule_that_is_searched_for_is_given_the_costs_of_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """The head is worth many of these layers, so another order is found than for equal stages."""
     model = replace(GPT.named("tiny"), vocabulary=50304)
-    costs = stage_costs(model, Placement.linear(4), Layout())
+    costs = stage_costs(model, Placement.linear(4), Setup())
     made, even = (make_schedule("zb-auto", ranks=4, microbatches=8, cost=cost) for cost in (costs, None))
     found = read(capsys, "tiny", "--vocabulary", 50304, "--schedule", "zb-auto")["even_bubble_ratio"]
     assert found == plan(model, made).even_bubble_ratio != plan(model, even).even_bubble_ratio

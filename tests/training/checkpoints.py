@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow import Pipeline, Schedule, execute_pipeline, load_checkpoint, make_schedule, save_checkpoint
+from pipeflow import (
+    Pipeline,
+    PipelineSharedModuleWrapper,
+    Schedule,
+    execute_pipeline,
+    load_checkpoint,
+    make_schedule,
+    save_checkpoint,
+)
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.split import Split
 from pipeflow.testing import run_threads
@@ -55,9 +63,9 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, part: Tensor, split: Split, group: Any) -> Tensor:
         context.split, context.group = split, group
-        parts = part.new_empty(group.size, *part.shape)
+        parts = part.new_empty(group.size * part.shape[0], *part.shape[1:])
         group.all_gather(parts, part.detach().contiguous()).wait()
-        return torch.cat(list(parts), dim=split.dim).narrow(split.dim, 0, split.size).clone()
+        return torch.cat(parts.chunk(group.size), dim=split.dim).narrow(split.dim, 0, split.size).clone()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -89,8 +97,6 @@ class SplitModel(TiedModel):
         return SplitStage(self, start, end)
 
     def tie(self, chunks: nn.ModuleList, schedule: Schedule) -> None:
-        from pipeflow import PipelineSharedModuleWrapper
-
         words = [stage.words for stage in chunks if stage.words is not None]
         if words and schedule.placement.num_stages > 1:
             shared = PipelineSharedModuleWrapper([0, schedule.placement.num_ranks - 1])
@@ -103,9 +109,12 @@ MODEL = SplitModel()
 
 @dataclass
 class Run:
-    """A model, its optimizer and what the run has read, under the layout of the context."""
+    """A model, its optimizer and what the run has read, under the layout of the context. Layouts, and threads, draw
+    dropout differently.
+    """
 
     chunks: int = 1
+    dropout: bool = False
     pipeline: Pipeline = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     scheduler: torch.optim.lr_scheduler.LambdaLR = field(init=False)
@@ -117,7 +126,7 @@ class Run:
         schedule = make_schedule(name, ranks=context.pipeline_size, microbatches=2, **options)
         chunks = MODEL.chunks(schedule, context.pipeline_rank)
         MODEL.tie(chunks, schedule)
-        self.pipeline = Pipeline(chunks, schedule, criterion=MODEL.criterion)
+        self.pipeline = Pipeline(chunks, schedule, criterion=MODEL.criterion).train(self.dropout)
         self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
 

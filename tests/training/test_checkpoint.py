@@ -21,7 +21,6 @@ STEPS = 2
 
 def train_and_save(path: Path, chunks: int = 1) -> tuple[dict[str, Any], float, list[float]]:
     run = Run(chunks)
-    run.pipeline.eval()  # no dropout: layouts draw it differently
     run.train(STEPS)
     run.save(path)
     return run.pieces(), run.evaluate(), run.train(3)
@@ -29,7 +28,6 @@ def train_and_save(path: Path, chunks: int = 1) -> tuple[dict[str, Any], float, 
 
 def load_and_go_on(path: Path, chunks: int = 1) -> tuple[dict[str, Any], float, list[float], Any]:
     run = Run(chunks)
-    run.pipeline.eval()
     loaded = run.load(path)
     return run.pieces(), run.evaluate(), run.train(3), (loaded.step, loaded.data, loaded.extra)
 
@@ -71,7 +69,7 @@ def test_the_format_is_torchs_and_each_tensor_is_stored_once(saved: tuple[Path, 
 
 
 def train_past_a_save(path: Path) -> list[float]:
-    run = Run()
+    run = Run(dropout=True)
     run.train(3)
     run.save(path)
     return run.train(3)
@@ -79,7 +77,7 @@ def train_past_a_save(path: Path) -> list[float]:
 
 def resume(folder: Path) -> list[float]:
     torch.manual_seed(1)
-    run = Run()
+    run = Run(dropout=True)
     latest = latest_checkpoint(folder)
     assert latest is not None
     run.load(latest)
@@ -94,7 +92,6 @@ def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path) -> None:
 
 def save_beside_training(path: Path) -> dict[str, Any]:
     run = Run()
-    run.pipeline.eval()
     run.train(1)
     before = run.pieces()
     saving = run.save(path, asynchronous=True)
@@ -203,3 +200,14 @@ def test_replicas_that_divide_the_states_save_their_own(tmp_path: Path) -> None:
     assert {name for each in loaded for name in each} == set(expected)
     for name, state in ((name, state) for each in loaded for name, state in each.items()):
         numpy.testing.assert_array_equal(state, expected[name])
+
+
+def test_the_random_numbers_of_tensor_layers_go_on(tmp_path: Path) -> None:
+    random = pytest.importorskip("pipeflow.tensor.random", exc_type=ImportError)
+    tracker = random.manual_seed(1)
+    save_checkpoint(tmp_path / "step", model := torch.nn.Linear(1, 1))
+    expected = [torch.rand(2, generator=each) for each in (tracker.shared, tracker.own)]
+    tracker = random.manual_seed(2)
+    load_checkpoint(tmp_path / "step", model)
+    for numbers, generator in zip(expected, (tracker.shared, tracker.own), strict=True):
+        assert torch.equal(torch.rand(2, generator=generator), numbers)

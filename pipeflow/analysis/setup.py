@@ -1,4 +1,4 @@
-"""Layout: how the stages of a GPT are laid out over devices, and what of their work is kept. What must not live here:
+"""Setup: how the stages of a GPT are laid out over devices, and what of their work is kept. What must not live here:
 what that costs.
 """
 
@@ -37,7 +37,7 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Setup:
     """How the work of one pipeline rank is laid out over devices, and what of it is kept.
 
     Attributes:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pipeflow.analysis.setup import Setup
 from pipeflow.analysis.simulate import simulate
 from pipeflow.analysis.transformer import GPT, Part
 from pipeflow.analysis.transformer_costs import recomputed_bytes, sequence_of, stage_costs, stage_layers
-from pipeflow.analysis.transformer_layout import Layout
 from pipeflow.core.cost import CostModel
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -68,7 +68,7 @@ class Plan:
 
     model: GPT
     schedule: Schedule
-    layout: Layout
+    setup: Setup
     flops: float | None
     cost: CostModel
     timeline: Timeline
@@ -87,18 +87,18 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """How many the layout takes."""
-        return len(self.ranks) * self.layout.tensor * self.layout.data
+        """How many it takes."""
+        return len(self.ranks) * self.setup.tensor * self.setup.data
 
     @property
     def sequence(self) -> int:
         """Tokens per sequence."""
-        return sequence_of(self.model, self.layout)
+        return sequence_of(self.model, self.setup)
 
     @property
     def tokens(self) -> int:
         """Per step, on all data ranks."""
-        batch = self.schedule.num_microbatches * self.layout.microbatch_size * self.layout.data
+        batch = self.schedule.num_microbatches * self.setup.microbatch_size * self.setup.data
         return batch * self.sequence
 
     @property
@@ -107,38 +107,38 @@ class Plan:
         return None if self.flops is None else self.tokens / self.timeline.makespan
 
 
-def plan(model: GPT, schedule: Schedule, layout: Layout | None = None, *, flops: float | None = None) -> Plan:
-    """What training `model` under `schedule` costs when laid out as `layout` (by default one device per pipeline rank).
+def plan(model: GPT, schedule: Schedule, setup: Setup | None = None, *, flops: float | None = None) -> Plan:
+    """What training `model` under `schedule` costs in a `setup`, by default one device per pipeline rank.
 
     Layers are dealt over the stages as evenly as they go; the tables and the head come on top. `flops`, the operations
     per second that one device reaches, turns times into seconds. Communication is free: the stages' transfers, the
     tensor ranks' and the data ranks' sums are not in the times.
 
     >>> from pipeflow import make_schedule
-    >>> found = plan(GPT.named("gpt3-175b"), make_schedule("1f1b", ranks=8, microbatches=64), Layout(tensor=8))
+    >>> found = plan(GPT.named("gpt3-175b"), make_schedule("1f1b", ranks=8, microbatches=64), Setup(tensor=8))
     >>> found.ranks[0].parameters, round(found.bubble_ratio, 3), round(found.even_bubble_ratio, 3)
     (2799335424, 0.096, 0.099)
 
-    Raises UsageError for a model that does not fit the layout or the schedule's stages.
+    Raises UsageError for a model that does not fit the setup or the schedule's stages.
     """
-    layout = Layout() if layout is None else layout
-    cost = stage_costs(model, schedule.placement, layout, flops=flops)
+    setup = Setup() if setup is None else setup
+    cost = stage_costs(model, schedule.placement, setup, flops=flops)
     timeline = simulate(schedule, cost)
     even = simulate(schedule, _evened(cost)).bubble_ratio
     span = timeline.span
     idle = [1 - sum(each.end - each.start for each in row) / span for row in timeline.rows]
     ranks = tuple(
-        _rank(model, layout, schedule.placement, rank, kept=kept, idle=idle[rank])
+        _rank(model, setup, schedule.placement, rank, kept=kept, idle=idle[rank])
         for rank, kept in enumerate(timeline.peak_bytes)
     )
-    return Plan(model, schedule, layout, flops, cost, timeline, ranks, even)
+    return Plan(model, schedule, setup, flops, cost, timeline, ranks, even)
 
 
-def _rank(model: GPT, layout: Layout, placement: Placement, rank: int, *, kept: float, idle: float) -> RankPlan:
-    stages, parts, precision = placement.stages_of(rank), stage_layers(model, placement), layout.precision
+def _rank(model: GPT, setup: Setup, placement: Placement, rank: int, *, kept: float, idle: float) -> RankPlan:
+    stages, parts, precision = placement.stages_of(rank), stage_layers(model, placement), setup.precision
     held = tuple(parts[stage] for stage in stages)
-    parameters = model.parameters_of(held, layout.tensor)
-    optimized = -(-parameters // layout.data) if layout.zero else parameters
+    parameters = model.parameters_of(held, setup.tensor)
+    optimized = -(-parameters // setup.data) if setup.zero else parameters
     return RankPlan(
         rank,
         stages,
@@ -149,7 +149,7 @@ def _rank(model: GPT, layout: Layout, placement: Placement, rank: int, *, kept: 
         master_bytes=optimized * precision.master,
         moment_bytes=optimized * precision.moments,
         activation_bytes=kept,
-        recomputed_bytes=recomputed_bytes(model, layout),
+        recomputed_bytes=recomputed_bytes(model, setup),
         idle=idle,
     )
 
