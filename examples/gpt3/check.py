@@ -1,5 +1,5 @@
-"""--check: the model in one piece, trained beside the pipeline in a process of its own mind: no pipeline, no tensor or
-data ranks. Nothing here is needed to train.
+"""--check: the model in one piece, trained by rank 0 alone as if nothing had been launched: no pipeline, no tensor
+ranks, no replicas. Nothing here is needed to train.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The layers are pipeflow.tensor's, which with one tensor rank are ordinary ones. A stage has the blocks that it is given
 and, where it is the first or the last, what belongs to that end of the model; a block keeps the index it has in the
 whole model, so parameters have the same name under every cut. Also how it is trained, the loss and the optimizer. What
-is not here: which rank holds what (`build`), and the first weights (`weights`).
+is not here: which rank holds what, and the first weights (`build`).
 """
 
 from __future__ import annotations

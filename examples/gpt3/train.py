@@ -74,11 +74,7 @@ def read_arguments() -> argparse.Namespace:
     add("--replicas", type=int, default=1, help="copies of it all, each for its part of the batch (%(default)s)")
     add("--microbatches", type=int, default=8, help="pieces that a batch is cut into (%(default)s)")
     add("--chunks", type=int, help="stages a rank, for a schedule that has chunks")
-    add(
-        "--steps",
-        type=int,
-        help="steps of training (700; 60 with --short, 10 with --check; of more than a pipeline a third)",
-    )
+    add("--steps", type=int, help="steps of training (700 in a pipeline, else 233; --short: 60, 20; --check: 10)")
     add("--batch", type=int, default=16, help="sequences a step (%(default)s)")
     add("--sequence", type=int, default=128, help="tokens a sequence (%(default)s)")
     add("--preset", default="tiny", choices=pipeflow.GPT_PRESETS, help="the size of the model (%(default)s)")
