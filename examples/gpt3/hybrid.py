@@ -62,6 +62,8 @@ def main() -> None:
             start_ranks(world)
     except (pipeflow.UsageError, pipeflow.PipelineError, DataError) as error:
         sys.exit(f"hybrid.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    except KeyboardInterrupt:
+        sys.exit("\nstopped" if os.environ.get("RANK", "0") == "0" else 1)
 
 
 def read_arguments() -> argparse.Namespace:

@@ -48,6 +48,8 @@ def main() -> None:
             start_ranks(arguments.tensor * arguments.pipeline)
     except (pipeflow.UsageError, pipeflow.PipelineError) as error:
         sys.exit(f"lab.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    except KeyboardInterrupt:
+        sys.exit("\nstopped" if os.environ.get("RANK", "0") == "0" else 1)
 
 
 def read_arguments() -> argparse.Namespace:
