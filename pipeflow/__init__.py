@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
-    from pipeflow.training.checkpoint import Loaded, Saving, latest_checkpoint, load_checkpoint, save_checkpoint
+    from pipeflow.training.checkpoint.files import latest_checkpoint
+    from pipeflow.training.checkpoint.load import Loaded, load_checkpoint
+    from pipeflow.training.checkpoint.renames import Rename, Transform
+    from pipeflow.training.checkpoint.safetensors import load_safetensors, save_safetensors
+    from pipeflow.training.checkpoint.save import Saving, save_checkpoint
     from pipeflow.training.clip import clip_grad_norm_, grad_norm
     from pipeflow.training.data import get_dataloader
     from pipeflow.training.masters import MasterWeights
-    from pipeflow.training.safetensors import load_safetensors, save_safetensors
-    from pipeflow.training.safetensors_names import Rename, Transform
     from pipeflow.training.scaler import LossScaler
     from pipeflow.training.zero import Zero
 
@@ -47,27 +49,27 @@ __version__ = "0.1.0"
 _LATER = {
     "Context": "parallel.context",
     "Found": "analysis.search",
-    "Loaded": "training.checkpoint",
+    "Loaded": "training.checkpoint.load",
     "LossScaler": "training.scaler",
     "MasterWeights": "training.masters",
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.shared",
-    "Rename": "training.safetensors_names",
-    "Saving": "training.checkpoint",
-    "Transform": "training.safetensors_names",
+    "Rename": "training.checkpoint.renames",
+    "Saving": "training.checkpoint.save",
+    "Transform": "training.checkpoint.renames",
     "Zero": "training.zero",
     "clip_grad_norm_": "training.clip",
     "exact": "analysis.exact",
     "execute_pipeline": "runtime.pipeline",
     "get_dataloader": "training.data",
     "grad_norm": "training.clip",
-    "latest_checkpoint": "training.checkpoint",
+    "latest_checkpoint": "training.checkpoint.files",
     "launch": "parallel.launch",
-    "load_checkpoint": "training.checkpoint",
-    "load_safetensors": "training.safetensors",
-    "save_checkpoint": "training.checkpoint",
-    "save_safetensors": "training.safetensors",
+    "load_checkpoint": "training.checkpoint.load",
+    "load_safetensors": "training.checkpoint.safetensors",
+    "save_checkpoint": "training.checkpoint.save",
+    "save_safetensors": "training.checkpoint.safetensors",
     "search": "analysis.search",
 }
 

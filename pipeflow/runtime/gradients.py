@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from torch import nn
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.split import partial_in
 from pipeflow.parallel.transport import Work
+from pipeflow.runtime.copies import Copies
 from pipeflow.runtime.fully_sharded import is_fully_sharded, require_untied
 from pipeflow.runtime.replicas import Replicas
 from pipeflow.runtime.shared import Ties
@@ -17,14 +19,15 @@ from pipeflow.runtime.sums import Parts
 
 
 class Gradients:
-    """Parts of a sum over the tensor ranks are summed first, then those of tied weights over their copies, then all
-    are averaged over the replicas. Only the last can begin before the end of the step: for a stage's own parameters,
-    those of which this rank has the whole gradient as soon as the stage's last backward is done.
+    """Parts of a sum over the tensor ranks are summed first, then those of tied weights over their ranks, then all
+    are averaged over the replicas. Two things begin before the end of the step, as soon as a stage's last backward is
+    done: the exchange with the stage's other copy, and the average of the stage's own parameters, those of which this
+    rank has the whole gradient by then.
 
     Raises UsageError for a tied weight whose gradient is a part of a sum over the tensor ranks.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], ties: Ties, context: Context) -> None:
+    def __init__(self, stages: Mapping[int, nn.Module], ties: Ties, schedule: Schedule, context: Context) -> None:
         parts = [parameter for module in stages.values() for parameter in partial_in(module)]
         if {id(parameter) for parameter in parts} & ties.tied and context.tensor_size > 1:
             raise UsageError(
@@ -32,6 +35,7 @@ class Gradients:
             )
         self._ties = ties
         self._parts = Parts(parts, context.tensor)
+        self._copies = Copies(ties.copied, schedule, context.transport)
         self._transport = context.transport
         self._replicas = Replicas(context.data)
         tied = [p for module in stages.values() for p in module.parameters() if id(p) in ties.tied]
@@ -48,15 +52,17 @@ class Gradients:
     def begin(self) -> None:
         """Before the first backward of a step."""
         self._parts.begin()
+        self._copies.begin()
         self._ties.begin()
 
     def reduce(self, stage: int) -> list[Work]:
-        """Starts to average the gradients of a stage of which all backwards are done."""
-        return self._replicas.start(self._own[stage])
+        """Starts what can begin for a stage of which all backwards are done."""
+        return [*self._copies.start(stage), *self._replicas.start(self._own[stage])]
 
     def end(self, *, reduce: bool) -> None:
         """After the last backward; `reduce` unless each replica is to go on adding up its own. Raises LinkError."""
         self._parts.end()
+        self._copies.end()
         self._ties.end(self._transport)
         if reduce:
             self._replicas.start(self._others)
@@ -64,6 +70,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Drops what is under way."""
+        self._copies.forget()
         self._replicas.forget()
 
 

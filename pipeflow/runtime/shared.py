@@ -87,13 +87,13 @@ def shared_in(module: nn.Module, shared: Iterable[SharedWeight]) -> list[SharedW
     return found
 
 
-def copies_of(modules: Mapping[int, nn.Module], placement: Placement) -> list[SharedWeight]:
+def copies_of(modules: Mapping[int, nn.Module], placement: Placement) -> dict[int, SharedWeight]:
     """The stages of which a bidirectional schedule has a copy on two ranks, as shared weights."""
-    return [
-        SharedWeight(ranks, [[ref(parameter) for parameter in module.parameters()]])
+    return {
+        stage: SharedWeight(ranks, [[ref(parameter) for parameter in module.parameters()]])
         for stage, module in modules.items()
         if len(ranks := placement.ranks_of(stage)) > 1
-    ]
+    }
 
 
 Description = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]  # per weight: its ranks, the shapes of its copy
@@ -113,14 +113,23 @@ def compare_ties(everyone: list[Description]) -> None:
 
 
 class Ties:
-    """The tied weights of one pipeline on this rank.
+    """The tied weights of one pipeline on this rank, copies of whole stages among them.
+
+    Args:
+        weights: those that users tied.
+        copies: per stage that another rank has a copy of, its weights.
+        rank: this one's, in the pipeline.
+
+    Attributes:
+        copied: of `copies`, the parameters that users did not tie to anything else.
 
     Raises UsageError when a parameter is tied twice, to ranks of which neither are all.
     """
 
-    def __init__(self, weights: Iterable[SharedWeight], rank: int) -> None:
+    def __init__(self, weights: Sequence[SharedWeight], copies: Mapping[int, SharedWeight], rank: int) -> None:
         self._rank = rank
-        across = sorted((weight for weight in weights if len(weight.ranks) > 1), key=lambda weight: weight.ranks)
+        every = [*weights, *copies.values()]
+        across = sorted((weight for weight in every if len(weight.ranks) > 1), key=lambda weight: weight.ranks)
         self._described = [(weight.ranks, _shapes(weight.parameters)) for weight in across]
         widest: dict[int, _Tie] = {}  # by the parameter's id: a tied weight may be in a stage that has a copy elsewhere
         for weight in sorted(across, key=lambda weight: -len(weight.ranks)):
@@ -132,6 +141,13 @@ class Ties:
                         "share it among all of them"
                     )
         self._ties = list(widest.values())
+        shared = {id(parameter) for weight in weights for parameter in weight.parameters}
+        self.copied = {
+            stage: [parameter for parameter in copy.parameters if id(parameter) not in shared]
+            for stage, copy in copies.items()
+        }
+        copied = {id(parameter) for parameters in self.copied.values() for parameter in parameters}
+        self._summed = [tie for tie in self._ties if tie.parameter.requires_grad and id(tie.parameter) not in copied]
 
     def describe(self) -> Description:
         """What the ranks compare before they rely on it."""
@@ -147,10 +163,6 @@ class Ties:
         """The ids of the parameters whose copy on a lower rank stands for them."""
         return {id(tie.parameter) for tie in self._ties if tie.ranks[0] != self._rank}
 
-    @property
-    def _trained(self) -> list[_Tie]:
-        return [tie for tie in self._ties if tie.parameter.requires_grad]
-
     def share_values(self, transport: Transport) -> None:
         """Gives every copy the lowest rank's values. Raises LinkError."""
         for tie in self._ties:
@@ -161,13 +173,13 @@ class Ties:
             tie.parameter.data.copy_(value)
 
     def begin(self) -> None:
-        """Sets the gradients of earlier steps aside, so that this step's part alone is summed."""
-        for tie in self._trained:
+        """Sets the gradients of earlier steps aside, so that this step's part alone is summed. Copies are not begun."""
+        for tie in self._summed:
             tie.begin()
 
     def end(self, transport: Transport) -> None:
-        """Sums each gradient over its copies, in rank order, and adds what was set aside. Raises LinkError."""
-        for ranks, alike in groupby(self._trained, key=lambda tie: tie.ranks):
+        """Sums each gradient over its ranks, in their order, and adds what was set aside. Raises LinkError."""
+        for ranks, alike in groupby(self._summed, key=lambda tie: tie.ranks):
             for bucket in buckets(alike, lambda tie: tie.parameter):
                 total = _summed(torch.cat([tie.gradient() for tie in bucket]), ranks, transport)
                 for tie, part in zip(bucket, total.split([tie.parameter.numel() for tie in bucket]), strict=True):

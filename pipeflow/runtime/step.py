@@ -138,8 +138,9 @@ class Runner:
     def _reducing(self, reduce: bool) -> Schedule:
         """The schedule with the reductions that there are to be."""
         if not reduce:
-            return self.schedule.without_reductions()
-        return self.schedule.with_reductions() if self.context.data.size > 1 else self.schedule
+            return self.schedule.without_reductions()  # then copies are exchanged at the end
+        has_others = self.context.data.size > 1 or len(self.schedule.placement.paths) > 1
+        return self.schedule.with_reductions() if has_others else self.schedule
 
     def _load(self, compiled: Compiled, batch: Batch, training: bool, return_outputs: bool) -> None:
         for stage in self.stages.values():

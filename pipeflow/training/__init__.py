@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pipeflow.parallel.global_context import ParallelMode, global_context
-from pipeflow.training.checkpoint import Loaded, Saving, latest_checkpoint, load_checkpoint, save_checkpoint
+from pipeflow.training.checkpoint.files import latest_checkpoint
+from pipeflow.training.checkpoint.load import Loaded, load_checkpoint
+from pipeflow.training.checkpoint.save import Saving, save_checkpoint
 from pipeflow.training.clip import clip_grad_norm_, grad_norm
 from pipeflow.training.config import Config, read_config
 from pipeflow.training.data import DataParallelLoader, endless, get_dataloader

@@ -39,6 +39,8 @@ class MasterWeights(Wrapper):
     Raises UsageError when `optimizer` steps other parameters.
     """
 
+    model: Pipeline
+
     def __init__(self, model: Pipeline, optimizer: Optimizer, *, scaler: LossScaler | None = None) -> None:
         super().__init__(model, optimizer)
         self.scaler = scaler

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
-from pipeflow.runtime.pipeline import Pipeline
 
 MASTER = "master"  # among a parameter's states: the float32 weight that is stepped in its place
 
@@ -29,7 +28,7 @@ class Wrapper(Optimizer):
             itself, or its master. One dict for a chain of wrappers.
     """
 
-    def __init__(self, model: Pipeline, inner: Optimizer) -> None:
+    def __init__(self, model: nn.Module, inner: Optimizer) -> None:
         known = {id(parameter) for parameter in model.parameters()}
         if any(id(parameter) not in known for parameter in stepped_by(inner)):
             raise UsageError("the optimizer steps what is no parameter of the model: make it from model.parameters()")
@@ -66,8 +65,7 @@ class Wrapper(Optimizer):
         """What this rank keeps: `state` by parameter name, as `named_state` gives it, and the groups' options, the
         same on all ranks of `data`. The states of several ranks, merged, are what one rank would keep.
         """
-        options = [{key: group[key] for key in group if key not in _PARAMETERS} for group in self.param_groups]
-        return {"state": named_state(self, self.model), "param_groups": options}
+        return {"state": named_state(self, self.model), "param_groups": list(map(options_of, self.param_groups))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what this rank needs of a `state_dict`, its own or merged ones. Raises UsageError when it lacks
@@ -86,7 +84,28 @@ class Wrapper(Optimizer):
             raise UsageError(f"{type(self).__name__}.step takes no closure: run execute_pipeline, then step()")
 
 
-_PARAMETERS = ("params", "param_names")
+def by_name(optimizer: Optimizer, model: nn.Module) -> Wrapper:
+    """`optimizer`, or a Wrapper that tells a plain one's states by the names of parameters.
+
+    Raises UsageError for what is no optimizer, or steps what is no parameter of `model`.
+    """
+    if isinstance(optimizer, Wrapper):
+        return optimizer
+    if isinstance(optimizer, Optimizer):
+        return Wrapper(model, optimizer)
+    raise UsageError(f"an optimizer is a torch.optim.Optimizer, got {type(optimizer).__name__}")
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options, without its parameters."""
+    return {option: value for option, value in group.items() if option not in ("params", "param_names")}
+
+
+def names_by_group(optimizer: Wrapper) -> list[list[str]]:
+    """Of every group, what `optimizer.model.named_parameters()` calls the parameters that are stepped in it."""
+    called = {id(parameter): name for name, parameter in optimizer.model.named_parameters()}
+    names = {id(held): called[id(parameter)] for parameter, held in optimizer.stepped.items()}
+    return [[names[id(held)] for held in group["params"]] for group in optimizer.param_groups]
 
 
 def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:

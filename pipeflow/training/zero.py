@@ -45,6 +45,8 @@ class Zero(Wrapper):
     Raises UsageError when `optimizer` is a wrapper, steps other parameters, or those of a module under fully_shard.
     """
 
+    model: Pipeline
+
     def __init__(self, model: Pipeline, optimizer: Optimizer) -> None:
         if isinstance(optimizer, Wrapper):
             raise UsageError("Zero goes inside: MasterWeights(model, Zero(model, optimizer))")

@@ -27,7 +27,7 @@ from pipeflow.parallel.context import current_context
 from pipeflow.parallel.split import Split
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import WIDTH, WORDS, LayersStage, TiedModel, initial
-from pipeflow.training.checkpoint_pieces import held_by
+from pipeflow.training.checkpoint.pieces import held_by
 
 Layout = tuple[int, int, int]  # pipeline, tensor, data
 

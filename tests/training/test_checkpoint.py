@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pipeflow import Saving, UsageError, latest_checkpoint, load_checkpoint, save_checkpoint
-from pipeflow.parallel.context import current_context
+from pipeflow.tensor import random
 from pipeflow.testing import run_processes
-from pipeflow.training.checkpoint_optimizer import Named
+from pipeflow.training.zero import Zero
 from tests.training.checkpoints import Layout, Run, under, wholes
 
 STEPS = 2
@@ -169,23 +169,14 @@ class Untied(Tied):
         self.head.weight = torch.nn.Parameter(torch.randn(5, 4))
 
 
-class Divided(Named):
-    """Adam of which each replica keeps the states of every other parameter."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        data = current_context().data
-        self.inner = torch.optim.Adam(list(model.parameters())[data.rank :: data.size])
-        super().__init__(self.inner, model)
-
-
 def states_of_replicas(path: Path, step: int) -> dict[str, Any]:
     run = Run()
-    divided = Divided(run.pipeline)
+    divided = Zero(run.pipeline, torch.optim.Adam(run.pipeline.parameters()))
     if step:
         run.train(step)
         for parameter in run.pipeline.parameters():
             parameter.grad = torch.full_like(parameter, parameter.numel())
-        divided.inner.step()
+        divided.step()
         save_checkpoint(path, run.pipeline, divided)
     else:
         load_checkpoint(path, run.pipeline, divided)
@@ -203,7 +194,6 @@ def test_replicas_that_divide_the_states_save_their_own(tmp_path: Path) -> None:
 
 
 def test_the_random_numbers_of_tensor_layers_go_on(tmp_path: Path) -> None:
-    random = pytest.importorskip("pipeflow.tensor.random", exc_type=ImportError)
     tracker = random.manual_seed(1)
     save_checkpoint(tmp_path / "step", model := torch.nn.Linear(1, 1))
     expected = [torch.rand(2, generator=each) for each in (tracker.shared, tracker.own)]

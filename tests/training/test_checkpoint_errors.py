@@ -24,7 +24,7 @@ from pipeflow import (
 )
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
-from pipeflow.training.checkpoint_task import Task
+from pipeflow.training.checkpoint.task import Task
 from tests.training.checkpoints import Run, under
 
 
@@ -116,7 +116,7 @@ def test_what_the_optimizer_needs_and_is_not_there(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(UsageError, match="saved without a scheduler"):
         load_checkpoint(tmp_path / "step", module, scheduler=scheduler)
-    with pytest.raises(UsageError, match="not in the model: make it from"):
+    with pytest.raises(UsageError, match="no parameter of the model: make it from"):
         save_checkpoint(tmp_path / "step", model(), optimizer)
     with pytest.raises(UsageError, match="more than plain values and tensors"):
         save_checkpoint(tmp_path / "step", module, extra=Path)

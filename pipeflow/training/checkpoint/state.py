@@ -8,9 +8,8 @@ whole.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
-from pipeflow.training.checkpoint_optimizer import NamedOptimizer, common_options, names_by_group, options_of
-from pipeflow.training.checkpoint_pieces import Held, Piece, grouped, state_piece
-from pipeflow.training.checkpoint_plans import Saved, to_bytes
+from pipeflow.tensor.random import current_tracker
+from pipeflow.training.checkpoint.pieces import Held, Piece, grouped, state_piece
+from pipeflow.training.checkpoint.plans import Saved, to_bytes
+from pipeflow.training.optimizer import Wrapper, names_by_group, options_of
 
 MODEL, OPTIMIZER, OPTIONS, RUN = "model.", "optimizer.", "options.", "run"
 
@@ -46,7 +46,7 @@ def weight_shapes(saved: Saved) -> dict[str, torch.Size]:
 
 
 def optimizer_content(
-    optimizer: NamedOptimizer, model: nn.Module, held: Sequence[Held]
+    optimizer: Wrapper, held: Sequence[Held]
 ) -> tuple[dict[str, Piece], dict[str, bytes], dict[str, Any]]:
     """The states that this rank keeps, its groups' options with the states that are no tensors, and what the
     optimizer says besides.
@@ -54,8 +54,8 @@ def optimizer_content(
     told = optimizer.state_dict()
     pieces: dict[str, Piece] = {}
     values: dict[str, bytes] = {}
-    all_names = _all_names(model, held)
-    for group, names in zip(optimizer.param_groups, names_by_group(optimizer, model), strict=True):
+    all_names = _all_names(optimizer.model, held)
+    for group, names in zip(optimizer.param_groups, names_by_group(optimizer), strict=True):
         what, options = "the optimizer's options or states", options_of(group)
         usual = to_bytes(what, {"options": options, "values": {}})
         for own in names:
@@ -81,16 +81,16 @@ class OptimizerLoad:
     Raises UsageError when the checkpoint lacks some, or the optimizer's groups are not those that were saved.
     """
 
-    def __init__(self, optimizer: NamedOptimizer, model: nn.Module, held: Sequence[Held], saved: Saved) -> None:
+    def __init__(self, optimizer: Wrapper, held: Sequence[Held], saved: Saved) -> None:
         self.pieces: dict[str, Piece] = {}
         self._optimizer = optimizer
-        groups, all_names = names_by_group(optimizer, model), _all_names(model, held)
+        groups, all_names = names_by_group(optimizer), _all_names(optimizer.model, held)
         owned = {own: all_names[own][0] for names in groups for own in names}
         _require_options([each.name for each in owned.values()], saved.values)
         read = saved.read(OPTIONS + each.name for each in owned.values())
         plain = {own: read[OPTIONS + each.name] for own, each in owned.items()}
         options = {own: values["options"] for own, values in plain.items()}
-        self._groups = [common_options(names, options) for names in groups]
+        self._groups = [_common_options(names, options) for names in groups]
         self._states: dict[str, dict[str, Any]] = {}
         keys = _keys_by_name(saved)
         for own, each in owned.items():
@@ -110,6 +110,20 @@ def _require_options(names: Collection[str], stored: Collection[str]) -> None:
         raise UsageError(
             f"the checkpoint's optimizer did not have {missing[0]!r}: make the optimizer of the same parameters"
         )
+
+
+def _common_options(names: Iterable[str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Those that a group's parameters were saved with; none for an empty group. Raises UsageError when they differ."""
+    first: str | None = None
+    for name in names:
+        if first is None:
+            first = name
+        elif options[name] != options[first]:
+            raise UsageError(
+                f"one group of the optimizer has {first!r}, saved with {dict(options[first])}, and {name!r}, saved "
+                f"with {dict(options[name])}: make its groups as they were when it was saved"
+            )
+    return {} if first is None else dict(options[first])
 
 
 def _keys_by_name(saved: Saved) -> Mapping[str, list[str]]:
@@ -134,7 +148,7 @@ def random_pieces(context: Context) -> dict[str, Piece]:
     states = {"cpu": torch.get_rng_state()}
     if context.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(context.device)
-    if tracker := _tracker():
+    if tracker := current_tracker():
         states |= {f"tracker.{name}": state for name, state in tracker.get_state().items()}
     return {f"random.{context.rank}.{name}": Piece.whole(state) for name, state in states.items()}
 
@@ -147,11 +161,5 @@ def restore_random(context: Context, pieces: Mapping[str, Piece]) -> None:
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], context.device)
     tracked = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
-    if tracked and (tracker := _tracker()):
+    if tracked and (tracker := current_tracker()):
         tracker.set_state(tracked)
-
-
-def _tracker() -> Any:
-    """The random numbers of tensor-parallel layers; where nobody loaded those there are none."""
-    module = sys.modules.get("pipeflow.tensor.random")
-    return None if module is None else module.current_tracker()

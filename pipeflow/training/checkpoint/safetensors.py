@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.agreement import all_gather, all_gather_object
 from pipeflow.parallel.context import Context
-from pipeflow.training.checkpoint_files import write_durably
-from pipeflow.training.checkpoint_pieces import Described, Held, Names, context_of, described_everywhere, held_by
-from pipeflow.training.checkpoint_task import Task
-from pipeflow.training.safetensors_names import AS_IT_IS, Rename, Transform, renamed
+from pipeflow.training.checkpoint.files import write_durably
+from pipeflow.training.checkpoint.pieces import Described, Held, Names, context_of, described_everywhere, held_by
+from pipeflow.training.checkpoint.renames import AS_IT_IS, Rename, Transform, renamed
+from pipeflow.training.checkpoint.task import Task
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 StrPath = str | os.PathLike[str]

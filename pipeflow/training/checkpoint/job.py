@@ -16,10 +16,10 @@ from pipeflow.core.errors import UsageError
 from pipeflow.parallel.agreement import all_gather_object
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.layout import Layout
-from pipeflow.training import checkpoint_files as files
-from pipeflow.training.checkpoint_files import Digest, Manifest
-from pipeflow.training.checkpoint_pieces import Described, described_everywhere
-from pipeflow.training.checkpoint_plans import Content, SavePlanner, divide, write, write_metadata
+from pipeflow.training.checkpoint import files
+from pipeflow.training.checkpoint.files import Digest, Manifest
+from pipeflow.training.checkpoint.pieces import Described, described_everywhere
+from pipeflow.training.checkpoint.plans import Content, SavePlanner, divide, write, write_metadata
 
 StrPath = str | os.PathLike[str]
 

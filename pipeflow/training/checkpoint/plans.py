@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pipeflow.core.errors import UsageError
-from pipeflow.training.checkpoint_pieces import Piece, copied
+from pipeflow.training.checkpoint.pieces import Piece, copied
 
 
 @dataclass
