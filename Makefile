@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test check bench gallery clean
+.PHONY: demo demo-hybrid lab test check bench gallery clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -12,6 +12,12 @@ PY := .venv/bin/python
 
 demo: .venv/installed           ## train a GPT on real text through a pipeline of 4 ranks
 	$(PY) examples/gpt3/train.py $(ARGS)
+
+demo-hybrid: .venv/installed    ## the same over 8 processes: a pipeline of 2, tensor ranks of 2, 2 replicas
+	$(PY) examples/gpt3/train.py --ranks 2 --tensor 2 --replicas 2 $(ARGS)
+
+lab: .venv/installed            ## the Megatron lab: two tensor ranks, mock data, a checkpoint
+	$(PY) examples/gpt3/lab.py $(ARGS)
 
 test: .venv/installed           ## the whole suite
 	$(PY) -m pytest $(ARGS)

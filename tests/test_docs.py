@@ -68,7 +68,9 @@ def test_a_schedule_as_a_function_runs_and_is_compared(tmp_path: Path) -> None:
     assert re.search(r"^planned / measured: \d\.\d{3}$", shown, re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/schedules.md", "docs/own-schedule.md", "docs/design.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "docs/schedules.md", "docs/own-schedule.md", "docs/design.md", "docs/migration.md"]
+)
 def test_links_between_documents_lead_somewhere(path: str) -> None:
     document = ROOT / path
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())

@@ -1,8 +1,11 @@
-"""--check: the model in one piece, trained beside the pipeline without pipeflow. Nothing here is needed to train."""
+"""--check: the model in one piece, trained by rank 0 alone as if nothing had been launched: no pipeline, no tensor
+ranks, no replicas. Nothing here is needed to train.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextvars
 import sys
 from collections.abc import Iterator
 
@@ -11,25 +14,34 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from model import PRESETS, build_stage, make_optimizer, next_token_loss
+import pipeflow
+from pipeflow.parallel.split import Split, splits_of
+
+from build import build_stage, options_of
+from model import GPTLMLoss, PipelineGPTHybrid, make_optimizer
 
 TOLERANCE = 1e-9
 
+Batches = Iterator[tuple[dict[str, Tensor], Tensor]]
+Part = tuple[Tensor, Split | None]
+
 
 def check(
-    stages: nn.ModuleList,
+    stages: nn.Module,
     losses: list[float],
-    batches: Iterator[tuple[dict[str, Tensor], Tensor]],
+    batches: Batches,
     arguments: argparse.Namespace,
+    context: pipeflow.Context,
     console: Console,
 ) -> None:
     """On rank 0: repeats the training that gave `losses` and left `stages`, and shows how far apart the two are at
-    most. Ends with an error when that is more than rounding.
+    most. Ends with an error when that is more than rounding. `batches` are the whole ones, of all replicas.
     """
-    weights = gather_weights(stages)
+    weights = gather_weights(stages, context)
     if not weights:
         return
-    plain_losses, plain_weights = train_in_one_piece(batches, arguments)
+    outside = contextvars.Context()  # where nothing was launched
+    plain_losses, plain_weights = outside.run(train_in_one_piece, batches, arguments)
     loss = max(abs(one - other) for one, other in zip(losses, plain_losses, strict=True))
     weight = max(float((weights[name] - value).abs().max()) for name, value in plain_weights.items())
     console.print(f"\nlargest difference from the model in one piece: loss {loss:.1e}, weights {weight:.1e}")
@@ -37,30 +49,60 @@ def check(
         sys.exit(f"train.py: that is more than {TOLERANCE:.0e}")
 
 
-def gather_weights(stages: nn.ModuleList) -> dict[str, Tensor]:
-    """The weights of all ranks on rank 0, else none. They have the same names however the model was cut."""
-    mine = {name: value.cpu() for stage in stages for name, value in stage.state_dict().items()}
-    if not dist.is_initialized():
-        return mine
-    everyone: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
-    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None)
-    return {name: value for weights in everyone for name, value in weights.items()}
+def gather_weights(stages: nn.Module, context: pipeflow.Context) -> dict[str, Tensor]:
+    """The whole weights of all ranks on rank 0, else none. They have the same names however the model was cut."""
+    mine = parts_of(stages)
+    everyone: list[dict[str, Part]] = [mine]
+    if dist.is_initialized():
+        everyone = [{}] * context.world_size
+        dist.gather_object(mine, everyone if context.rank == 0 else None)
+    if context.rank > 0:
+        return {}
+    size = context.tensor_size
+    groups = [everyone[first : first + size] for first in range(0, context.world_size, size)]
+    return {name: whole([parts[name] for parts in group]) for group in groups for name in group[0]}
 
 
-def train_in_one_piece(
-    batches: Iterator[tuple[dict[str, Tensor], Tensor]], arguments: argparse.Namespace
-) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and the weights that plain torch gives, accumulating over the same microbatches."""
-    shape, losses = PRESETS[arguments.preset], []
-    model = build_stage(shape, 0, shape.layers, seed=arguments.seed, dtype=torch.float64)
+def parts_of(stages: nn.Module) -> dict[str, Part]:
+    """What this rank has of each weight, and how that is split over the tensor ranks."""
+    splits = splits_of(stages)
+    each = [stages] if isinstance(stages, PipelineGPTHybrid) else list(stages.children())
+    return {
+        name: (parameter.detach().cpu(), splits.get(id(parameter)))
+        for stage in each
+        for name, parameter in stage.named_parameters(remove_duplicate=False)
+    }
+
+
+def whole(parts: list[Part]) -> Tensor:
+    """One weight of the parts that the tensor ranks have."""
+    value, split = parts[0]
+    if split is None:
+        return value
+    return torch.cat([part for part, _ in parts], split.dim).narrow(split.dim, 0, split.size)
+
+
+def train_in_one_piece(batches: Batches, arguments: argparse.Namespace) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and the weights that plain torch gives, accumulating over the same number of microbatches."""
+    shape, losses, criterion = arguments.shape, [], GPTLMLoss()
+    model = build_stage(
+        0,
+        shape.layers,
+        shape.layers,
+        first=True,
+        last=True,
+        seed=arguments.seed,
+        dtype=torch.float64,
+        **options_of(shape),
+    )
     optimizer, rate = make_optimizer(model.parameters(), arguments.lr, arguments.steps)
     for _ in range(arguments.steps):
         inputs, labels = next(batches)
         optimizer.zero_grad()
         losses.append(0.0)
-        pieces = (whole.tensor_split(arguments.microbatches) for whole in (inputs["input_ids"], labels))
+        pieces = (each.tensor_split(arguments.microbatches) for each in (inputs["input_ids"], labels))
         for ids, wanted in zip(*pieces, strict=True):
-            loss = next_token_loss(model(input_ids=ids), wanted) * len(ids) / len(labels)
+            loss = criterion(model(input_ids=ids), wanted) * len(ids) / len(labels)
             loss.backward()
             losses[-1] += float(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

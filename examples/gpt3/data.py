@@ -8,6 +8,7 @@ is made anew. What is not here: ranks. Every rank draws the same batches by itse
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -65,7 +66,7 @@ def prepare(data: Path | None, vocabulary: int) -> Corpus:
         print(f"{cache}: {fault}; reading the text and training a tokenizer, some seconds", flush=True)
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
-            _write(cache, source, vocabulary, data or _write_library(cache.with_suffix(".jsonl")))
+            _write(cache, source, vocabulary, data or write_library(cache.with_suffix(".jsonl")))
         except OSError as error:
             raise DataError(f"{error.filename or cache}: {error.strerror}") from None
         corpus, fault = _load(cache, source, vocabulary)
@@ -119,11 +120,11 @@ def _load(cache: Path, source: str, vocabulary: int) -> tuple[Corpus, str] | tup
 
 
 def _write(cache: Path, source: str, vocabulary: int, data: Path) -> None:
-    tokenizer = _train_tokenizer(data, vocabulary)
+    tokenizer = train_tokenizer(data, vocabulary)
     parts = {"held_out": array("i"), "training": array("i")}
     end = tokenizer.token_to_id(END)
-    documents, number = _documents(data), 0
-    while texts := list(islice(documents, 100)):
+    texts_left, number = documents(data), 0
+    while texts := list(islice(texts_left, 100)):
         for encoded in tokenizer.encode_batch_fast(texts):
             parts["training" if number % HELD_OUT else "held_out"].extend([*encoded.ids, end])
             number += 1
@@ -133,20 +134,33 @@ def _write(cache: Path, source: str, vocabulary: int, data: Path) -> None:
     made = {"format": FORMAT, "source": source, "vocabulary": vocabulary, "tokenizer": tokenizer.to_str(), **tokens}
     content = io.BytesIO()
     torch.save(made, content)
-    with _whole_file(cache) as file:
+    with whole_file(cache) as file:
         file.write(hashlib.sha256(content.getvalue()).hexdigest().encode() + b"\n" + content.getvalue())
 
 
-def _write_library(data: Path) -> Path:
+def library() -> Path:
+    """The file with the sources of Python's standard library, written by the first process that asks."""
+    file = _cache_of(None).with_suffix(".jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        return file if file.exists() else write_library(file)
+    finally:
+        os.close(folder)
+
+
+def write_library(data: Path) -> Path:
     """Writes the sources of Python's standard library, without its tests and tables, as loose JSON."""
     paths = (path for path in sorted(LIBRARY.rglob("*.py")) if not NOT_READ & set(path.relative_to(LIBRARY).parts))
-    with _whole_file(data) as file:
+    with whole_file(data) as file:
         for path in paths:
             file.write(json.dumps({"text": path.read_text(encoding="utf-8", errors="replace")}).encode() + b"\n")
     return data
 
 
-def _documents(data: Path) -> Iterator[str]:
+def documents(data: Path) -> Iterator[str]:
+    """The text of every line. Raises DataError for a line that is none, with its number."""
     with data.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -156,7 +170,8 @@ def _documents(data: Path) -> Iterator[str]:
             yield text
 
 
-def _train_tokenizer(data: Path, vocabulary: int) -> Tokenizer:
+def train_tokenizer(data: Path, vocabulary: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocabulary` tokens, END among them, from the text of the file `data`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -170,7 +185,7 @@ def _train_tokenizer(data: Path, vocabulary: int) -> Tokenizer:
 
 def _sample(data: Path) -> Iterator[str]:
     left = SAMPLE
-    for text in _documents(data):
+    for text in documents(data):
         if left <= 0:
             return
         yield text[:left]
@@ -178,7 +193,7 @@ def _sample(data: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _whole_file(path: Path) -> Iterator[io.BufferedWriter]:
+def whole_file(path: Path) -> Iterator[io.BufferedWriter]:
     """A file that appears under its name when it is complete, and not at all when writing it fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

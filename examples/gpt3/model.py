@@ -1,138 +1,271 @@
-"""A GPT, built one pipeline stage at a time.
+"""A GPT for every layout: whole, a pipeline stage of it, and one tensor rank's part of either.
 
-Layers [start, end) of the model, with the word and position tables when the stage is the first, and the last norm
-and the head when it is the last. The initial weights belong to the layer, not to the cut: layer 7 starts the same on
-whichever rank, and however many stages there are. Also how it is trained, the loss and the optimizer. What is not
-here: pipeflow; a stage is an ordinary module.
+The layers are pipeflow.tensor's, which with one tensor rank are ordinary ones. A stage has the blocks that it is given
+and, where it is the first or the last, what belongs to that end of the model; a block keeps the index it has in the
+whole model, so parameters have the same name under every cut. Also how it is trained, the loss and the optimizer. What
+is not here: which rank holds what, and the first weights (`build`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
+import pipeflow
+from pipeflow.tensor import (
+    ColumnParallelLinear,
+    Dropout,
+    HiddenParallelEmbedding,
+    LayerNorm,
+    RowParallelLinear,
+    VocabParallelClassifier,
+    VocabParallelCrossEntropy,
+    VocabParallelEmbedding,
+    checkpoint,
+    scatter_to_sequence_region,
+)
 
-@dataclass(frozen=True)
-class Shape:
-    """The size of a GPT: `positions` is the longest sequence, `vocabulary` the number of tokens."""
-
-    layers: int
-    hidden: int
-    heads: int
-    positions: int = 1024
-    vocabulary: int = 50304
+Activation = Callable[[Tensor], Tensor]
 
 
-PRESETS = {
-    "tiny": Shape(layers=8, hidden=128, heads=4, positions=256, vocabulary=2048),
-    "gpt2-small": Shape(layers=12, hidden=768, heads=12),
-    "gpt2-medium": Shape(layers=24, hidden=1024, heads=16),
-    "gpt2-large": Shape(layers=36, hidden=1280, heads=20),
-    "gpt2-xl": Shape(layers=48, hidden=1600, heads=32),
-    "gpt3": Shape(layers=96, hidden=12288, heads=96, positions=2048),
-}
+def causal(attention_mask: Tensor | None, length: int) -> Tensor | None:
+    """What each token may look at: what is before it, as far as `attention_mask` lets it.
+
+    The mask is bool, True for what may be seen, or a number added to the scores. One of shape (batch, 1, 1, length)
+    says it per key and is made (batch, 1, length, length) here, every token seeing at least itself; any other says it
+    per query already, and stays as it is. None: everything before a token may be seen.
+    """
+    if attention_mask is None or attention_mask.shape[-2] != 1:
+        return attention_mask
+    square = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
+    if attention_mask.dtype != torch.bool:
+        return torch.where(square.triu(1), float("-inf"), attention_mask)
+    return attention_mask & square.tril() | torch.eye(length, dtype=torch.bool, device=attention_mask.device)
 
 
 class Attention(nn.Module):
-    """Causal self-attention: every position looks at itself and at what is before it."""
+    """Self-attention in heads. Query, key and value come out of one layer, interleaved per head (its weight is one of
+    heads x 3 x head size rows), so that its parts on the tensor ranks are whole heads.
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.query_key_value = nn.Linear(shape.hidden, 3 * shape.hidden)
-        self.output = nn.Linear(shape.hidden, shape.hidden)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        batch, length, hidden = hidden_states.shape
-        mixed = self.query_key_value(hidden_states).view(batch, length, 3, self.heads, hidden // self.heads)
-        query, key, value = mixed.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.output(seen.transpose(1, 2).reshape(batch, length, hidden))
-
-
-class Block(nn.Module):
-    """One layer: attention, then a perceptron four times as wide, each behind its norm and beside its input."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.norm_1 = nn.LayerNorm(shape.hidden)
-        self.attention = Attention(shape)
-        self.norm_2 = nn.LayerNorm(shape.hidden)
-        self.wide = nn.Linear(shape.hidden, 4 * shape.hidden)
-        self.output = nn.Linear(4 * shape.hidden, shape.hidden)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_states = hidden_states + self.attention(self.norm_1(hidden_states))
-        return hidden_states + self.output(functional.gelu(self.wide(self.norm_2(hidden_states))))
-
-
-class Stage(nn.Module):
-    """Layers [start, end) and what belongs to the ends of the model.
-
-    Blocks keep the index they have in the whole model, so parameters have the same name under every cut.
+    Without dropout no score is kept. With it, which scores are dropped follows from the rank's own random numbers,
+    which torch's scaled_dot_product_attention cannot be given, so they are computed here.
     """
 
-    def __init__(self, shape: Shape, start: int, end: int) -> None:
+    def __init__(
+        self, hidden_size: int, heads: int, *, dropout: float, dtype: torch.dtype, sequence_parallel: bool
+    ) -> None:
         super().__init__()
-        first, last = start == 0, end == shape.layers
-        self.word_embeddings = nn.Embedding(shape.vocabulary, shape.hidden) if first else None
-        self.position_embeddings = nn.Embedding(shape.positions, shape.hidden) if first else None
-        self.blocks = nn.ModuleDict({str(layer): Block(shape) for layer in range(start, end)})
-        self.norm = nn.LayerNorm(shape.hidden) if last else None
-        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False) if last else None
+        if hidden_size % heads:
+            raise pipeflow.UsageError(f"{heads} heads do not divide a hidden size of {hidden_size}")
+        self.head_size = hidden_size // heads
+        self.query_key_value = ColumnParallelLinear(
+            hidden_size, 3 * hidden_size, dtype=dtype, sequence_parallel=sequence_parallel
+        )
+        self.output = RowParallelLinear(hidden_size, hidden_size, dtype=dtype, sequence_parallel=sequence_parallel)
+        self.dropout = Dropout(dropout, parallel_input=True)
 
-    def forward(self, hidden_states: Tensor | None = None, input_ids: Tensor | None = None) -> Tensor:
-        """The first stage takes token ids, (batch, length); every other the output of the one before it,
-        (batch, length, hidden). The last makes logits, (batch, length, vocabulary).
-        """
-        if self.word_embeddings is not None and self.position_embeddings is not None:
-            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-            hidden_states = self.word_embeddings(input_ids) + self.position_embeddings(positions)
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        mixed = self.query_key_value(hidden_states).unflatten(-1, (-1, 3, self.head_size))
+        query, key, value = mixed.permute(3, 0, 2, 1, 4)
+        mask = causal(attention_mask, query.shape[2])
+        if self.training and self.dropout.p:
+            seen = self._with_dropout(query, key, value, mask)
+        else:
+            seen = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
+        return self.output(seen.transpose(1, 2).flatten(2))
+
+    def _with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        scores = query @ key.transpose(-1, -2) / self.head_size**0.5
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return self.dropout(scores.softmax(-1)) @ value
+
+
+class GPTBlock(nn.Module):
+    """One layer: attention, then a perceptron `mlp_ratio` times as wide, each behind its norm and beside its input.
+
+    Takes and gives `(hidden_states, attention_mask)`: (batch, length, hidden), of length / tensor size under sequence
+    parallelism, and a mask as of `causal`. With `checkpoint` it keeps its input alone, and is computed again in its
+    backward.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        mlp_ratio: int = 4,
+        activation: Activation = functional.gelu,
+        attention_dropout: float = 0.0,
+        dropout: float = 0.0,
+        layer_norm_epsilon: float = 1e-5,
+        dtype: torch.dtype = torch.float,
+        checkpoint: bool = False,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dtype": dtype, "sequence_parallel": sequence_parallel}
+        self.norm_1 = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
+        self.attention = Attention(hidden_size, num_attention_heads, dropout=attention_dropout, **options)
+        self.norm_2 = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
+        self.wide = ColumnParallelLinear(hidden_size, mlp_ratio * hidden_size, **options)
+        self.output = RowParallelLinear(mlp_ratio * hidden_size, hidden_size, **options)
+        self.dropout = Dropout(dropout, parallel_input=sequence_parallel)
+        self.activation = activation
+        self.checkpoint = checkpoint
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.checkpoint and torch.is_grad_enabled():
+            return checkpoint(self._compute, hidden_states, attention_mask), attention_mask
+        return self._compute(hidden_states, attention_mask), attention_mask
+
+    def _compute(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        attended = self.attention(self.norm_1(hidden_states), attention_mask)
+        hidden_states = hidden_states + self.dropout(attended)
+        widened = self.activation(self.wide(self.norm_2(hidden_states)))
+        return hidden_states + self.dropout(self.output(widened))
+
+
+class GPTEmbedding(nn.Module):
+    """A vector per token, and one per place: ids (batch, length) become (batch, length, hidden). The word table is
+    split by words, the position table by hidden.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        dropout: float = 0.0,
+        dtype: torch.dtype = torch.float,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size, hidden_size, dtype=dtype, sequence_parallel=sequence_parallel
+        )
+        self.position_embeddings = HiddenParallelEmbedding(max_position_embeddings, hidden_size, dtype=dtype)
+        self.dropout = Dropout(dropout, parallel_input=sequence_parallel)
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        positions = self.position_embeddings(position_ids)
+        if self.sequence_parallel:
+            positions = scatter_to_sequence_region(positions, self.position_embeddings.group)
+        return self.dropout(self.word_embeddings(input_ids) + positions)
+
+
+class GPTLMHead(VocabParallelClassifier):
+    """Scores for every word: (batch, length, dim) becomes (batch, length, this rank's words)."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        dtype: torch.dtype = torch.float,
+        bias: bool = False,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__(dim, vocab_size, bias=bias, dtype=dtype, sequence_parallel=sequence_parallel)
+
+
+class GPTLMLoss(nn.Module):
+    """The mean cross-entropy of each token given those before it: logits (batch, length, this rank's words) against
+    the very ids (batch, length) that went in, shifted by one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = VocabParallelCrossEntropy()
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(logits[:, :-1], labels[:, 1:])
+
+
+class PipelineGPTHybrid(nn.Module):
+    """`num_layers` blocks of a GPT, the first of them block `start` of the whole model; with the embedding where it is
+    the `first` stage, with the last norm and the head where it is the `last`.
+
+    The first stage takes `input_ids`, (batch, length), and may take `position_ids`; every other takes the output of
+    the one before it, (batch, length, hidden). All take `attention_mask`: (batch, length), 0 where there is padding;
+    or one of four dimensions, as of `causal`. The last makes logits, (batch, length, this rank's words).
+    """
+
+    def __init__(
+        self,
+        num_layers: int = 12,
+        hidden_size: int = 768,
+        num_attention_heads: int = 12,
+        vocab_size: int = 50304,
+        embed_drop_rate: float = 0.0,
+        act_func: Activation = functional.gelu,
+        mlp_ratio: int = 4,
+        attn_drop_rate: float = 0.0,
+        drop_rate: float = 0.0,
+        dtype: torch.dtype = torch.float,
+        checkpoint: bool = False,
+        max_position_embeddings: int = 1024,
+        layer_norm_epsilon: float = 1e-5,
+        first: bool = False,
+        last: bool = False,
+        *,
+        start: int = 0,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"dtype": dtype, "sequence_parallel": sequence_parallel}
+        self.embedding = self.norm = self.head = None
+        if first:
+            self.embedding = GPTEmbedding(
+                hidden_size, vocab_size, max_position_embeddings, dropout=embed_drop_rate, **options
+            )
+        self.blocks = nn.ModuleDict(
+            {
+                str(layer): GPTBlock(
+                    hidden_size,
+                    num_attention_heads,
+                    mlp_ratio=mlp_ratio,
+                    activation=act_func,
+                    attention_dropout=attn_drop_rate,
+                    dropout=drop_rate,
+                    layer_norm_epsilon=layer_norm_epsilon,
+                    checkpoint=checkpoint,
+                    **options,
+                )
+                for layer in range(start, start + num_layers)
+            }
+        )
+        if last:
+            self.norm = LayerNorm(hidden_size, eps=layer_norm_epsilon, **options)
+            self.head = GPTLMHead(vocab_size=vocab_size, dim=hidden_size, **options)
+
+    @property
+    def word_tables(self) -> list[nn.Module]:
+        """The embedding of words and the head, where they are here: one weight, to be tied."""
+        return [part for part in (self.embedding and self.embedding.word_embeddings, self.head) if part is not None]
+
+    def forward(
+        self,
+        hidden_states: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        if attention_mask is not None and attention_mask.dim() == 2:
+            attention_mask = causal(attention_mask[:, None, None, :].bool(), attention_mask.shape[1])
+        if self.embedding is not None:
+            hidden_states = self.embedding(input_ids, position_ids)
         for block in self.blocks.values():
-            hidden_states = block(hidden_states)
+            hidden_states, attention_mask = block(hidden_states, attention_mask)
         return hidden_states if self.head is None else self.head(self.norm(hidden_states))
-
-
-def build_stage(shape: Shape, start: int, end: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Stage:
-    """The stage with layers [start, end), nothing else allocated.
-
-    A stage that is first and last ties its two word tables; two stages are tied by whoever knows where both live.
-    """
-    stage = Stage(shape, start, end)
-    for layer, block in stage.blocks.items():
-        _initialize(block, seed, int(layer), shape)
-    for number, table in enumerate((stage.word_embeddings or stage.head, stage.position_embeddings), shape.layers):
-        if table is not None:
-            _initialize(table, seed, number, shape)
-    if stage.word_embeddings is not None and stage.head is not None:
-        stage.head.weight = stage.word_embeddings.weight
-    return stage.to(dtype)
-
-
-@torch.no_grad()
-def _initialize(part: nn.Module, seed: int, number: int, shape: Shape) -> None:
-    """GPT-2's initial weights, drawn from `seed` and the part's `number` in the whole model, and nothing else."""
-    generator = torch.Generator().manual_seed(1_000_003 * seed + number)
-    for name, parameter in part.named_parameters():
-        if name.endswith("output.weight"):  # they add to the residual stream, twice a layer
-            parameter.normal_(0, 0.02 / (2 * shape.layers) ** 0.5, generator=generator)
-        elif name.endswith("weight") and parameter.dim() == 2:
-            parameter.normal_(0, 0.02, generator=generator)
-        elif name.endswith("bias"):
-            parameter.zero_()
-
-
-def next_token_loss(logits: Tensor, input_ids: Tensor) -> Tensor:
-    """The mean cross-entropy of each token given those before it: logits (batch, length, vocabulary) against the
-    very ids (batch, length) that went in, shifted by one.
-    """
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
 
 
 def make_optimizer(

@@ -4,6 +4,7 @@ r"""Train a GPT on text through a pipeline. The command lines:
     python examples/gpt3/train.py --short           the same in half a minute
     python examples/gpt3/train.py --schedule interleaved-1f1b --chunks 2
     python examples/gpt3/train.py --ranks 1         one process, the same losses
+    python examples/gpt3/train.py --ranks 2 --tensor 2 --replicas 2     eight processes, the same losses
     python examples/gpt3/train.py --check           compared with the model in one piece, in float64
     DATA=my.jsonl python examples/gpt3/train.py     your own text, one {"text": ...} a line
 
@@ -11,18 +12,19 @@ r"""Train a GPT on text through a pipeline. The command lines:
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint machine-1:29500 \
         examples/gpt3/train.py --preset gpt2-xl --sequence 1024 --batch 64 --microbatches 64
 
-The last one is run on each of the machines; the pipeline goes through all of them.
+The last one is run on each of the machines; the pipeline goes through all of them. With --tensor every rank of it is
+several processes that share each layer, with --replicas the whole is there several times, each for a part of the batch.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -31,16 +33,17 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
+from torch import Tensor
 
 import pipeflow
 from pipeflow.draw import Comparison
+from pipeflow.tensor import gather_from_tensor_region
 
+from build import build_gpt_pipeline, options_of
 from check import check
 from data import END, Corpus, DataError, prepare, wait_for
-from model import PRESETS, Shape, build_stage, make_optimizer, next_token_loss
+from model import GPTLMLoss, make_optimizer
+from ranks import is_rank, start_ranks
 
 EVALUATED = 8  # batches of held-out text
 PROMPT = "def"
@@ -51,11 +54,11 @@ def main() -> None:
     arguments, first = read_arguments(), os.environ.get("RANK", "0") == "0"
     try:
         validate(arguments)
-        if arguments.ranks == 1 or "RANK" in os.environ:
+        if arguments.world == 1 or is_rank():
             run(arguments)
         else:
-            prepare(arguments.data, PRESETS[arguments.preset].vocabulary)
-            start_ranks(arguments.ranks)
+            prepare(arguments.data, arguments.shape.vocabulary)
+            start_ranks(arguments.world)
     except (pipeflow.UsageError, pipeflow.PipelineError, DataError) as error:
         sys.exit(f"train.py: {error}" if first else 1)
     except KeyboardInterrupt:
@@ -66,13 +69,15 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--schedule", default="1f1b", help="a name that `pipeflow list` shows (%(default)s)")
-    add("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", 4)), help="processes of the pipeline (4)")
+    add("--ranks", type=int, help="ranks of the pipeline (4, or as many as torchrun started)")
+    add("--tensor", type=int, default=1, help="processes that share every layer (%(default)s)")
+    add("--replicas", type=int, default=1, help="copies of it all, each for its part of the batch (%(default)s)")
     add("--microbatches", type=int, default=8, help="pieces that a batch is cut into (%(default)s)")
     add("--chunks", type=int, help="stages a rank, for a schedule that has chunks")
-    add("--steps", type=int, help="steps of training (700; 60 with --short, 10 with --check)")
+    add("--steps", type=int, help="steps of training (700 in a pipeline, else 233; --short: 60, 20; --check: 10)")
     add("--batch", type=int, default=16, help="sequences a step (%(default)s)")
     add("--sequence", type=int, default=128, help="tokens a sequence (%(default)s)")
-    add("--preset", default="tiny", choices=PRESETS, help="the size of the model (%(default)s)")
+    add("--preset", default="tiny", choices=pipeflow.GPT_PRESETS, help="the size of the model (%(default)s)")
     add("--data", type=Path, default=os.environ.get("DATA") or None, help="your text ($DATA, else Python's library)")
     add("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
     add("--lr", type=float, default=4e-3, help="the highest learning rate (%(default)s)")
@@ -80,8 +85,15 @@ def read_arguments() -> argparse.Namespace:
     add("--short", action="store_true", help="fewer steps")
     add("--timeline", type=Path, metavar="FILE", help="write the measured step here, for `pipeflow diff`")
     arguments = parser.parse_args()
+    arguments.shape = pipeflow.GPT.named(arguments.preset)
+    if arguments.ranks is None:
+        one = max(1, arguments.tensor * arguments.replicas)
+        arguments.ranks = max(1, int(os.environ.get("WORLD_SIZE", 4 * one)) // one)
+    arguments.world = arguments.ranks * arguments.tensor * arguments.replicas
     if arguments.steps is None:
         arguments.steps = 10 if arguments.check else 60 if arguments.short else 700
+        if arguments.world > arguments.ranks and not arguments.check:
+            arguments.steps //= 3  # so many processes have few cores each
     return arguments
 
 
@@ -92,15 +104,21 @@ def make_schedule(arguments: argparse.Namespace, microbatches: int) -> pipeflow.
 
 def validate(arguments: argparse.Namespace) -> None:
     """Raises UsageError for what cannot work together; nothing has been started by then."""
-    world = int(os.environ.get("WORLD_SIZE", arguments.ranks))
+    world = int(os.environ.get("WORLD_SIZE", arguments.world))
     stages = make_schedule(arguments, arguments.microbatches).placement.num_stages
-    name, shape = arguments.preset, PRESETS[arguments.preset]
+    name, shape, replicas = arguments.preset, arguments.shape, arguments.replicas
+    shape.require_tensor(arguments.tensor)
     batch, microbatches, length = arguments.batch, arguments.microbatches, arguments.sequence
+    times = f" of each of {replicas} replicas" if replicas > 1 else ""
     directory = arguments.timeline.parent if arguments.timeline else Path()
+    asked = f"--ranks {arguments.ranks}"
+    if arguments.world > arguments.ranks:
+        asked += f" --tensor {arguments.tensor} --replicas {replicas} is {arguments.world} processes"
     for broken, message in (
-        (arguments.ranks != world, f"--ranks {arguments.ranks}, but {world} processes were started"),
+        (arguments.world != world, f"{asked}, but {world} processes were started"),
         (stages > shape.layers, f"{stages} stages are too many for --preset {name}, which has {shape.layers} layers"),
-        (batch < microbatches, f"--batch {batch} does not fill --microbatches {microbatches}"),
+        (replicas < 1 or batch % replicas, f"--batch {batch} does not divide into --replicas {replicas}"),
+        (batch < microbatches * replicas, f"--batch {batch} does not fill --microbatches {microbatches}{times}"),
         (not 2 <= length <= shape.positions, f"--sequence must be 2 to {shape.positions} for --preset {name}"),
         (not directory.is_dir(), f"--timeline: there is no directory {directory}"),
         (arguments.steps < 1, f"--steps must be at least 1, not {arguments.steps}"),
@@ -110,45 +128,36 @@ def validate(arguments: argparse.Namespace) -> None:
             raise pipeflow.UsageError(message)
 
 
-def start_ranks(ranks: int) -> None:
-    """Runs this command line once for each rank, as `torchrun` does; Ctrl-C ends them all."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    logging.disable(logging.ERROR)  # the ranks say what is wrong
-    try:
-        torchrun(["--standalone", "--signals-to-handle", "SIGTERM", "--nproc-per-node", str(ranks), *sys.argv])
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        sys.exit(f"train.py: rank {rank} was ended by signal {-failure.exitcode}" if failure.exitcode < 0 else 1)
-    finally:
-        Console().show_cursor()  # that a rank which was ended may have hidden
-
-
 def run(arguments: argparse.Namespace) -> None:
     """One rank's part, from the text to the end. Rank 0 shows what happens."""
-    shape, length = PRESETS[arguments.preset], arguments.sequence
+    shape, length = arguments.shape, arguments.sequence
     corpus = (wait_for if int(os.environ.get("LOCAL_RANK", 0)) else prepare)(arguments.data, shape.vocabulary)
-    context = pipeflow.launch(pipeline=arguments.ranks)
+    context = pipeflow.launch(pipeline=arguments.ranks, tensor=arguments.tensor)
     if context.rank:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     console = Console(highlight=False, quiet=context.rank > 0)
 
     dtype = torch.float64 if arguments.check else torch.float32
-    stages = build_stages(arguments, shape, context, dtype)
-    samples, uneven = divmod(arguments.batch, arguments.microbatches)
+    schedule = make_schedule(arguments, arguments.microbatches)
+    stages = build_gpt_pipeline(
+        shape.layers, placement=schedule.placement, seed=arguments.seed, dtype=dtype, **options_of(shape)
+    )
+    samples, uneven = divmod(arguments.batch // arguments.replicas, arguments.microbatches)
     model = pipeflow.Pipeline(
         stages,
-        make_schedule(arguments, arguments.microbatches),
-        criterion=next_token_loss,
+        schedule,
+        criterion=GPTLMLoss(),
         tensor_shape=None if uneven else (samples, length, shape.hidden),
         tensor_dtype=dtype,
     )
-    before = evaluate(model, batches_of(corpus, arguments, held_out=True))
-    losses, measured = train(model, batches_of(corpus, arguments), arguments, console)
-    after = evaluate(model, batches_of(corpus, arguments, held_out=True))
+    batches = partial(batches_of, corpus, arguments, part=context.data_rank, parts=context.data_size)
+    before = evaluate(model, batches(held_out=True))
+    losses, measured = train(model, batches(), arguments, console)
+    after = evaluate(model, batches(held_out=True))
 
     console.print(f"\nloss on held-out text: {before:.3f} before, {after:.3f} after {arguments.steps} steps\n")
-    planned = pipeflow.simulate(model.schedule, pipeflow.CostModel.measured(measured))
+    schedule = model.schedule.with_reductions() if context.data_size > 1 else model.schedule
+    planned = pipeflow.simulate(schedule, pipeflow.CostModel.measured(measured))
     console.print(Comparison(planned, measured, unit="ms", factor=1000))
     if arguments.timeline is not None and context.rank == 0:
         arguments.timeline.write_text(measured.to_json())
@@ -156,35 +165,25 @@ def run(arguments: argparse.Namespace) -> None:
     if ranks > cores and context.device.type == "cpu":
         console.print(f"\n{ranks} ranks share {cores} cores here, so actions take longer than they would alone.")
     if arguments.check:
-        check(stages, losses, batches_of(corpus, arguments), arguments, console)
+        check(stages, losses, batches_of(corpus, arguments), arguments, context, console)
     else:
         writer = pipeflow.Pipeline(stages, make_schedule(arguments, microbatches=1))
         text = write(writer, corpus, arguments)
         console.print(f"\nwritten after {PROMPT!r}:\n\n{text}", markup=False, soft_wrap=True)
 
 
-def build_stages(
-    arguments: argparse.Namespace, shape: Shape, context: pipeflow.Context, dtype: torch.dtype
-) -> nn.ModuleList:
-    """The stages of this rank and no others. The first one's word table and the last one's head are tied."""
-    placement = make_schedule(arguments, arguments.microbatches).placement
-    parts = [part for [part] in pipeflow.partition_uniform(shape.layers, placement.num_stages)]
-    held = [parts[stage] for stage in placement.stages_of(context.pipeline_rank)]
-    stages = nn.ModuleList(build_stage(shape, *part, seed=arguments.seed, dtype=dtype) for part in held)
-    stages.to(context.device)
-    wrapper = pipeflow.PipelineSharedModuleWrapper([*placement.ranks_of(0), *placement.ranks_of(len(parts) - 1)])
-    for table in [table for stage in stages for table in (stage.word_embeddings, stage.head) if table is not None]:
-        wrapper.register_module(table)
-    return stages
-
-
 Batches = Iterator[tuple[dict[str, Tensor], Tensor]]
 
 
-def batches_of(corpus: Corpus, arguments: argparse.Namespace, *, held_out: bool = False) -> Batches:
-    """Inputs and labels without end, the same on every rank. The labels are the ids; the loss shifts them."""
+def batches_of(
+    corpus: Corpus, arguments: argparse.Namespace, *, part: int = 0, parts: int = 1, held_out: bool = False
+) -> Batches:
+    """Inputs and labels without end, the same on every rank of a replica, which has its part of the batch. The labels
+    are the ids; the loss shifts them.
+    """
     for step in count():
         ids = corpus.batch(arguments.batch, arguments.sequence, seed=arguments.seed, step=step, held_out=held_out)
+        ids = ids.tensor_split(parts)[part]
         yield {"input_ids": ids}, ids
 
 
@@ -235,9 +234,11 @@ def progress(arguments: argparse.Namespace, console: Console) -> Iterator[Callab
 
 
 def write(writer: pipeflow.Pipeline, corpus: Corpus, arguments: argparse.Namespace, tokens: int = 120) -> str:
-    """Text of the model's own, a token at a time through the pipeline: its last rank chooses, and tells the others."""
-    placement = writer.schedule.placement
-    last = placement.rank_of(placement.num_stages - 1)
+    """Text of the model's own, a token at a time through the pipeline: a rank of its last stage chooses, and tells the
+    others.
+    """
+    placement, context = writer.schedule.placement, writer.context
+    chooser = context.layout.pipeline_ranks(0)[placement.rank_of(placement.num_stages - 1)]
     ids, end = corpus.tokenizer.encode(PROMPT).ids, corpus.tokenizer.token_to_id(END)
     generator = torch.Generator().manual_seed(arguments.seed)
     while len(ids) < tokens and ids[-1] != end:
@@ -246,10 +247,11 @@ def write(writer: pipeflow.Pipeline, corpus: Corpus, arguments: argparse.Namespa
         output = pipeflow.execute_pipeline(batch, writer, forward_only=True, return_outputs=True)
         token = torch.zeros(1, dtype=torch.long)
         if output.outputs is not None:
-            chances = (output.outputs[0, -1].float().cpu() / TEMPERATURE).softmax(dim=0)
+            scores = gather_from_tensor_region(output.outputs[0, -1], context.tensor)
+            chances = (scores.float().cpu() / TEMPERATURE).softmax(dim=0)
             token = torch.multinomial(chances, 1, generator=generator)
         if dist.is_initialized():
-            dist.broadcast(token, src=last)
+            dist.broadcast(token, src=chooser)
         ids.append(int(token))
     return corpus.tokenizer.decode(ids)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.examples.conftest import run_script
+
 torch = pytest.importorskip("torch")
+pytest.importorskip("tokenizers")
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,10 @@ torch = pytest.importorskip("torch")
         ("--chunks 2", "schedule '1f1b' does not take chunks; its options are extra_warmup"),
         ("--batch 4", "--batch 4 does not fill --microbatches 8"),
         ("--sequence 257", "--sequence must be 2 to 256 for --preset tiny"),
+        ("--batch 8 --replicas 2", "--batch 8 does not fill --microbatches 8 of each of 2 replicas"),
+        ("--replicas 3", "--batch 16 does not divide into --replicas 3"),
+        ("--replicas 0", "--batch 16 does not divide into --replicas 0"),
+        ("--tensor 3", "tensor=3 does not divide 4 heads and hidden 128: the nearest that work are 2 and 4"),
         ("--ranks 0", "ranks must be an integer of at least 1, got 0"),
         ("--steps 0", "--steps must be at least 1, not 0"),
         ("--lr nan", "--lr must be positive, not nan"),
@@ -41,13 +46,25 @@ def test_what_cannot_work_is_one_line_before_anything_starts(
 
 
 def test_other_ranks_leave_the_message_to_the_first(gpt3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "--ranks", "2"])
     monkeypatch.setenv("WORLD_SIZE", "3")
-    for rank, code in (("0", "train.py: --ranks 2, but 3 processes were started"), ("1", 1)):
+    asked = "--ranks 2 --tensor 2 --replicas 1"
+    for line, rank, code in (
+        ("--ranks 2", "0", "train.py: --ranks 2, but 3 processes were started"),
+        (asked, "0", f"train.py: {asked} is 4 processes, but 3 processes were started"),
+        ("--ranks 2", "1", 1),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as stopped:
             gpt3.train.main()
         assert stopped.value.code == code
+
+
+def test_torchrun_says_how_long_the_pipeline_is(gpt3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--tensor", "2", "--replicas", "2"])
+    arguments = gpt3.train.read_arguments()
+    assert (arguments.ranks, arguments.world) == (2, 8)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 20, 100])
@@ -64,25 +81,27 @@ def test_the_rate_rises_then_falls_to_a_tenth(gpt3: Any, steps: int) -> None:
     assert steps < 20 or rates[-1] == pytest.approx(0.05, rel=0.1)
 
 
-def run(gpt3: Any, *options: str) -> str:
-    small = ["--batch", "5", "--microbatches", "3", "--sequence", "32", "--steps", "4"]
-    command = [sys.executable, str(gpt3.path / "train.py"), *small, *options]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stderr == ""
-    return ended.stdout
+def run(*options: str) -> str:
+    return run_script("train.py", "--batch", "5", "--microbatches", "3", "--sequence", "32", "--steps", "4", *options)
 
 
-def test_one_process_trains_draws_and_writes(gpt3: Any, cache: Path, text: Path) -> None:
-    printed = run(gpt3, "--ranks", "1", "--data", str(text), "--lr", "0.01")
+def test_one_process_trains_draws_and_writes(cache: Path, text: Path) -> None:
+    printed = run("--ranks", "1", "--data", str(text), "--lr", "0.01")
     assert "step 4/4  loss" in printed
     assert "planned: 1f1b, 1 rank, 3 microbatches" in printed
     assert "measured: 1f1b, 1 rank, 3 microbatches" in printed
     assert "\ndef" in printed
 
 
-def test_several_ranks_train_what_one_piece_would(gpt3: Any, cache: Path, text: Path) -> None:
+def test_a_pipeline_of_tensor_ranks_and_its_replicas_train_what_one_piece_would(cache: Path, text: Path) -> None:
+    layout = ["--ranks", "2", "--tensor", "2", "--replicas", "2"]
+    printed = run("--check", "--data", str(text), *layout, "--batch", "8", "--microbatches", "2", "--steps", "2")
+    assert "planned: 1f1b, 2 ranks, 2 microbatches" in printed
+    assert "measured: 1f1b, 2 ranks, 2 microbatches" in printed
+    assert "largest difference from the model in one piece: loss" in printed
+
+
+def test_several_ranks_train_what_one_piece_would(cache: Path, text: Path) -> None:
     """More than 1e-9 apart is an exit status of 1; uneven microbatches, two stages a rank, a tied word table."""
-    printed = run(gpt3, "--check", "--ranks", "2", "--schedule", "interleaved-1f1b", "--data", str(text))
+    printed = run("--check", "--ranks", "2", "--schedule", "interleaved-1f1b", "--data", str(text))
     assert "largest difference from the model in one piece: loss" in printed

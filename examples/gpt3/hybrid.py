@@ -1,0 +1,194 @@
+r"""Train a GPT as a configuration file says, in a pipeline, over tensor ranks, over replicas, in 16 bits or not.
+
+    python examples/gpt3/hybrid.py --config examples/gpt3/configs/tiny_hybrid.py
+    python examples/gpt3/hybrid.py --config examples/gpt3/configs/tiny_hybrid.py --world_size 8 --steps 5
+    DATA=my.jsonl torchrun --nproc-per-node 4 examples/gpt3/hybrid.py --config examples/gpt3/configs/gpt2_hybrid.py
+
+Without torchrun it starts the processes itself: one replica's, or --world_size. The text is $DATA, one {"text": ...} a
+line, by default the sources of Python's standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pipeflow
+from pipeflow.tensor import manual_seed
+from pipeflow.training import (
+    Config,
+    DataParallelLoader,
+    MasterWeights,
+    ParallelMode,
+    get_dataloader,
+    get_default_parser,
+    get_dist_logger,
+    launch_from_torch,
+    read_config,
+)
+from pipeflow.training import global_context as gpc
+
+from build import PRESETS, Preset
+from data import DataError, library
+from model import GPTLMLoss
+from ranks import is_rank, start_ranks
+from webtext import WebtextDataset
+
+NEEDED = {"NUM_EPOCHS", "SEQ_LEN", "BATCH_SIZE", "NUM_MICRO_BATCHES", "model"}
+READ = NEEDED | {
+    *("NUM_CHUNKS", "TENSOR_SHAPE", "LEARNING_RATE", "WEIGHT_DECAY", "DROP_RATE", "SCHEDULE", "LOG_PATH", "seed"),
+    *("parallel", "fp16", "bf16", "clip_grad_norm", "gradient_accumulation"),
+}
+
+
+def main() -> None:
+    arguments = read_arguments()
+    try:
+        config = read_config(arguments.config)
+        preset = preset_of(config)
+        world = arguments.world_size or config.pipeline * config.tensor
+        if is_rank() or world == 1:
+            run(config, preset, arguments)
+        else:
+            WebtextDataset(text(), config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
+            start_ranks(world)
+    except (pipeflow.UsageError, pipeflow.PipelineError, DataError) as error:
+        sys.exit(f"hybrid.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    except KeyboardInterrupt:
+        sys.exit("\nstopped" if os.environ.get("RANK", "0") == "0" else 1)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = get_default_parser()
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--steps", type=int, help="stop after so many steps of the optimizer")
+    arguments = parser.parse_args()
+    if arguments.config is None:
+        parser.error("--config FILE is needed; examples/gpt3/configs has some")
+    return arguments
+
+
+def preset_of(config: Config) -> Preset:
+    """The model that is asked for. Raises UsageError for a key that is missing, or that nobody reads."""
+    for message, keys in (("lacks", NEEDED - set(config.given)), ("has what is not read:", set(config.given) - READ)):
+        if keys:
+            raise pipeflow.UsageError(f"the configuration {message} {', '.join(sorted(keys))}")
+    kind = config.model.get("type")
+    if kind not in PRESETS:
+        raise pipeflow.UsageError(f"model.type {kind!r} does not exist: there are {', '.join(PRESETS)}")
+    if unread := set(config.model) - {"type", "checkpoint", "num_chunks"}:
+        raise pipeflow.UsageError(f"model has what is not read: {', '.join(sorted(unread))}")
+    return PRESETS[kind]
+
+
+def text() -> Path:
+    """The file that is read."""
+    return Path(os.environ["DATA"]) if os.environ.get("DATA") else library()
+
+
+def run(config: Config, preset: Preset, arguments: argparse.Namespace) -> None:
+    """One rank's part, from the text to the last epoch."""
+    context = launch_from_torch(config, backend=arguments.backend)
+    manual_seed(1024 if config.seed is None else config.seed)  # of dropout
+    logger = get_dist_logger()
+    dataset = WebtextDataset(text(), config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
+    pin = context.device.type == "cuda"
+    loader = get_dataloader(dataset, config.BATCH_SIZE, seed=42, shuffle=True, drop_last=True, pin_memory=pin)
+    accumulated = config.gradient_accumulation
+    if len(loader) < accumulated:
+        raise pipeflow.UsageError(f"{len(dataset)} documents do not fill a step of {accumulated} batches on every rank")
+    pipeline, optimizer = make_pipeline(config, preset)
+    first_replica = context.layout.pipeline_ranks(0)
+    parameters = sum(parameter.numel() for parameter in pipeline.parameters())
+    logger.info(
+        f"{parameters:,} weights on each rank of stage {gpc.get_local_rank(ParallelMode.PIPELINE)}", ranks=first_replica
+    )
+    samples = config.BATCH_SIZE * gpc.get_world_size(ParallelMode.DATA) * accumulated
+    logger.info(f"global batch size = {samples}", ranks=[0])
+    steps = 0
+    for epoch in range(config.NUM_EPOCHS):
+        for loss, seconds in train_epoch(pipeline, optimizer, loader, config):
+            steps += 1
+            speed = f"{samples * config.SEQ_LEN / seconds:,.0f} tokens/s"
+            logger.info(f"epoch {epoch}, step {steps}: loss {loss:.4f}, {speed}", ranks=[0])
+            if steps == arguments.steps:
+                return
+
+
+def make_pipeline(config: Config, preset: Preset) -> tuple[pipeflow.Pipeline, torch.optim.Optimizer]:
+    """The model under its schedule, and what steps it."""
+    chunks, precision = config.num_chunks or 1, config.precision
+    name = config.given.get("SCHEDULE") or ("1f1b" if config.num_chunks is None else "interleaved-1f1b")
+    options = {} if config.num_chunks is None else {"chunks": chunks}
+    schedule = pipeflow.make_schedule(name, ranks=config.pipeline, microbatches=config.num_microbatches or 1, **options)
+    dtype = torch.float if precision is None else precision.parameters
+    rate = config.given.get("DROP_RATE", 0.0)
+    model = preset(
+        chunks,
+        config.model.get("checkpoint", False),
+        dtype,
+        placement=schedule.placement,
+        embed_drop_rate=rate,
+        attn_drop_rate=rate,
+        drop_rate=rate,
+    )
+    autocast = None if precision is None else precision.autocast
+    pipeline = pipeflow.Pipeline(
+        model,
+        schedule,
+        criterion=Share(GPTLMLoss(), config.gradient_accumulation),
+        tensor_shape=config.tensor_shape,
+        tensor_dtype=autocast or dtype,
+        autocast=autocast,
+    )
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(
+        pipeline.parameters(),
+        lr=config.given.get("LEARNING_RATE", 0.00015),
+        weight_decay=config.given.get("WEIGHT_DECAY", 1e-2),
+    )
+    return pipeline, optimizer if precision is None else precision.optimizer(pipeline, optimizer)
+
+
+class Share(nn.Module):
+    """A loss, as one of the batches that a step of the optimizer takes: their sum is the mean over all of them."""
+
+    def __init__(self, criterion: nn.Module, batches: int) -> None:
+        super().__init__()
+        self.criterion = criterion
+        self.batches = batches
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        return self.criterion(output, labels) / self.batches
+
+
+def train_epoch(
+    pipeline: pipeflow.Pipeline, optimizer: torch.optim.Optimizer, loader: DataParallelLoader, config: Config
+) -> Iterator[tuple[float, float]]:
+    """The loss of every step of the optimizer, and how many seconds it took. Batches that fill no step are left out."""
+    batches: Iterator[Any] = iter(loader)
+    accumulated = config.gradient_accumulation
+    for _ in range(len(loader) // accumulated):
+        start, loss = perf_counter(), 0.0
+        optimizer.zero_grad()
+        for left in reversed(range(accumulated)):
+            output = pipeflow.execute_pipeline(batches, pipeline, broadcast_loss=True, reduce=left == 0)
+            loss += float(output.loss)
+        if config.clip_grad_norm:
+            if isinstance(optimizer, MasterWeights):
+                optimizer.clip_grad_norm_(config.clip_grad_norm)
+            else:
+                pipeflow.clip_grad_norm_(pipeline, config.clip_grad_norm)
+        optimizer.step()
+        yield loss, perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

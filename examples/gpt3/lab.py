@@ -1,0 +1,140 @@
+r"""The Megatron tensor-parallel lab: a model of ten layers learns mock data on two tensor ranks, is saved and loaded.
+
+python examples/gpt3/lab.py                                     two processes on this machine
+torchrun --nproc-per-node 2 examples/gpt3/lab.py --steps 20
+python examples/gpt3/lab.py --tensor 2 --pipeline 2 --microbatches 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Adam
+from torch.utils.data import DataLoader
+
+import pipeflow
+
+from megatron import (
+    GPTModel,
+    LossFunction,
+    Sample,
+    TransformerConfig,
+    get_forward_backward_func,
+    load_distributed_checkpoint,
+    save_distributed_checkpoint,
+)
+from ranks import is_rank, start_ranks
+from samples import BlendedMegatronDatasetBuilder, GPTDatasetConfig, MockGPTDataset, NullTokenizer
+
+SEQUENCE_LENGTH = 64
+SEED = 123
+
+
+def main() -> None:
+    arguments = read_arguments()
+    try:
+        if is_rank() or arguments.tensor * arguments.pipeline == 1:
+            run(arguments)
+        else:
+            start_ranks(arguments.tensor * arguments.pipeline)
+    except (pipeflow.UsageError, pipeflow.PipelineError) as error:
+        sys.exit(f"lab.py: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+    except KeyboardInterrupt:
+        sys.exit("\nstopped" if os.environ.get("RANK", "0") == "0" else 1)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--steps", type=int, default=5, help="steps of training (%(default)s)")
+    add("--tensor", type=int, default=2, help="ranks that share every layer (%(default)s)")
+    add("--pipeline", type=int, default=1, help="ranks of the pipeline (%(default)s)")
+    add("--microbatches", type=int, default=1, help="batches a step (%(default)s)")
+    add("--checkpoint", type=Path, help="where the model is saved (a folder that is deleted at the end)")
+    add("--tiny", action="store_true", help="a model and batches of a few kilobytes")
+    return parser.parse_args()
+
+
+def model_provider(*, tiny: bool = False) -> GPTModel:
+    """The lab's model; or one that is as deep and not as wide."""
+    config = TransformerConfig(num_layers=10, hidden_size=32 if tiny else 512, num_attention_heads=4)
+    return GPTModel(config, vocab_size=100, max_sequence_length=SEQUENCE_LENGTH)
+
+
+def get_train_data_iterator(context: pipeflow.Context, *, tiny: bool = False) -> Iterator[Sample]:
+    """Batches without end. The order follows from the seed, so all ranks of a replica read the same."""
+    config = GPTDatasetConfig(
+        random_seed=0, sequence_length=SEQUENCE_LENGTH, tokenizer=NullTokenizer(vocab_size=SEQUENCE_LENGTH)
+    )
+    train, _, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, [1000, None, None], lambda: True, config).build()
+    assert train is not None
+    generator = torch.Generator().manual_seed(SEED + context.data_rank)
+    loader = DataLoader(train, batch_size=8 if tiny else 128, shuffle=True, drop_last=True, generator=generator)
+    while True:
+        yield from loader
+
+
+def forward_step_func(data_iterator: Iterator[Sample], model: nn.Module) -> tuple[Tensor, LossFunction]:
+    """One microbatch through the model, and what makes its loss."""
+
+    def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, counts = output_tensor.float().flatten(), loss_mask.float().flatten()
+        loss = (losses * counts).sum() / counts.sum()
+        return loss, {"lm loss": loss}
+
+    data = next(data_iterator)
+    output_tensor = model(data["tokens"], data["position_ids"], data["attention_mask"], labels=data["labels"])
+    return output_tensor, partial(loss_func, data["loss_mask"])
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """One rank's part."""
+    context = pipeflow.launch(pipeline=arguments.pipeline, tensor=arguments.tensor)
+    model = model_provider(tiny=arguments.tiny)
+    optimizer = Adam(model.parameters(), lr=3e-4)
+    iterator = get_train_data_iterator(context, tiny=arguments.tiny)
+    forward_backward = get_forward_backward_func()
+    speaks = context.rank == context.layout.pipeline_ranks(0)[-1]
+
+    for step in range(1, arguments.steps + 1):
+        optimizer.zero_grad()
+        logged = forward_backward(
+            forward_step_func=forward_step_func,
+            data_iterator=iterator,
+            model=model,
+            num_microbatches=arguments.microbatches,
+        )
+        optimizer.step()
+        if speaks:
+            loss = sum(float(values["lm loss"]) for values in logged) / len(logged)
+            print(f"step {step}/{arguments.steps}  lm loss {loss:.4f}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.checkpoint or Path(shared(folder))
+        save_distributed_checkpoint(path, model)
+        loaded = load_distributed_checkpoint(path, model_provider(tiny=arguments.tiny))
+        if any(not value.equal(loaded.get_parameter(name)) for name, value in model.named_parameters()):
+            raise pipeflow.UsageError(f"rank {context.rank} did not get back from {path} what it had saved")
+        if speaks:
+            print("loaded: every weight is what was saved", flush=True)
+
+
+def shared(folder: str) -> str:
+    """The first rank's folder, on every rank."""
+    told = [folder]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return f"{told[0]}/lab"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Mock data for the Megatron lab: samples that count, made from a seed and nothing else. What is not here: text, models
+and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+Sample = dict[str, Tensor]
+
+
+class NullTokenizer:
+    """Text that is numbers already, 0 to `vocab_size` - 1, and one more token for the end of a document."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.words = self.eod = vocab_size
+        self.vocab_size = vocab_size + 1
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTDatasetConfig:
+    """How samples are made. Several documents may lie in one sequence: `reset_position_ids` counts each from 0,
+    `reset_attention_mask` hides from each those before it, `eod_mask_loss` asks nobody to predict what follows an end.
+    """
+
+    random_seed: int
+    sequence_length: int
+    tokenizer: NullTokenizer
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+
+class MockGPTDataset(Dataset[Sample]):
+    """`size` samples: documents that count upwards from anywhere, one after the other, as long as the sequence lasts.
+
+    A sample has, for a sequence of length s: `tokens`, `labels` and `position_ids`, int64 of (s,); `loss_mask`, float
+    of (s,), 0 where a loss does not count; `attention_mask`, bool of (1, s, s), True where a token must not look.
+    """
+
+    def __init__(self, config: GPTDatasetConfig, size: int) -> None:
+        self.config = config
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self.size:
+            raise IndexError(f"sample {index} of {self.size}")
+        text = self._text(index)
+        tokens, labels = text[:-1], text[1:]
+        length, eod = self.config.sequence_length, self.config.tokenizer.eod
+        positions, hidden = torch.arange(length), torch.ones(length, length, dtype=torch.bool).triu(1)
+        ends = (tokens == eod).nonzero().flatten().tolist()
+        for end in ends:
+            if self.config.reset_position_ids:
+                positions[end + 1 :] = torch.arange(length - end - 1)
+            if self.config.reset_attention_mask:
+                hidden[end + 1 :, : end + 1] = True
+        counts = torch.ones(length)
+        if self.config.eod_mask_loss:
+            counts[ends] = 0
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "attention_mask": hidden[None],
+            "loss_mask": counts,
+            "position_ids": positions,
+        }
+
+    def _text(self, index: int) -> Tensor:
+        """One token more than a sequence has: the labels are the tokens, shifted by one."""
+        wanted, words = self.config.sequence_length + 1, self.config.tokenizer.words
+        generator = torch.Generator().manual_seed(1_000_003 * self.config.random_seed + index)
+        pieces, length = [], 0
+        while length < wanted:
+            start, count = torch.randint(words, (2,), generator=generator).tolist()
+            pieces += [(start + torch.arange(count)) % words, torch.tensor([self.config.tokenizer.eod])]
+            length += count + 1
+        return torch.cat(pieces)[:wanted]
+
+
+class BlendedMegatronDatasetBuilder:
+    """Builds `dataset(config, size)` for training, validation and test; None for a size that is None, and on a rank
+    that is not to build.
+    """
+
+    def __init__(
+        self,
+        dataset: Callable[[GPTDatasetConfig, int], MockGPTDataset],
+        sizes: Sequence[int | None],
+        is_built_on_rank: Callable[[], bool],
+        config: GPTDatasetConfig,
+    ) -> None:
+        self.dataset = dataset
+        self.sizes = sizes
+        self.is_built_on_rank = is_built_on_rank
+        self.config = config
+
+    def build(self) -> list[MockGPTDataset | None]:
+        built = self.is_built_on_rank()
+        return [self.dataset(self.config, size) if built and size is not None else None for size in self.sizes]

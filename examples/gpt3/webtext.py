@@ -1,0 +1,105 @@
+"""WebtextDataset: loose JSON as sequences of one length, tokenized once.
+
+The cache `gpt_webtext_{seq_len}.pt` lies beside the text: `(seq_len, ids, mask)`. One process of a machine makes it;
+whichever comes first holds the text's lock meanwhile, and the others read what it made. What is not here: batches,
+and which rank reads which.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import pickle
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from data import END, DataError, documents, train_tokenizer, whole_file
+
+Sample = tuple[dict[str, Tensor], Tensor]
+
+
+class WebtextDataset(Dataset[Sample]):
+    """The documents of a file of `{"text": ...}` lines, each cut or padded to `seq_len` tokens.
+
+    A sample is `({"input_ids": ids, "attention_mask": mask}, ids)`, int64 tensors of (seq_len,); the mask is 0 where
+    a document was padded. Tokens are GPT-2's where transformers and its tokenizer are on this machine (a folder
+    `gpt2` beside the text, or transformers' own cache), else those of a byte-level BPE trained on the text itself, of
+    at most `vocabulary` tokens.
+
+    The cache is made anew when it is of another length, older than the text, damaged, or has tokens that `vocabulary`
+    does not. Raises DataError for text that cannot be read, with the line.
+    """
+
+    def __init__(self, path: str | Path, seq_len: int = 1024, *, vocabulary: int = 50257) -> None:
+        text = Path(path)
+        cache = text.with_name(f"gpt_webtext_{seq_len}.pt")
+        try:
+            with text.open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # let go of when the file is closed, or this process ends
+                found = _load(cache, text, seq_len, vocabulary)
+                if found is None:
+                    found = _encode(text, seq_len, vocabulary)
+                    with whole_file(cache) as file:
+                        torch.save((seq_len, *found), file)
+        except OSError as error:
+            raise DataError(f"{error.filename or cache}: {error.strerror}") from None
+        self.data, self.attention_mask = found
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Sample:
+        return {"input_ids": self.data[index], "attention_mask": self.attention_mask[index]}, self.data[index]
+
+
+def _load(cache: Path, text: Path, seq_len: int, vocabulary: int) -> tuple[Tensor, Tensor] | None:
+    """The ids and the mask of the cache; None when it does not fit."""
+    try:
+        if cache.stat().st_mtime_ns < text.stat().st_mtime_ns:
+            return None
+        length, ids, mask = torch.load(cache, weights_only=True)
+    except (FileNotFoundError, RuntimeError, EOFError, ValueError, TypeError, pickle.UnpicklingError):
+        return None
+    if length != seq_len or ids.shape != mask.shape or int(ids.max()) >= vocabulary:
+        return None
+    return ids, mask
+
+
+def _encode(text: Path, seq_len: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    texts = list(documents(text))
+    if not texts:
+        raise DataError(f"{text}: has no lines")
+    tokenizer = _gpt2_tokenizer(text)
+    if tokenizer is None:
+        return _encode_ourselves(text, texts, seq_len, vocabulary)
+    tokenizer.pad_token = tokenizer.unk_token
+    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=seq_len, return_tensors="pt")
+    ids, mask = encoded["input_ids"], encoded["attention_mask"]
+    if int(ids.max()) >= vocabulary:
+        raise DataError(f"{text}: GPT-2's tokenizer gives token {int(ids.max())}, beyond a vocabulary of {vocabulary}")
+    return ids, mask
+
+
+def _gpt2_tokenizer(text: Path):
+    """GPT-2's own tokenizer, where it can be had without the network."""
+    try:
+        from transformers import GPT2Tokenizer
+    except ImportError:
+        return None
+    folder = text.with_name("gpt2")
+    try:
+        return GPT2Tokenizer.from_pretrained(str(folder) if folder.is_dir() else "gpt2", local_files_only=True)
+    except OSError:
+        return None
+
+
+def _encode_ourselves(text: Path, texts: list[str], seq_len: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    tokenizer = train_tokenizer(text, vocabulary)
+    tokenizer.enable_truncation(seq_len)
+    tokenizer.enable_padding(length=seq_len, pad_id=tokenizer.token_to_id(END), pad_token=END)
+    encoded = tokenizer.encode_batch_fast(texts)
+    ids = torch.tensor([each.ids for each in encoded])
+    mask = torch.tensor([each.attention_mask for each in encoded])
+    return ids, mask

@@ -1,0 +1,84 @@
+"""Training from configuration files: every one of them can be read and fits its model, every key is used or refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pipeflow import UsageError  # noqa: E402
+from pipeflow.training import AMP_TYPE, read_config  # noqa: E402
+from tests.examples.conftest import GPT3, run_script  # noqa: E402
+
+CONFIGS = sorted((GPT3 / "configs").glob("*.py"))
+SMALLEST = {
+    "NUM_EPOCHS": 1,
+    "SEQ_LEN": 16,
+    "BATCH_SIZE": 4,
+    "NUM_MICRO_BATCHES": 2,
+    "model": {"type": "GPT_tiny_pipeline_hybrid"},
+}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_fits_its_model(gpt3: Any, path: Path) -> None:
+    config = read_config(path)
+    shape = gpt3.hybrid.preset_of(config).shape
+    microbatch = config.BATCH_SIZE // config.NUM_MICRO_BATCHES
+    assert config.tensor_shape == (microbatch, config.SEQ_LEN, shape.hidden)
+    assert shape.positions >= config.SEQ_LEN
+    shape.require_tensor(config.tensor)
+    assert config.pipeline * (config.num_chunks or 1) <= shape.layers
+
+
+def test_the_big_ones_are_what_their_names_say() -> None:
+    found = {path.stem: read_config(path) for path in CONFIGS}
+    assert (found["gpt2_pipeline"].pipeline, found["gpt2_pipeline"].tensor) == (2, 1)
+    assert (found["gpt2_hybrid"].pipeline, found["gpt2_hybrid"].tensor) == (2, 2)
+    assert (found["gpt3_hybrid"].pipeline, found["gpt3_hybrid"].tensor) == (8, 8)
+    for name in ("gpt2_pipeline", "gpt2_hybrid", "gpt3_hybrid"):
+        assert found[name].precision.mode is AMP_TYPE.NAIVE
+        assert found[name].precision.parameters is torch.half
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"BATCH_SIZE": None}, "lacks BATCH_SIZE"),
+        ({"NUM_STEPS": 3}, "has what is not read: NUM_STEPS"),
+        ({"model": {"type": "GPT5"}}, "model.type 'GPT5' does not exist: there are GPT_tiny_pipeline_hybrid, "),
+        ({"model": {"type": "GPT2_8B", "layers": 2}}, "model has what is not read: layers"),
+    ],
+)
+def test_no_key_is_ignored(gpt3: Any, change: dict[str, Any], said: str) -> None:
+    given = {key: value for key, value in (SMALLEST | change).items() if value is not None}
+    with pytest.raises(UsageError, match=re.escape(said)):
+        gpt3.hybrid.preset_of(read_config(given))
+
+
+def losses_of(path: Path, text: Path) -> list[float]:
+    printed = run_script("hybrid.py", "--config", str(path), "--steps", "4", DATA=str(text), COLUMNS="200")
+    assert "global batch size = 8" in printed
+    return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+
+
+def test_layouts_and_accumulation_take_the_same_steps(tmp_path: Path, text: Path) -> None:
+    """A pipeline of 2 x 2 in batches of 4, two at a time; and one process in batches of 8, in two chunks."""
+    common = "NUM_EPOCHS = 1\nSEQ_LEN = 16\nLEARNING_RATE = 0.01\nclip_grad_norm = 1.0\nDROP_RATE = 0.0\n"
+    hybrid, alone = tmp_path / "hybrid.py", tmp_path / "alone.py"
+    hybrid.write_text(
+        common + "BATCH_SIZE = 4\nNUM_MICRO_BATCHES = 2\nTENSOR_SHAPE = (2, 16, 128)\ngradient_accumulation = 2\n"
+        "model = dict(type='GPT_tiny_pipeline_hybrid', checkpoint=True)\n"
+        "parallel = dict(pipeline=2, tensor=dict(mode='1d', size=2))\n"
+    )
+    alone.write_text(
+        common + "BATCH_SIZE = 8\nNUM_MICRO_BATCHES = 4\nNUM_CHUNKS = 2\nWEIGHT_DECAY = 0.01\n"
+        "model = dict(type='GPT_tiny_pipeline_hybrid')\n"
+    )
+    one, other = losses_of(hybrid, text), losses_of(alone, text)
+    assert one == pytest.approx(other, abs=2e-4)
+    assert one[-1] < one[0] - 0.5

@@ -1,0 +1,117 @@
+"""The Megatron lab: its step, its losses, and its run from the command line."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pipeflow.parallel.context import current_context  # noqa: E402
+from pipeflow.testing import run_threads  # noqa: E402
+from tests.examples.conftest import run_script  # noqa: E402
+
+SEQUENCE, WORDS = 16, 20
+
+
+def small(gpt3: Any, chunks: int) -> Any:
+    config = gpt3.megatron.TransformerConfig(
+        num_layers=4, hidden_size=16, num_attention_heads=2, pipeline_dtype=torch.float64
+    )
+    stages = gpt3.megatron.build_stages(config, WORDS, SEQUENCE, chunks)
+    models = [gpt3.megatron.GPTModel(config, WORDS, SEQUENCE, stage=stage) for stage in stages]
+    return models[0] if chunks == 1 else models
+
+
+def batches(gpt3: Any) -> Any:
+    config = gpt3.samples.GPTDatasetConfig(
+        random_seed=0,
+        sequence_length=SEQUENCE,
+        tokenizer=gpt3.samples.NullTokenizer(vocab_size=WORDS - 1),
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        eod_mask_loss=True,
+    )
+    return iter(torch.utils.data.DataLoader(gpt3.samples.MockGPTDataset(config, 24), batch_size=4))
+
+
+def logged_and_gradient(gpt3: Any, chunks: int) -> tuple[list[float], dict[str, float]]:
+    model, step = small(gpt3, chunks), gpt3.megatron.get_forward_backward_func()
+    logged = step(
+        forward_step_func=gpt3.lab.forward_step_func,
+        data_iterator=batches(gpt3),
+        model=model,
+        num_microbatches=4,
+        seq_length=SEQUENCE,
+        micro_batch_size=4,
+    )
+    models = model if chunks > 1 else [model]
+    gradients = {
+        name: parameter.grad for each in models for name, parameter in each.stage.named_parameters() if "wide" in name
+    }
+    return [float(values["lm loss"]) for values in logged], gradients
+
+
+@pytest.mark.parametrize(("ranks", "tensor", "chunks"), [(2, 2, 1), (2, 1, 1), (2, 1, 2), (4, 2, 1)])
+def test_a_step_is_the_same_under_every_layout(gpt3: Any, ranks: int, tensor: int, chunks: int) -> None:
+    """No pipeline, 1f1b and interleaved-1f1b: what is logged, a microbatch at a time, and the gradients."""
+    [(losses, gradients)] = run_threads(logged_and_gradient, 1, gpt3, 1)
+    assert len(losses) == 4
+    found = run_threads(logged_and_gradient, ranks, gpt3, chunks, tensor=tensor)
+    assert found[-1][0] == pytest.approx(losses, rel=1e-12)
+    for _, parts in found:
+        for name, part in parts.items():
+            whole = gradients[name]
+            assert any(
+                torch.allclose(part, piece, rtol=1e-9, atol=1e-14)
+                for piece in whole.chunk(whole.shape[0] // part.shape[0])
+            ), name
+
+
+def test_the_model_gives_each_tokens_loss(gpt3: Any) -> None:
+    def compute() -> None:
+        model, sample = small(gpt3, 1), next(batches(gpt3))
+        given = [sample[name] for name in ("tokens", "position_ids", "attention_mask")]
+        losses = model(*given, labels=sample["labels"])
+        assert losses.shape == (4, SEQUENCE)
+        logits = model(*given)
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), sample["labels"].flatten())
+        torch.testing.assert_close(losses.mean(), expected)
+
+    run_threads(compute, 1)
+
+
+def test_masked_tokens_do_not_move_the_loss(gpt3: Any) -> None:
+    mask, losses = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0, 3.0, 100.0]])
+
+    def output(*_: Any, **__: Any) -> Any:
+        return losses
+
+    names = ("tokens", "position_ids", "attention_mask", "labels")
+    sample = {**dict.fromkeys(names, torch.zeros(1, 3)), "loss_mask": mask}
+    found, loss_func = gpt3.lab.forward_step_func(iter([sample]), output)
+    loss, logged = loss_func(found)
+    assert float(loss) == float(logged["lm loss"]) == 2.0
+
+
+def test_ranks_of_a_replica_read_the_same(gpt3: Any) -> None:
+    def first() -> tuple[int, Any]:
+        context = current_context()
+        return context.data_rank, next(gpt3.lab.get_train_data_iterator(context, tiny=True))["tokens"]
+
+    (_, one), (_, same), (replica, other), _ = run_threads(first, 4, tensor=2, data=2)
+    assert one.equal(same)
+    assert replica == 1
+    assert not one.equal(other)
+
+
+def test_the_lab_runs(tmp_path: Any) -> None:
+    printed = run_script("lab.py", "--tiny", "--steps", "3", "--checkpoint", str(tmp_path / "saved"))
+    losses = [float(loss) for loss in re.findall(r"lm loss ([\d.]+)", printed)]
+    assert len(losses) == 3
+    assert all(later < sooner for sooner, later in pairwise(losses))
+    assert printed.endswith("loaded: every weight is what was saved\n")
+    assert (tmp_path / "saved").is_dir()

@@ -1,0 +1,81 @@
+"""The mock data of the Megatron lab: samples that follow from the seed, and what each flag changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+LENGTH = 64
+
+
+@pytest.fixture
+def config(gpt3: Any) -> Any:
+    return gpt3.samples.GPTDatasetConfig(
+        random_seed=0, sequence_length=LENGTH, tokenizer=gpt3.samples.NullTokenizer(vocab_size=LENGTH)
+    )
+
+
+def sample_with_an_end(gpt3: Any, config: Any) -> tuple[Any, int]:
+    """A sample in which a document ends well before the sequence does, and where."""
+    for sample in gpt3.samples.MockGPTDataset(config, 100):
+        ends = (sample["tokens"] == config.tokenizer.eod).nonzero().flatten().tolist()
+        if len(ends) == 1 and 0 < ends[0] < LENGTH - 3:
+            return sample, ends[0]
+    raise AssertionError("no document ends")
+
+
+def test_the_builder_makes_the_sets_that_are_asked_for(gpt3: Any, config: Any) -> None:
+    builder = gpt3.samples.BlendedMegatronDatasetBuilder
+    train, valid, test = builder(gpt3.samples.MockGPTDataset, [1000, None, None], lambda: True, config).build()
+    assert (len(train), valid, test) == (1000, None, None)
+    assert builder(gpt3.samples.MockGPTDataset, [10, 10, 10], lambda: False, config).build() == [None] * 3
+    assert len(list(builder(gpt3.samples.MockGPTDataset, [3], lambda: True, config).build()[0])) == 3
+
+
+def test_samples_follow_from_seed_and_index(gpt3: Any, config: Any) -> None:
+    dataset = gpt3.samples.MockGPTDataset(config, 10)
+    again, other = dataset[3], gpt3.samples.MockGPTDataset(replace(config, random_seed=1), 10)[3]
+    assert all(value.equal(again[name]) for name, value in dataset[3].items())
+    assert not dataset[4]["tokens"].equal(dataset[3]["tokens"])
+    assert not other["tokens"].equal(dataset[3]["tokens"])
+
+
+def test_a_sample_counts_and_its_labels_are_what_comes_next(gpt3: Any, config: Any) -> None:
+    sample, end = sample_with_an_end(gpt3, config)
+    tokens, labels = sample["tokens"], sample["labels"]
+    assert labels[:-1].equal(tokens[1:])
+    assert tokens[1:end].equal((tokens[: end - 1] + 1) % config.tokenizer.words)
+    assert int(tokens.max()) < config.tokenizer.vocab_size
+    assert sample["position_ids"].tolist() == list(range(LENGTH))
+    assert sample["loss_mask"].equal(torch.ones(LENGTH))
+    assert sample["attention_mask"].equal(torch.ones(1, LENGTH, LENGTH).triu(1).bool())
+
+
+def test_flags_change_what_they_name(gpt3: Any, config: Any) -> None:
+    plain, end = sample_with_an_end(gpt3, config)
+    for flag, changed in (
+        ("reset_position_ids", "position_ids"),
+        ("reset_attention_mask", "attention_mask"),
+        ("eod_mask_loss", "loss_mask"),
+    ):
+        sample, same_end = sample_with_an_end(gpt3, replace(config, **{flag: True}))
+        assert same_end == end
+        assert {name for name, value in sample.items() if not value.equal(plain[name])} == {changed}
+        match changed:
+            case "position_ids":
+                assert sample[changed][: end + 3].tolist() == [*range(end + 1), 0, 1]
+            case "attention_mask":
+                assert bool(sample[changed][0, end + 1 :, : end + 1].all())
+                assert sample[changed][0, : end + 1].equal(plain[changed][0, : end + 1])
+            case _:
+                assert sample[changed][: end + 2].tolist() == [1.0] * end + [0.0, 1.0]
+
+
+def test_the_tokenizer_reads_numbers(gpt3: Any) -> None:
+    tokenizer = gpt3.samples.NullTokenizer(vocab_size=64)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (65, 64)
+    assert tokenizer.detokenize(tokenizer.tokenize("3 1 4")) == "3 1 4"
