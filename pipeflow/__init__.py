@@ -28,7 +28,7 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 if TYPE_CHECKING:
     from pipeflow.analysis.exact import exact
     from pipeflow.analysis.search import Found, search
-    from pipeflow.parallel.context import Context
+    from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launch import launch
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.shared import PipelineSharedModuleWrapper
@@ -61,6 +61,7 @@ _LATER = {
     "Zero": "training.zero",
     "clip_grad_norm_": "training.clip",
     "exact": "analysis.exact",
+    "current_context": "parallel.context",
     "execute_pipeline": "runtime.pipeline",
     "get_dataloader": "training.data",
     "grad_norm": "training.clip",
@@ -110,6 +111,7 @@ __all__ = [
     "Violation",
     "Zero",
     "clip_grad_norm_",
+    "current_context",
     "dependency_graph",
     "exact",
     "execute_pipeline",

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
-from pipeflow.parallel.context import current_context
 from pipeflow.tensor import initialize_
 
 from model import PipelineGPTHybrid
@@ -79,7 +78,7 @@ def build_gpt_pipeline(
         placement: of the schedule; unless given, stages are dealt to the ranks in turn.
         options: PipelineGPTHybrid's, and the `seed` of the weights.
     """
-    context = current_context()
+    context = pipeflow.current_context()
     if placement is None:
         placement = pipeflow.Placement.looped(context.pipeline_size, num_chunks)
     parts = [part for [part] in pipeflow.partition_uniform(num_layers, placement.num_stages)]

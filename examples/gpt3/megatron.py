@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import pipeflow
 from pipeflow import load_checkpoint, save_checkpoint
-from pipeflow.parallel.context import current_context
 from pipeflow.tensor import vocab_parallel_cross_entropy
 
 from build import build_gpt_pipeline
@@ -164,7 +163,7 @@ def make_pipeline(
         logged.append({name: value.detach() for name, value in values.items()})
         return loss
 
-    ranks = current_context().pipeline_size
+    ranks = pipeflow.current_context().pipeline_size
     if len(chunks) == 1:
         schedule = pipeflow.make_schedule("1f1b", ranks=ranks, microbatches=num_microbatches)
     else:
@@ -187,5 +186,5 @@ def load_distributed_checkpoint(path: Path, model: GPTModel) -> GPTModel:
 
 
 def _without_a_step(model: GPTModel) -> pipeflow.Pipeline:
-    schedule = pipeflow.make_schedule("1f1b", ranks=current_context().pipeline_size, microbatches=1)
+    schedule = pipeflow.make_schedule("1f1b", ranks=pipeflow.current_context().pipeline_size, microbatches=1)
     return pipeflow.Pipeline(model.stage, schedule)

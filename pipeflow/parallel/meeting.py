@@ -55,9 +55,11 @@ class LocalGroup:
         return self._meet(_maximum, tensor)
 
     def all_gather(self, whole: Tensor, part: Tensor) -> Work:
+        _require_pieces(whole, part, self.size)
         return self._meet(_gather, whole, part)
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
+        _require_pieces(whole, part, self.size)
         return self._meet(_scatter, part, whole)
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
@@ -122,6 +124,11 @@ class _Waiting:
         return LinkError(rank, f"in a collective of ranks {list(self._ranks)}", RuntimeError(why))
 
 
+def _require_pieces(whole: Tensor, part: Tensor, size: int) -> None:
+    if whole.shape != (size * part.shape[0], *part.shape[1:]):
+        raise ValueError(f"{size} pieces of {tuple(part.shape)} along dim 0 are no {tuple(whole.shape)}")
+
+
 def _sum(brought: Brought) -> None:
     total = _summed([tensor for [tensor] in brought])
     for [tensor] in brought:
@@ -143,12 +150,12 @@ def _maximum(brought: Brought) -> None:
 
 
 def _gather(brought: Brought) -> None:
-    everything = torch.cat([part.reshape(-1) for _, part in brought])
+    everything = torch.cat([part for _, part in brought])
     for whole, _ in brought:
-        whole.copy_(everything.view_as(whole))
+        whole.copy_(everything)
 
 
 def _scatter(brought: Brought) -> None:
-    total = _summed([whole.reshape(-1) for _, whole in brought])
+    total = _summed([whole for _, whole in brought])
     for (part, _), piece in zip(brought, total.chunk(len(brought)), strict=True):
-        part.copy_(piece.view_as(part))
+        part.copy_(piece)

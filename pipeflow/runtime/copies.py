@@ -30,8 +30,9 @@ class Copies:
     def __init__(self, held: Mapping[int, Sequence[nn.Parameter]], schedule: Schedule, transport: Transport) -> None:
         self._transport = transport
         self._copies = {
-            stage: _Copy([Summand(parameter) for parameter in parameters if parameter.requires_grad])
-            for stage, parameters in held.items()
+            stage: _Copy([Summand(parameter) for parameter in held[stage] if parameter.requires_grad])
+            for stage in _order(schedule, transport.rank)
+            if stage in held
         }
         self._posts: dict[int, list[int]] = {}  # per peer, the stages in the order in which it sends them
         for stage in held:
@@ -60,7 +61,7 @@ class Copies:
 
     def end(self) -> None:
         """Waits for all of them, those that nobody started included, and sums. Raises LinkError."""
-        for stage, copy in self._copies.items():
+        for stage, copy in self._copies.items():  # in the order that the peers count on
             if not copy.sent:
                 self.start(stage)
         for copy in self._copies.values():

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.split import partial_in
@@ -19,20 +18,14 @@ from pipeflow.runtime.sums import Parts
 
 
 class Gradients:
-    """Parts of a sum over the tensor ranks are summed first, then those of tied weights over their ranks, then all
+    """Copies of stages and tied weights are summed over their ranks, then parts over the tensor ranks, then all
     are averaged over the replicas. Two things begin before the end of the step, as soon as a stage's last backward is
     done: the exchange with the stage's other copy, and the average of the stage's own parameters, those of which this
     rank has the whole gradient by then.
-
-    Raises UsageError for a tied weight whose gradient is a part of a sum over the tensor ranks.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], ties: Ties, schedule: Schedule, context: Context) -> None:
         parts = [parameter for module in stages.values() for parameter in partial_in(module)]
-        if {id(parameter) for parameter in parts} & ties.tied and context.tensor_size > 1:
-            raise UsageError(
-                "a tied weight's gradient must be whole on every tensor rank, or split; this one's is a part"
-            )
         self._ties = ties
         self._parts = Parts(parts, context.tensor)
         self._copies = Copies(ties.copied, schedule, context.transport)
@@ -51,7 +44,7 @@ class Gradients:
 
     def begin(self) -> None:
         """Before the first backward of a step."""
-        self._parts.begin()
+        self._parts.begin()  # first, as it ends last: what it sets aside is no part of any sum
         self._copies.begin()
         self._ties.begin()
 
@@ -61,9 +54,9 @@ class Gradients:
 
     def end(self, *, reduce: bool) -> None:
         """After the last backward; `reduce` unless each replica is to go on adding up its own. Raises LinkError."""
-        self._parts.end()
         self._copies.end()
         self._ties.end(self._transport)
+        self._parts.end()
         if reduce:
             self._replicas.start(self._others)
         self._replicas.finish()

@@ -85,7 +85,8 @@ class MasterWeights(Wrapper):
         overflow = not (grad_norm(self.model) if norm is None else norm).isfinite()
         if overflow:
             self.skipped += 1
-            LOG.info("gradients overflowed at loss scale %g: the step is skipped", self.scaler.scale)
+            if self.model.context.rank == 0:
+                LOG.info("gradients overflowed at loss scale %g: the step is skipped", self.scaler.scale)
         else:
             self._step(factor)
         self.scaler.update(overflow=overflow)

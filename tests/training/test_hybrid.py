@@ -52,3 +52,11 @@ def test_threads(kind: str, name: str, layout: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("kind", ["clipping", "checkpointing"])
 def test_gloo(kind: str) -> None:
     run(run_processes, kind, "zb-v", (2, 2, 2))
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_copies_of_a_stage_whose_gradients_are_parts(name: str) -> None:
+    work = replace(WORKS["clipping"], samples=(4, 6))
+    schedule = make_schedule(name, ranks=2, microbatches=4)
+    results = run_threads(train, 8, work, schedule, tensor=2, data=2)
+    require_trained(results, expected("clipping", (4, 6)))
