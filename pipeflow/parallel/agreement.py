@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeflow.parallel.transport import Lane, LinkError, Transport, Work
+from pipeflow.parallel.transport import Lane, Transport
+from pipeflow.parallel.work import LinkError, Work
 
 
 def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:

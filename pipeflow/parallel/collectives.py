@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeflow.parallel.transport import Lane, LinkError, Work
-
-if TYPE_CHECKING:
-    from pipeflow.parallel.distributed import DistributedTransport
-
+from pipeflow.parallel.transport import Lane, Start
+from pipeflow.parallel.work import LinkError, Work
 
 _OF_CHANNELS = ("connection", "timed out", "timeout", "socket", "pipe", "abort")  # gloo's errors have no type
 
 
-class DistributedGroup:
-    """The `ranks` of `transport`. Holds no channel itself, so that the transport can close and reopen them all."""
+class Channels(Protocol):
+    """What a group asks of the transport that made it."""
 
-    def __init__(self, transport: DistributedTransport, ranks: tuple[int, ...]) -> None:
+    rank: int
+
+    def collective(self, ranks: tuple[int, ...]) -> Any:
+        """What torch computes collectives of `ranks` with."""
+
+    def receiver(self, peer: int, lane: Lane) -> Start:
+        """As a Transport's."""
+
+
+class DistributedGroup:
+    """The `ranks` of a transport. Holds no channel itself, so that the transport can close and reopen them all."""
+
+    def __init__(self, transport: Channels, ranks: tuple[int, ...]) -> None:
         self.rank = ranks.index(transport.rank)
         self.size = len(ranks)
         self.ranks = ranks

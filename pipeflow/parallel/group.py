@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pipeflow.parallel.transport import Work
+from pipeflow.parallel.work import Work
 
 
 class Group(Protocol):

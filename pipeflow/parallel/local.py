@@ -4,7 +4,6 @@ stages on one GPU, and for a pipeline of a single rank.
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial
@@ -14,20 +13,18 @@ from torch import Tensor
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.group import Alone, Group
-from pipeflow.parallel.meeting import LocalGroup, Meeting
+from pipeflow.parallel.meeting import LocalGroup, Room
 from pipeflow.parallel.transport import Lane, Start
 
 
-class Hub:
+class Hub(Room):
     """What the ranks of one in-process world share."""
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self.size = size
-        self.changed = threading.Condition()
         self.channels: dict[tuple[int, int, int, Lane], _Channel] = defaultdict(_Channel)
-        self.meetings: dict[tuple[int, tuple[int, ...], int], Meeting] = {}  # by generation, ranks and number
         self.failures: dict[int, Failure] = {}  # by generation
-        self.closed: set[tuple[int, int]] = set()  # (generation, rank) of those that were told of a failure
 
 
 class _Channel:

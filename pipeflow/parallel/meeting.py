@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from threading import Condition
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pipeflow.parallel.transport import LinkError, Work
-
-if TYPE_CHECKING:
-    from pipeflow.parallel.local import Hub, LocalTransport
+from pipeflow.parallel.work import LinkError, Work
 
 Brought = list[tuple[Tensor, ...]]  # per rank of the group, the tensors that its call was given
 
@@ -37,10 +35,31 @@ class Meeting:
         self.done = True
 
 
-class LocalGroup:
-    """The `ranks` of `transport`: threads of this process."""
+class Room:
+    """Where threads meet."""
 
-    def __init__(self, transport: LocalTransport, ranks: tuple[int, ...]) -> None:
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self.meetings: dict[tuple[int, tuple[int, ...], int], Meeting] = {}  # by generation, ranks and number
+        self.closed: set[tuple[int, int]] = set()  # (generation, rank) of those that were told of a failure
+
+
+class Member(Protocol):
+    """A rank's transport, as its groups see it."""
+
+    rank: int
+    generation: int
+    timeout: float
+
+    @property
+    def hub(self) -> Room:
+        """Shared by all ranks."""
+
+
+class LocalGroup:
+    """The `ranks` of a transport: threads of this process."""
+
+    def __init__(self, transport: Member, ranks: tuple[int, ...]) -> None:
         self.rank = ranks.index(transport.rank)
         self.size = len(ranks)
         self._ranks = ranks
@@ -94,7 +113,7 @@ class _Waiting:
 
     __slots__ = ("_generation", "_hub", "_meeting", "_ranks", "_timeout")
 
-    def __init__(self, hub: Hub, meeting: Meeting, ranks: Sequence[int], generation: int, timeout: float) -> None:
+    def __init__(self, hub: Room, meeting: Meeting, ranks: Sequence[int], generation: int, timeout: float) -> None:
         self._hub = hub
         self._meeting = meeting
         self._ranks = ranks

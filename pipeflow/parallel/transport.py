@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
-
-if TYPE_CHECKING:
-    from pipeflow.parallel.group import Group
+from pipeflow.parallel.group import Group
+from pipeflow.parallel.work import Work
 
 
 class Lane(IntEnum):
@@ -29,13 +28,6 @@ class Lane(IntEnum):
     @property
     def on_host(self) -> bool:
         return self <= Lane.DESCRIPTION
-
-
-class Work(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> object:
-        """Returns when the tensor is there (or gone); raises when the other end is lost or time is up."""
 
 
 Start = Callable[[list[Tensor]], Work]
@@ -73,15 +65,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Gives the channels back at the end."""
-
-
-class LinkError(Exception):
-    """The channel to `peer`, a rank of the world, broke, or its deadline passed, while this rank was `doing`
-    something.
-    """
-
-    def __init__(self, peer: int, doing: str, error: BaseException) -> None:
-        super().__init__(f"{doing}: {error}")
-        self.peer = peer
-        self.doing = doing
-        self.timed_out = any(words in str(error).lower() for words in ("timed out", "timeout"))

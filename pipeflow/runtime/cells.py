@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from pipeflow.core.errors import UsageError
 from pipeflow.deferral.products import Product
-from pipeflow.parallel.transport import Work
+from pipeflow.parallel.work import Work
 
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge

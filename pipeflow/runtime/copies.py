@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pipeflow.core.action import Kind
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.agreement import finish, start
-from pipeflow.parallel.transport import Lane, Transport, Work
+from pipeflow.parallel.transport import Lane, Transport
+from pipeflow.parallel.work import Work
 from pipeflow.runtime.sums import Summand, buckets
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.split import partial_in
-from pipeflow.parallel.transport import Work
+from pipeflow.parallel.work import Work
 from pipeflow.runtime.copies import Copies
 from pipeflow.runtime.fully_sharded import is_fully_sharded, require_untied
 from pipeflow.runtime.replicas import Replicas

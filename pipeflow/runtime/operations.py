@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_unflatten
 from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
 from pipeflow.deferral.module import Deferral
-from pipeflow.parallel.transport import Work
+from pipeflow.parallel.work import Work
 from pipeflow.runtime.cells import Cell, Results, Saved, flatten
 from pipeflow.runtime.microbatch import detach
 from pipeflow.runtime.stage import Stage

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeflow.parallel.group import Group
-from pipeflow.parallel.transport import Work
+from pipeflow.parallel.work import Work
 from pipeflow.runtime.sums import buckets
 
 

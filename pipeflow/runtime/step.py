@@ -18,7 +18,8 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.parallel.agreement import all_gather, all_gather_object
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.failure import ActionError
-from pipeflow.parallel.transport import LinkError, Transport
+from pipeflow.parallel.transport import Transport
+from pipeflow.parallel.work import LinkError
 from pipeflow.runtime.cells import Meta, Results
 from pipeflow.runtime.compile import Compiled, compile_program
 from pipeflow.runtime.gradients import Gradients

@@ -17,7 +17,8 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.parallel.agreement import all_gather, all_gather_object
-from pipeflow.parallel.transport import Transport, Work
+from pipeflow.parallel.transport import Transport
+from pipeflow.parallel.work import Work
 from pipeflow.runtime.operations import Compute, Operation, Reduce
 from pipeflow.runtime.pairs import Both
 

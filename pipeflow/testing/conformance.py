@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.agreement import all_gather
-from pipeflow.parallel.transport import Lane, Transport, Work
+from pipeflow.parallel.transport import Lane, Transport
+from pipeflow.parallel.work import Work
 
 _SOON = 1.0  # seconds
 _MANY = 8  # transfers

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.transport import Work
+from pipeflow.parallel.work import Work
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.training.optimizer import Wrapper
 

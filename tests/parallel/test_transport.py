@@ -10,7 +10,8 @@ from torch import Tensor
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.local import LocalTransport
-from pipeflow.parallel.transport import Lane, Start, Work
+from pipeflow.parallel.transport import Lane, Start
+from pipeflow.parallel.work import Work
 from pipeflow.testing import RankError, conformance, run_processes, run_threads
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.group import Group
-from pipeflow.parallel.transport import Work
+from pipeflow.parallel.work import Work
 from pipeflow.tensor.division import cut
 from pipeflow.tensor.exchange import gathered
 from pipeflow.tensor.layer import TensorLayer
