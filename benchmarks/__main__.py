@@ -19,6 +19,7 @@ NAMES = (
     "search",
     "buffers",
     "tensor",
+    "precision",
 )
 
 
