@@ -31,14 +31,25 @@ def test_the_picture_of_the_readme_is_the_commands() -> None:
 def test_the_training_script_of_the_readme_learns(tmp_path: Path, ranks: int) -> None:
     script = re.search(r"```python\n(import torch.*?)```", README.read_text(), re.DOTALL)
     assert script is not None
-    (tmp_path / "train.py").write_text(script[1])
+    losses = losses_of(script[1], ranks, tmp_path)
+    assert len(losses) == 4
+    assert losses[-1][1] < losses[0][1] / 2
+
+
+def test_the_hybrid_script_of_the_readme_goes_on_under_another_layout(tmp_path: Path) -> None:
+    script = re.search(r"```python\n(from collections.*?)```", README.read_text(), re.DOTALL)
+    assert script is not None
+    losses = losses_of(script[1], 4, tmp_path) + losses_of(script[1], 8, tmp_path)
+    assert [step for step, _ in losses] == list(range(0, 100, 10))
+    assert losses[0][1] > 3 * losses[4][1] > 3 * losses[-1][1]
+
+
+def losses_of(script: str, ranks: int, folder: Path) -> list[tuple[int, float]]:
+    """What a script prints that so many processes run: steps and losses."""
+    (folder / "train.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(torchrun if ranks > 1 else ()), "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run.stdout)]
-    assert len(losses) == 4
-    assert losses[-1] < losses[0] / 2
+    return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", run.stdout)]
