@@ -72,6 +72,12 @@ def test_gradients_equal_the_plain_models(name: str, known: bool) -> None:
     assert max(run_threads(difference_from_plain, 4, name, 8, known, device="cuda")) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_replicas_average_their_gradients(name: str) -> None:
+    """Alike, since both have the same batch."""
+    assert max(run_threads(difference_from_plain, 4, name, 8, True, device="cuda", data=2)) < 1e-12
+
+
 def step_without_synchronisation(name: str) -> None:
     model = pipeline(name, 8, known=True)
     data = batch()
