@@ -23,7 +23,7 @@ LAYOUTS = {"whole": False, "sequence": True}  # whether the sequence is split be
 def run(rounds: int | None = None) -> Report:
     planned = {width: rounds or usual for width, usual in ROUNDS.items()}
     title = (
-        f"tensor: a block on {RANKS} processes, {SAMPLES} x {LENGTH}, {', '.join(map(str, planned.values()))} rounds"
+        f"tensor: a block on {RANKS} processes, {SAMPLES} x {LENGTH}, {' and '.join(map(str, planned.values()))} rounds"
     )
     report = Report("tensor", title, ["", "median ms", "x torch", "middle half", "CPU ms", "x torch"])
     for width, number in planned.items():
