@@ -96,7 +96,7 @@ def test_a_lost_rank_wakes_the_others(run: Run, how: str, tensor: int) -> None:
         if rank != 1:
             lost, seconds = result
             assert lost == 1 or tensor > 2
-            assert seconds < 5  # not the deadline of a wait, 30
+            assert seconds < 1.5
 
 
 def collect_again() -> list[dict[str, list[float]]]:
