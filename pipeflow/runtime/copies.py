@@ -4,7 +4,7 @@ beside the computations, from where the plan has their reductions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -16,7 +16,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.agreement import finish, start
 from pipeflow.parallel.transport import Lane, Transport
 from pipeflow.parallel.work import Work
-from pipeflow.runtime.sums import Summand, buckets
+from pipeflow.runtime.sums import Summand, in_buckets
 
 
 class Copies:
@@ -31,7 +31,9 @@ class Copies:
     def __init__(self, held: Mapping[int, Sequence[nn.Parameter]], schedule: Schedule, transport: Transport) -> None:
         self._transport = transport
         self._copies = {
-            stage: _Copy([Summand(parameter) for parameter in held[stage] if parameter.requires_grad])
+            stage: _Copy(
+                [list(map(Summand, bucket)) for bucket in in_buckets(p for p in held[stage] if p.requires_grad)]
+            )
             for stage in _order(schedule, transport.rank)
             if stage in held
         }
@@ -47,8 +49,9 @@ class Copies:
     def begin(self) -> None:
         """Before the first backward of a step."""
         for copy in self._copies.values():
-            for summand in copy.summands:
-                summand.begin()
+            for bucket in copy.buckets:
+                for summand in bucket:
+                    summand.begin()
 
     def start(self, stage: int) -> list[Work]:
         """Starts to exchange the gradients of a stage of which all backwards are done. Raises LinkError."""
@@ -101,15 +104,15 @@ class _Once:
 class _Copy:
     """One stage: what is sent to its other copy and what arrives from there, in buckets."""
 
-    summands: list[Summand]
+    buckets: list[list[Summand]]
     peer: int = 0
     sent: list[Tensor] = field(default_factory=list)
     arriving: list[Tensor] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
-    @property
-    def buckets(self) -> list[list[Summand]]:
-        return list(buckets(self.summands, lambda summand: summand.parameter))
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter]) -> _Copy:
+        return cls([[Summand(parameter) for parameter in bucket] for bucket in in_buckets(parameters)])
 
     def post(self, transport: Transport) -> None:
         if not self.arriving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from torch import nn
@@ -14,14 +15,14 @@ from pipeflow.runtime.copies import Copies
 from pipeflow.runtime.fully_sharded import is_fully_sharded, require_untied
 from pipeflow.runtime.replicas import Replicas
 from pipeflow.runtime.shared import Ties
-from pipeflow.runtime.sums import Parts
+from pipeflow.runtime.sums import Parts, in_buckets
 
 
 class Gradients:
     """Copies of stages and tied weights are summed over their ranks, then parts over the tensor ranks, then all
     are averaged over the replicas. Two things begin before the end of the step, as soon as a stage's last backward is
     done: the exchange with the stage's other copy, and the average of the stage's own parameters, those of which this
-    rank has the whole gradient by then.
+    rank has the whole gradient by then: no other stage of it has them.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], ties: Ties, schedule: Schedule, context: Context) -> None:
@@ -31,16 +32,16 @@ class Gradients:
         self._copies = Copies(ties.copied, schedule, context.transport)
         self._transport = context.transport
         self._replicas = Replicas(context.data)
-        tied = [p for module in stages.values() for p in module.parameters() if id(p) in ties.tied]
-        require_untied(tied)
-        taken = ties.tied | {id(parameter) for parameter in parts}
-        self._own: dict[int, list[nn.Parameter]] = {}
-        for index, module in stages.items():
-            self._own[index] = [p for p in module.parameters() if _is_averaged(p) and id(p) not in taken]
-            taken |= {id(parameter) for parameter in self._own[index]}
-        trained = {id(p): p for module in stages.values() for p in module.parameters() if _is_averaged(p)}
-        own = {id(parameter) for parameters in self._own.values() for parameter in parameters}
-        self._others = [parameter for key, parameter in trained.items() if key not in own]
+        require_untied(p for module in stages.values() for p in module.parameters() if id(p) in ties.tied)
+        held = {stage: list(filter(_is_averaged, module.parameters())) for stage, module in stages.items()}
+        times_held = Counter(id(parameter) for parameters in held.values() for parameter in parameters)
+        late = ties.tied | {id(parameter) for parameter in parts} | {key for key in times_held if times_held[key] > 1}
+        self._own = {
+            stage: in_buckets(parameter for parameter in parameters if id(parameter) not in late)
+            for stage, parameters in held.items()
+        }
+        others = {id(p): p for parameters in held.values() for p in parameters if id(p) in late}
+        self._others = in_buckets(others.values())
 
     def begin(self) -> None:
         """Before the first backward of a step."""

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from pipeflow.parallel.group import Group
 from pipeflow.parallel.work import Work
-from pipeflow.runtime.sums import buckets
 
 
 class Replicas:
@@ -27,13 +26,13 @@ class Replicas:
     def size(self) -> int:
         return self._group.size
 
-    def start(self, parameters: Iterable[nn.Parameter]) -> list[Work]:
-        """Starts to average what is in the parameters' gradients now. A parameter without one on all replicas keeps
-        none. Raises LinkError.
+    def start(self, buckets: Iterable[list[nn.Parameter]]) -> list[Work]:
+        """Starts to average what the parameters have for gradients now, by buckets. A parameter without one on all
+        replicas keeps none. Raises LinkError.
         """
         if self.size == 1:
             return []
-        averages = [_Average.start(bucket, self._group) for bucket in buckets(parameters, _itself)]
+        averages = [_Average.start(bucket, self._group) for bucket in buckets]
         self._averages += averages
         return [average.work for average in averages]
 
@@ -75,10 +74,6 @@ class _Average:
                     parameter.grad.copy_(mean.view_as(parameter))
                 elif part:
                     parameter.grad = mean.view_as(parameter).clone()
-
-
-def _itself(parameter: nn.Parameter) -> nn.Parameter:
-    return parameter
 
 
 def share_values(module: nn.Module, group: Group, *, without: Iterable[int] = ()) -> None:

@@ -148,6 +148,8 @@ class Ties:
         }
         copied = {id(parameter) for parameters in self.copied.values() for parameter in parameters}
         self._summed = [tie for tie in self._ties if tie.parameter.requires_grad and id(tie.parameter) not in copied]
+        by_ranks = groupby(self._summed, key=lambda tie: tie.ranks)
+        self._buckets = [bucket for _, alike in by_ranks for bucket in buckets(alike, lambda tie: tie.parameter)]
 
     def describe(self) -> Description:
         """What the ranks compare before they rely on it."""
@@ -179,11 +181,10 @@ class Ties:
 
     def end(self, transport: Transport) -> None:
         """Sums each gradient over its ranks, in their order, and adds what was set aside. Raises LinkError."""
-        for ranks, alike in groupby(self._summed, key=lambda tie: tie.ranks):
-            for bucket in buckets(alike, lambda tie: tie.parameter):
-                total = _summed(torch.cat([tie.gradient() for tie in bucket]), ranks, transport)
-                for tie, part in zip(bucket, total.split([tie.parameter.numel() for tie in bucket]), strict=True):
-                    tie.end(part)
+        for bucket in self._buckets:
+            total = _summed(torch.cat([tie.gradient() for tie in bucket]), bucket[0].ranks, transport)
+            for tie, part in zip(bucket, total.split([tie.parameter.numel() for tie in bucket]), strict=True):
+                tie.end(part)
 
 
 @dataclass(slots=True)

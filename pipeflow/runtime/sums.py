@@ -17,18 +17,25 @@ BUCKET = 2**22  # bytes of gradients that are exchanged at once
 Item = TypeVar("Item")
 
 
-def buckets(items: Iterable[Item], parameter: Callable[[Item], nn.Parameter]) -> Iterator[list[Item]]:
-    """Neighbouring `items` whose parameters are of one dtype and device, as far as they fit into BUCKET bytes."""
+def buckets(
+    items: Iterable[Item], parameter: Callable[[Item], nn.Parameter], size: int = BUCKET
+) -> Iterator[list[Item]]:
+    """Neighbouring `items` whose parameters are of one dtype and device, as far as they fit into `size` bytes."""
     for _, alike in groupby(items, key=lambda item: (parameter(item).dtype, parameter(item).device)):
         bucket: list[Item] = []
-        size = 0
+        filled = 0
         for item in alike:
-            size += parameter(item).nbytes
-            if bucket and size > BUCKET:
+            filled += parameter(item).nbytes
+            if bucket and filled > size:
                 yield bucket
-                bucket, size = [], parameter(item).nbytes
+                bucket, filled = [], parameter(item).nbytes
             bucket.append(item)
         yield bucket
+
+
+def in_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET) -> list[list[nn.Parameter]]:
+    """Parameters themselves as `buckets`."""
+    return list(buckets(parameters, lambda parameter: parameter, size))
 
 
 @dataclass(slots=True)
@@ -63,6 +70,7 @@ class Parts:
         self._summands = [Summand(parameter) for parameter in parameters if parameter.requires_grad]
         if group.size == 1:
             self._summands = []
+        self._buckets = list(buckets(self._summands, lambda summand: summand.parameter))
 
     def begin(self) -> None:
         for summand in self._summands:
@@ -70,7 +78,7 @@ class Parts:
 
     def end(self) -> None:
         """Sums over the tensor ranks. Raises LinkError."""
-        for bucket in buckets(self._summands, lambda summand: summand.parameter):
+        for bucket in self._buckets:
             total = torch.cat([summand.gradient() for summand in bucket])
             self._group.all_reduce(total).wait()
             sizes = [summand.parameter.numel() for summand in bucket]

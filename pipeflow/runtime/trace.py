@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from threading import Thread
 from typing import Any
@@ -52,10 +52,11 @@ class Timed(Operation):
 class TimedReduction(Operation):
     """A reduction that notes when it started, and when what it started was done: a thread waits for that."""
 
-    __slots__ = ("end", "reduce", "start", "thread")
+    __slots__ = ("device", "end", "reduce", "start", "thread")
 
-    def __init__(self, reduce: Reduce) -> None:
+    def __init__(self, reduce: Reduce, device: torch.device) -> None:
         self.reduce = reduce
+        self.device = device
         self.start = self.end = 0.0
         self.thread: Thread | None = None
 
@@ -65,10 +66,11 @@ class TimedReduction(Operation):
         self.thread.start()
 
     def _wait(self, works: list[Work]) -> None:
-        with suppress(Exception):  # raised where the step waits, too
-            for work in works:
+        on_gpu = self.device.type == "cuda"
+        with suppress(Exception), torch.cuda.device(self.device) if on_gpu else nullcontext():
+            for work in works:  # an error is raised where the step waits, too
                 work.wait()
-            if torch.cuda.is_available():
+            if on_gpu:
                 torch.cuda.current_stream().synchronize()
         self.end = time.perf_counter()
 
@@ -79,7 +81,7 @@ class Trace:
     def __init__(self, operations: list[Operation], transport: Transport) -> None:
         on_gpu = transport.device.type == "cuda"
         self.transport = transport
-        self.operations = [_timed(operation, on_gpu=on_gpu) for operation in operations]
+        self.operations = [_timed(operation, transport.device) for operation in operations]
         if on_gpu:
             torch.cuda.synchronize(transport.device)
         all_gather(transport, [0.0])
@@ -130,12 +132,12 @@ class Trace:
         return seconds
 
 
-def _timed(operation: Operation, *, on_gpu: bool) -> Operation:
+def _timed(operation: Operation, device: torch.device) -> Operation:
     match operation:
         case Compute():
-            return Timed(operation, on_gpu=on_gpu)
+            return Timed(operation, on_gpu=device.type == "cuda")
         case Reduce():
-            return TimedReduction(operation)
+            return TimedReduction(operation, device)
         case _:
             return operation
 

@@ -5,7 +5,7 @@ arXiv:1910.02054, section 5.1).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.work import Work
 from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.runtime.sums import in_buckets
 from pipeflow.training.optimizer import Wrapper
 
 BUCKET = 2**25  # bytes of weights that are sent at once
@@ -124,21 +125,10 @@ def _finish(bucket: _Bucket, values: Tensor, work: Work) -> None:
 
 def _buckets(owners: dict[nn.Parameter, int], ranks: int) -> Iterator[_Bucket]:
     """All parameters in buckets, the owners taking turns, so that all of them send at the same time."""
-    of_each = [list(_filled(owner, (p for p in owners if owners[p] == owner))) for owner in range(ranks)]
+    ordered = sorted(owners, key=lambda parameter: str(parameter.dtype))
+    of_each = [in_buckets((p for p in ordered if owners[p] == owner), BUCKET) for owner in range(ranks)]
     for turn in zip_longest(*of_each):
-        yield from (bucket for bucket in turn if bucket is not None)
-
-
-def _filled(owner: int, parameters: Iterable[nn.Parameter]) -> Iterator[_Bucket]:
-    open_buckets: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        bucket = open_buckets.setdefault(parameter.dtype, [])
-        if bucket and sum(each.nbytes for each in (*bucket, parameter)) > BUCKET:
-            yield _Bucket(owner, bucket)
-            bucket = open_buckets[parameter.dtype] = []
-        bucket.append(parameter)
-    for bucket in open_buckets.values():
-        yield _Bucket(owner, bucket)
+        yield from (_Bucket(owner, bucket) for owner, bucket in enumerate(turn) if bucket is not None)
 
 
 def _keep_only(group: dict[str, list[object]], kept: dict[nn.Parameter, nn.Parameter]) -> None:

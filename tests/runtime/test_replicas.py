@@ -14,6 +14,7 @@ from pipeflow import (
     CostModel,
     Pipeline,
     PipelineError,
+    Placement,
     Schedule,
     Timeline,
     UsageError,
@@ -24,7 +25,7 @@ from pipeflow import (
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import KeywordModel, PlainModel, TiedModel, TinyModel
-from tests.runtime.work import Batch, build, gradients_of, layouts, require_near, schedule_of
+from tests.runtime.work import Batch, build, gradients_of, layouts, plain, require_near, schedule_of
 
 Run = Callable[..., list[Any]]
 Trained = tuple[list[float | None], dict[str, Any], dict[str, Any]]
@@ -246,3 +247,28 @@ def test_reductions_are_measured_where_they_are_planned(run: Run) -> None:
                 last = max(each.end for each in timeline.rows[rank] if each.action.stage == span.action.stage)
                 assert last <= span.start <= span.end
         assert simulate(schedule.with_reductions(), CostModel.measured(timeline)).makespan > 0
+
+
+def square_layers() -> nn.ModuleList:
+    first, second = (nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(2))
+    nn.init.constant_(first.weight, 0.5)
+    second.weight = first.weight
+    return nn.ModuleList([first, second])
+
+
+def step_with_a_weight_in_two_stages(schedule: Schedule, inputs: list[Tensor]) -> Any:
+    layers = square_layers()
+    pipeline = Pipeline(layers, schedule, criterion=nn.functional.mse_loss)
+    mine = inputs[current_context().data_rank]
+    execute_pipeline(iter([(mine, torch.zeros_like(mine))]), pipeline)
+    return plain(layers[0].weight.grad)
+
+
+def test_a_weight_of_two_stages_is_averaged_when_both_are_done() -> None:
+    schedule = Schedule.from_csv("0F0,1F0,1I0,0I0,0W0,1W0", Placement(((0, 0),)))
+    inputs = [torch.full((1, 2), value, dtype=torch.float64) for value in (1.0, 3.0)]
+    layers = square_layers()
+    batch = torch.cat(inputs)
+    nn.functional.mse_loss(layers[1](layers[0](batch)), torch.zeros_like(batch)).backward()
+    for gradient in run_threads(step_with_a_weight_in_two_stages, 2, schedule, inputs, data=2):
+        require_near({"weight": gradient}, {"weight": layers[0].weight.grad})
