@@ -69,7 +69,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 def _ours(name: str, microbatches: int) -> Work:
     import pipeflow
-    from pipeflow.analysis.verify import verify_programs
+    from pipeflow.soundness.schedule import verify_programs
 
     schedule = pipeflow.make_schedule(name, ranks=RANKS, microbatches=microbatches)
     timeline, programs = pipeflow.simulate(schedule), pipeflow.lower(schedule)

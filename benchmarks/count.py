@@ -60,8 +60,8 @@ def by_hand(frame: FrameType) -> str | None:
 
 
 def of_pipeflow(frame: FrameType) -> str | None:
-    from pipeflow.runtime.operations import Compute
-    from pipeflow.runtime.transfers import Transfer
+    from pipeflow.runtime.program.operations import Compute
+    from pipeflow.runtime.program.transfers import Transfer
 
     if frame.f_code.co_name != "__call__" or "/pipeflow/runtime/" not in frame.f_code.co_filename:
         return None

@@ -46,7 +46,7 @@ def train_all(steps: int) -> dict[str, list[float]]:
     """On every rank: the losses of every step, by precision."""
     import torch
 
-    from pipeflow.training import AMP_TYPE, HalfPrecision
+    from pipeflow.optim import AMP_TYPE, HalfPrecision
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt3"))
     return {

@@ -10,7 +10,7 @@ from math import inf
 
 from benchmarks.report import Report
 from pipeflow import SCHEDULES, CostModel, Placement, make_schedule, simulate
-from pipeflow.analysis.search import Found, search
+from pipeflow.orders.search import Found, search
 
 PUBLISHED = (  # arXiv 2401.10241, tables 5 and 6: microbatches, F, I, W, transfer; bubble rates of ZB-1p and ZB-2p
     ("1.5B", 24, 18.522, 18.086, 9.337, 0.601, 0.1585, 0.0433),

@@ -99,7 +99,7 @@ def _contender(name: str, module: nn.Module, pieces: Tensor, used: list[float]) 
     the output and the input's gradient, and adds the CPU time that it took to `used`.
     """
     from benchmarks.task import Contender
-    from pipeflow.parallel.split import partial_in
+    from pipeflow.parallel.sharding import partial_in
 
     group, partial, (input, gradient) = _group(), partial_in(module), pieces
 

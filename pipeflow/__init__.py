@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipeflow.analysis.graph import dependency_graph
 from pipeflow.analysis.lower import lower
-from pipeflow.analysis.partition import partition_balanced, partition_uniform
-from pipeflow.analysis.plan import Plan, RankPlan, plan
-from pipeflow.analysis.setup import PRECISIONS, Precision, Setup
 from pipeflow.analysis.simulate import simulate
-from pipeflow.analysis.transformer import GPT, GPT_PRESETS
-from pipeflow.analysis.verify import Violation, verify
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.errors import PipeflowError, PipelineError, ScheduleError, UsageError
@@ -23,55 +18,60 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Cause, Span
 from pipeflow.core.timeline import Timeline
+from pipeflow.planning.partition import partition_balanced, partition_uniform
+from pipeflow.planning.plan import Plan, RankPlan, plan
+from pipeflow.planning.setup import PRECISIONS, Precision, Setup
+from pipeflow.planning.transformer import GPT, GPT_PRESETS
 from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.soundness.schedule import Violation, verify
 
 if TYPE_CHECKING:
-    from pipeflow.analysis.exact import exact
-    from pipeflow.analysis.search import Found, search
+    from pipeflow.checkpoint.files import latest_checkpoint
+    from pipeflow.checkpoint.load import Loaded, load_checkpoint
+    from pipeflow.checkpoint.renames import Rename, Transform
+    from pipeflow.checkpoint.safetensors import load_safetensors, save_safetensors
+    from pipeflow.checkpoint.save import Saving, save_checkpoint
+    from pipeflow.optim.clip import clip_grad_norm_, grad_norm
+    from pipeflow.optim.masters import MasterWeights
+    from pipeflow.optim.scaler import LossScaler
+    from pipeflow.optim.zero import Zero
+    from pipeflow.orders.exact import exact
+    from pipeflow.orders.search import Found, search
     from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launch import launch
+    from pipeflow.runtime.gradients.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
-    from pipeflow.runtime.shared import PipelineSharedModuleWrapper
     from pipeflow.runtime.step import Output
-    from pipeflow.training.checkpoint.files import latest_checkpoint
-    from pipeflow.training.checkpoint.load import Loaded, load_checkpoint
-    from pipeflow.training.checkpoint.renames import Rename, Transform
-    from pipeflow.training.checkpoint.safetensors import load_safetensors, save_safetensors
-    from pipeflow.training.checkpoint.save import Saving, save_checkpoint
-    from pipeflow.training.clip import clip_grad_norm_, grad_norm
     from pipeflow.training.data import get_dataloader
-    from pipeflow.training.masters import MasterWeights
-    from pipeflow.training.scaler import LossScaler
-    from pipeflow.training.zero import Zero
 
 __version__ = "0.1.0"
 
 _LATER = {
     "Context": "parallel.context",
-    "Found": "analysis.search",
-    "Loaded": "training.checkpoint.load",
-    "LossScaler": "training.scaler",
-    "MasterWeights": "training.masters",
+    "Found": "orders.search",
+    "Loaded": "checkpoint.load",
+    "LossScaler": "optim.scaler",
+    "MasterWeights": "optim.masters",
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
-    "PipelineSharedModuleWrapper": "runtime.shared",
-    "Rename": "training.checkpoint.renames",
-    "Saving": "training.checkpoint.save",
-    "Transform": "training.checkpoint.renames",
-    "Zero": "training.zero",
-    "clip_grad_norm_": "training.clip",
-    "exact": "analysis.exact",
+    "PipelineSharedModuleWrapper": "runtime.gradients.shared",
+    "Rename": "checkpoint.renames",
+    "Saving": "checkpoint.save",
+    "Transform": "checkpoint.renames",
+    "Zero": "optim.zero",
+    "clip_grad_norm_": "optim.clip",
+    "exact": "orders.exact",
     "current_context": "parallel.context",
     "execute_pipeline": "runtime.pipeline",
     "get_dataloader": "training.data",
-    "grad_norm": "training.clip",
-    "latest_checkpoint": "training.checkpoint.files",
+    "grad_norm": "optim.clip",
+    "latest_checkpoint": "checkpoint.files",
     "launch": "parallel.launch",
-    "load_checkpoint": "training.checkpoint.load",
-    "load_safetensors": "training.checkpoint.safetensors",
-    "save_checkpoint": "training.checkpoint.save",
-    "save_safetensors": "training.checkpoint.safetensors",
-    "search": "analysis.search",
+    "load_checkpoint": "checkpoint.load",
+    "load_safetensors": "checkpoint.safetensors",
+    "save_checkpoint": "checkpoint.save",
+    "save_safetensors": "checkpoint.safetensors",
+    "search": "orders.search",
 }
 
 __all__ = [

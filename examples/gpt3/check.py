@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import pipeflow
-from pipeflow.parallel.split import Split, splits_of
+from pipeflow.parallel.sharding import Split, splits_of
 
 from build import build_stage, options_of
 from model import GPTLMLoss, PipelineGPTHybrid, make_optimizer

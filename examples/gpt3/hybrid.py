@@ -22,19 +22,12 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
+from pipeflow.colossalai import get_default_parser, launch_from_torch
+from pipeflow.colossalai.context import ParallelMode
+from pipeflow.colossalai.core import global_context as gpc
+from pipeflow.optim import MasterWeights
 from pipeflow.tensor import manual_seed
-from pipeflow.training import (
-    Config,
-    DataParallelLoader,
-    MasterWeights,
-    ParallelMode,
-    get_dataloader,
-    get_default_parser,
-    get_dist_logger,
-    launch_from_torch,
-    read_config,
-)
-from pipeflow.training import global_context as gpc
+from pipeflow.training import Config, DataParallelLoader, get_dataloader, get_dist_logger, read_config
 
 from build import PRESETS, Preset
 from data import DataError, library

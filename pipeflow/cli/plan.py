@@ -7,10 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeflow.analysis.plan import Plan, RankPlan, plan
-from pipeflow.analysis.setup import PRECISIONS, Setup
-from pipeflow.analysis.transformer import GPT, GPT_PRESETS
-from pipeflow.analysis.transformer_costs import head_forward, layer_forward, stage_costs
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.measures import number, percent, size
 from pipeflow.cli.options import family_options, flag
@@ -18,6 +14,10 @@ from pipeflow.cli.outputs import show
 from pipeflow.cli.plans import Asked, is_file, sound_plan
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.planning.plan import Plan, RankPlan, plan
+from pipeflow.planning.setup import PRECISIONS, Setup
+from pipeflow.planning.transformer import GPT, GPT_PRESETS
+from pipeflow.planning.transformer_costs import head_forward, layer_forward, stage_costs
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 
 if TYPE_CHECKING:

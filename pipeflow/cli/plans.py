@@ -10,7 +10,6 @@ from typing import Any, final
 
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.simulate import simulate
-from pipeflow.analysis.verify import Violation, verify, verify_programs
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.files import read
 from pipeflow.cli.options import family_options, flag
@@ -22,6 +21,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Row
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.soundness.schedule import Violation, verify, verify_programs
 
 MAKE_PLACEMENT = {"linear": Placement.linear, "vee": Placement.vee, "bidirectional": Placement.bidirectional}
 

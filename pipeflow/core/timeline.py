@@ -122,7 +122,7 @@ class Timeline(Shown):
 
     def to_json(self) -> str:
         """The timeline as text, to be kept in a file: `Timeline.from_json` gives back an equal one."""
-        from pipeflow.core.saved import Fields, to_json  # json is loaded by those who need it
+        from pipeflow.core.timeline_json import Fields, to_json  # json is loaded by those who need it
 
         fields = self.name, self.placement, self.rows, self.saved_bytes, self.deferred_bytes, self.reductions
         return to_json(Fields(*fields))
@@ -130,7 +130,7 @@ class Timeline(Shown):
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """Reads `to_json`'s text. Raises UsageError naming the rank and span, or the field, that is wrong."""
-        from pipeflow.core.saved import from_json
+        from pipeflow.core.timeline_json import from_json
 
         return cls(*from_json(text))
 

@@ -2,16 +2,16 @@
 docstrings, `svg`, `html` and `perfetto` for files. Of measures: `Table` and `Scatter` for a terminal, `scatter_svg`.
 """
 
-from pipeflow.draw.comparison import Comparison
-from pipeflow.draw.gantt import Gantt
-from pipeflow.draw.html import html
-from pipeflow.draw.path import CriticalPath
-from pipeflow.draw.perfetto import perfetto
-from pipeflow.draw.scatter import Axis, Point, Scatter
-from pipeflow.draw.scatter_svg import scatter_svg
-from pipeflow.draw.svg import svg
-from pipeflow.draw.table import Table
-from pipeflow.draw.text import picture
+from pipeflow.draw.files.perfetto import perfetto
+from pipeflow.draw.files.scatter_svg import scatter_svg
+from pipeflow.draw.files.svg import svg
+from pipeflow.draw.page.html import html
+from pipeflow.draw.terminal.comparison import Comparison
+from pipeflow.draw.terminal.gantt import Gantt
+from pipeflow.draw.terminal.path import CriticalPath
+from pipeflow.draw.terminal.scatter import Axis, Point, Scatter
+from pipeflow.draw.terminal.table import Table
+from pipeflow.draw.terminal.text import picture
 
 __all__ = [
     "Axis",

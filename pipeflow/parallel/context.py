@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.failure import Alarm
-from pipeflow.parallel.group import Group
 from pipeflow.parallel.layout import Layout
-from pipeflow.parallel.transport import Transport
-from pipeflow.parallel.view import View
+from pipeflow.parallel.transport.group import Group
+from pipeflow.parallel.transport.protocol import Transport
+from pipeflow.parallel.transport.view import View
 
 
 @dataclass(eq=False)

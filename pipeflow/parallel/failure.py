@@ -10,8 +10,8 @@ from weakref import WeakSet
 
 from pipeflow.core.action import Action
 from pipeflow.core.errors import Failure, PipeflowError, PipelineError
-from pipeflow.parallel.transport import Transport
-from pipeflow.parallel.work import LinkError
+from pipeflow.parallel.transport.protocol import Transport
+from pipeflow.parallel.transport.work import LinkError
 
 
 class ActionError(Exception):

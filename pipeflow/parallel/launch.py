@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from pipeflow.parallel.context import Context, set_context
-from pipeflow.parallel.distributed import DistributedTransport
 from pipeflow.parallel.layout import Layout
-from pipeflow.parallel.local import Hub, LocalTransport
-from pipeflow.parallel.transport import Transport
+from pipeflow.parallel.transport.distributed import DistributedTransport
+from pipeflow.parallel.transport.local import Hub, LocalTransport
+from pipeflow.parallel.transport.protocol import Transport
 
 _PATIENCE = timedelta(minutes=5)  # processes do not all start at the same moment
 

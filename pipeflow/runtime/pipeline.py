@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeflow.analysis.verify import verify
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.deferral.products import Deferral
-from pipeflow.parallel.agreement import all_gather_object
 from pipeflow.parallel.context import Context, current_context
-from pipeflow.parallel.split import splits_of
-from pipeflow.runtime.cells import Meta
-from pipeflow.runtime.gradients import Gradients
-from pipeflow.runtime.pairs import Overlap
-from pipeflow.runtime.replicas import share_values
-from pipeflow.runtime.shared import Ties, compare_ties, copies_of, shared_in
+from pipeflow.parallel.sharding import splits_of
+from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.runtime.gradients.replicas import share_values
+from pipeflow.runtime.gradients.shared import Ties, compare_ties, copies_of, shared_in
+from pipeflow.runtime.gradients.step_end import Gradients
+from pipeflow.runtime.program.cells import Meta
+from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
+from pipeflow.soundness.schedule import verify
 
 LOG = logging.getLogger("pipeflow")
 

@@ -15,20 +15,20 @@ from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.parallel.agreement import all_gather, all_gather_object
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.failure import ActionError
-from pipeflow.parallel.transport import Transport
-from pipeflow.parallel.work import LinkError
-from pipeflow.runtime.cells import Meta, Results
-from pipeflow.runtime.compile import Compiled, compile_program
-from pipeflow.runtime.gradients import Gradients
+from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
+from pipeflow.parallel.transport.protocol import Transport
+from pipeflow.parallel.transport.work import LinkError
+from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.microbatch import Batch, merge, next_batch, weights_of
-from pipeflow.runtime.operations import Compute, Operation
-from pipeflow.runtime.pairs import Overlap
+from pipeflow.runtime.program.cells import Meta, Results
+from pipeflow.runtime.program.compile import Compiled, compile_program
+from pipeflow.runtime.program.operations import Compute, Operation
+from pipeflow.runtime.program.pairs import Overlap
+from pipeflow.runtime.program.transfers import Transfer
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.trace import Timed, Trace
-from pipeflow.runtime.transfers import Transfer
 
 
 @dataclass(frozen=True, slots=True)

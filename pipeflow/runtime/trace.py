@@ -16,11 +16,11 @@ import torch
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.parallel.agreement import all_gather, all_gather_object
-from pipeflow.parallel.transport import Transport
-from pipeflow.parallel.work import Work
-from pipeflow.runtime.operations import Compute, Operation, Reduce
-from pipeflow.runtime.pairs import Both
+from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
+from pipeflow.parallel.transport.protocol import Transport
+from pipeflow.parallel.transport.work import Work
+from pipeflow.runtime.program.operations import Compute, Operation, Reduce
+from pipeflow.runtime.program.pairs import Both
 
 
 class Timed(Operation):

@@ -28,7 +28,7 @@ def zb_auto(
     `cost` has one stage a rank; without it F = I = W and transfers are free. `memory_cap` is the most activations
     alive on a rank, in microbatches, one number or one per rank; without it R on every rank, as 1F1B has on the first.
 
-    A pure function: `pipeflow.analysis.search.search` tries as many candidates as the size sets. Its own result also
+    A pure function: `pipeflow.orders.search.search` tries as many candidates as the size sets. Its own result also
     says how far from best an order can be, takes other placements, and as much time as one has. Never worse than
     those of gpipe, 1f1b, eager-1f1b, zb-h1 and zb-h2 that keep within the cap.
 
@@ -44,7 +44,7 @@ def zb_auto(
     rank 2  .  .  F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3 .
     rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
     """
-    from pipeflow.analysis.search import search
+    from pipeflow.orders.search import search
 
     if cost is not None and not isinstance(cost, CostModel):
         raise UsageError(f"cost must be a CostModel, got {cost!r}")

@@ -1,12 +1,11 @@
 """Tensor parallelism in one dimension: layers of which every rank of a group holds a part.
 
-Names are Megatron's; those of ColossalAI stand for the same layers. `pipeflow.tensor.nn` has the layers under the
+Names are Megatron's; those of ColossalAI stand for the same layers. `pipeflow.colossalai.nn` has the layers under the
 names of torch.nn.
 """
 
 from __future__ import annotations
 
-from pipeflow.tensor.checkpoint import checkpoint
 from pipeflow.tensor.classifier import Classifier, VocabParallelClassifier
 from pipeflow.tensor.cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from pipeflow.tensor.division import cut, divide
@@ -18,6 +17,7 @@ from pipeflow.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from pipeflow.tensor.norm import LayerNorm
 from pipeflow.tensor.patches import PatchEmbedding
 from pipeflow.tensor.random import RandomTracker, current_tracker, manual_seed, set_tracker
+from pipeflow.tensor.recompute import checkpoint
 from pipeflow.tensor.regions import (
     copy_to_tensor_region,
     gather_from_sequence_region,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.group import Group
-from pipeflow.parallel.split import Split
+from pipeflow.parallel.sharding import Split
+from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.division import divide, divide_padded, real_rows
 from pipeflow.tensor.linear import SplitLinear, column_splits, row_forward
 from pipeflow.tensor.matmul import Plan, column_linear

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.group import Group
+from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.division import real_rows, require_indices
 from pipeflow.tensor.layer import TensorLayer, group_of
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.group import Group
-from pipeflow.parallel.split import Split
+from pipeflow.parallel.sharding import Split
+from pipeflow.parallel.transport.group import Group
 
 LOG = logging.getLogger("pipeflow")
 

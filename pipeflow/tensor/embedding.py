@@ -13,8 +13,8 @@ from torch.nn import functional
 from pipeflow.core.errors import UsageError
 from pipeflow.deferral.layers import Given, hand_over
 from pipeflow.deferral.products import EmbeddingProduct
-from pipeflow.parallel.group import Group
-from pipeflow.parallel.split import Split
+from pipeflow.parallel.sharding import Split
+from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.division import adopt, divide, divide_padded, require_indices
 from pipeflow.tensor.initialize import draw_part_
 from pipeflow.tensor.layer import DeferringTensorLayer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.group import Group
+from pipeflow.parallel.transport.group import Group
 
 Finish = Callable[[], Tensor]
 """Waits for a collective under way, and gives its result."""

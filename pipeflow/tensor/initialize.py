@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Generator, Tensor, nn
 
-from pipeflow.parallel.split import Split
+from pipeflow.parallel.sharding import Split
 from pipeflow.tensor.division import whole_shape
 from pipeflow.tensor.layer import TensorLayer
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from pipeflow.deferral.layers import Deferring
 from pipeflow.parallel.context import current_context, is_launched
-from pipeflow.parallel.group import Alone, Group
-from pipeflow.parallel.split import Split
+from pipeflow.parallel.sharding import Split
+from pipeflow.parallel.transport.group import Alone, Group
 
 
 def group_of(group: Group | None) -> Group:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.group import Group
-from pipeflow.parallel.split import Split
+from pipeflow.parallel.sharding import Split
+from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.division import adopt, divide
 from pipeflow.tensor.initialize import Draw, draw_part_
 from pipeflow.tensor.layer import DeferringTensorLayer

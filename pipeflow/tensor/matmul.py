@@ -17,7 +17,7 @@ from torch.nn import functional
 from pipeflow.core.errors import UsageError
 from pipeflow.deferral.layers import Given, hand_over, lowered
 from pipeflow.deferral.products import LinearProduct
-from pipeflow.parallel.group import Group
+from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.exchange import Finish, gathered, start_sum, start_sum_scatter, sum_scattered
 from pipeflow.tensor.regions import SEQUENCE
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.group import Group
+from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.division import adopt
 from pipeflow.tensor.layer import TensorLayer
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.group import Group
+from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.layer import TensorLayer
 
 

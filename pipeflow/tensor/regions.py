@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.group import Group
+from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.exchange import gathered, piece, sum_scattered, summed
 
 Exchange = Callable[[Group, Tensor], Tensor]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
-from pipeflow.parallel.agreement import all_gather
-from pipeflow.parallel.transport import Lane, Transport
-from pipeflow.parallel.work import Work
+from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.parallel.transport.protocol import Lane, Transport
+from pipeflow.parallel.transport.work import Work
 
 _SOON = 1.0  # seconds
 _MANY = 8  # transfers

@@ -27,7 +27,7 @@ from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import Context, set_context
 from pipeflow.parallel.launch import launch
 from pipeflow.parallel.layout import Layout
-from pipeflow.parallel.local import Hub, LocalTransport
+from pipeflow.parallel.transport.local import Hub, LocalTransport
 
 _GRACE = 5.0  # seconds for a process to end
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipeflow.core.errors import UsageError
-from pipeflow.training.precision import AMP_TYPE, HalfPrecision
+from pipeflow.optim.precision import AMP_TYPE, HalfPrecision
 
 LOG = logging.getLogger("pipeflow")
 

@@ -14,7 +14,6 @@ import pytest
 
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.simulate import simulate
-from pipeflow.analysis.verify import verify
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.placement import Placement
@@ -22,6 +21,7 @@ from pipeflow.core.program import Send
 from pipeflow.core.schedule import Schedule
 from pipeflow.draw import picture
 from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.soundness.schedule import verify
 
 pytest.importorskip("torch")
 from torch.distributed.pipelining import schedules as theirs

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import pipeflow  # noqa: E402
 from pipeflow.parallel.context import Context, current_context, set_context  # noqa: E402
 from pipeflow.parallel.layout import Layout  # noqa: E402
-from pipeflow.parallel.split import splits_of  # noqa: E402
+from pipeflow.parallel.sharding import splits_of  # noqa: E402
 from pipeflow.testing import Hub, LocalTransport, run_threads  # noqa: E402
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 10, "max_position_embeddings": 8}

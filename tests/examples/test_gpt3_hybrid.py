@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pipeflow import UsageError  # noqa: E402
-from pipeflow.training import AMP_TYPE, read_config  # noqa: E402
+from pipeflow.optim import AMP_TYPE  # noqa: E402
+from pipeflow.training import read_config  # noqa: E402
 from tests.examples.conftest import GPT3, run_script  # noqa: E402
 
 CONFIGS = sorted((GPT3 / "configs").glob("*.py"))

@@ -16,7 +16,7 @@ from torch.nn import functional  # noqa: E402
 
 import pipeflow  # noqa: E402
 from pipeflow.parallel.context import current_context  # noqa: E402
-from pipeflow.parallel.split import partial_in, splits_of  # noqa: E402
+from pipeflow.parallel.sharding import partial_in, splits_of  # noqa: E402
 from pipeflow.tensor import manual_seed  # noqa: E402
 from pipeflow.testing import run_threads  # noqa: E402
 

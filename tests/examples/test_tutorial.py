@@ -29,9 +29,11 @@ import pipeflow
 import pipeflow.training as colossalai
 import pipeflow.training as utils
 from pipeflow import PipelineSharedModuleWrapper, partition_uniform
-from pipeflow.tensor import nn as col_nn
-from pipeflow.training import AMP_TYPE, ParallelMode, disable_existing_loggers, get_dist_logger
-from pipeflow.training import global_context as gpc
+from pipeflow.colossalai import nn as col_nn
+from pipeflow.colossalai.amp import AMP_TYPE
+from pipeflow.colossalai.context import ParallelMode
+from pipeflow.colossalai.core import global_context as gpc
+from pipeflow.colossalai.logging import disable_existing_loggers, get_dist_logger
 
 import model as col_gpt
 from model import GPTLMLoss

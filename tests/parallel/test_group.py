@@ -12,8 +12,8 @@ import torch
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
-from pipeflow.parallel.group import Alone, Group
-from pipeflow.parallel.work import LinkError
+from pipeflow.parallel.transport.group import Alone, Group
+from pipeflow.parallel.transport.work import LinkError
 from pipeflow.testing import run_processes, run_threads
 
 Run = Callable[..., list[Any]]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
-from pipeflow.parallel.local import LocalTransport
-from pipeflow.parallel.transport import Lane, Start
-from pipeflow.parallel.work import Work
+from pipeflow.parallel.transport.local import LocalTransport
+from pipeflow.parallel.transport.protocol import Lane, Start
+from pipeflow.parallel.transport.work import Work
 from pipeflow.testing import RankError, conformance, run_processes, run_threads
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipeflow import Placement, Schedule, execute_pipeline, verify
 from pipeflow.parallel.context import current_context
-from pipeflow.runtime.pairs import Half
+from pipeflow.runtime.program.pairs import Half
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import KeywordModel, TiedModel, TinyModel, TreeModel
 from tests.runtime.work import Gradients, build, drawn_at_random, gradients_of, require_near

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeflow import Pipeline, Schedule, UsageError, clip_grad_norm_, execute_pipeline, make_schedule
+from pipeflow.optim.clip import grad_norm
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes
 from pipeflow.testing.models import Layer, PlainModel, TiedModel, TinyModel
-from pipeflow.training.clip import grad_norm
 from tests.runtime.work import require_near
 
 SCHEDULES = [

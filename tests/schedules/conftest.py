@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from pipeflow.analysis.lower import lower
-from pipeflow.analysis.verify import verify, verify_programs
 from pipeflow.core.action import Action, Kind, actions_of
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.program import Compute, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
+from pipeflow.soundness.schedule import verify, verify_programs
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.simulate import simulate
-from pipeflow.analysis.verify import verify
 from pipeflow.core.cost import CostModel
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Recv, Send
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
+from pipeflow.soundness.schedule import verify
 
 VEE = Placement.vee(2)
 Sound = Callable[[Schedule], None]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.parallel.context import current_context
-from pipeflow.parallel.group import Group
-from pipeflow.parallel.work import Work
+from pipeflow.parallel.transport.group import Group
+from pipeflow.parallel.transport.work import Work
 from pipeflow.tensor.division import cut
 from pipeflow.tensor.exchange import gathered
 from pipeflow.tensor.layer import TensorLayer

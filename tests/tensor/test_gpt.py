@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeflow.deferral.module import Deferrable, Deferral, defer_weight_gradients
 from pipeflow.parallel.context import current_context
-from pipeflow.parallel.group import Alone
-from pipeflow.parallel.split import Divided, partial_in, splits_of
+from pipeflow.parallel.sharding import Divided, partial_in, splits_of
+from pipeflow.parallel.transport.group import Alone
 from pipeflow.tensor import ColumnParallelLinear, vocab_parallel_cross_entropy
 from pipeflow.tensor.division import cut
 from pipeflow.testing import run_processes, run_threads

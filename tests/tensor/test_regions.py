@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import current_context
-from pipeflow.parallel.group import Alone, Group
+from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.tensor import (
     copy_to_tensor_region,
     gather_from_sequence_region,

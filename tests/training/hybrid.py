@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from pipeflow import Pipeline, PipelineSharedModuleWrapper, Schedule, clip_grad_norm_, execute_pipeline
 from pipeflow.parallel.context import current_context
-from pipeflow.parallel.split import splits_of
+from pipeflow.parallel.sharding import splits_of
 from pipeflow.tensor import (
     ColumnParallelLinear,
     LayerNorm,

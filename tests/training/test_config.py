@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pipeflow import UsageError
-from pipeflow.training import AMP_TYPE, Config, HalfPrecision, read_config
+from pipeflow.optim import AMP_TYPE, HalfPrecision
+from pipeflow.training import Config, read_config
 
 TUTORIAL: dict[str, Any] = {
     "NUM_MICRO_BATCHES": 192,
@@ -64,7 +65,7 @@ def test_layouts(parallel: dict[str, Any], expected: tuple[int, int]) -> None:
 def test_a_file(tmp_path: Path) -> None:
     file = tmp_path / "config.py"
     file.write_text(
-        "import os\nfrom pipeflow.training import AMP_TYPE\n_HIDDEN = 4\nSEQ_LEN = 2 * _HIDDEN\n"
+        "import os\nfrom pipeflow.optim import AMP_TYPE\n_HIDDEN = 4\nSEQ_LEN = 2 * _HIDDEN\n"
         "parallel = dict(pipeline=2)\nbf16 = dict(mode=AMP_TYPE.TORCH)\n"
     )
     config = read_config(str(file))

@@ -1,6 +1,6 @@
 """GPT-2 with 1.6 billion weights through a pipeline of two devices."""
 
-from pipeflow.training import AMP_TYPE
+from pipeflow.optim import AMP_TYPE
 
 NUM_EPOCHS = 60
 SEQ_LEN = 1024

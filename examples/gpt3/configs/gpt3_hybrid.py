@@ -1,6 +1,6 @@
 """GPT-3 with 175 billion weights through a pipeline of eight machines of eight devices each."""
 
-from pipeflow.training import AMP_TYPE
+from pipeflow.optim import AMP_TYPE
 
 NUM_EPOCHS = 60
 SEQ_LEN = 2048

@@ -1,6 +1,6 @@
 """A small GPT in 16 bits through a pipeline of two, whose every rank is two processes: for four, or eight."""
 
-from pipeflow.training import AMP_TYPE
+from pipeflow.optim import AMP_TYPE
 
 NUM_EPOCHS = 1
 SEQ_LEN = 64

@@ -1,0 +1,185 @@
+"""Pieces: the tensors of a model that this rank holds, by their name in the whole model and their place in the whole
+tensor. A checkpoint is made of them, so it does not know the layout that wrote it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import Context, current_context, is_launched
+from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.sharding import Split, splits_of
+from pipeflow.parallel.transport.local import Hub, LocalTransport
+from pipeflow.runtime.pipeline import Pipeline
+
+Names = Callable[[int, str], str]
+"""`names(stage, name)` is the name in the whole model of what a stage's module calls `name`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor: its values, where they begin in the whole, and the whole's shape."""
+
+    tensor: Tensor
+    offset: torch.Size
+    shape: torch.Size
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Piece:
+        return cls(tensor, torch.Size([0] * tensor.dim()), tensor.shape)
+
+    @classmethod
+    def of(cls, tensor: Tensor, split: Split, rank: int) -> Piece:
+        """What tensor rank `rank` holds of a split tensor, the padding left out."""
+        length = tensor.shape[split.dim]
+        start = min(rank * length, split.size)
+        offset, shape = [0] * tensor.dim(), list(tensor.shape)
+        offset[split.dim], shape[split.dim] = start, split.size
+        values = tensor.narrow(split.dim, 0, min(length, split.size - start))
+        return cls(values, torch.Size(offset), torch.Size(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter or buffer of a stage of this rank; `split` is None when the tensor ranks all have the whole."""
+
+    name: str
+    stage: int
+    tensor: Tensor
+    split: Split | None
+    tied: tuple[int, ...] | None
+    rank: int
+
+    @property
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter)
+
+    @property
+    def piece(self) -> Piece:
+        return self.piece_of(self.tensor)
+
+    def piece_of(self, tensor: Tensor) -> Piece:
+        """That of a tensor of the same shape, which lies over the ranks as this one does."""
+        tensor = tensor.detach()
+        return Piece.whole(tensor) if self.split is None else Piece.of(tensor, self.split, self.rank)
+
+    def described(self) -> Described:
+        return Described(self.name, self.stage, self.piece.shape, self.tied)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What the ranks tell each other of a tensor; `tied` has the ranks of the pipeline that share it, if any."""
+
+    name: str
+    stage: int
+    shape: torch.Size
+    tied: tuple[int, ...] | None
+
+
+def context_of(model: nn.Module) -> Context:
+    """Where the ranks that hold `model` are; without a launch, a world of one."""
+    if isinstance(model, Pipeline):
+        return model.context
+    if is_launched():
+        return current_context()
+    device = torch.device("cpu")
+    return Context(0, Layout(), device, LocalTransport(Hub(1), 0, device=device, timeout=60.0))
+
+
+def held_by(model: nn.Module, context: Context, names: Names | None) -> list[Held]:
+    """All parameters and persistent buffers of this rank. A tensor that has several names is there under each.
+
+    Raises UsageError when two of this rank's stages use one name for two tensors.
+    """
+    splits = splits_of(model)
+    tied = {id(parameter): shared.ranks for shared in context.shared for parameter in shared.parameters}
+    found: dict[str, Held] = {}
+    for stage, module in _stages(model, context):
+        for local, tensor in module.state_dict(keep_vars=True).items():
+            name = local if names is None else names(stage, local)
+            if not isinstance(tensor, Tensor):
+                raise UsageError(f"{name!r} is no tensor but a {type(tensor).__name__}, which a checkpoint cannot hold")
+            key = id(tensor)
+            held = Held(name, stage, tensor, splits.get(key), tied.get(key), context.tensor_rank)
+            if found.setdefault(name, held).tensor is not tensor:
+                raise _collision(name, found[name].stage, stage)
+    return list(found.values())
+
+
+def _stages(model: nn.Module, context: Context) -> Iterator[tuple[int, nn.Module]]:
+    if isinstance(model, Pipeline):
+        yield from zip(model.schedule.placement.stages_of(context.pipeline_rank), model.chunks, strict=True)
+    else:
+        yield 0, model
+
+
+def described_everywhere(everyone: Sequence[Sequence[Described]]) -> dict[str, Described]:
+    """The whole model by name, from what each rank described.
+
+    Raises UsageError when two stages use one name for two tensors, or ranks disagree on a shape.
+    """
+    by_name: dict[str, Described] = {}
+    for each in (described for one in everyone for described in one):
+        first = by_name.setdefault(each.name, each)
+        if first.stage != each.stage and (first.tied is None or first.tied != each.tied):
+            raise _collision(each.name, first.stage, each.stage)
+        if first.shape != each.shape:
+            raise UsageError(f"{each.name!r} is {tuple(first.shape)} on one rank and {tuple(each.shape)} on another")
+    return by_name
+
+
+def _collision(name: str, stage: int, other: int) -> UsageError:
+    return UsageError(
+        f"stages {stage} and {other} both have a tensor named {name!r}: give blocks the index that they have in the "
+        "whole model, as nn.ModuleDict keys, or pass names=lambda stage, name: ..."
+    )
+
+
+def require_same_model(path: object, model: Mapping[str, torch.Size], saved: Mapping[str, torch.Size]) -> None:
+    """Raises UsageError naming the first tensors that differ, by name or shape, from those that were saved."""
+    differences = [
+        *(f"it has no {name!r}" for name in model if name not in saved),
+        *(f"its {name!r} is not in the model" for name in saved if name not in model),
+        *(
+            f"its {name!r} is {tuple(saved[name])}, not {tuple(shape)}"
+            for name, shape in model.items()
+            if saved.get(name, shape) != shape
+        ),
+    ]
+    if differences:
+        more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise UsageError(f"{path} is a checkpoint of another model: {'; '.join(differences[:5])}{more}")
+
+
+def state_piece(held: Held, key: str, tensor: Tensor) -> Piece:
+    """That of an optimizer's state of a parameter: it lies as the parameter does when it has its shape, else every
+    rank has the whole. Raises UsageError where neither is known.
+    """
+    if tensor.shape == held.tensor.shape:
+        return held.piece_of(tensor)
+    if held.split is not None and tensor.numel() != 1:
+        raise UsageError(
+            f"the optimizer keeps {key!r} of shape {tuple(tensor.shape)} for {held.name!r}, which is split over the "
+            "tensor ranks: such a state cannot be saved; use an optimizer whose states have the parameter's shape"
+        )
+    return Piece.whole(tensor.detach())
+
+
+def copied(piece: Piece) -> Piece:
+    """The same values in memory of their own, on the CPU."""
+    return replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True))
+
+
+def grouped(held: Sequence[Held]) -> dict[int, list[Held]]:
+    """By the id of the tensor: all names of a tied one together."""
+    groups: dict[int, list[Held]] = defaultdict(list)
+    for each in held:
+        groups[id(each.tensor)].append(each)
+    return groups

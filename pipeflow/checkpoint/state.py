@@ -1,0 +1,165 @@
+"""What a checkpoint is of: the names under which weights, optimizer states, random states and what is said of the run
+are stored, and how they come back. What must not live here: files, and who writes what.
+
+A weight `name` is stored as `model.name`, its optimizer's state `key` as `optimizer.key.name`, and the options of its
+group with the states that are no tensors as `options.name`. `random.rank` belongs to a rank of the world, `run` to the
+whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.checkpoint.pieces import Held, Piece, grouped, state_piece
+from pipeflow.checkpoint.plans import Saved, to_bytes
+from pipeflow.core.errors import UsageError
+from pipeflow.optim.optimizer import Wrapper, names_by_group, options_of
+from pipeflow.parallel.context import Context
+from pipeflow.tensor.random import current_tracker
+
+MODEL, OPTIMIZER, OPTIONS, RUN = "model.", "optimizer.", "options.", "run"
+
+
+class Scheduler(Protocol):
+    """A learning rate scheduler, as torch.optim.lr_scheduler has them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes them back."""
+
+
+def weight_pieces(held: Sequence[Held]) -> dict[str, Piece]:
+    """All weights and buffers."""
+    return {MODEL + each.name: each.piece for each in held}
+
+
+def weight_shapes(saved: Saved) -> dict[str, torch.Size]:
+    """The saved weights' names in the whole model, and their shapes."""
+    return {name.removeprefix(MODEL): each.size for name, each in saved.tensors.items() if name.startswith(MODEL)}
+
+
+def optimizer_content(
+    optimizer: Wrapper, held: Sequence[Held]
+) -> tuple[dict[str, Piece], dict[str, bytes], dict[str, Any]]:
+    """The states that this rank keeps, its groups' options with the states that are no tensors, and what the
+    optimizer says besides.
+    """
+    told = optimizer.state_dict()
+    pieces: dict[str, Piece] = {}
+    values: dict[str, bytes] = {}
+    all_names = _all_names(optimizer.model, held)
+    for group, names in zip(optimizer.param_groups, names_by_group(optimizer), strict=True):
+        what, options = "the optimizer's options or states", options_of(group)
+        usual = to_bytes(what, {"options": options, "values": {}})
+        for own in names:
+            state = told["state"].get(own, {})
+            plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            stored = to_bytes(what, {"options": options, "values": plain}) if plain else usual
+            for each in all_names[own]:
+                values[OPTIONS + each.name] = stored
+                for key in state.keys() - plain.keys():
+                    pieces[f"{OPTIMIZER}{key}.{each.name}"] = state_piece(each, key, state[key])
+    return pieces, values, {key: value for key, value in told.items() if key not in ("state", "param_groups")}
+
+
+def _all_names(model: nn.Module, held: Sequence[Held]) -> dict[str, list[Held]]:
+    """Per parameter of `model`, by the name that it has there, all its names in the whole model."""
+    groups = grouped(held)
+    return {name: groups[id(parameter)] for name, parameter in model.named_parameters()}
+
+
+class OptimizerLoad:
+    """The states and options of an optimizer, on their way from a checkpoint: `pieces` are to be filled.
+
+    Raises UsageError when the checkpoint lacks some, or the optimizer's groups are not those that were saved.
+    """
+
+    def __init__(self, optimizer: Wrapper, held: Sequence[Held], saved: Saved) -> None:
+        self.pieces: dict[str, Piece] = {}
+        self._optimizer = optimizer
+        groups, all_names = names_by_group(optimizer), _all_names(optimizer.model, held)
+        owned = {own: all_names[own][0] for names in groups for own in names}
+        _require_options([each.name for each in owned.values()], saved.values)
+        read = saved.read(OPTIONS + each.name for each in owned.values())
+        plain = {own: read[OPTIONS + each.name] for own, each in owned.items()}
+        options = {own: values["options"] for own, values in plain.items()}
+        self._groups = [_common_options(names, options) for names in groups]
+        self._states: dict[str, dict[str, Any]] = {}
+        keys = _keys_by_name(saved)
+        for own, each in owned.items():
+            found = {key: _room(each, key, saved) for key in keys.get(each.name, ())}
+            self.pieces |= {f"{OPTIMIZER}{key}.{each.name}": state_piece(each, key, found[key]) for key in found}
+            self._states[own] = {**found, **plain[own]["values"]}
+
+    def apply(self, others: Mapping[str, Any]) -> None:
+        """Gives the optimizer what was read, and what it said `others`."""
+        self._optimizer.load_state_dict({**others, "state": self._states, "param_groups": self._groups})
+
+
+def _require_options(names: Collection[str], stored: Collection[str]) -> None:
+    if names and not any(name.startswith(OPTIONS) for name in stored):
+        raise UsageError("the checkpoint was saved without an optimizer: load it without one")
+    if missing := [name for name in names if OPTIONS + name not in stored]:
+        raise UsageError(
+            f"the checkpoint's optimizer did not have {missing[0]!r}: make the optimizer of the same parameters"
+        )
+
+
+def _common_options(names: Iterable[str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Those that a group's parameters were saved with; none for an empty group. Raises UsageError when they differ."""
+    first: str | None = None
+    for name in names:
+        if first is None:
+            first = name
+        elif options[name] != options[first]:
+            raise UsageError(
+                f"one group of the optimizer has {first!r}, saved with {dict(options[first])}, and {name!r}, saved "
+                f"with {dict(options[name])}: make its groups as they were when it was saved"
+            )
+    return {} if first is None else dict(options[first])
+
+
+def _keys_by_name(saved: Saved) -> Mapping[str, list[str]]:
+    keys: dict[str, list[str]] = defaultdict(list)
+    for stored in saved.tensors:
+        if stored.startswith(OPTIMIZER):
+            _, key, name = stored.split(".", 2)
+            keys[name].append(key)
+    return keys
+
+
+def _room(held: Held, key: str, saved: Saved) -> Tensor:
+    """An empty tensor for this rank's part of a state."""
+    stored = saved.tensors[f"{OPTIMIZER}{key}.{held.name}"]
+    if stored.size == held.piece.shape:
+        return torch.zeros_like(held.tensor, dtype=stored.properties.dtype, requires_grad=False)
+    return torch.zeros(stored.size, dtype=stored.properties.dtype)
+
+
+def random_pieces(context: Context) -> dict[str, Piece]:
+    """The states of torch's default generators, and of those of the tensor-parallel layers, which are this rank's."""
+    states = {"cpu": torch.get_rng_state()}
+    if context.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(context.device)
+    if tracker := current_tracker():
+        states |= {f"tracker.{name}": state for name, state in tracker.get_state().items()}
+    return {f"random.{context.rank}.{name}": Piece.whole(state) for name, state in states.items()}
+
+
+def restore_random(context: Context, pieces: Mapping[str, Piece]) -> None:
+    """Sets the generators to what was read into their pieces, as far as there are any."""
+    states = {name.split(".", 2)[2]: piece.tensor for name, piece in pieces.items()}
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], context.device)
+    tracked = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
+    if tracked and (tracker := current_tracker()):
+        tracker.set_state(tracked)

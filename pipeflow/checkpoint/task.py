@@ -1,0 +1,46 @@
+"""Work that takes some ranks longer than others, such as reading and writing files."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import all_gather
+
+
+class Task:
+    """`work` on a thread of its own, for whose end the interpreter waits. What a GPU was told before is done first."""
+
+    def __init__(self, context: Context, work: Callable[[], None]) -> None:
+        self._context = context
+        self._work = work
+        self._error: Exception | None = None
+        self._synchronize()
+        self._thread = threading.Thread(target=self._run, name=f"{work.__qualname__} of rank {context.rank}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when every rank's is done; all ranks call it together. They hear of each other often enough
+        that none is given up for being slow. Raises what this rank's work raised, and LinkError.
+        """
+        pulse, everybody = min(1.0, self._context.world.timeout / 4), False
+        while not everybody:
+            self._thread.join(pulse)
+            done = not self._thread.is_alive()
+            if self._error is not None:
+                raise self._error
+            everybody = all(each for [each] in all_gather(self._context.world, [done]))
+
+    def _run(self) -> None:
+        try:
+            self._work()
+            self._synchronize()
+        except Exception as error:
+            self._error = error
+
+    def _synchronize(self) -> None:
+        if self._context.device.type == "cuda":
+            torch.cuda.synchronize(self._context.device)

@@ -1,0 +1,9 @@
+"""The names of ColossalAI's tutorials: `colossalai.x` is `pipeflow.colossalai.x`. Each is one of pipeflow's own, or a
+thin adapter of it.
+"""
+
+from __future__ import annotations
+
+from pipeflow.colossalai.initialize import get_default_parser, launch, launch_from_torch
+
+__all__ = ["get_default_parser", "launch", "launch_from_torch"]

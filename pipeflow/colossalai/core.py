@@ -1,0 +1,99 @@
+"""The global context under the names that ColossalAI's tutorials use: a face on `current_context()`, without a state
+of its own but the configuration.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+from pipeflow.colossalai.context.parallel_mode import ParallelMode
+from pipeflow.parallel.context import Context, current_context, is_launched
+
+
+class GlobalContext:
+    """Every question raises UsageError before `launch`, except `is_initialized`."""
+
+    @property
+    def config(self) -> Any:
+        """What the job was configured with; None when it was launched without a configuration."""
+        return _config.get()
+
+    def load_config(self, config: object) -> None:
+        """Sets `config`; for launchers."""
+        _config.set(config)
+
+    def is_initialized(self, mode: ParallelMode) -> bool:
+        """Whether the ranks of that mode are known: of all, once launched."""
+        return is_launched()
+
+    def get_global_rank(self) -> int:
+        """This process's rank in the world."""
+        return current_context().rank
+
+    def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
+        """Their ranks in the world, this one's among them, in order."""
+        return list(_ranks(current_context(), mode))
+
+    def get_world_size(self, mode: ParallelMode) -> int:
+        """How many there are."""
+        return len(self.get_ranks_in_group(mode))
+
+    def get_local_rank(self, mode: ParallelMode) -> int:
+        """Which of them this is, counted from 0."""
+        return self.get_ranks_in_group(mode).index(self.get_global_rank())
+
+    def is_first_rank(self, mode: ParallelMode) -> bool:
+        """Whether this is the first of them."""
+        return self.get_local_rank(mode) == 0
+
+    def is_last_rank(self, mode: ParallelMode) -> bool:
+        """Whether this is the last of them."""
+        return self.get_local_rank(mode) == self.get_world_size(mode) - 1
+
+    def is_pipeline_first_stage(self) -> bool:
+        """Whether this is the first rank of its pipeline."""
+        return self.is_first_rank(ParallelMode.PIPELINE)
+
+    def is_pipeline_last_stage(self) -> bool:
+        """Whether this is the last rank of its pipeline."""
+        return self.is_last_rank(ParallelMode.PIPELINE)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        return current_context().tensor_size
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        return current_context().pipeline_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        return current_context().data_size
+
+    def destroy(self) -> None:
+        """Gives the channels back and forgets the configuration; nothing to do when nothing was launched."""
+        _config.set(None)
+        if is_launched():
+            current_context().close()
+
+
+def _ranks(context: Context, mode: ParallelMode) -> tuple[int, ...] | range:
+    layout, rank = context.layout, context.rank
+    match mode:
+        case ParallelMode.GLOBAL:
+            return range(layout.world_size)
+        case ParallelMode.DATA:
+            return layout.data_ranks(rank)
+        case ParallelMode.PIPELINE:
+            return layout.pipeline_ranks(rank)
+        case ParallelMode.TENSOR | ParallelMode.PARALLEL_1D:
+            return layout.tensor_ranks(rank)
+        case ParallelMode.MODEL:
+            one = layout.pipeline * layout.tensor
+            return range(rank // one * one, (rank // one + 1) * one)
+
+
+_config: ContextVar[object] = ContextVar("pipeflow.config", default=None)
+
+global_context = GlobalContext()

@@ -1,0 +1,138 @@
+"""A timeline as JSON and back. What must not live here: files."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.span import Row, Span
+
+
+class Fields(NamedTuple):
+    """What a timeline consists of, in its order."""
+
+    name: str
+    placement: Placement
+    rows: tuple[Row, ...]
+    saved_bytes: tuple[float, ...]
+    deferred_bytes: tuple[float, ...]
+    reductions: tuple[Row, ...]
+
+
+def to_json(timeline: Fields) -> str:
+    """One line a span: action, start, end, and the other action of a pair; reductions where there are any."""
+    fields = {
+        "name": timeline.name,
+        "paths": timeline.placement.paths,
+        "saved_bytes": timeline.saved_bytes,
+        "deferred_bytes": timeline.deferred_bytes,
+    }
+    lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in fields.items()]
+    spans = [f' "rows": [\n{_written(timeline.rows)}\n ]']
+    spans += [f' "reductions": [\n{_written(timeline.reductions)}\n ]'] if timeline.reductions else []
+    return "{\n" + "".join(lines) + ",\n".join(spans) + "\n}\n"
+
+
+def _written(rows: tuple[Row, ...]) -> str:
+    return ",\n".join("  [" + ",\n   ".join(json.dumps(_cells(span)) for span in row) + "]" for row in rows)
+
+
+def _cells(span: Span) -> list[str | float]:
+    partner = [] if span.partner is None else [str(span.partner)]
+    return [str(span.action), span.start, span.end, *partner]
+
+
+def from_json(text: str) -> Fields:
+    """Reads what `to_json` wrote. Raises UsageError saying where it is not that."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"this is not JSON: {error}") from None
+    if not isinstance(fields, dict) or not {"paths", "rows"} <= set(fields):
+        raise UsageError("this is not a timeline: Timeline.to_json writes one, with paths and rows")
+    if unknown := sorted(set(fields) - {"name", "paths", "rows", "saved_bytes", "deferred_bytes", "reductions"}):
+        raise UsageError(f"a timeline has no {', '.join(unknown)}")
+    paths = tuple(
+        tuple(_whole(rank, "paths") for rank in _list(path, "paths")) for path in _list(fields["paths"], "paths")
+    )
+    placement = Placement(paths)
+    return Fields(
+        str(fields.get("name", "timeline")),
+        placement,
+        _rows(fields, "rows", placement),
+        _bytes(fields, "saved_bytes", placement),
+        _bytes(fields, "deferred_bytes", placement),
+        _rows(fields, "reductions", placement) if fields.get("reductions") else (),
+    )
+
+
+def _rows(fields: dict[str, Any], name: str, placement: Placement) -> tuple[Row, ...]:
+    rows = _list(fields[name], name)
+    if len(rows) != placement.num_ranks:
+        raise UsageError(f"{name}: there are {len(rows)} for a placement on {placement.num_ranks} ranks")
+    what = "reduction" if name == "reductions" else "span"
+    found = tuple(_row(row, what, rank, placement) for rank, row in enumerate(rows))
+    for span in (span for row in found for span in row):
+        if (span.action.kind is Kind.R) != (what == "reduction"):
+            raise UsageError(f"{name}: {span.action} cannot stand here: reductions, and they alone, are in reductions")
+    return found
+
+
+def _row(cells: object, what: str, rank: int, placement: Placement) -> Row:
+    row: list[Span] = []
+    for position, cell in enumerate(_list(cells, f"rank {rank}")):
+        where = f"rank {rank}, {what} {position}"
+        try:
+            row.append(_span(cell, rank, placement))
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
+        if len(row) > 1 and row[-1].start < row[-2].start:
+            raise UsageError(f"{where}: {row[-1].action} starts before {row[-2].action}, which stands before it")
+    return tuple(row)
+
+
+def _span(cell: object, rank: int, placement: Placement) -> Span:
+    if not isinstance(cell, list) or len(cell) not in (3, 4):
+        raise UsageError(f'{cell!r} is not a span: write it like ["0F0", 0.0, 1.0]')
+    action, *partner = (Action.parse(str(text)) for text in (cell[0], *cell[3:]))
+    start, end = (_number(time, "a time") for time in cell[1:3])  # a start may lie before rank 0's
+    if action.stage not in placement.stages_of(rank):
+        raise UsageError(f"{action} cannot run here: the rank holds {_stages(placement.stages_of(rank))}")
+    if end < start:
+        raise UsageError(f"{action} ends at {end}, before its start at {start}")
+    return Span(action, rank, start, end, *partner)
+
+
+def _stages(stages: tuple[int, ...]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def _bytes(fields: dict[str, Any], name: str, placement: Placement) -> tuple[float, ...]:
+    numbers = tuple(_number(number, name) for number in _list(fields.get(name, []), name))
+    if any(number < 0 for number in numbers):
+        raise UsageError(f"{name} must not be negative, got {min(numbers)}")
+    if len(numbers) not in (0, placement.num_stages):
+        raise UsageError(f"{name}: there are {len(numbers)} for {placement.num_stages} stages")
+    return numbers
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise UsageError(f"{where}: {value!r} is not a list")
+    return value
+
+
+def _whole(value: object, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"{where}: {value!r} is not the number of a rank")
+    return value
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(f"{where} must be a finite number, got {value!r}")
+    return float(value)

@@ -1,0 +1,1 @@
+"""Drawings as files that other programs show."""

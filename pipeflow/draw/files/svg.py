@@ -1,0 +1,267 @@
+"""svg: a timeline as a standalone SVG. What must not live here: where things lie from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from pipeflow.core.action import Kind
+from pipeflow.core.span import Row, Span
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.files.frame import Block, Frame, blocks, frame, steps
+from pipeflow.draw.layout import Piece, num_chunks, pieces
+from pipeflow.draw.looks import DARK, INK, LIGHT, Scheme, chunks_of, escaped, kinds, shade
+from pipeflow.draw.measures import Unit, heading, measures, round_step
+from pipeflow.draw.memory import amount_text, peaks, unit_of
+from pipeflow.draw.painters import NAMES
+
+MOST = 5000  # blocks that are elements of their own
+FINEST = 2.0  # pixels: of a block that is an element of its own, on average; of a step where blocks are merged
+PAD = 16
+NUMBERS = (("number", 7.0), ("number tight", 5.2))  # the looks of a number, and how wide its digits are at most
+
+
+def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0) -> str:
+    """One lane a rank, hue for the kind of action, shade for the chunk, number for the microbatch; below each lane
+    what the rank keeps for its backwards, with its peak marked. Gradient reductions are bars at the lower edge of their
+    lane. It scales, and follows a reader's dark scheme.
+
+    Times are written multiplied by `factor` and followed by `unit`. Where there are more blocks than a picture can
+    show, columns stand for them that keep the proportions, so that the size of the text is bounded.
+    """
+    times = Unit(unit, factor)
+    said = measures(timeline, times)
+    at = frame(timeline, top=0)
+    width = PAD + at.left + at.width + at.right
+    lines = _wrapped(said.split("  "), width - 2 * PAD)
+    at = replace(at, top=PAD + 22 + 17 * len(lines) + 30)
+    bottom = at.y(len(timeline.rows)) - at.gap
+    legend, height = _legend(timeline, width, bottom + 30)
+    body = [
+        *_header(timeline, lines, width),
+        *_axis(timeline, at, times, bottom),
+        *_lanes(timeline, at, times),
+        *legend,
+    ]
+    size = f'viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" height="{_n(height)}"'
+    name = escaped(f"Timeline of {heading(timeline)}: {said}")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="pipeflow" {size} role="img" aria-label="{name}">\n'
+        f"<style>{_style()}</style>\n"
+        f'<rect class="ground" width="{_n(width)}" height="{_n(height)}"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _header(timeline: Timeline, lines: list[str], width: float) -> Iterator[str]:
+    yield _text(PAD, PAD + 12, _cut(heading(timeline), width - 2 * PAD, 8.6), "title")
+    for number, line in enumerate(lines):
+        yield _text(PAD, PAD + 32 + 17 * number, line, "said")
+
+
+def _axis(timeline: Timeline, at: Frame, unit: Unit, bottom: float) -> Iterator[str]:
+    """Times above the lanes, and a line down through all lanes for each."""
+    top = at.top - 8
+    yield _text(at.left + at.width + at.right, top - 4, "peak", "small end")
+    end = f"{timeline.makespan * unit.factor:.4g} {unit.name}"
+    step = round_step((9 + 6.5 * len(end)) / at.scale * unit.factor) if at.scale else 1.0
+    lines = []
+    for index in range(int(at.width / at.scale * unit.factor / step + 1e-9) + 1 if at.scale else 1):
+        x = at.x(index * step / unit.factor)
+        written = f"{index * step:.10g}" + f" {unit.name}" * (index == 0 and bool(unit.name))
+        yield _text(x, top - 4, written, "small middle")
+        lines.append(f"M{_n(x)} {_n(top)}V{_n(bottom)}")
+    yield f'<path class="grid" d="{"".join(lines)}"/>'
+
+
+def _lanes(timeline: Timeline, at: Frame, unit: Unit) -> Iterator[str]:
+    spans = sum(map(len, timeline.rows))
+    pixels = sum(span.end - span.start for span in timeline) * at.scale
+    apart = spans <= MOST and pixels >= FINEST * spans
+    merged = [] if apart else _merged(timeline, at)
+    most = peaks(timeline)
+    for rank, row in enumerate(timeline.rows):
+        y = at.y(rank)
+        yield _text(at.left - 10, y + at.lane / 2 + 4, f"rank {rank}", "label end")
+        yield f'<rect class="lane" x="{_n(at.left)}" y="{_n(y)}" width="{_n(at.width)}" height="{at.lane}"/>'
+        yield from _blocks(timeline, row, at, unit) if apart else merged[rank]
+        yield from _reductions(timeline, rank, at, unit)
+        yield from _memory(timeline, rank, at, most)
+
+
+def _blocks(timeline: Timeline, row: Row, at: Frame, unit: Unit) -> Iterator[str]:
+    """One element a span, which says what it is when pointed at."""
+    chunks = num_chunks(timeline)
+    chunk_of = chunks_of(timeline, row[0].rank) if row else {}
+    placed = blocks(row, at)
+    for block in placed:
+        action = block.span.action
+        yield from _block(block, shade(action.kind, chunk_of[action.stage], chunks), at, unit)
+    for one, other in pairwise(placed):
+        if one.span.partner == other.span.action:
+            size = f'x="{_n(one.first + 0.25)}" y="{_n(at.y(row[0].rank) - 0.75)}" height="{at.lane + 1.5}"'
+            yield f'<rect class="pair" {size} width="{_n(other.end - one.first - 1.5)}" rx="3"/>'
+
+
+def _block(block: Block, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
+    """A thin gap before the next block, but not between the two of a pair; its number where it fits."""
+    span, room = block.span, block.end - block.first
+    joined = span.partner is not None and span.action.kind is Kind.F
+    width = room if joined or room < 3 else room - (1 if room > 5 else 0.5)
+    rounded = ' rx="2"' if width > 6 else ""
+    yield (
+        f'<rect class="block" x="{_n(block.first)}" y="{_n(at.y(span.rank))}" width="{_n(width)}" height="{at.lane}"'
+        f' fill="{colour}"{rounded}><title>{escaped(_said(span, unit))}</title></rect>'
+    )
+    number = str(span.action.microbatch)
+    look = next((look for look, letter in NUMBERS if len(number) * letter <= width - 0.5), None)
+    if look and at.lane > 12:
+        yield _text(block.first + width / 2, at.y(span.rank) + at.lane / 2 + 4, number, look)
+
+
+def _reductions(timeline: Timeline, rank: int, at: Frame, unit: Unit) -> Iterator[str]:
+    """A bar each, which says what it is when pointed at."""
+    chunks, chunk_of = num_chunks(timeline), chunks_of(timeline, rank)
+    y = at.y(rank) + at.lane - at.bar
+    for span, first, end in blocks(timeline.reductions_of(rank), at):
+        colour = shade(Kind.R, chunk_of[span.action.stage], chunks)
+        yield (
+            f'<rect class="reduction" x="{_n(first)}" y="{_n(y)}" width="{_n(end - first)}" height="{at.bar}"'
+            f' fill="{colour}"><title>{escaped(_said(span, unit))}</title></rect>'
+        )
+
+
+def _merged(timeline: Timeline, at: Frame) -> list[list[str]]:
+    """Per rank, one path for each colour, made of columns."""
+    chunks = num_chunks(timeline)
+    lanes = []
+    for rank, line in enumerate(pieces(timeline, at.scale / FINEST)):
+        looks = sorted({(piece.kind, piece.chunk) for piece in line})
+        start = f"M{_n(at.left)} {_n(at.y(rank) + at.lane / 2)}"
+        lanes.append(
+            [
+                f'<path class="blocks" stroke-width="{at.lane}" stroke="{shade(*look, chunks)}"'
+                f' d="{start}{_dashes(piece for piece in line if (piece.kind, piece.chunk) == look)}"/>'
+                for look in looks
+            ]
+        )
+    return lanes
+
+
+def _dashes(line: Iterable[Piece]) -> str:
+    """Pieces as a line with gaps; those that touch are one dash."""
+    dashes: list[list[int]] = []
+    for piece in line:
+        if dashes and dashes[-1][1] == piece.first:
+            dashes[-1][1] = piece.end
+        else:
+            dashes.append([piece.first, piece.end])
+    ends = [0, *(end for _, end in dashes)]
+    return "".join(
+        f"m{_n((first - before) * FINEST)} 0h{_n((end - first) * FINEST)}"
+        for before, (first, end) in zip(ends, dashes, strict=False)
+    )
+
+
+def _memory(timeline: Timeline, rank: int, at: Frame, most: tuple[float, ...]) -> Iterator[str]:
+    """What the rank keeps, as a hill below its lane; all ranks have one scale."""
+    floor = at.y(rank) + at.lane + at.memory
+    yield f'<path class="floor" d="M{_n(at.left)} {_n(floor)}h{_n(at.width)}"/>'
+    yield _text(at.left + at.width + at.right, floor, amount_text(timeline, most[rank]), "label end")
+    curve = steps(timeline.memory(rank), at, FINEST)
+    if not curve:
+        return
+    tall = (at.memory - 2) / (max(most) or 1.0)
+    path = "".join(f"H{_n(x)}V{_n(floor - memory * tall)}" for x, memory in curve)
+    yield f'<path class="memory" d="M{_n(curve[0][0])} {_n(floor)}{path}"/>'
+    x = next(x for x, memory in curve if memory >= most[rank] * (1 - 1e-9))
+    radius = 2.5 if at.memory > 10 else 1.75
+    yield f'<circle class="peak" cx="{_n(x)}" cy="{_n(floor - most[rank] * tall)}" r="{radius}"/>'
+
+
+def _legend(timeline: Timeline, width: float, y: float) -> tuple[list[str], float]:
+    """What the looks mean, in as many lines as it takes; and where the drawing ends."""
+    chunks = num_chunks(timeline)
+    x, drawn = float(PAD), []
+    for swatches, words in _entries(timeline, chunks):
+        room = 18 * len(swatches) + 6 + 6.1 * len(words) + 18
+        if x > PAD and x + room > width - PAD:
+            x, y = PAD, y + 22
+        drawn += [swatch.format(x=_n(x + 18 * number), y=_n(y - 10)) for number, swatch in enumerate(swatches)]
+        drawn.append(_text(x + 18 * len(swatches) + 4, y, words, "said"))
+        x += room
+    return drawn, y + PAD
+
+
+def _entries(timeline: Timeline, chunks: int) -> Iterator[tuple[list[str], str]]:
+    plain = '<rect x="{{x}}" y="{{y}}" width="16" height="12" rx="2" {}/>'
+    for kind in kinds([timeline]):
+        if kind is Kind.R:
+            bar = '<rect class="reduction" x="{{x}}" y="{{y}}" transform="translate(0 6)" width="16" height="6" {}/>'
+            yield [bar.format(f'fill="{shade(kind, chunk, chunks)}"') for chunk in range(chunks)], NAMES[kind]
+            continue
+        yield [plain.format(f'fill="{shade(kind, chunk, chunks)}"') for chunk in range(chunks)], NAMES[kind]
+    if chunks > 1:
+        yield [], "lighter: later chunk"
+    if any(span.partner for span in timeline):
+        yield [plain.format('class="pair"')], "overlapped pair"
+    yield [plain.format('class="lane"')], "idle"
+    hill = '<path class="memory" transform="translate({x} {y})" d="M0 12V8H5V3H11V8H16V12"/>'
+    yield [hill], f"{unit_of(timeline)} kept for backwards"
+
+
+def _said(span: Span, unit: Unit) -> str:
+    overlapped = f", overlapped with {span.partner}" if span.partner else ""
+    return f"{span.action} on rank {span.rank}, {unit.text(span.start)} to {unit.text(span.end)}{overlapped}"
+
+
+def _wrapped(parts: list[str], width: float) -> list[str]:
+    """The parts in as many lines as they take."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and 6.3 * len(f"{lines[-1]}   {part}") <= width:
+            lines[-1] += f"\u2003{part}"
+        else:
+            lines.append(_cut(part, width, 6.3))
+    return lines
+
+
+def _cut(text: str, width: float, letter: float) -> str:
+    most = int(width / letter)
+    return text if len(text) <= most else text[: most - 1] + "\u2026"
+
+
+def _text(x: float, y: float, text: str, look: str, more: str = "") -> str:
+    return f'<text x="{_n(x)}" y="{_n(y)}" class="{look}"{more}>{escaped(text)}</text>'
+
+
+def _n(number: float) -> str:
+    return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+def _style() -> str:
+    """All rules are for this drawing alone: a page may hold several, and more."""
+    return (
+        ".pipeflow{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif}"
+        ".pipeflow text{font-size:12px}.pipeflow .title{font-size:15px;font-weight:600}"
+        ".pipeflow .label{font-size:11px}.pipeflow .small{font-size:10.5px}"
+        f".pipeflow .number{{font-size:11px;fill:{INK};text-anchor:middle}}.pipeflow .tight{{font-size:8.5px}}"
+        ".pipeflow .middle{text-anchor:middle}.pipeflow .end{text-anchor:end}"
+        ".pipeflow .blocks{fill:none;shape-rendering:crispEdges}"
+        ".pipeflow .grid,.pipeflow .floor{fill:none;stroke-width:1}"
+        ".pipeflow .memory{fill-opacity:.3;stroke-width:1}.pipeflow .pair{fill:none;stroke-width:1.5}"
+        + _coloured(LIGHT)
+        + f"@media (prefers-color-scheme:dark){{{_coloured(DARK)}}}"
+        "@media screen{.pipeflow{max-width:100%;height:auto}}"
+    )
+
+
+def _coloured(scheme: Scheme) -> str:
+    return (
+        f".pipeflow .ground{{fill:{scheme.background}}}.pipeflow .lane{{fill:{scheme.lane}}}"
+        f".pipeflow .title,.pipeflow .label{{fill:{scheme.text}}}"
+        f".pipeflow .said,.pipeflow .small{{fill:{scheme.muted}}}"
+        f".pipeflow .grid,.pipeflow .floor{{stroke:{scheme.grid}}}.pipeflow .pair{{stroke:{scheme.text}}}"
+        f".pipeflow .reduction{{stroke:{scheme.background}}}"
+        f".pipeflow .memory{{fill:{scheme.memory};stroke:{scheme.memory}}}.pipeflow .peak{{fill:{scheme.memory}}}"
+    )

@@ -1,0 +1,1 @@
+"""Drawings for a terminal, and as plain text."""

@@ -1,0 +1,153 @@
+"""The critical path in few lines: what the makespan consists of, rank by rank, what repeats said once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, final
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from pipeflow.core.action import Action
+from pipeflow.core.span import Cause
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.layout import num_chunks
+from pipeflow.draw.measures import Unit, heading, path_times
+from pipeflow.draw.painters import Painter
+from pipeflow.draw.terminal.gantt import painter_for
+
+SHOWN = 4  # actions of one stretch that are written out
+
+
+class Stretch(NamedTuple):
+    """Actions of the path that follow each other on one rank. The first one began `wait` after what it waited for."""
+
+    causes: tuple[Cause, ...]
+    wait: float
+
+    @property
+    def rank(self) -> int:
+        return self.causes[0].span.rank
+
+    @property
+    def actions(self) -> list[Action]:
+        return [cause.span.action for cause in self.causes]
+
+    @property
+    def reason(self) -> str:
+        """What the first action waited for."""
+        _, after, value = self.causes[0]
+        if after is None:
+            return ""
+        return f"{value.content.value} from rank {after.rank}" if value else str(after.action)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What it has in common with the same stretch for other microbatches."""
+        return self.rank, self.reason, tuple((action.kind, action.stage) for action in self.actions)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CriticalPath:
+    """Lists the chain of actions that the makespan consists of: no action of it could begin before the one before it
+    had ended. Shortening anything else leaves the makespan as it is.
+    """
+
+    timeline: Timeline
+    unit: str = ""
+    factor: float = 1.0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unit = Unit(self.unit, self.factor)
+        by_rank, reducing, waiting = path_times(self.timeline)
+        painter = painter_for(num_chunks(self.timeline), console, options)
+        yield Text(f"critical path of {heading(self.timeline)}", "bold")
+        at = f"at {self.unit}".rstrip()
+        titles = at, "waited" * bool(waiting), "after", "rank", Text("runs")
+        folds = folded(stretches(self.timeline))
+        rows = [([self._row(stretch, painter) for stretch in fold.stretches], fold) for fold in folds]
+        every = [titles, *(row for written, _ in rows for row in written)]
+        widths = [max(len(row[column]) for row in every) for column in range(4)]
+        yield _line(titles, widths, "bright_black")
+        for written, fold in rows:
+            yield from (_line(row, widths, "") for row in written)
+            if fold.times:
+                again = f"... the same {fold.times} time{'s' * (fold.times > 1)} more, to {fold.last}"
+                yield Text(" " * (sum(widths[:2]) + 2 + 2 * bool(waiting)) + again, "bright_black")
+        reduced = f"reducing {unit.text(reducing)}, " if reducing else ""
+        yield Text(f"computing {unit.text(sum(by_rank))}, {reduced}waiting {unit.text(waiting)}")
+
+    def _row(self, stretch: Stretch, painter: Painter) -> Row:
+        start, wait = (f"{time * self.factor:.6g}" for time in (stretch.causes[0].span.start, stretch.wait))
+        return start, wait if stretch.wait else "", stretch.reason, str(stretch.rank), _runs(stretch, painter)
+
+
+Row = tuple[str, str, str, str, Text]  # all but the last are aligned
+
+
+def _line(row: Row, widths: list[int], style: str) -> Text:
+    aligned = [f"{text:{sign}{width}}" for text, sign, width in zip(row[:4], ">><>", widths, strict=True)]
+    line = Text("  ".join(filter(None, aligned)) + "  ", style, no_wrap=True, overflow="ignore")
+    line.append_text(row[4])
+    line.rstrip()
+    return line
+
+
+def stretches(timeline: Timeline) -> list[Stretch]:
+    """The critical path, cut where it goes from rank to rank."""
+    found = []
+    for _, causes in groupby(timeline.critical_path(), key=lambda cause: cause.span.rank):
+        chain = tuple(causes)
+        span, after, _ = chain[0]
+        wait = span.start - (after.end if after else 0.0)
+        found.append(Stretch(chain, wait if wait > 1e-9 * timeline.makespan else 0.0))
+    return found
+
+
+class Fold(NamedTuple):
+    """Stretches that are written out, and how many `times` they come again, alike but for the microbatches; `last` is
+    the last action of them all.
+    """
+
+    stretches: tuple[Stretch, ...]
+    times: int
+    last: Action
+
+
+def folded(path: list[Stretch]) -> Iterator[Fold]:
+    """The path, what repeats said once."""
+    shapes = [stretch.shape for stretch in path]
+    position = 0
+    while position < len(path):
+        period, times = _repeats(shapes, position)
+        end = position + period * (1 + times)
+        yield Fold(tuple(path[position : position + period]), times, path[end - 1].actions[-1])
+        position = end
+
+
+def _repeats(shapes: list[tuple[object, ...]], start: int) -> tuple[int, int]:
+    """The period that begins at `start`, and how often it comes again: the one that saves the most lines."""
+    best = (1, 0)
+    for period in range(1, min(12, (len(shapes) - start) // 2) + 1):
+        times = 0
+        while shapes[start : start + period] == shapes[start + period * (times + 1) : start + period * (times + 2)]:
+            times += 1
+        if period * times > max(best[0] * best[1], 1):
+            best = period, times
+    return best
+
+
+def _runs(stretch: Stretch, painter: Painter) -> Text:
+    actions = stretch.actions
+    text = Text()
+    for index, action in enumerate(actions):
+        if len(actions) > SHOWN and index == SHOWN - 2:
+            text.append("... ", "bright_black")
+        if len(actions) <= SHOWN or index < SHOWN - 2 or index == len(actions) - 1:
+            text.append(*painter.word(action)).append(" ")
+    if len(actions) > SHOWN:
+        text.append(f"({len(actions)} actions)", "bright_black")
+    return text

@@ -1,0 +1,142 @@
+"""Lower bounds: a span that no order can go below, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush, heapreplace
+from itertools import chain
+from math import inf
+from typing import NamedTuple
+
+from pipeflow.orders.problem import Problem
+
+Times = list[list[float]]  # per letter and microbatch
+
+
+class Arc(NamedTuple):
+    """`user` of microbatch m + `later` begins no sooner than `delay` after `maker` of microbatch m has ended."""
+
+    maker: int
+    user: int
+    later: int
+    delay: float
+
+
+def arcs(given: Problem) -> Iterator[Arc]:
+    """What holds in every order within the slots in which microbatches do not overtake each other.
+
+    They are alike: when the k-th that a letter meets is called microbatch k, no time changes, and the k-th use of a
+    value still follows k times that it was made. So overtaking gains nothing, but for one thing that is left aside: it
+    could let a rank begin later than it must, which counts for `Timeline.span`.
+
+    Slots: let a rank begin F of its i-th stage for microbatch n before I of its j-th stage for m <= n has ended, and
+    let l <= h be i and j in order. Then there comes a moment when its first l stages keep all of m..n, and each
+    after them, up to the h-th, one more. Where these (n - m + 1) * l + h - l exceed the slots, F must wait.
+    """
+    for letter, source in enumerate(given.source):
+        yield Arc(letter, letter, 1, 0.0)
+        if source >= 0:
+            yield Arc(source, letter, 0, given.delays[letter])
+    for held, slots in zip(given.stages, given.slots, strict=True):
+        for i, forward in enumerate(held, 1):
+            for j, backward in enumerate(held, 1):
+                yield Arc(3 * backward + 1, 3 * forward, (slots - abs(i - j)) // min(i, j), 0.0)
+
+
+class Bounds(NamedTuple):
+    """Per letter and microbatch, `heads`: the earliest start. `tails`: the least time from its end to the end of a
+    rank, less that rank's start, over the ranks whose start is known. Per rank, `starts`: when it begins, if in every
+    order it begins then, else None. `span`: the lower bound.
+    """
+
+    heads: Times
+    tails: Times
+    starts: list[float | None]
+    span: float
+
+
+def bounds(given: Problem) -> Bounds:
+    """The least span of any order of `given`, as far as three arguments prove it.
+
+    - Work: a rank's span is at least its work.
+    - Paths: the longest way through `arcs` to an action, the action, and the longest way from there to a rank's
+      end; a rank whose stage and all before it are the first of their ranks begins with it as soon as one microbatch
+      can get there, so that its span is its end less a constant.
+    - One rank: the actions of a rank run one at a time, none before its head. If they could be interrupted, running
+      the one with the longest tail of those there are would end all, tails included, soonest (Jackson's preemptive
+      schedule; J. Carlier, The one-machine sequencing problem, 1982): no order does better.
+    """
+    order = _topological(given)
+    found = list(arcs(given))
+    heads = _heads(given, found, order)
+    starts: list[float | None] = [None] * len(given.stages)
+    for stage, rank in enumerate(given.ranks):
+        if given.stages[rank][0] != stage:
+            break
+        starts[rank] = heads[3 * stage][0]
+    tails = _tails(given, found, order, starts)
+    span = max(given.work)
+    for held in given.stages:
+        letters = [3 * stage + half for stage in held for half in range(3)]
+        jobs = chain.from_iterable(
+            zip(heads[letter], [given.durations[letter]] * given.many, tails[letter], strict=True) for letter in letters
+        )
+        span = max(span, _preemptive(sorted(jobs)))
+    return Bounds(heads, tails, starts, span)
+
+
+def _topological(given: Problem) -> list[int]:
+    """The letters, so that those of one microbatch are in an order in which they can run."""
+    stages = range(len(given.ranks))
+    return [3 * stage for stage in stages] + [3 * stage + half for stage in reversed(stages) for half in (1, 2)]
+
+
+def _heads(given: Problem, found: list[Arc], order: list[int]) -> Times:
+    into: list[list[Arc]] = [[] for _ in given.source]
+    for arc in found:
+        into[arc.user].append(arc)
+    heads: Times = [[0.0] * given.many for _ in given.source]
+    for microbatch in range(given.many):
+        for letter in order:
+            latest = 0.0
+            for maker, _, later, delay in into[letter]:
+                if microbatch >= later:
+                    latest = max(latest, heads[maker][microbatch - later] + given.durations[maker] + delay)
+            heads[letter][microbatch] = latest
+    return heads
+
+
+def _tails(given: Problem, found: list[Arc], order: list[int], starts: list[float | None]) -> Times:
+    out: list[list[Arc]] = [[] for _ in given.source]
+    for arc in found:
+        out[arc.maker].append(arc)
+    tails: Times = [[0.0] * given.many for _ in given.source]
+    for microbatch in reversed(range(given.many)):
+        for letter in reversed(order):
+            start = starts[given.ranks[letter // 3]]
+            longest = -inf if start is None else -start
+            for _, user, later, delay in out[letter]:
+                if microbatch + later < given.many:
+                    longest = max(longest, delay + given.durations[user] + tails[user][microbatch + later])
+            tails[letter][microbatch] = longest
+    return tails
+
+
+def _preemptive(jobs: list[tuple[float, float, float]]) -> float:
+    """The least largest end plus tail of (head, duration, tail) on one machine that may interrupt; heads ascending."""
+    ready: list[tuple[float, float]] = []  # (-tail, what is left of the duration)
+    now, worst = 0.0, -inf
+    for index, (head, duration, tail) in enumerate(jobs):
+        now = max(now, head)
+        heappush(ready, (-tail, duration))
+        until = jobs[index + 1][0] if index + 1 < len(jobs) else inf
+        while ready and now < until:
+            negative, left = ready[0]
+            if now + left > until:
+                heapreplace(ready, (negative, left - (until - now)))
+                now = until
+            else:
+                now += left
+                heappop(ready)
+                worst = max(worst, now - negative)
+    return worst

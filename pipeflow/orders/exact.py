@@ -1,0 +1,154 @@
+"""Exact: the best order of a small case, by OR-tools' CP-SAT, an optional dependency loaded only then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, floor
+from time import perf_counter
+from typing import Any
+
+from pipeflow.analysis.simulate import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.orders.bounds import Bounds, bounds
+from pipeflow.orders.neighbours import clocks, fits
+from pipeflow.orders.problem import MemoryCap, Problem, Word, problem, to_schedule, to_words
+from pipeflow.orders.search import Found, search
+
+SCALES = (1, 10, 100, 1_000, 100_000)  # the first that makes all times whole numbers, else the last
+FUZZ = 1e-6  # of a unit, what arithmetic may have lost
+CANDIDATES = 1000  # of the search that the solver starts from
+
+
+def exact(
+    placement: Placement,
+    microbatches: int,
+    cost: CostModel,
+    *,
+    memory_cap: MemoryCap = None,
+    budget: float = 60.0,
+    start: Iterable[Schedule] = (),
+    workers: int = 1,
+) -> Found:
+    """What `search` finds, improved by a solver until it is proved best or `budget` seconds have passed; arguments and
+    result are those of `search`. Up to about 400 actions a proof may take seconds or minutes.
+
+    The solver chooses the starts of all actions, for every stage in microbatch order (see `bounds.arcs`). It computes
+    in whole numbers of a small unit, to which times are rounded down, so that its bound holds.
+
+    Source of the formulation: arXiv 2401.10241, appendix on the integer program, with CP-SAT's intervals for its pairs
+    of orders and its reservoir for memory.
+
+    Raises UsageError where `search` does, and when OR-tools is not there.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise UsageError("exact needs OR-tools: pip install 'pipeflow[exact]'") from error
+    deadline = perf_counter() + budget
+    found = search(
+        placement, microbatches, cost, memory_cap=memory_cap, budget=budget, candidates=CANDIDATES, start=start
+    )
+    if found.gap < 1e-9:
+        return found
+    given = problem(placement, microbatches, cost, memory_cap)
+    asked = _model(cp_model, given, bounds(given), to_words(found.schedule))
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = max(deadline - perf_counter(), 0.0)
+    solver.parameters.num_workers = workers
+    solved = solver.solve(asked.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    schedule, timeline = found.schedule, found.timeline
+    if solved:
+        words = _read(given, [[solver.value(begin) for begin in row] for row in asked.begins])
+        sound = all(fits(given, rank, word) for rank, word in enumerate(words)) and clocks(given, words) is not None
+        solution = to_schedule(schedule.name, given, words) if sound else schedule
+        schedule, timeline = min(
+            (schedule, timeline), (solution, simulate(solution, cost)), key=lambda pair: pair[1].span
+        )
+    proved = max(found.lower_bound, solver.best_objective_bound / asked.scale)
+    return Found(schedule, timeline, min(proved, timeline.span))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    model: Any
+    begins: list[list[Any]]  # per letter and microbatch, the variable of its start
+    scale: float
+
+
+def _model(cp_model: Any, given: Problem, known: Bounds, words: Sequence[Word]) -> _Asked:
+    """The least span of any starts, from those of `words` on. A rank whose start is known begins then; for another one
+    the solver may choose, which can only make its bound smaller.
+    """
+    scale = _scale(given)
+    durations, delays = ([_down(time, scale) for time in times] for times in (given.durations, given.delays))
+    times = clocks(given, words)
+    assert times is not None  # a search found them
+    span = times.candidate(words).span
+    hops = 1 + known.starts.count(None)  # a rank whose start is not known begins once another one has begun
+    latest = ceil((max(start or 0.0 for start in known.starts) + hops * (span + max(given.delays))) * scale)
+    model = cp_model.CpModel()
+    begins = [[model.new_int_var(0, latest, "") for _ in range(given.many)] for _ in durations]
+    for letter, row in enumerate(begins):
+        for one, following in pairwise(row):
+            model.add(following >= one + durations[letter])
+        source = given.source[letter]
+        for maker, user in zip(begins[source], row, strict=True) if source >= 0 else ():
+            model.add(user >= maker + durations[source] + delays[letter])
+    objective = model.new_int_var(_down(known.span, scale), ceil(span * scale), "span")
+    for rank, held in enumerate(given.stages):
+        letters = [3 * stage + half for stage in held for half in range(3)]
+        model.add_no_overlap(
+            model.new_fixed_size_interval_var(begin, durations[letter], "")
+            for letter in letters
+            for begin in begins[letter]
+        )
+        _keep_within(model, given, rank, begins, durations)
+        start = known.starts[rank]
+        first = begins[letters[0]][0] if start is None else ceil(start * scale - FUZZ)
+        for letter in letters[2::3]:
+            model.add(objective >= begins[letter][-1] + durations[letter] - first)
+    model.minimize(objective)
+    for word, row in zip(words, times.starts, strict=True):
+        done = [0] * len(durations)
+        for letter, begin in zip(word, row, strict=True):
+            model.add_hint(begins[letter][done[letter]], _down(begin, scale))
+            done[letter] += 1
+    return _Asked(model, begins, scale)
+
+
+def _keep_within(model: Any, given: Problem, rank: int, begins: list[list[Any]], durations: list[int]) -> None:
+    held, slots = given.stages[rank], given.slots[rank]
+    if len(held) == 1:
+        (stage,) = held
+        for ended, begun in zip(begins[3 * stage + 1], begins[3 * stage][slots:], strict=False):
+            model.add(begun >= ended + durations[3 * stage + 1])
+        return
+    forwards = [begin for stage in held for begin in begins[3 * stage]]
+    backwards = [begin + durations[3 * stage + 1] for stage in held for begin in begins[3 * stage + 1]]
+    changes = [1] * len(forwards) + [-1] * len(backwards)
+    model.add_reservoir_constraint(forwards + backwards, changes, 0, slots)
+
+
+def _scale(given: Problem) -> float:
+    times = (*given.durations, *given.delays)
+    whole = (scale for scale in SCALES if all(abs(time * scale - round(time * scale)) < FUZZ for time in times))
+    return next(whole, SCALES[-1] / max(max(times), 1e-9))
+
+
+def _down(time: float, scale: float) -> int:
+    return floor(time * scale + FUZZ)
+
+
+def _read(given: Problem, begins: list[list[int]]) -> list[Word]:
+    """The words of a solution; what takes no time comes first of what begins together."""
+    words = []
+    for held in given.stages:
+        letters = [3 * stage + half for stage in held for half in range(3)]
+        order = sorted((begin, given.durations[letter] > 0, letter) for letter in letters for begin in begins[letter])
+        words.append([letter for _, _, letter in order])
+    return words

@@ -1,0 +1,79 @@
+"""Which rules a search tries: a grid of plain ones, then variations of the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import ceil
+from random import Random
+
+from pipeflow.orders.bounds import Times
+from pipeflow.orders.list_scheduling import Rules
+from pipeflow.orders.problem import Problem
+
+NEARLY = 0.999  # of a duration; the whole of it might not fit a gap as long, for rounding
+
+
+def plain_rules(given: Problem, heads: Times) -> Iterator[Rules]:
+    """A grid over four numbers, the last running fastest.
+
+    - A stage may have as many activations alive as its rank has slots; or its share of them, or of more than them
+      (`_shares`).
+    - How far into the pipeline an action lies counts nothing, so that the oldest microbatch goes first and a backward
+      before younger forwards; or up to twice its head, so that forwards of younger ones go first.
+    - F waits for a gradient that comes within none or half of its duration.
+    - W waits for what comes within none, half or all of its duration.
+    """
+    letters = range(len(given.source))
+    pace = max(given.work) / given.many
+    slots = tuple(given.slots[rank] for rank in given.ranks)
+    for limits in (slots, *(_shares(given, heads, faster) for faster in (1.0, 0.9, 0.8, 0.6))):
+        for weight, forward, deferred in product((0.0, 0.5, 1.0, 2.0), (0.0, 0.5), (0.0, 0.5, NEARLY)):
+            after = (1e-6 * pace, 0.0, 0.0)  # where all is equal a backward goes first
+            offsets = tuple(weight * heads[letter][0] + after[letter % 3] for letter in letters)
+            patience = tuple((forward, 0.0, deferred)[letter % 3] for letter in letters)
+            yield Rules(pace, offsets, limits, patience)
+
+
+def _shares(given: Problem, heads: Times, faster: float) -> tuple[int, ...]:
+    """Per stage, the activations alive when a microbatch begins every `period` and needs nothing but its own time: the
+    trip from its F to the end of its I / period. The shortest period for which they fit the slots, times `faster`.
+    """
+    stages = range(len(given.ranks))
+    trips = [heads[3 * stage + 1][0] + given.durations[3 * stage + 1] - heads[3 * stage][0] for stage in stages]
+
+    def alive(stage: int, period: float) -> int:
+        return max(1, min(ceil(trips[stage] / period - 1e-9), given.slots[given.ranks[stage]]))
+
+    period = max(*given.work, 1e-9) / given.many
+    for held, slots in zip(given.stages, given.slots, strict=True):
+        while sum(alive(stage, period) for stage in held) > slots:
+            period *= 1.03
+    return tuple(alive(stage, faster * period) for stage in stages)
+
+
+FORWARD_PATIENCE = (0.0, 0.0, 0.25, 0.5, NEARLY)
+WEIGHT_PATIENCE = (0.0, 0.25, 0.5, 0.75, NEARLY, 1.5)
+
+
+def varied(rules: Rules, given: Problem, random: Random) -> Rules:
+    """`rules` with the limit, a patience or an offset of a few consecutive stages changed."""
+    stages = len(given.ranks)
+    first, number = random.randrange(stages), random.choice((1, 1, 2, 4, stages))
+    some = [(first + index) % stages for index in range(number)]
+    limits, patience, offsets = list(rules.limits), list(rules.patience), list(rules.offsets)
+    match random.randrange(6):
+        case 0 | 1:
+            change = random.choice((-2, -1, 1, 2))
+            for stage in some:
+                limits[stage] = max(1, min(limits[stage] + change, given.slots[given.ranks[stage]]))
+        case 2 | 3:
+            half, parts = random.choice(((0, FORWARD_PATIENCE), (2, WEIGHT_PATIENCE), (2, WEIGHT_PATIENCE)))
+            part = random.choice(parts)
+            for stage in some:
+                patience[3 * stage + half] = part
+        case half:
+            later = random.gauss() * rules.pace
+            for stage in some:
+                offsets[3 * stage + half - 4] += later
+    return Rules(rules.pace, tuple(offsets), tuple(limits), tuple(patience))

@@ -1,0 +1,182 @@
+"""Search: the best order to be found within a budget, for any costs and memory, with a proof of how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from math import inf
+from random import Random
+from time import perf_counter
+
+from pipeflow.analysis.simulate import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement, require_positive
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
+from pipeflow.orders.bounds import bounds
+from pipeflow.orders.list_scheduling import Candidate, Rules, list_schedule
+from pipeflow.orders.neighbours import clocks, critical_blocks, fits, neighbour
+from pipeflow.orders.problem import MemoryCap, Problem, problem, to_schedule, to_words
+from pipeflow.orders.rules import plain_rules, varied
+
+ROUND = 100  # candidates, of rules and of moves each, after which moves start anew from the best order
+PROPOSALS = 50  # of a move, until one is sound
+SLACK = 0.002  # how much longer, on average, the candidate may be that a climb goes on from
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A schedule, its timeline under the costs that were asked for, and a span below which no order goes in which
+    every stage takes the microbatches in the same order (see `bounds.arcs`).
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    lower_bound: float
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound the span is, as a part of it; at 0 the order is proved to be best."""
+        return self.timeline.span / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def search(
+    placement: Placement,
+    microbatches: int,
+    cost: CostModel,
+    *,
+    memory_cap: MemoryCap = None,
+    budget: float = 10.0,
+    candidates: int | None = None,
+    start: Iterable[Schedule] = (),
+    name: str = "zb-auto",
+) -> Found:
+    """The order with split backwards of the least span (then makespan) that `budget` seconds or, if given, so many
+    `candidates` lead to; sooner if it is proved to be best.
+
+    `placement` has one path. `memory_cap` is the most activations alive on a rank, as in `Timeline.peak_activations`,
+    in microbatches of a rank's whole share of the model: one number, or one per rank. Those schedules of `start` that
+    keep within it are candidates too, so the result is never worse than they are.
+
+    List scheduling under a grid of rules; then, in turn, variations of the best rules and moves on the longest path of
+    the best order. The sequence of candidates depends on the arguments alone, and `budget` only on how many are tried:
+    under a number of candidates the result is reproducible.
+
+    Raises UsageError for a placement of two paths, a stage without a cost, a cap that no order keeps (with the least
+    that some does), and a `start` of another placement, of other microbatches, or incomplete.
+    """
+    if candidates is not None:
+        require_positive(candidates=candidates)
+    given = problem(placement, microbatches, cost, memory_cap)
+    proved = bounds(given)
+    effort = _Effort(perf_counter() + budget, inf if candidates is None else candidates, proved.span)
+    begin = [candidate for schedule in start if (candidate := _started(given, schedule)) is not None]
+    best = _searched(given, plain_rules(given, proved.heads), begin, effort)
+    schedule = to_schedule(name, given, best.words)
+    timeline = simulate(schedule, cost)
+    return Found(schedule, timeline, min(proved.span, timeline.span))
+
+
+@dataclass(slots=True)
+class _Effort:
+    """What may still be tried, and from which span on nothing need be."""
+
+    deadline: float
+    candidates: float
+    enough: float
+    tried: int = 0
+
+    def goes_on(self, best: Candidate) -> bool:
+        self.tried += 1
+        return (
+            best.span > self.enough * (1 + 1e-12) and self.tried <= self.candidates and perf_counter() < self.deadline
+        )
+
+
+def _started(given: Problem, schedule: Schedule) -> Candidate | None:
+    """The candidate that `schedule` is; None when it does not keep within the slots."""
+    if schedule.placement != given.placement or schedule.num_microbatches != given.many:
+        raise UsageError(f"start {schedule.name!r} has another placement or other microbatches than the search")
+    words = to_words(schedule)
+    whole = [sorted(letter for stage in held for letter in range(3 * stage, 3 * stage + 3)) for held in given.stages]
+    if any(sorted(word) != sorted(letters * given.many) for word, letters in zip(words, whole, strict=True)):
+        raise UsageError(f"start {schedule.name!r} does not run every forward and backward once; see verify()")
+    if not all(fits(given, rank, word) for rank, word in enumerate(words)):
+        return None
+    times = clocks(given, words)
+    if times is None:
+        raise UsageError(f"start {schedule.name!r} cannot run to its end; see verify()")
+    return times.candidate(words)
+
+
+def _better(one: Candidate, other: Candidate | None) -> Candidate:
+    return one if other is None or one[:2] <= other[:2] else other
+
+
+def _searched(given: Problem, grid: Iterator[Rules], begin: Iterable[Candidate], effort: _Effort) -> Candidate:
+    rules = next(grid)
+    found = list_schedule(given, rules)
+    assert found is not None  # it has no span to stop at
+    best = reduce(_better, begin, found)
+    for tried in grid:
+        if not effort.goes_on(best):
+            return best
+        candidate = list_schedule(given, tried, found.span)
+        if _better(found, candidate) is not found:
+            found, rules = _better(found, candidate), tried
+            best = _better(best, found)
+    random = Random(0)
+    by_rules = _rule_climb(given, found, rules, random)
+    while True:
+        by_moves = _move_climb(given, best, random)
+        for climb in (by_rules, by_moves) * ROUND:
+            if not effort.goes_on(best):
+                return best
+            best = _better(best, climb())
+
+
+def _longest(current: Candidate, random: Random) -> float:
+    """The span up to which a climb goes on from a candidate: mostly hardly longer, now and then much."""
+    return current.span * (1 + SLACK / 2 * random.expovariate(1) ** 2)
+
+
+Climb = Callable[[], Candidate | None]
+
+
+def _rule_climb(given: Problem, current: Candidate, rules: Rules, random: Random) -> Climb:
+    """Varies rules, and goes on from those whose candidate is hardly worse."""
+
+    def climb() -> Candidate | None:
+        nonlocal current, rules
+        tried = varied(rules, given, random)
+        if random.random() < 0.3:
+            tried = varied(tried, given, random)
+        most = _longest(current, random)
+        candidate = list_schedule(given, tried, most)
+        if candidate is not None and candidate.span <= most:
+            current, rules = candidate, tried
+        return candidate
+
+    return climb
+
+
+def _move_climb(given: Problem, current: Candidate, random: Random) -> Climb:
+    """Moves letters of an order, and goes on from orders that are hardly worse."""
+    times = clocks(given, current.words)
+    assert times is not None  # it ran
+    blocks = critical_blocks(given, current.words, times)
+
+    def climb() -> Candidate | None:
+        nonlocal current, blocks
+        for _ in range(PROPOSALS if blocks else 0):
+            words = neighbour(given, current.words, blocks, random)
+            if words is not None and (times := clocks(given, words)) is not None:
+                candidate = times.candidate(words)
+                if candidate.span <= _longest(current, random):
+                    current, blocks = candidate, critical_blocks(given, words, times)
+                return candidate
+        return None
+
+    return climb

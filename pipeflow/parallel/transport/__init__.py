@@ -1,0 +1,1 @@
+"""How ranks move tensors to each other, one to one and together: the protocols, and their implementations."""

@@ -1,0 +1,73 @@
+"""What all ranks say to each other at the end of a step: small tables of numbers, now and then an object. Built on
+the transport's sends and receives, so that a rank that does not answer has a name.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeflow.parallel.transport.protocol import Lane, Transport
+from pipeflow.parallel.transport.work import LinkError, Work
+
+
+def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
+    """Every rank's `row` of float64 numbers, in rank order, the same on every rank; all rows equally long.
+
+    Bruck's algorithm: ceil(log2 R) rounds, each with two known peers. No rank returns before every rank has
+    called. Raises LinkError naming the peer that did not answer.
+    """
+    rank, size = transport.rank, transport.size
+    known = torch.tensor([list(row)], dtype=torch.float64)  # of rank, rank + 1, ...
+    while len(known) < size:
+        distance = len(known)
+        count = min(distance, size - distance)
+        arriving = torch.empty(count, len(row), dtype=torch.float64)
+        to, of = (rank - distance) % size, (rank + distance) % size
+        sent = start(transport, to, Lane.CONTROL, known[:count].clone(), sending=True)
+        received = start(transport, of, Lane.CONTROL, arriving, sending=False)
+        finish(received, transport.world_rank(of), "in the agreement of all ranks")
+        finish(sent, transport.world_rank(to), "in the agreement of all ranks")
+        known = torch.cat([known, arriving])
+    return known.roll(rank, dims=0).tolist()
+
+
+def all_gather_object(transport: Transport, value: object) -> list[object]:
+    """Every rank's `value` (anything that pickles), in rank order. Raises LinkError like `all_gather`."""
+    body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [int(size) for [size] in all_gather(transport, [len(body)])]
+    peers = [peer for peer in range(transport.size) if peer != transport.rank]
+    arriving = {peer: torch.empty(sizes[peer], dtype=torch.uint8) for peer in peers}
+    exchange(transport, Lane.CONTROL, dict.fromkeys(peers, body), arriving, "gathering what every rank measured")
+    bodies = {**arriving, transport.rank: body}
+    return [pickle.loads(bytes(bodies[rank].tolist())) for rank in range(transport.size)]
+
+
+def exchange(
+    transport: Transport, lane: Lane, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], doing: str
+) -> None:
+    """Sends a tensor to each peer of `outgoing` and fills those of `incoming` from theirs. Raises LinkError."""
+    received = {peer: start(transport, peer, lane, tensor, sending=False) for peer, tensor in incoming.items()}
+    sent = {peer: start(transport, peer, lane, tensor, sending=True) for peer, tensor in outgoing.items()}
+    for works in (received, sent):
+        for peer, work in works.items():
+            finish(work, transport.world_rank(peer), doing)
+
+
+def start(transport: Transport, peer: int, lane: Lane, tensor: Tensor, *, sending: bool) -> Work:
+    """Starts one transfer. Raises LinkError when the channel is broken already."""
+    try:
+        return (transport.sender if sending else transport.receiver)(peer, lane)([tensor])
+    except RuntimeError as error:
+        raise LinkError(transport.world_rank(peer), "starting a transfer", error) from None
+
+
+def finish(work: Work, peer: int, doing: str) -> None:
+    """Waits for one transfer, with `peer` of the world. Raises LinkError when it fails."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise LinkError(peer, doing, error) from None

@@ -1,0 +1,69 @@
+"""The seam between what computes together and what moves its tensors: a Group of ranks, and the group of one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from pipeflow.parallel.transport.work import Work
+
+
+class Group(Protocol):
+    """Ranks that compute together, counted from 0 within the group. All of them make the same calls in the same
+    order; every call starts at once and is done when its Work is. Tensors are contiguous and alike on every rank.
+
+    A wait raises LinkError when a rank is lost, or time is up.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Replaces `tensor` by the sum over the ranks, the same bits on each."""
+
+    def all_reduce_max(self, tensor: Tensor) -> Work:
+        """Replaces `tensor` by the elementwise maximum over the ranks."""
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> Work:
+        """Fills `whole` with every rank's `part`, one after the other along dim 0."""
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
+        """Fills `part` with this rank's piece, along dim 0, of the sum of every rank's `whole`."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        """Fills `tensor` with that of rank `source`."""
+
+
+class Done:
+    """The work of a group of one."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+_DONE = Done()
+
+
+class Alone:
+    """The group of one: nothing to exchange."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        return _DONE
+
+    def all_reduce_max(self, tensor: Tensor) -> Work:
+        return _DONE
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> Work:
+        whole.copy_(part)
+        return _DONE
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
+        part.copy_(whole)
+        return _DONE
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return _DONE

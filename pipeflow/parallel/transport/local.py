@@ -1,0 +1,140 @@
+"""The in-process transport: the ranks are threads of one process. For debugging, for fast tests, for several
+stages on one GPU, and for a pipeline of a single rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import Failure
+from pipeflow.parallel.transport.group import Alone, Group
+from pipeflow.parallel.transport.meeting import LocalGroup, Room
+from pipeflow.parallel.transport.protocol import Lane, Start
+
+
+class Hub(Room):
+    """What the ranks of one in-process world share."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.channels: dict[tuple[int, int, int, Lane], _Channel] = defaultdict(_Channel)
+        self.failures: dict[int, Failure] = {}  # by generation
+
+
+class _Channel:
+    """A FIFO: transfers that only one end has started so far."""
+
+    def __init__(self) -> None:
+        self.sends: deque[_Transfer] = deque()
+        self.receives: deque[_Transfer] = deque()
+
+
+class _Transfer:
+    """One end's work: done when the tensor has been copied from the sender's to the receiver's memory."""
+
+    def __init__(self, hub: Hub, far: tuple[int, int], timeout: float, tensor: Tensor) -> None:
+        self.hub = hub
+        self.far = far  # the generation and rank of the other end
+        self.timeout = timeout
+        self.tensor = tensor  # kept until the engine lets go of this work
+        self.done = False
+        self.ready = _record(tensor)  # on a GPU, when the tensor may be read or written
+        self.copied: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        with self.hub.changed:
+            awake = self.hub.changed.wait_for(lambda: self.done or self.far in self.hub.closed, timeout=self.timeout)
+            if not self.done:
+                raise RuntimeError("the channel is closed" if awake else f"timed out after {self.timeout} s")
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+
+
+def _record(tensor: Tensor) -> torch.cuda.Event | None:
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+class LocalTransport:
+    """Channels between the threads that share `hub`; on a GPU copies run on a stream of their own per rank.
+
+    Args:
+        hub: shared by all ranks; `rank` is this thread's place in it.
+        device: where activations live.
+        timeout: seconds until a wait gives up.
+    """
+
+    def __init__(self, hub: Hub, rank: int, *, device: torch.device | None = None, timeout: float = 60.0) -> None:
+        self.rank = rank
+        self.size = hub.size
+        self.device = torch.device("cpu") if device is None else device
+        self.timeout = timeout
+        self.hub = hub
+        self.generation = 0  # counts the reopenings
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def world_rank(self, peer: int) -> int:
+        return peer
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        return LocalGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
+
+    def sender(self, peer: int, lane: Lane) -> Start:
+        return partial(self._start, (self.generation, self.rank, peer, lane), True)
+
+    def receiver(self, peer: int, lane: Lane) -> Start:
+        return partial(self._start, (self.generation, peer, self.rank, lane), False)
+
+    def _start(self, key: tuple[int, int, int, Lane], sending: bool, tensors: list[Tensor]) -> _Transfer:
+        generation, source, destination, _ = key
+        far = (generation, destination if sending else source)
+        transfer = _Transfer(self.hub, far, self.timeout, tensors[0])
+        with self.hub.changed:
+            if far in self.hub.closed:
+                raise RuntimeError("the channel is closed")
+            channel = self.hub.channels[key]
+            mine, other = (channel.sends, channel.receives) if sending else (channel.receives, channel.sends)
+            if not other:
+                mine.append(transfer)
+                return transfer
+            match = other.popleft()
+            self._copy(*((transfer, match) if sending else (match, transfer)))
+            self.hub.changed.notify_all()
+        return transfer
+
+    def _copy(self, source: _Transfer, target: _Transfer) -> None:
+        if source.tensor.shape != target.tensor.shape or source.tensor.dtype != target.tensor.dtype:
+            raise RuntimeError(f"sent is {tuple(source.tensor.shape)}, awaited is {tuple(target.tensor.shape)}")
+        if self._stream is not None and source.ready is not None and target.ready is not None:
+            self._stream.wait_event(source.ready)
+            self._stream.wait_event(target.ready)
+            with torch.cuda.stream(self._stream), torch.no_grad():
+                target.tensor.copy_(source.tensor, non_blocking=True)
+            source.copied = target.copied = self._stream.record_event()
+        else:
+            with torch.no_grad():
+                target.tensor.copy_(source.tensor)
+        source.done = target.done = True
+
+    def report(self, failure: Failure) -> Failure:
+        with self.hub.changed:
+            first = self.hub.failures.setdefault(self.generation, failure)
+            self.hub.closed.add((self.generation, self.rank))
+            for key in [key for key in self.hub.channels if key[0] == self.generation and self.rank in key[1:3]]:
+                del self.hub.channels[key]
+            for meeting in [key for key in self.hub.meetings if key[0] == self.generation and self.rank in key[1]]:
+                del self.hub.meetings[meeting]
+            self.hub.changed.notify_all()
+        return first
+
+    def reopen(self) -> None:
+        if (self.generation, self.rank) in self.hub.closed:
+            self.generation += 1
+
+    def close(self) -> None:
+        """Nothing to give back: the channels go with the hub."""

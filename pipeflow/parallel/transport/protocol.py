@@ -1,0 +1,67 @@
+"""The seam between the engine and what moves tensors. A transport moves; it does not know what or why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import Failure
+from pipeflow.parallel.transport.group import Group
+from pipeflow.parallel.transport.work import Work
+
+
+class Lane(IntEnum):
+    """Between an ordered pair of ranks, every lane is a FIFO of its own."""
+
+    CONTROL = 0  # small agreements between ranks, always in CPU memory
+    HEADER = 1  # of activations whose shape is not known beforehand, always in CPU memory
+    DESCRIPTION = 2  # what a header announces, always in CPU memory
+    ACTIVATION = 3
+    REDIRECTED = 4  # an activation that is not what its receiver had posted for
+    GRADIENT = 5
+    TIED = 6  # gradients and first values of tied weights
+
+    @property
+    def on_host(self) -> bool:
+        return self <= Lane.DESCRIPTION
+
+
+Start = Callable[[list[Tensor]], Work]
+"""Starts to move one tensor, given as a list of one. The tensor must be contiguous; the other end must move one
+of the same size."""
+
+
+class Transport(Protocol):
+    """What the engine asks of a transport. `pipeflow.testing.conformance` tells whether a class keeps it."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout: float  # seconds; the deadline of every wait
+
+    def sender(self, peer: int, lane: Lane) -> Start:
+        """What sends on `lane` to `peer`. Sending never blocks."""
+
+    def receiver(self, peer: int, lane: Lane) -> Start:
+        """What receives on `lane` from `peer`, in the order of its sends."""
+
+    def world_rank(self, peer: int) -> int:
+        """What `peer` is called in messages to people: its rank in the world."""
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """What computes together with `ranks`, this one among them; each of them asks for it."""
+
+    def report(self, failure: Failure) -> Failure:
+        """Tells every rank of `failure` and breaks all channels, so that whoever waits wakes up. Returns the
+        failure that was told first, which is the one to raise.
+        """
+
+    def reopen(self) -> None:
+        """Makes fresh channels after a failure; every rank calls it. Nothing to do when none was reported."""
+
+    def close(self) -> None:
+        """Gives the channels back at the end."""

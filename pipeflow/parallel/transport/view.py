@@ -1,0 +1,47 @@
+"""View: some ranks of a transport as a transport of their own, as one pipeline among others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pipeflow.core.errors import Failure
+from pipeflow.parallel.transport.group import Group
+from pipeflow.parallel.transport.protocol import Lane, Start, Transport
+
+
+class View:
+    """The `ranks` of `whole`, this one's among them, counted from 0 in the order given.
+
+    A failure is the whole's: it is told to every rank of it, and closes all of its channels.
+    """
+
+    def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
+        self.rank = ranks.index(whole.rank)
+        self.size = len(ranks)
+        self.device: torch.device = whole.device
+        self.timeout = whole.timeout
+        self._whole = whole
+        self._ranks = tuple(ranks)
+
+    def world_rank(self, peer: int) -> int:
+        return self._whole.world_rank(self._ranks[peer])
+
+    def sender(self, peer: int, lane: Lane) -> Start:
+        return self._whole.sender(self._ranks[peer], lane)
+
+    def receiver(self, peer: int, lane: Lane) -> Start:
+        return self._whole.receiver(self._ranks[peer], lane)
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        return self._whole.group([self._ranks[rank] for rank in ranks])
+
+    def report(self, failure: Failure) -> Failure:
+        return self._whole.report(failure)
+
+    def reopen(self) -> None:
+        self._whole.reopen()
+
+    def close(self) -> None:
+        """Nothing to give back: the channels are the whole's."""

@@ -1,0 +1,168 @@
+"""Plan: what a layout of a GPT costs, on each rank and as a step. What must not live here: how it is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pipeflow.analysis.simulate import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.transformer import GPT, Part
+from pipeflow.planning.transformer_costs import recomputed_bytes, sequence_of, stage_costs, stage_layers
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What each device of one pipeline rank holds. Bytes are those of one device.
+
+    Attributes:
+        rank: the pipeline rank.
+        stages: its stages.
+        parts: their layers [start, end).
+        parameters: held by one device, a word table that is also the head once.
+        weight_bytes, gradient_bytes: of them.
+        master_bytes, moment_bytes: the optimizer's: master weights, Adam's two moments.
+        activation_bytes: the most that the schedule keeps at once for backwards.
+        recomputed_bytes: beside that, the layer that a checkpointed backward is computing again.
+        idle: the part of the step's span in which the rank does nothing.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    parts: tuple[Part, ...]
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    master_bytes: int
+    moment_bytes: int
+    activation_bytes: float
+    recomputed_bytes: int
+    idle: float
+
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return sum(end - start for start, end in self.parts)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Master weights and moments."""
+        return self.master_bytes + self.moment_bytes
+
+    @property
+    def peak_bytes(self) -> float:
+        """All of it. Not counted: buffers of transfers and of single operations, and what the allocator wastes."""
+        held = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        return held + self.activation_bytes + self.recomputed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `plan` found. Times are in seconds where `flops` was given, else in forwards of one layer.
+
+    `even_bubble_ratio` is the bubble that the schedule has when all stages cost the same, as its formula says.
+    """
+
+    model: GPT
+    schedule: Schedule
+    setup: Setup
+    flops: float | None
+    cost: CostModel
+    timeline: Timeline
+    ranks: tuple[RankPlan, ...]
+    even_bubble_ratio: float
+
+    @property
+    def parameters_total(self) -> int:
+        """Of the whole model, each weight counted once."""
+        return self.model.parameters
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The timeline's."""
+        return self.timeline.bubble_ratio
+
+    @property
+    def devices(self) -> int:
+        """How many it takes."""
+        return len(self.ranks) * self.setup.tensor * self.setup.data
+
+    @property
+    def sequence(self) -> int:
+        """Tokens per sequence."""
+        return sequence_of(self.model, self.setup)
+
+    @property
+    def tokens(self) -> int:
+        """Per step, on all data ranks."""
+        batch = self.schedule.num_microbatches * self.setup.microbatch_size * self.setup.data
+        return batch * self.sequence
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all devices together; None where `flops` is not known."""
+        return None if self.flops is None else self.tokens / self.timeline.makespan
+
+
+def plan(model: GPT, schedule: Schedule, setup: Setup | None = None, *, flops: float | None = None) -> Plan:
+    """What training `model` under `schedule` costs in a `setup`, by default one device per pipeline rank.
+
+    Layers are dealt over the stages as evenly as they go; the tables and the head come on top. `flops`, the operations
+    per second that one device reaches, turns times into seconds. Communication is free: the stages' transfers, the
+    tensor ranks' and the data ranks' sums are not in the times.
+
+    >>> from pipeflow import make_schedule
+    >>> found = plan(GPT.named("gpt3-175b"), make_schedule("1f1b", ranks=8, microbatches=64), Setup(tensor=8))
+    >>> found.ranks[0].parameters, round(found.bubble_ratio, 3), round(found.even_bubble_ratio, 3)
+    (2799335424, 0.096, 0.099)
+
+    Raises UsageError for a model that does not fit the setup or the schedule's stages.
+    """
+    setup = Setup() if setup is None else setup
+    cost = stage_costs(model, schedule.placement, setup, flops=flops)
+    timeline = simulate(schedule, cost)
+    even = simulate(schedule, _evened(cost)).bubble_ratio
+    span = timeline.span
+    idle = [1 - sum(each.end - each.start for each in row) / span for row in timeline.rows]
+    ranks = tuple(
+        _rank(model, setup, schedule.placement, rank, kept=kept, idle=idle[rank])
+        for rank, kept in enumerate(timeline.peak_bytes)
+    )
+    return Plan(model, schedule, setup, flops, cost, timeline, ranks, even)
+
+
+def _rank(model: GPT, setup: Setup, placement: Placement, rank: int, *, kept: float, idle: float) -> RankPlan:
+    stages, parts, precision = placement.stages_of(rank), stage_layers(model, placement), setup.precision
+    held = tuple(parts[stage] for stage in stages)
+    parameters = model.parameters_of(held, setup.tensor)
+    optimized = -(-parameters // setup.data) if setup.zero else parameters
+    return RankPlan(
+        rank,
+        stages,
+        held,
+        parameters,
+        weight_bytes=parameters * precision.weight,
+        gradient_bytes=parameters * precision.gradient,
+        master_bytes=optimized * precision.master,
+        moment_bytes=optimized * precision.moments,
+        activation_bytes=kept,
+        recomputed_bytes=recomputed_bytes(model, setup),
+        idle=idle,
+    )
+
+
+def _evened(cost: CostModel) -> CostModel:
+    """The same work, spread evenly over the stages."""
+
+    def mean(times: tuple[float, ...]) -> tuple[float, ...]:
+        return (sum(times) / len(times),) * len(times)
+
+    return replace(
+        cost,
+        forward=mean(cost.forward),
+        backward_input=mean(cost.backward_input),
+        backward_weight=mean(cost.backward_weight),
+    )

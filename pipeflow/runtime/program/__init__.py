@@ -1,0 +1,1 @@
+"""A rank's program as the operations that a step calls."""

@@ -1,0 +1,129 @@
+"""Verify: everything that is wrong with a schedule, each with its place and the reason. `programs` does so for what
+`lower` makes of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeflow.analysis.order import Order
+from pipeflow.core.action import Action, Kind, actions_of
+from pipeflow.core.dataflow import Value, makes, needs
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.violation import Violation
+from pipeflow.soundness.deadlock import Place, deadlocks
+from pipeflow.soundness.memory import Cap, over_cap
+from pipeflow.soundness.programs import verify_programs
+from pipeflow.soundness.reductions import wrong_reductions
+
+__all__ = ["Violation", "verify", "verify_programs"]
+
+Ran = dict[tuple[int, int], list[tuple[Kind, int, int]]]  # (stage, microbatch) -> (kind, rank, position)
+
+
+def verify(schedule: Schedule, *, memory_cap: Cap | None = None) -> list[Violation]:
+    """Every violation of `schedule`; an empty list proves that it is sound:
+
+    - every action is on the rank that holds its stage, within the stages and microbatches there are;
+    - every (stage, microbatch) runs forward once, and backward once, whole or in two halves (or the schedule
+      has forwards alone);
+    - no stage is reduced; or each one once on each rank that makes weight gradients of it, after the last of these,
+      whose microbatch the reduction names;
+    - no rank waits for ever: the order has no cycle;
+    - with a `memory_cap`, in microbatches of a rank's whole share of the model (one number, or one per rank), no rank
+      keeps more activations alive, as `Timeline.peak_activations` counts them.
+
+    Whether an order has a cycle is asked only of the right actions in the right places.
+
+    Raises UsageError unless `memory_cap` is positive, and one per rank where it is several.
+    """
+    ran: Ran = {}
+    for rank, row in enumerate(schedule.rows):
+        for position, entry in enumerate(row):
+            for action in actions_of(entry):
+                ran.setdefault((action.stage, action.microbatch), []).append((action.kind, rank, position))
+    violations = [*_foreign(schedule, ran), *_misplaced(schedule, ran), *_not_once(schedule, ran)]
+    violations += wrong_reductions(schedule)
+    violations = violations or list(_deadlock(schedule))
+    return violations if memory_cap is None else [*violations, *over_cap(schedule, memory_cap)]
+
+
+def _foreign(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
+    stages, microbatches = schedule.placement.num_stages, schedule.num_microbatches
+    for stage, microbatch in ran:
+        if stage < stages and microbatch < microbatches:
+            continue
+        among = f"stages 0..{stages - 1} and microbatches 0..{microbatches - 1}"
+        for kind, rank, position in ran[stage, microbatch]:
+            yield Violation(f"{Action(kind, stage, microbatch)} does not exist", among, rank, position)
+
+
+def _misplaced(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
+    stages, paths = schedule.placement.num_stages, schedule.placement.paths
+    for (stage, microbatch), runs in ran.items():
+        if stage >= stages:
+            continue
+        holder = paths[microbatch % len(paths)][stage]
+        for kind, rank, position in runs:
+            if rank != holder and kind is not Kind.R:
+                wants = f"it on rank {holder}, which holds its stage"
+                yield Violation(f"{Action(kind, stage, microbatch)} is on rank {rank}", wants, rank, position)
+
+
+def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
+    whole: tuple[list[Kind], ...] = ([Kind.B, Kind.F], [Kind.F, Kind.I, Kind.W])
+    if schedule.is_forward_only:
+        whole = ([Kind.F],)
+    for stage in range(schedule.placement.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            runs = ran.get((stage, microbatch), [])
+            kinds = sorted([kind for kind, _, _ in runs if kind is not Kind.R])
+            if kinds in whole:
+                continue
+            seen: set[Kind] = set()
+            for kind, rank, position in runs:
+                if kind is Kind.R:
+                    continue
+                if kind in seen:
+                    yield Violation(
+                        f"{Action(kind, stage, microbatch)} runs again", "every action once", rank, position
+                    )
+                seen.add(kind)
+            if sorted(seen) not in whole:
+                has = ", ".join(str(Action(kind, stage, microbatch)) for kind in sorted(seen)) or "nothing"
+                wants = "its forward alone" if schedule.is_forward_only else "F and B, or F, I and W"
+                holder = schedule.placement.rank_of(stage, microbatch)
+                yield Violation(f"of stage {stage}, microbatch {microbatch} runs {has}", wants, holder)
+
+
+def _deadlock(schedule: Schedule) -> Iterator[Violation]:
+    order = Order(schedule)
+    for _ in order:
+        pass
+    if order.stuck:
+        makers = _makers(schedule)
+        at = dict(order.stuck)
+        stages = schedule.placement.num_stages
+
+        def waits_for(place: Place) -> Place:
+            """Where the first value is made that is not there yet."""
+            entry = schedule.rows[place[0]][place[1]]
+            needed = [makers[value] for action in actions_of(entry) for value in needs(action, stages)]
+            return next(maker for maker in needed if maker[1] >= at.get(maker[0], maker[1] + 1))
+
+        def text(place: Place) -> str:
+            return str(schedule.rows[place[0]][place[1]])
+
+        yield from deadlocks(order.stuck, waits_for, text, "an order in which no action waits for itself")
+
+
+def _makers(schedule: Schedule) -> dict[Value, Place]:
+    """Where every value is made."""
+    stages = schedule.placement.num_stages
+    return {
+        value: (rank, position)
+        for rank, row in enumerate(schedule.rows)
+        for position, entry in enumerate(row)
+        for action in actions_of(entry)
+        for value in makes(action, stages)
+    }

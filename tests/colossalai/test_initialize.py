@@ -1,0 +1,144 @@
+"""The tutorial's lines run, with other imports alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeflow import UsageError
+from pipeflow.colossalai import get_default_parser, launch_from_torch
+from pipeflow.testing.ranks import _free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TUTORIAL = """
+import os, sys
+import torch
+from torch.utils.data import TensorDataset
+
+import pipeflow.training as colossalai
+import pipeflow.training as utils
+from pipeflow.colossalai.amp import AMP_TYPE
+from pipeflow.colossalai.context import ParallelMode
+from pipeflow.colossalai.core import global_context as gpc
+from pipeflow.colossalai.logging import disable_existing_loggers, get_dist_logger
+
+BATCH_SIZE = 4
+CONFIG = dict(
+    NUM_MICRO_BATCHES=2,
+    parallel=dict(pipeline=2, tensor=dict(mode='1d', size=1)),
+    fp16=dict(mode=AMP_TYPE.NAIVE),
+    LOG_PATH=sys.argv.pop(),
+)
+
+
+def train():
+    disable_existing_loggers()
+    parser = colossalai.get_default_parser()
+    args = parser.parse_args()
+    colossalai.launch_from_torch(config=CONFIG, backend=args.backend)
+    logger = get_dist_logger()
+
+    train_ds = TensorDataset(torch.arange(16), torch.arange(16))
+    train_dataloader = utils.get_dataloader(train_ds,
+                                            seed=42,
+                                            batch_size=BATCH_SIZE,
+                                            pin_memory=True,
+                                            shuffle=True,
+                                            drop_last=True)
+    global_batch_size = BATCH_SIZE * \\
+        gpc.get_world_size(ParallelMode.DATA) * getattr(gpc.config, "gradient_accumulation", 1)
+    logger.info(f'Init done, global batch size = {global_batch_size}', ranks=[0])
+    logger.info(f'Rank{gpc.get_global_rank()} of stage {gpc.get_local_rank(ParallelMode.PIPELINE)}')
+    logger.info(f'{torch.initial_seed()} {[inputs.tolist() for inputs, _ in train_dataloader]}')
+    assert gpc.config.fp16.mode is AMP_TYPE.NAIVE
+
+
+train()
+"""
+
+
+def said(file: Path) -> list[str]:
+    return [line.partition(" pipeflow: ")[2] for line in file.read_text().splitlines()]
+
+
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    script, logs = tmp_path / "train.py", tmp_path / "logs"
+    script.write_text(TUTORIAL)
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {
+        **os.environ,
+        "PYTHONWARNINGS": "error::UserWarning:torch.utils.data.dataloader",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [*argv, str(script), "--backend", "gloo", str(logs)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (said(logs / f"rank_{rank}.log") for rank in range(2))
+    assert first[0] == "2 ranks: data 1 x pipeline 2 x tensor 1, on cpu"
+    assert first[1:3] == ["Init done, global batch size = 4", "Rank0 of stage 0"]
+    assert second[0] == "Rank1 of stage 1"
+    (seed, _, read), (other, _, same) = (lines[-1].partition(" ") for lines in (first, second))
+    assert read == same
+    assert (int(seed), int(other)) == (1024, 2048)
+
+
+LAUNCH = """
+import sys
+import torch
+import pipeflow.colossalai
+from pipeflow.colossalai.context import ParallelMode
+from pipeflow.colossalai.core import global_context as gpc
+rank, port = map(int, sys.argv[1:])
+context = pipeflow.colossalai.launch({"parallel": {"tensor": 2}}, rank, 2, "127.0.0.1", port, verbose=False)
+total = torch.ones(1) * (rank + 1)
+context.tensor.all_reduce(total).wait()
+print(gpc.get_local_rank(ParallelMode.TENSOR), int(total))
+"""
+
+
+def test_without_torchrun() -> None:
+    port = str(_free_port())
+    started = [
+        subprocess.Popen([sys.executable, "-c", LAUNCH, str(rank), port], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        assert [process.communicate(timeout=60)[0].split() for process in started] == [["0", "3"], ["1", "3"]]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def test_the_parsers_options() -> None:
+    parser = get_default_parser()
+    where = ["--config", "c.py", "--host", "h", "--port", "1", "--backend", "gloo"]
+    who = ["--world_size", "2", "--rank", "1", "--local_rank", "0"]
+    assert vars(parser.parse_args([*where, *who])) == {
+        "config": "c.py",
+        "host": "h",
+        "port": 1,
+        "world_size": 2,
+        "rank": 1,
+        "local_rank": 0,
+        "backend": "gloo",
+    }
+    assert set(vars(parser.parse_args([])).values()) == {None}
+
+
+@pytest.mark.parametrize(("backend", "message"), [("mpi", "backend 'mpi' does not exist"), ("nccl", "needs a GPU")])
+def test_backends_that_are_not_there(backend: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UsageError, match=message):
+        launch_from_torch({}, backend=backend)

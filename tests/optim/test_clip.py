@@ -1,0 +1,193 @@
+"""The gradient norm over a pipeline is that of the plain model, in which a tied weight is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeflow import (
+    Pipeline,
+    PipelineError,
+    PipelineSharedModuleWrapper,
+    UsageError,
+    clip_grad_norm_,
+    execute_pipeline,
+    make_schedule,
+)
+from pipeflow.optim import grad_norm
+from pipeflow.parallel.context import current_context
+from pipeflow.parallel.sharding import Split
+from pipeflow.testing import run_processes, run_threads
+from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
+from tests.runtime.work import Gradients, build, gradients_of, require_near, schedule_of
+from tests.training import blocks
+
+Layout = tuple[str, int, int]
+LAYOUTS = [("1f1b", 1, 1), ("interleaved-1f1b", 1, 2), ("1f1b", 2, 1), ("interleaved-1f1b", 2, 2), ("gpipe", 4, 1)]
+
+
+def run_clipping(model: TinyModel, layout: Layout, max_norms: list[float]) -> list[tuple[float, Gradients]]:
+    pipeline = build(model, schedule_of(layout, 3))
+    told = []
+    for max_norm in max_norms:
+        pipeline.zero_grad()
+        execute_pipeline(iter([model.batch(7)]), pipeline)
+        norm = clip_grad_norm_(pipeline, max_norm)
+        assert (norm.dtype, norm.shape) == (torch.float64, ())
+        told.append((norm.item(), gradients_of(pipeline)))
+    return told
+
+
+def require_clipped(model: TinyModel, max_norms: list[float], results: list[list[tuple[float, Gradients]]]) -> None:
+    for index, max_norm in enumerate(max_norms):
+        module = model.stage(0, model.layers)
+        _, gradients = model.plain_step(model.batch(7), module)
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+        assert len({result[index][0] for result in results}) == 1
+        for result in results:
+            assert result[index][0] == pytest.approx(norm.item(), rel=1e-12)
+            require_near(result[index][1], gradients, 1e-5)  # torch adds 1e-6 to the norm it divides by
+
+
+NORMS = [1e-3, 0.05, 100.0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", [PlainModel(), TiedModel()], ids=str)
+def test_threads(model: TinyModel, layout: Layout) -> None:
+    require_clipped(model, NORMS, run_threads(run_clipping, layout[1], model, layout, NORMS))
+
+
+def test_gloo() -> None:
+    require_clipped(TiedModel(), NORMS, run_processes(run_clipping, 4, TiedModel(), ("1f1b", 4, 1), NORMS))
+
+
+def run_without_gradients() -> float:
+    pipeline = build(TiedModel(), schedule_of(("1f1b", 2, 1), 2))
+    return clip_grad_norm_(pipeline, 1.0).item()
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    assert run_threads(run_without_gradients, 2) == [0.0, 0.0]
+
+
+def run_bad(max_norms: list[Any]) -> str:
+    pipeline = build(TiedModel(), schedule_of(("1f1b", 2, 1), 2))
+    mine = max_norms[current_context().pipeline_rank]
+    with pytest.raises((UsageError, PipelineError)) as caught:
+        clip_grad_norm_(pipeline, mine)
+    return str(caught.value)
+
+
+def test_a_norm_that_is_not_positive_is_refused() -> None:
+    for bad in (0.0, -1.0, float("nan")):
+        assert run_threads(run_bad, 2, [bad, bad]) == [f"max_norm must be positive, got {bad}"] * 2
+
+
+Shape = tuple[int, int, int]
+HYBRID: list[Shape] = [(1, 1, 2), (1, 2, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)]
+
+
+def run_hybrid(max_norm: float, loss_scale: float) -> tuple[float, float]:
+    """The norm alone and when clipping; the clipped gradients are this rank's parts of the whole's."""
+    pipeline = blocks.build()
+    pipeline.loss_scale = loss_scale
+    execute_pipeline(blocks.mine(0), pipeline)
+    alone = grad_norm(pipeline)
+    norm = clip_grad_norm_(pipeline, max_norm)
+    module = blocks.whole()
+    inputs, labels = blocks.together(current_context().data_size, 0)
+    torch.nn.functional.mse_loss(module(inputs), labels).backward()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    expected = {name: parameter.grad for name, parameter in module.named_parameters()}
+    parameters, names = dict(pipeline.named_parameters()), blocks.names_in_whole(pipeline)
+    for name, parameter in parameters.items():
+        wanted = blocks.part_of(names[name], expected[names[name]])
+        torch.testing.assert_close(parameter.grad / loss_scale, wanted, rtol=1e-5, atol=1e-9)
+    return alone.item(), norm.item()
+
+
+def hybrid_norm(replicas: int) -> float:
+    module = blocks.whole()
+    inputs, labels = blocks.together(replicas, 0)
+    torch.nn.functional.mse_loss(module(inputs), labels).backward()
+    return torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0).item()
+
+
+@pytest.mark.parametrize("shape", HYBRID, ids=str)
+def test_split_weights_and_replicas_count_once(shape: Shape) -> None:
+    pipeline, tensor, data = shape
+    expected = pytest.approx(hybrid_norm(data), rel=1e-12)
+    for max_norm, loss_scale in ((0.01, 1.0), (100.0, 1.0), (0.01, 1024.0)):
+        results = run_threads(run_hybrid, pipeline * tensor * data, max_norm, loss_scale, tensor=tensor, data=data)
+        assert len(set(results)) == 1
+        for alone, norm in results:
+            assert alone == norm == expected
+
+
+class Tables(nn.Module):
+    """Rows of a table that tensor ranks divide, and which is on the first and on the last stage; and a whole weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        context = current_context()
+        self.table = nn.Parameter(torch.zeros(8 // context.tensor_size, 3, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+
+    def splits(self) -> dict[str, Split]:
+        return {"table": Split(0, 8)}
+
+    def partial_gradients(self) -> list[str]:
+        return []
+
+
+def run_tied_and_split() -> float:
+    context = current_context()
+    module, last = Tables(), context.pipeline_size - 1
+    tie = PipelineSharedModuleWrapper([0, last])
+    if context.pipeline_rank in (0, last):
+        tie.register_parameter(module.table)
+    pipeline = Pipeline(module, make_schedule("1f1b", ranks=last + 1, microbatches=1))
+    table, biases = tied_and_split(last + 1)
+    if context.pipeline_rank in (0, last):
+        module.table.grad = table.chunk(context.tensor_size)[context.tensor_rank].clone()
+    module.bias.grad = biases[context.pipeline_rank].clone()
+    return grad_norm(pipeline).item()
+
+
+def tied_and_split(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 3, generator=generator, dtype=torch.float64), torch.randn(
+        ranks, 5, generator=generator, dtype=torch.float64
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (3, 2, 1), (2, 4, 1), (3, 1, 2)], ids=str)
+def test_a_weight_that_is_tied_and_split_counts_once(shape: Shape) -> None:
+    pipeline, tensor, data = shape
+    table, biases = tied_and_split(pipeline)
+    expected = torch.cat([table.flatten(), biases.flatten()]).norm().item()
+    for norm in run_threads(run_tied_and_split, pipeline * tensor * data, tensor=tensor, data=data):
+        assert norm == pytest.approx(expected, rel=1e-12)
+
+
+def run_overflow(bad: int, value: float) -> tuple[float, bool]:
+    pipeline = blocks.build()
+    execute_pipeline(blocks.mine(0), pipeline)
+    first = next(pipeline.parameters())
+    if current_context().rank == bad:
+        first.grad.view(-1)[0] = value
+    before = [parameter.grad.clone() for parameter in pipeline.parameters()]
+    norm = clip_grad_norm_(pipeline, 1e-3)
+    kept = [
+        torch.allclose(p.grad, old, 0, 0, equal_nan=True) for p, old in zip(pipeline.parameters(), before, strict=True)
+    ]
+    return norm.item(), all(kept)
+
+
+@pytest.mark.parametrize(("bad", "value"), [(0, float("inf")), (3, float("nan")), (7, -float("inf"))])
+def test_a_norm_that_is_not_finite_is_so_everywhere(bad: int, value: float) -> None:
+    assert run_threads(run_overflow, 8, bad, value, tensor=2, data=2) == [(float("inf"), True)] * 8

@@ -1,0 +1,229 @@
+"""The search against brute force, against a solver, and against published figures; and what it promises."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import permutations, product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeflow.analysis.simulate import simulate
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.orders.bounds import bounds
+from pipeflow.orders.exact import exact
+from pipeflow.orders.list_scheduling import list_schedule
+from pipeflow.orders.neighbours import clocks
+from pipeflow.orders.problem import problem, to_schedule, to_words
+from pipeflow.orders.rules import plain_rules, varied
+from pipeflow.orders.search import search
+from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.schedules.zb_auto import zb_auto
+from pipeflow.soundness.schedule import verify
+from tests.families import make_near
+
+LINEAR, VEE = Placement.linear(4), Placement.vee(4)
+
+
+def random_cost(stages: int, seed: int) -> CostModel:
+    draw = Random(seed)
+    forward, backward_input, backward_weight = (tuple(draw.uniform(0.5, 2) for _ in range(stages)) for _ in range(3))
+    return CostModel(forward, backward_input, backward_weight, latency=draw.choice((0.0, 0.2)))
+
+
+def every_row(stage: int, microbatches: int) -> list[tuple[Action, ...]]:
+    """Every order of a rank's actions in which F precedes I and that W; microbatches in any order."""
+    labels = [microbatch for microbatch in range(microbatches) for _ in range(3)]
+    rows = []
+    for order in set(permutations(labels)):
+        kinds = {microbatch: iter((Kind.F, Kind.I, Kind.W)) for microbatch in range(microbatches)}
+        rows.append(tuple(Action(next(kinds[microbatch]), stage, microbatch) for microbatch in order))
+    return rows
+
+
+def every_timeline(ranks: int, microbatches: int, cost: CostModel, cap: int) -> Iterator[float]:
+    """The span of every schedule that runs, within the cap."""
+    for rows in product(*(every_row(stage, microbatches) for stage in range(ranks))):
+        try:
+            timeline = simulate(Schedule("any", Placement.linear(ranks), microbatches, rows), cost)
+        except ScheduleError:
+            continue
+        if max(timeline.peak_activations) <= cap:
+            yield timeline.span
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cap", [1, 2])
+def test_of_all_orders_none_is_better_than_what_is_found(seed: int, cap: int) -> None:
+    ranks = 3 if seed == cap == 1 else 2
+    cost = random_cost(ranks, seed)
+    best = min(every_timeline(ranks, 2, cost, cap))
+    found = search(Placement.linear(ranks), 2, cost, memory_cap=cap, candidates=500)
+    assert found.timeline.span == pytest.approx(best)
+    assert found.lower_bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "cap", "span"),
+    [(LINEAR, 8, 4, 27), (LINEAR, 8, 7, 24), (LINEAR, 8, 1, 64 + 1), (VEE, 8, 4, 24), (VEE, 8, 3, 25)],
+)
+def test_what_is_known_to_be_best_at_unit_costs_is_found_and_proved(
+    placement: Placement, microbatches: int, cap: int, span: float
+) -> None:
+    found = search(placement, microbatches, CostModel.even(placement), memory_cap=cap, candidates=500)
+    assert (found.timeline.span, found.lower_bound, found.gap) == (span, span, 0)
+
+
+placements = st.one_of(
+    st.builds(Placement.linear, st.integers(1, 5)),
+    st.builds(Placement.looped, st.integers(1, 3), st.integers(1, 3)),
+    st.builds(Placement.vee, st.integers(1, 3)),
+    st.sampled_from([Placement(((0, 0, 1, 1),)), Placement(((1, 0, 2, 1, 0),)), Placement(((0, 1, 0, 0),))]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(placement=placements, many=st.integers(1, 6), seed=st.integers(0, 99), room=st.floats(0, 3))
+def test_every_candidate_is_sound_within_the_cap_and_above_the_bound(
+    placement: Placement, many: int, seed: int, room: float
+) -> None:
+    cost, draw = random_cost(placement.num_stages, seed), Random(seed)
+    share = placement.chunks_per_rank
+    caps = [(len(placement.stages_of(rank)) + draw.random() * room) / share for rank in range(placement.num_ranks)]
+    problem_ = problem(placement, many, cost, caps)
+    bound = bounds(problem_)
+    some = draw.sample(list(plain_rules(problem_, bound.heads)), 3)
+    for rules in (*some, *(varied(each, problem_, draw) for each in some)):
+        candidate = list_schedule(problem_, rules)
+        assert candidate is not None
+        schedule = to_schedule("any", problem_, candidate.words)
+        assert verify(schedule) == []
+        timeline = simulate(schedule, cost)
+        assert bound.span * (1 - 1e-9) <= timeline.span <= candidate.span * (1 + 1e-9)
+        assert all(peak <= cap + 1e-9 for peak, cap in zip(timeline.peak_activations, caps, strict=True))
+        assert list_schedule(problem_, rules, candidate.span * (1 + 1e-9)) == candidate
+        stopped = list_schedule(problem_, rules, candidate.span * 0.9)
+        assert stopped is None or stopped == candidate
+
+
+ONE_PATH = [name for name in SCHEDULES if len(make_near(name, ranks=2, microbatches=1).placement.paths) == 1]
+
+
+@pytest.mark.parametrize("name", ONE_PATH)
+def test_words_run_as_simulated(name: str) -> None:
+    schedule = make_schedule(name, ranks=3, microbatches=5)
+    cost = random_cost(schedule.placement.num_stages, 1)
+    problem_ = problem(schedule.placement, 5, cost)
+    words = to_words(schedule)
+    times = clocks(problem_, words)
+    assert times is not None
+    timeline = simulate(to_schedule("halves", problem_, words), cost)
+    assert times.starts == [[span.start for span in row] for row in timeline.rows]
+    assert timeline.span <= simulate(schedule, cost).span * (1 + 1e-9)  # halves are never worse than whole backwards
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_PATH if name != "zb-auto"])
+@pytest.mark.parametrize("cap", [3, 4])
+def test_never_worse_than_a_start_within_the_cap(name: str, cap: float) -> None:
+    start = make_schedule(name, ranks=4, microbatches=6)
+    cost = random_cost(start.placement.num_stages, 2)
+    before = simulate(start, cost)
+    found = search(start.placement, 6, cost, memory_cap=cap, candidates=1, start=[start])
+    assert max(found.timeline.peak_activations) <= cap
+    assert max(before.peak_activations) > cap or found.timeline.span <= before.span * (1 + 1e-9)
+    assert found.timeline == simulate(found.schedule, cost)
+
+
+def test_under_a_number_of_candidates_the_result_is_one() -> None:
+    cost = random_cost(4, 3)
+    one, other = (search(LINEAR, 6, cost, memory_cap=2, candidates=400) for _ in range(2))
+    assert one == other
+    assert one.gap >= 0
+    more = search(LINEAR, 6, cost, memory_cap=2, candidates=800)
+    assert more.timeline.span <= one.timeline.span
+
+
+def test_what_cannot_be_searched_for_is_refused() -> None:
+    cost = CostModel.even(LINEAR)
+    with pytest.raises(UsageError, match=r"memory_cap 0.5 is too small: rank 2 needs at least 1, for one microbatch"):
+        search(LINEAR, 4, cost, memory_cap=[4, 1, 0.5, 1])
+    with pytest.raises(UsageError, match="rank 0 needs at least 1, for"):
+        search(VEE, 4, CostModel.even(VEE), memory_cap=float("nan"))
+    with pytest.raises(UsageError, match="one for each of the 4 ranks; got 2"):
+        search(LINEAR, 4, cost, memory_cap=(2, 2))
+    with pytest.raises(UsageError, match="placements of one path"):
+        search(Placement.bidirectional(2), 4, cost)
+    with pytest.raises(UsageError, match="stage 4 has no cost"):
+        search(VEE, 4, cost)
+    with pytest.raises(UsageError, match="candidates must be"):
+        search(LINEAR, 4, cost, candidates=0)
+    with pytest.raises(UsageError, match="'gpipe' has another placement or other microbatches"):
+        search(LINEAR, 4, cost, start=[make_schedule("gpipe", ranks=4, microbatches=5)])
+    with pytest.raises(UsageError, match="does not run every forward and backward once"):
+        search(LINEAR, 4, cost, start=[make_schedule("gpipe", ranks=4, microbatches=4).forward_only()])
+    stuck = Schedule.from_csv("0F0,0I0,0W0,0F1,0I1,0W1\n1F0,1F1,1I0,1W0,1I1,1W1", name="stuck")
+    with pytest.raises(UsageError, match="'stuck' cannot run to its end"):
+        search(Placement.linear(2), 2, CostModel.even(Placement.linear(2)), start=[stuck])
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward_input", "backward_weight", "transfer", "single", "double"),
+    [(18.522, 18.086, 9.337, 0.601, 0.1585, 0.0433), (29.718, 29.444, 19.927, 0.527, 0.1323, 0.0029)],
+)
+def test_no_worse_than_published(
+    forward: float, backward_input: float, backward_weight: float, transfer: float, single: float, double: float
+) -> None:
+    """ZB-1p and ZB-2p on 8 ranks with 24 microbatches: arXiv 2401.10241, tables 5 and 6."""
+    cost = CostModel.even(Placement.linear(8), forward, backward_input, backward_weight, transfer)
+    for cap, published in ((8, single), (16, double)):
+        timeline = simulate(zb_auto(8, 24, cost=cost, memory_cap=cap), cost)
+        assert round(timeline.bubble_ratio, 4) <= published
+        assert max(timeline.peak_activations) <= cap
+
+
+def test_zb_auto_is_never_worse_than_what_it_starts_from() -> None:
+    cost = random_cost(4, 4)
+    for cap in (2, 4, 7, 16):
+        span = simulate(zb_auto(4, 16, cost=cost, memory_cap=cap), cost).span
+        for name in ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"):
+            timeline = simulate(make_schedule(name, ranks=4, microbatches=16), cost)
+            assert max(timeline.peak_activations) > cap or span <= timeline.span * (1 + 1e-9)
+
+
+def test_without_a_solver_exact_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    with pytest.raises(UsageError, match=r"pip install 'pipeflow\[exact\]'"):
+        exact(LINEAR, 2, CostModel.even(LINEAR))
+
+
+@pytest.mark.parametrize(
+    "placement", [Placement.looped(2, 2), Placement.vee(2), Placement(((0, 0, 1, 1),)), Placement(((0, 1, 0, 2, 1),))]
+)
+@pytest.mark.parametrize("cap", [1.5, 2])
+def test_the_solver_never_goes_below_the_bound_nor_above_the_search(placement: Placement, cap: float) -> None:
+    pytest.importorskip("ortools")
+    cost = random_cost(placement.num_stages, 5)
+    best = exact(placement, 4, cost, memory_cap=cap, budget=20)
+    found = search(placement, 4, cost, memory_cap=cap, candidates=1000)
+    assert best.gap < 1e-3  # times are rounded down
+    assert found.lower_bound <= best.timeline.span * (1 + 1e-9)
+    assert best.timeline.span <= found.timeline.span * (1 + 1e-9) <= best.timeline.span * 1.05
+    assert verify(best.schedule) == []
+    assert max(best.timeline.peak_activations) <= cap + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("costs", "cap", "span"), [((1, 1, 1, 0), 4, 27), ((1, 1, 1, 0), 7, 24), ((18, 18, 9, 1), 4, 424)]
+)
+def test_the_solver_proves_what_is_best(costs: tuple[float, ...], cap: int, span: float) -> None:
+    """The first two: CP-SAT's own optima for F, I, W and transfers of 1 and 0."""
+    pytest.importorskip("ortools")
+    best = exact(LINEAR, 8, CostModel.even(LINEAR, *costs), memory_cap=cap, budget=60)
+    assert (best.timeline.span, best.lower_bound) == (span, span)

@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeflow import (
+    GPT,
+    GPT_PRESETS,
+    PRECISIONS,
+    CostModel,
+    Placement,
+    Plan,
+    Setup,
+    UsageError,
+    make_schedule,
+    plan,
+)
+from pipeflow.deferral.module import defer_weight_gradients
+from pipeflow.planning.transformer_costs import stage_costs
+from pipeflow.schedules import SCHEDULES
+from tests.families import make_near
+
+SMALL = GPT(layers=8, hidden=64, heads=4, positions=32, vocabulary=101)
+
+
+def whole(model: GPT, setup: Setup | None = None, *, stages: int = 1) -> CostModel:
+    return stage_costs(model, Placement.linear(stages), setup or Setup())
+
+
+def planned(name: str = "1f1b", *, ranks: int = 4, microbatches: int = 8, setup: Setup | None = None) -> Plan:
+    return plan(SMALL, make_schedule(name, ranks=ranks, microbatches=microbatches), setup)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # per layer 12 h^2 + 13 h; vocabulary and positions, the last norm
+        ("gpt2-small", 12 * (12 * 768**2 + 13 * 768) + (50304 + 1024) * 768 + 2 * 768),
+        ("gpt2-small", 124_475_904),
+        ("gpt2-xl", 1_557_686_400),
+    ],
+)
+def test_models_have_as_many_parameters_as_their_sizes_say(name: str, parameters: int) -> None:
+    assert GPT.named(name).parameters == parameters
+
+
+def test_gpt_2_has_the_published_number_with_its_own_vocabulary() -> None:
+    assert replace(GPT.named("gpt2-small"), vocabulary=50257).parameters == 124_439_808
+
+
+def test_gpt_3_has_what_narayanan_says() -> None:
+    """arXiv 2104.04473, equation 2, which leaves out the last norm."""
+    gpt3 = GPT.named("gpt3-175b")
+    layers, hidden = gpt3.layers, gpt3.hidden
+    said = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (50304 + 2048) / (12 * layers * hidden))
+    assert gpt3.parameters == pytest.approx(said + 2 * hidden, rel=1e-12)
+    assert 174e9 < gpt3.parameters < 176e9
+    assert GPT.named("gpt3") == gpt3
+
+
+@pytest.mark.parametrize("name", GPT_PRESETS)
+def test_what_the_ranks_hold_adds_up(name: str) -> None:
+    """Split, there is the model once, a copy of the word table at the other end, padded rows, and on every further
+    tensor rank a copy of what is not split: the norms and two biases of h per layer.
+    """
+    model, tensor = GPT.named(name), 4
+    half = model.layers // 2
+    ends = [(0, half)], [(half, model.layers)]
+    held = sum(tensor * model.parameters_of(parts, tensor) for parts in ends)
+    rows = tensor * -(-model.vocabulary // tensor)
+    copies = (tensor - 1) * model.hidden * (6 * model.layers + 2)
+    assert held == model.parameters + (2 * rows - model.vocabulary) * model.hidden + copies
+
+
+def test_a_stage_in_the_middle_has_layers_alone() -> None:
+    assert SMALL.parameters_of([(2, 5)]) == 3 * (12 * 64**2 + 13 * 64)
+
+
+def test_both_ends_on_one_rank_share_one_word_table() -> None:
+    apart = SMALL.parameters_of([(0, 1)]) + SMALL.parameters_of([(7, 8)])
+    assert SMALL.parameters_of([(0, 1), (7, 8)]) == apart - 101 * 64
+    assert SMALL.parameters_of([(0, 8)]) == SMALL.parameters == planned(ranks=1).ranks[0].parameters
+    together = [rank.parameters for rank in planned("zb-v").ranks]
+    assert sum(together) == SMALL.parameters
+    assert sum(rank.parameters for rank in planned().ranks) == SMALL.parameters + 101 * 64
+
+
+def per_layer(model: GPT, setup: Setup) -> float:
+    """Bytes in units of s*b*h."""
+    one, two = (whole(replace(model, layers=layers), setup).saved_bytes[0] for layers in (1, 2))
+    sequence = model.positions if setup.sequence is None else setup.sequence
+    return (two - one) / (sequence * setup.microbatch_size * model.hidden)
+
+
+GPT22B = GPT(layers=48, hidden=6144, heads=64, positions=2048, vocabulary=51200)
+GPT530B = GPT(layers=105, hidden=20480, heads=128, positions=2048, vocabulary=51200)
+GPT1T = GPT(layers=128, hidden=25600, heads=160, positions=2048, vocabulary=51200)
+LARGE = [GPT22B, GPT.named("gpt3-175b"), GPT530B, GPT1T]
+
+
+@pytest.mark.parametrize("model", LARGE)
+@pytest.mark.parametrize("size", [1, 3])
+def test_activations_are_those_of_korthikanti(model: GPT, size: int) -> None:
+    """arXiv 2205.05198, table 2."""
+    scores, t = 5 * model.heads * 2048 / model.hidden, 8
+    setup = Setup(keep_scores=True, microbatch_size=size)
+    assert per_layer(model, setup) == pytest.approx(34 + scores)
+    assert per_layer(model, replace(setup, tensor=t)) == pytest.approx(10 + 24 / t + scores / t)
+    assert per_layer(model, replace(setup, tensor=t, sequence_parallel=True)) == pytest.approx((34 + scores) / t)
+    assert per_layer(model, replace(setup, tensor=t, checkpoint=True)) == 2
+    assert per_layer(model, replace(setup, keep_scores=False)) == 34
+
+
+@pytest.mark.parametrize(("model", "saved"), [(GPT.named("gpt3"), 0.70), (GPT530B, 0.65)])
+def test_scores_are_the_part_of_the_activations_that_the_paper_says(model: GPT, saved: float) -> None:
+    """arXiv 2205.05198, section 5: what is saved where they are computed again."""
+    kept = per_layer(model, Setup()) / per_layer(model, Setup(keep_scores=True))
+    assert 1 - kept == pytest.approx(saved, abs=0.005)
+
+
+@pytest.mark.parametrize("model", LARGE)
+def test_sequences_in_parallel_and_no_scores_take_a_fifth(model: GPT) -> None:
+    """arXiv 2205.05198, abstract: 5 times less."""
+    less = Setup(tensor=8, sequence_parallel=True)
+    assert 4.9 < per_layer(model, Setup(tensor=8, keep_scores=True)) / per_layer(model, less) < 6.5
+
+
+def test_the_ends_keep_what_the_paper_says_they_keep() -> None:
+    """Section 4.3: the mask of the embedding's dropout; what goes into the last norm and the head, float32 logits."""
+    token = 32 * 64
+    first, middle, last = whole(SMALL, stages=8).saved_bytes[0], *whole(SMALL, stages=8).saved_bytes[-2:]
+    assert first - middle == token
+    assert last - middle == 4 * token + 4 * 32 * 101
+
+
+def test_the_first_rank_keeps_the_activations_of_the_whole_model() -> None:
+    """Section 4.3: under 1f1b those of L layers, L (1 + (p-1) / (p v)) when interleaved."""
+    layer, mask = 34 * 32 * 64, 32 * 64
+    assert planned().ranks[0].activation_bytes == 8 * layer + 4 * mask
+    interleaved = planned("interleaved-1f1b")
+    assert interleaved.ranks[0].activation_bytes == 8 * (1 + 3 / (4 * 2)) * layer + 8 * mask
+
+
+def test_wide_activations_are_twice_as_wide_but_for_masks() -> None:
+    wide = Setup(precision=PRECISIONS["float32"], keep_scores=True)
+    scores = 4 * 32 / 64
+    assert per_layer(SMALL, wide) == 2 * 32 + 2 + (2 * 4 + 1) * scores
+
+
+class Block(nn.Module):
+    """A layer as `transformer` describes it."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        hidden, self.heads = model.hidden, model.heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.query_key_value, self.attention = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.wide, self.output = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, hidden = x.shape
+        mixed = self.query_key_value(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(*mixed, is_causal=True)
+        x = x + self.attention(seen.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.output(functional.gelu(self.wide(self.norm_2(x))))
+
+
+def sizes(tensors: list[torch.Tensor], but: nn.Module) -> int:
+    """Bytes of the memory behind the tensors, each piece once, without parameters."""
+    pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    own = {parameter.untyped_storage().data_ptr() for parameter in but.parameters()}
+    return sum(size for pointer, size in pieces.items() if pointer not in own)
+
+
+def test_a_real_layer_has_keeps_and_defers_that_much() -> None:
+    """Without dropout, so without its two masks; what a norm and attention keep per token or head is left out."""
+    block, token = Block(SMALL), 2 * 32 * 64
+    deferral = defer_weight_gradients(block)
+    deferral.queue, saved = [], []
+    assert sum(map(torch.numel, block.parameters())) == SMALL.parameters_of([(1, 2)])
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        output = block(torch.randn(2, 32, 64, requires_grad=True))
+    costs = whole(SMALL, Setup(microbatch_size=2, precision=PRECISIONS["float32"]), stages=8)
+    assert sizes(saved, block) == pytest.approx(costs.saved_bytes[1] - 2 * token, rel=0.01)
+    output.backward(torch.randn_like(output))
+    held = [tensor for product in deferral.queue for tensor in (product.input, product.gradient)]
+    assert sizes(held, block) == costs.deferred_bytes[1] == 4 * 16 * token
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_what_is_deferred_is_that_of_the_zero_bubble_paper(checkpoint: bool) -> None:
+    """arXiv 2401.10241, table 1: 32sbh per layer; and the tensor ranks share it."""
+    middle = [whole(SMALL, Setup(checkpoint=checkpoint, tensor=t), stages=8).deferred_bytes[1] for t in (1, 2)]
+    assert middle == [32 * 32 * 64, (8 + 24 / 2) * 32 * 64]
+
+
+def test_operations_are_those_of_narayanan() -> None:
+    """arXiv 2104.04473, section 5.1: 96 B s l h^2 (1 + s/6h + V/16lh) with recomputation; a rank does 1/t of it."""
+    gpt3 = GPT.named("gpt3")
+    setup = Setup(checkpoint=True, tensor=8, microbatch_size=3)
+    cost = stage_costs(gpt3, Placement.linear(8), setup, flops=1e12)
+    work = sum(cost.forward) + sum(cost.backward_input) + sum(cost.backward_weight)
+    said = 96 * 3 * 2048 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 50304 / (16 * 96 * 12288))
+    assert work * 1e12 * 8 == pytest.approx(said, rel=1e-12)
+    days = work / (3 * 2048) * 8 * 300e9 / 1024 / 140 / 86400
+    assert days == pytest.approx(34, abs=1)  # 300 billion tokens on 1024 devices with 140 teraFLOP/s
+
+
+def test_halves_of_a_backward_are_those_of_the_zero_bubble_paper() -> None:
+    """arXiv 2401.10241, table 1: sbh (24h + 4s), sbh (24h + 8s), sbh 24h."""
+    forward, backward_input, backward_weight = 24 * 64 + 4 * 32, 24 * 64 + 8 * 32, 24 * 64
+    cost = whole(SMALL, stages=8)
+    assert cost.forward[1] == 1
+    assert cost.backward_input[1] == backward_input / forward
+    assert cost.backward_weight[1] == backward_weight / forward
+    again = whole(SMALL, Setup(checkpoint=True), stages=8)
+    assert again.backward_input[1] == pytest.approx(backward_input / forward + 1)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_parameter_takes_16_bytes_and_less_when_shared(name: str) -> None:
+    """arXiv 1910.02054, section 3.1 and figure 1."""
+
+    def held(**options: bool) -> tuple[int, int]:
+        rank = planned(setup=Setup(precision=PRECISIONS[name], data=4, **options)).ranks[1]
+        assert rank.peak_bytes - rank.activation_bytes == (
+            rank.weight_bytes + rank.gradient_bytes + rank.master_bytes + rank.moment_bytes
+        )
+        return rank.parameters, rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes
+
+    parameters, total = held()
+    optimizer = 8 if name == "float32" else 12
+    assert total == 16 * parameters
+    assert held(zero=True)[1] == (16 - optimizer) * parameters + optimizer * -(-parameters // 4)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_planned(name: str) -> None:
+    schedule = make_near(name, ranks=4, microbatches=8)
+    model = replace(SMALL, layers=2 * schedule.placement.num_stages)
+    found = plan(model, schedule, Setup(tensor=2, checkpoint=True))
+    copies = len(schedule.placement.paths)
+    assert sum(rank.layers for rank in found.ranks) == copies * model.layers
+    assert min(rank.idle for rank in found.ranks) == pytest.approx(found.bubble_ratio)
+    assert 0 <= found.bubble_ratio < 0.6
+    for rank in found.ranks:
+        held = rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes
+        assert rank.peak_bytes == held + rank.activation_bytes + rank.recomputed_bytes
+        assert rank.recomputed_bytes == (10 + 24 / 2 - 2) * 32 * 64  # its input is kept
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (4, 2), (4, 8), (8, 64)])
+def test_the_even_bubble_is_the_formula_and_the_head_alone_makes_it_differ(ranks: int, microbatches: int) -> None:
+    schedule = make_schedule("1f1b", ranks=ranks, microbatches=microbatches)
+    formula = (ranks - 1) / (microbatches + ranks - 1)
+    with_head = plan(SMALL, schedule)
+    assert with_head.even_bubble_ratio == pytest.approx(formula)
+    light = plan(replace(SMALL, vocabulary=1, hidden=4096, positions=1), schedule)
+    assert light.bubble_ratio == pytest.approx(formula, abs=1e-3)
+    head, layers = 2 * 101 / (24 * 64 + 4 * 32), 8 / ranks
+    if microbatches >= ranks > 1:  # the last rank, which is always busy, waits for one way there and one back
+        span = microbatches * (layers + head) + (ranks - 1) * layers
+        assert with_head.bubble_ratio == pytest.approx(1 - microbatches * (layers + head) / span)
+
+
+def test_operations_per_second_make_seconds() -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    setup = Setup(tensor=2, data=3, microbatch_size=5, sequence=16)
+    units, seconds = plan(SMALL, schedule, setup), plan(SMALL, schedule, setup, flops=1e9)
+    a_layer = 5 * 16 * (24 * 64**2 + 4 * 16 * 64) / 2 / 1e9
+    assert seconds.timeline.makespan == pytest.approx(units.timeline.makespan * a_layer)
+    assert seconds.tokens == 8 * 5 * 16 * 3
+    assert seconds.tokens_per_second == pytest.approx(seconds.tokens / seconds.timeline.makespan)
+    assert units.tokens_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GPT.named("gpt2-xxl"), "unknown model 'gpt2-xxl'; did you mean 'gpt2-xl'?"),
+        (lambda: GPT.named("llama"), "unknown model 'llama'; known: tiny, gpt2-small, "),
+        (lambda: GPT(layers=0, hidden=4, heads=2), "layers must be an integer of at least 1, got 0"),
+        (lambda: GPT(layers=1, hidden=10, heads=4), "hidden 10 does not divide into 4 heads: .* are 2 and 5"),
+        (lambda: GPT(layers=1, hidden=4, heads=2, mlp_ratio=0), "mlp_ratio must be an integer of at least 1, got 0"),
+        (lambda: SMALL.parameters_of([(3, 3)]), r"layers \(3, 3\) are no part of 8 layers"),
+        (lambda: SMALL.parameters_of([(0, 9)]), r"layers \(0, 9\) are no part of 8 layers"),
+        (lambda: Setup(tensor=0), "tensor must be an integer of at least 1, got 0"),
+        (lambda: Setup(sequence=0), "sequence must be an integer of at least 1, got 0"),
+        (lambda: planned(setup=Setup(tensor=3)), "tensor=3 does not divide 4 heads and hidden 64: .* are 2 and 4"),
+        (lambda: planned(setup=Setup(tensor=8)), "tensor=8 .* the nearest that works is 4"),
+        (lambda: planned(setup=Setup(sequence=33)), "33 tokens is too long for a model with 32 positions"),
+        (lambda: planned(setup=Setup(sequence=31, tensor=2, sequence_parallel=True)), "does not divide into 2 parts"),
+        (lambda: planned(ranks=9), "8 layers cannot fill 9 stages on 9 ranks: .* at most 8 stages"),
+        (lambda: stage_costs(SMALL, Placement.linear(1), Setup(), flops=0), "flops must be positive and finite"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()

@@ -1,0 +1,280 @@
+"""Simulate against a slow simulator of its own, written from the definitions, over random sound plans: pairs, split
+backwards, both directions, reductions, unequal costs, links and bytes. Costs are multiples of 1/4, so that sums are
+exact.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+
+from pipeflow.analysis.simulate import simulate
+from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
+from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.placement import Placement
+from pipeflow.core.reductions import is_reduction
+from pipeflow.core.schedule import Schedule
+from pipeflow.soundness.schedule import verify
+
+seeds = pytest.mark.parametrize("seed", range(40))
+
+
+def random_placement(draw: random.Random) -> Placement:
+    ranks = draw.randint(1, 4)
+    anywhere = [*range(ranks), *(draw.randrange(ranks) for _ in range(3))]
+    draw.shuffle(anywhere)
+    return draw.choice(
+        [
+            Placement.linear(ranks),
+            Placement.looped(ranks, draw.randint(1, 3)),
+            Placement.vee(ranks),
+            Placement.bidirectional(ranks),
+            Placement((tuple(anywhere),)),
+        ]
+    )
+
+
+def befores(action: Action, stages: int) -> list[set[Action]]:
+    """What must have run before: one of each set."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.W:
+        return [{Action(Kind.I, stage, microbatch)}]
+    if action.kind is Kind.F:
+        return [{Action(Kind.F, stage - 1, microbatch)}] if stage else []
+    later = [{Action(kind, stage + 1, microbatch) for kind in (Kind.B, Kind.I)}] if stage + 1 < stages else []
+    return [*later, {Action(Kind.F, stage, microbatch)}]
+
+
+def random_schedule(draw: random.Random) -> Schedule:
+    """Whatever can run next, at random; at times a forward and a backward of one rank as a pair."""
+    placement = random_placement(draw)
+    stages, microbatches = placement.num_stages, draw.randint(1, 4)
+    kinds: list[tuple[Kind, ...]] = [(Kind.B,), (Kind.I, Kind.W)]
+    if draw.random() < 0.1:
+        kinds = [()]
+    left = [
+        Action(kind, stage, microbatch)
+        for stage in range(stages)
+        for microbatch in range(microbatches)
+        for kind in (Kind.F, *draw.choice(kinds))
+    ]
+    done: set[Action] = set()
+    rows: list[list[Entry]] = [[] for _ in range(placement.num_ranks)]
+    while left:
+        ready = [action for action in left if all(done & one for one in befores(action, stages))]
+        entry: Entry = draw.choice(ready)
+        rank = placement.rank_of(entry.stage, entry.microbatch)
+        forwards = [
+            each for each in ready if each.kind is Kind.F and placement.rank_of(each.stage, each.microbatch) == rank
+        ]
+        if entry.kind in (Kind.B, Kind.I) and forwards and draw.random() < 0.9:
+            entry = Pair(draw.choice(forwards), entry)
+        rows[rank].append(entry)
+        done |= set(actions_of(entry))
+        left = [action for action in left if action not in done]
+    schedule = Schedule("random", placement, microbatches, tuple(map(tuple, rows)))
+    return late(draw, schedule.with_reductions()) if draw.random() < 0.6 else schedule
+
+
+def late(draw: random.Random, schedule: Schedule) -> Schedule:
+    """With reductions put off at random."""
+    rows = []
+    for row in schedule.rows:
+        order = list(row)
+        for entry in filter(is_reduction, row):
+            place = draw.randint(order.index(entry), len(order) - 1)
+            order.remove(entry)
+            order.insert(place, entry)
+        rows.append(tuple(order))
+    return replace(schedule, rows=tuple(rows))
+
+
+def random_cost(draw: random.Random, placement: Placement) -> CostModel:
+    def numbers(largest: int) -> tuple[float, ...]:
+        return tuple(draw.randint(1, 4 * largest) / 4 for _ in range(placement.num_stages))
+
+    ranks = range(placement.num_ranks)
+    return CostModel(
+        numbers(2),
+        numbers(2),
+        numbers(2),
+        latency=draw.choice([0, 0.5, 3]),
+        bandwidth=draw.choice([1, 4]),
+        activation_bytes=numbers(3),
+        links={(one, two): Link(draw.randint(0, 9) / 2, 2) for one in ranks for two in ranks if draw.random() < 0.4},
+        overlap=draw.choice([0, 0.5, 1]),
+        saved_bytes=numbers(9),
+        deferred_bytes=numbers(4),
+        reduce=numbers(9),
+    )
+
+
+class Times(NamedTuple):
+    start: float
+    end: float
+
+
+class Slow:
+    """Starts and ends of every entry, put off until nothing that it waits for comes later."""
+
+    def __init__(self, schedule: Schedule, cost: CostModel) -> None:
+        self.schedule, self.cost = schedule.without_reductions(), cost
+        self.stages = schedule.placement.num_stages
+        self.at = {
+            action: (rank, position)
+            for rank, row in enumerate(self.schedule.rows)
+            for position, entry in enumerate(row)
+            for action in actions_of(entry)
+        }
+        self.times = {place: Times(0, self.duration(place)) for place in self.at.values()}
+        while sum(self.put_off(place) for place in self.times):
+            pass
+
+    def entry(self, place: tuple[int, int]) -> Entry:
+        return self.schedule.rows[place[0]][place[1]]
+
+    def duration(self, place: tuple[int, int]) -> float:
+        alone = [self.alone(action) for action in actions_of(self.entry(place))]
+        return sum(alone) - (self.cost.overlap * min(alone) if len(alone) == 2 else 0)
+
+    def alone(self, action: Action) -> float:
+        forward, inputs, weights = (
+            each[action.stage] for each in (self.cost.forward, self.cost.backward_input, self.cost.backward_weight)
+        )
+        return {Kind.F: forward, Kind.B: inputs + weights, Kind.I: inputs, Kind.W: weights}[action.kind]
+
+    def put_off(self, place: tuple[int, int]) -> bool:
+        earliest = max([0.0, *(time for _, time in self.waits(place))])
+        late = earliest > self.times[place].start
+        if late:
+            self.times[place] = Times(earliest, earliest + self.duration(place))
+        return late
+
+    def waits(self, place: tuple[int, int]) -> list[tuple[tuple[int, int], float]]:
+        """What the entry at `place` waits for, and until when."""
+        rank, position = place
+        waits = [((rank, position - 1), self.times[rank, position - 1].end)] if position else []
+        for action in actions_of(self.entry(place)):
+            for before in set().union(*befores(action, self.stages)) & set(self.at):
+                there = self.at[before]
+                waits.append((there, self.times[there].end + self.transfer(before, action, there[0], rank)))
+        return waits
+
+    def transfer(self, before: Action, after: Action, sender: int, receiver: int) -> float:
+        if sender == receiver:
+            return 0
+        link = self.cost.links.get((sender, receiver), Link(self.cost.latency, self.cost.bandwidth))
+        return link.latency + self.cost.activation_bytes[min(before.stage, after.stage)] / link.bandwidth
+
+    def kept(self, rank: int, now: float) -> float:
+        """What the rank's forwards and input-gradient halves keep at a moment."""
+        total = 0.0
+        trained = any(action.kind is not Kind.F for action in self.schedule.actions(rank))
+        for action in self.schedule.actions(rank):
+            stage, microbatch = action.stage, action.microbatch
+            ends = {kind: self.times.get(self.at.get(Action(kind, stage, microbatch), (-1, -1))) for kind in Kind}
+            if action.kind is Kind.F:
+                last = (ends[Kind.B] or ends[Kind.I]) if trained else ends[Kind.F]
+                assert last is not None
+                total += self.cost.saved_bytes[stage] * (self.times[self.at[action]].start <= now < last.end)
+            if action.kind is Kind.W and ends[Kind.I] is not None:
+                end = self.times[self.at[action]].end
+                total += self.cost.deferred_bytes[stage] * (ends[Kind.I].end <= now < end)
+        return total
+
+
+def drawn(seed: int) -> tuple[Schedule, CostModel]:
+    draw = random.Random(seed)
+    schedule = random_schedule(draw)
+    assert verify(schedule) == []
+    return schedule, random_cost(draw, schedule.placement)
+
+
+@seeds
+def test_times_are_those_of_the_definition(seed: int) -> None:
+    schedule, cost = drawn(seed)
+    slow, fast = Slow(schedule, cost), simulate(schedule, cost)
+    spans = {span.action: span for span in fast}
+    assert set(spans) == set(slow.at)
+    for action, place in slow.at.items():
+        first, *_, last = (spans[each] for each in actions_of(slow.entry(place)) * 2)
+        assert (first.start, last.end) == slow.times[place], action
+    ends = [*(times.end for times in slow.times.values()), *(span.end for row in fast.reductions for span in row)]
+    assert fast.makespan == max(ends)
+
+
+@seeds
+def test_reductions_are_served_as_their_ranks_come_to_them(seed: int) -> None:
+    schedule, cost = drawn(seed)
+    slow, fast = Slow(schedule, cost), simulate(schedule, cost)
+    spans = {span.action: span for row in fast.reductions for span in row}
+    came: dict[Action, float] = {}
+    for rank, row in enumerate(schedule.rows):
+        ends = [0.0]
+        for entry in row:
+            if isinstance(entry, Action) and entry.kind is Kind.R:
+                came[entry] = ends[-1]
+            else:
+                ends.append(slow.times[rank, len(ends) - 1].end)
+        assert {span.action for span in fast.reductions_of(rank)} == set(filter(is_reduction, row))
+    assert set(spans) == set(came)
+    for action, span in spans.items():
+        together = [other for other in spans.values() if other.action.stage == action.stage]
+        assert {(other.start, other.end) for other in together} == {
+            (span.start, span.start + cost.reduce[action.stage])
+        }
+        ready = max(came[other.action] for other in together)
+        before = [other for part in together for other in fast.reductions[part.rank] if other.start < span.start]
+        assert span.start == max([ready, *(other.end for other in before)])
+        for other in before:
+            parts = [each.action for each in spans.values() if each.action.stage == other.action.stage]
+            assert max(came[each] for each in parts) <= ready
+
+
+@seeds
+def test_memory_is_that_of_the_definition(seed: int) -> None:
+    schedule, cost = drawn(seed)
+    slow, fast = Slow(schedule, cost), simulate(schedule, cost)
+    moments = {moment for times in slow.times.values() for moment in times}
+    for rank in range(len(schedule.rows)):
+        curve = fast.memory(rank)
+        kept = {moment: slow.kept(rank, moment) for moment in moments}
+        assert {time for time, _ in curve} <= moments
+        for moment, amount in kept.items():
+            assert [held for time, held in [(-1.0, 0.0), *curve] if time <= moment][-1] == amount
+        assert fast.peak_bytes[rank] == max(kept.values())
+
+
+@seeds
+def test_the_critical_path_is_a_chain_of_waits_as_long_as_the_makespan(seed: int) -> None:
+    schedule, cost = drawn(seed)
+    slow, fast = Slow(schedule, cost), simulate(schedule, cost)
+    path = [cause for cause in fast.critical_path() if cause.span.action.kind is not Kind.R]
+    reduced = fast.critical_path()[len(path) :]
+    assert all(cause.after and cause.after.end == cause.span.start for cause in reduced)
+    places = [slow.at[cause.span.action] for cause in path]
+    assert path[0].after is None
+    assert [*path, *reduced][-1].span.end == fast.makespan
+    length = slow.times[places[0]].end
+    for before, after in pairwise(places):
+        if before != after:  # the two halves of a pair
+            assert (before, slow.times[after].start) in slow.waits(after)
+            length += slow.times[after].end - slow.times[before].end
+    assert length + sum(cause.span.end - cause.span.start for cause in reduced) == fast.makespan
+    for before, cause in pairwise([*path, *reduced]):
+        assert cause.after == before.span
+        assert (cause.value is None) == (before.span.rank == cause.span.rank)
+
+
+def test_random_plans_have_all_that_there_is() -> None:
+    schedules = [drawn(seed)[0] for seed in range(40)]
+    assert any(schedule.is_forward_only for schedule in schedules)
+    assert any(len(schedule.placement.paths) == 2 for schedule in schedules)
+    entries = [entry for schedule in schedules for row in schedule.rows for entry in row]
+    assert sum(isinstance(entry, Pair) for entry in entries) > 30
+    assert any(simulate(*drawn(seed)).exposed_reduction == 0 for seed in range(40))
+    assert {action.kind for entry in entries for action in actions_of(entry)} == set(Kind)

@@ -1,0 +1,329 @@
+"""Programs are verified by what is rejected: mutations of every schedule's, judged by running them without buffers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from pipeflow.analysis.lower import lower
+from pipeflow.core.action import Action, Kind, actions_of
+from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import Content, Value
+from pipeflow.core.placement import Placement
+from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.core.schedule import Schedule
+from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.soundness.schedule import verify_programs
+
+Steps = tuple[Instruction, ...]
+Rows = tuple[Steps, ...]
+Mutation = Callable[[Rows], Iterator[Rows]]
+
+PAIRED = Schedule.from_csv("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,(1F2;1B1)OVERLAP_F_B,1B2", name="paired")
+CROSSED = Schedule.from_csv("0F0,1F1,1B1,0B0\n1F0,1B0,0F1,0B1", Placement.bidirectional(2), name="crossed")
+
+
+class BrokenError(Exception):
+    pass
+
+
+class Oracle:
+    """The definition, with no regard for speed: every rank goes on as far as it can; a send waits until its channel has
+    a posted receive, and fills the first one."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        computed = [action for row in rows for step in row if isinstance(step, Compute) for action in of(step)]
+        self.stages = 1 + max((action.stage for action in computed), default=-1)
+        self.trained = any(action.kind is not Kind.F for action in computed)
+        self.reduced = any(action.kind is Kind.R for action in computed)
+        self.at = [0] * len(rows)
+        self.made: set[Value] = set()
+        self.own: list[set[Value]] = [set() for _ in rows]  # made here, neither used nor sent
+        self.posted: list[set[Value]] = [set() for _ in rows]  # and not used
+        self.ever: list[set[Value]] = [set() for _ in rows]  # made here, or posted
+        self.arrived: list[set[Value]] = [set() for _ in rows]
+        self.sent: list[set[tuple[Value, int]]] = [set() for _ in rows]  # and not released
+        self.channels: dict[tuple[int, int, Content], list[Value]] = {}
+
+    def sound(self) -> bool:
+        try:
+            while sum(self.go_on(rank) for rank in range(len(self.rows))):
+                pass
+        except BrokenError:
+            return False
+        ended = all(at == len(row) for at, row in zip(self.at, self.rows, strict=True))
+        own = [{value for value in own if value.content is not Content.WEIGHT_GRADIENT} for own in self.own]
+        return ended and not any((*own, *self.posted, *self.sent, *self.channels.values()))
+
+    def go_on(self, rank: int) -> int:
+        """How many more instructions the rank could run."""
+        start = self.at[rank]
+        while self.at[rank] < len(self.rows[rank]) and self.run(rank, self.rows[rank][self.at[rank]]):
+            self.at[rank] += 1
+        return self.at[rank] - start
+
+    def run(self, rank: int, step: Instruction) -> bool:
+        match step:
+            case Recv(value, peer):
+                require(value not in self.ever[rank])
+                self.ever[rank].add(value)
+                self.posted[rank].add(value)
+                self.channels.setdefault((peer, rank, value.content), []).append(value)
+            case Send(value, peer):
+                require(value in self.own[rank])
+                posted = self.channels.get((rank, peer, value.content), [])
+                if not posted:
+                    return False
+                require(posted.pop(0) == value)
+                self.own[rank].remove(value)
+                self.arrived[peer].add(value)
+                self.sent[rank].add((value, peer))
+            case Release(value, peer):
+                require((value, peer) in self.sent[rank])
+                self.sent[rank].remove((value, peer))
+            case Compute():
+                return self.compute(rank, of(step))
+        return True
+
+    def compute(self, rank: int, actions: tuple[Action, ...]) -> bool:
+        wanted = [value for action in actions for value in self.needs(action)]
+        require(all(value in self.own[rank] | self.posted[rank] for value in wanted))
+        if not all(value in self.own[rank] | self.arrived[rank] for value in wanted):
+            return False
+        for value in wanted:
+            (self.own if value in self.own[rank] else self.posted)[rank].remove(value)
+        for value in (value for action in actions for value in self.makes(action)):
+            require(value not in self.made and value not in self.ever[rank])
+            self.made.add(value)
+            self.ever[rank].add(value)
+            self.own[rank].add(value)
+        return True
+
+    def needs(self, action: Action) -> list[Value]:
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is Kind.W:
+            return [Value(Content.DEFERRED, stage, microbatch)]
+        if action.kind is Kind.R:
+            return [Value(Content.WEIGHT_GRADIENT, stage, microbatch)]
+        if action.kind is Kind.F:
+            return [Value(Content.ACTIVATION, stage - 1, microbatch)] if stage else []
+        later = [Value(Content.GRADIENT, stage + 1, microbatch)] if stage + 1 < self.stages else []
+        return [*later, Value(Content.SAVED, stage, microbatch)]
+
+    def makes(self, action: Action) -> list[Value]:
+        stage, microbatch = action.stage, action.microbatch
+        contents = []
+        if action.kind is Kind.F:
+            contents += [Content.ACTIVATION] * (stage + 1 < self.stages) + [Content.SAVED] * self.trained
+        elif action.kind in (Kind.B, Kind.I):
+            contents += [Content.GRADIENT] * (stage > 0) + [Content.DEFERRED] * (action.kind is Kind.I)
+        if action.kind in (Kind.B, Kind.W):
+            contents += [Content.WEIGHT_GRADIENT] * self.reduced
+        return [Value(content, stage, microbatch) for content in contents]
+
+
+def of(step: Compute) -> tuple[Action, ...]:
+    return actions_of(step.entry)
+
+
+def require(fine: bool) -> None:
+    if not fine:
+        raise BrokenError
+
+
+def changed(rows: Rows, rank: int, steps: Steps) -> Rows:
+    return (*rows[:rank], steps, *rows[rank + 1 :])
+
+
+def places(rows: Rows) -> Iterator[tuple[int, int, Instruction]]:
+    for rank, row in enumerate(rows):
+        for position, step in enumerate(row):
+            yield rank, position, step
+
+
+def dropped(rows: Rows) -> Iterator[Rows]:
+    for rank, position, _ in places(rows):
+        yield changed(rows, rank, rows[rank][:position] + rows[rank][position + 1 :])
+
+
+def duplicated(rows: Rows) -> Iterator[Rows]:
+    for rank, position, step in places(rows):
+        yield changed(rows, rank, (*rows[rank][:position], step, *rows[rank][position:]))
+        yield changed(rows, rank, (*rows[rank], step))
+
+
+def swapped(rows: Rows) -> Iterator[Rows]:
+    for rank, row in enumerate(rows):
+        for first, second in combinations(range(len(row)), 2):
+            order = list(row)
+            order[first], order[second] = order[second], order[first]
+            yield changed(rows, rank, tuple(order))
+
+
+def moved(rows: Rows) -> Iterator[Rows]:
+    """To another place of the same program, and to another rank's."""
+    for rank, position, step in places(rows):
+        without = changed(rows, rank, rows[rank][:position] + rows[rank][position + 1 :])
+        for target, to in ((rank, position // 2), (rank, position + 3), ((rank + 1) % len(rows), position)):
+            yield changed(without, target, (*without[target][:to], step, *without[target][to:]))
+
+
+def retargeted(rows: Rows) -> Iterator[Rows]:
+    for rank, position, step in places(rows):
+        if not isinstance(step, Compute):
+            for peer in {*range(len(rows) + 1)} - {step.peer}:
+                yield changed(
+                    rows, rank, (*rows[rank][:position], replace(step, peer=peer), *rows[rank][position + 1 :])
+                )
+
+
+def revalued(rows: Rows) -> Iterator[Rows]:
+    """Another content, stage, or microbatch, also ones that do not exist."""
+    for rank, position, step in places(rows):
+        if not isinstance(step, Compute):
+            value = step.value
+            others = [value._replace(content=content) for content in Content]
+            others += [value._replace(stage=stage) for stage in (value.stage + 1, 9)]
+            others += [value._replace(microbatch=microbatch) for microbatch in (value.microbatch + 1, 9)]
+            for other in others:
+                if other != value:
+                    mutant = replace(step, value=other)
+                    yield changed(rows, rank, (*rows[rank][:position], mutant, *rows[rank][position + 1 :]))
+
+
+def programs_of(rows: Rows) -> list[Program]:
+    return [Program(rank, steps, 0) for rank, steps in enumerate(rows)]
+
+
+def subjects() -> Iterator[Schedule]:
+    for name in SCHEDULES:
+        yield make_schedule(name, ranks=2, microbatches=3)
+        yield make_schedule(name, ranks=4, microbatches=2)
+        yield make_schedule(name, ranks=2, microbatches=3).with_reductions()
+    yield make_schedule("interleaved-1f1b", ranks=2, microbatches=2).forward_only()
+    yield from (PAIRED, CROSSED)
+    yield from (schedule.with_reductions() for schedule in (PAIRED, CROSSED))
+
+
+@pytest.mark.parametrize("mutate", [dropped, duplicated, swapped, moved, retargeted, revalued])
+@pytest.mark.parametrize("schedule", list(subjects()), ids=lambda schedule: f"{schedule.name} {len(schedule.rows)}")
+def test_programs_are_verified_as_they_run(schedule: Schedule, mutate: Mutation) -> None:
+    """All mutants of the two by hand, and at most 100 of every kind of the others."""
+    rows = tuple(program.instructions for program in lower(schedule))
+    assert Oracle(rows).sound()
+    assert verify_programs(programs_of(rows)) == []
+    mutants = list(mutate(rows))
+    if schedule not in (PAIRED, CROSSED):
+        mutants = random.Random(0).sample(mutants, min(100, len(mutants)))
+    refused = 0
+    for mutant in mutants:
+        violations = verify_programs(programs_of(mutant))
+        assert (violations == []) == Oracle(mutant).sound(), "\n".join(map(str, mutant))
+        assert len(set(violations)) == len(violations), "one violation is listed twice"
+        refused += bool(violations)
+    assert refused
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_need_no_buffers_whatever_they_were_priced_at(name: str, seed: int) -> None:
+    draw = random.Random(f"{name} {seed}")
+    schedule = make_schedule(name, ranks=2 * draw.randint(1, 3), microbatches=draw.randint(1, 9))
+    stages = range(schedule.placement.num_stages)
+    passes = [tuple(draw.choice([0.0, 0.1, 1.0, 5.0]) for _ in stages) for _ in range(3)]
+    programs = lower(schedule, CostModel(*passes, latency=draw.choice([0.0, 1.0, 20.0])))
+    assert verify_programs(programs) == []
+    assert Oracle(tuple(program.instructions for program in programs)).sound()
+
+
+def two_ranks(first: str, second: str) -> list[Program]:
+    """From cells like 0F0 and `s a0.0`: send, receive (r) or release (x) an activation or gradient of the other."""
+    kinds = {"s": Send, "r": Recv, "x": Release}
+    contents = {"a": Content.ACTIVATION, "g": Content.GRADIENT}
+
+    def step(cell: str, rank: int) -> Instruction:
+        kind, _, value = cell.partition(" ")
+        if not value:
+            return Compute(Action.parse(cell))
+        stage, microbatch = value[1:].split(".")
+        return kinds[kind](Value(contents[value[0]], int(stage), int(microbatch)), 1 - rank)
+
+    rows = (first, second)
+    return [Program(rank, tuple(step(cell, rank) for cell in row.split(", ")), 0) for rank, row in enumerate(rows)]
+
+
+def test_a_send_that_needs_a_buffer_is_a_deadlock() -> None:
+    """Both ranks send before they post; each would go on if a send did not wait."""
+    programs = two_ranks(
+        "0F0, s a0.0, r a0.1, 1F1, x a0.0",
+        "0F1, s a0.1, r a0.0, 1F0, x a0.1",
+    )
+    (violation,) = verify_programs(programs)
+    assert str(violation) == (
+        "rank 0, position 1: deadlock: send of the activation of stage 0, microbatch 0 (rank 0) -> "
+        "receive of the activation of stage 0, microbatch 1 (rank 0) -> "
+        "send of the activation of stage 0, microbatch 1 (rank 1) -> "
+        "receive of the activation of stage 0, microbatch 0 (rank 1) -> "
+        "send of the activation of stage 0, microbatch 0 (rank 0); "
+        "expected an order that needs no buffers: here a send waits until its receive is posted"
+    )
+
+
+def test_a_wait_for_what_is_not_sent_is_a_deadlock_with_buffers_too() -> None:
+    programs = two_ranks(
+        "r g1.0, 0F0, 0B0, s a0.0, x a0.0",
+        "r a0.0, 1F0, 1B0, s g1.0, x g1.0",
+    )
+    (violation,) = verify_programs(programs)
+    assert violation.problem == (
+        "deadlock: 0B0 (rank 0) -> send of the activation of stage 0, microbatch 0 (rank 0) -> 1F0 (rank 1) -> "
+        "send of the gradient of stage 1, microbatch 0 (rank 1) -> 0B0 (rank 0)"
+    )
+    assert violation.expected == "an order in which no instruction waits for itself"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "messages"),
+    [
+        ("0F0, s a0.0, x a0.0", "1F0, r a0.0", [
+            "rank 1, position 0: 1F0 needs the activation of stage 0, microbatch 0, neither made nor received before; "
+            "expected that it is there, for one use",
+            "rank 1, position 1: the activation of stage 0, microbatch 0 is there; "
+            "expected that it is used or sent later",
+        ]),
+        ("s a0.0, 0F0, x a0.0", "r a0.0, r a0.0, 1F0", [
+            "rank 0, position 0: send of the activation of stage 0, microbatch 0 to rank 1, not made before; "
+            "expected that it was made for one use",
+            "rank 0, position 2: release of the activation of stage 0, microbatch 0; "
+            "expected that it was sent to rank 1 and is not released",
+            "rank 0, position 1: the activation of stage 0, microbatch 0 is there; "
+            "expected that it is used or sent later",
+            "rank 1, position 1: receive of the activation of stage 0, microbatch 0 from rank 0, which is there; "
+            "expected every value once",
+            "rank 1, position 1: activation 1 from rank 0 to rank 1: sent is the end, received is the activation of "
+            "stage 0, microbatch 0; expected both ends to list the same values in the same order",
+        ]),
+        ("0F0, s a0.0, s a0.0, 0F0, x a0.0", "r a0.0, 1F0", [
+            "rank 0, position 2: send of the activation of stage 0, microbatch 0 to rank 1, used or sent before; "
+            "expected that it was made for one use",
+            "rank 0, position 3: 0F0 makes the activation of stage 0, microbatch 0 again; "
+            "expected every value made once",
+            "rank 0, position 2: activation 1 from rank 0 to rank 1: sent is the activation of stage 0, microbatch 0, "
+            "received is the end; expected both ends to list the same values in the same order",
+        ]),
+        ("0F0, 0F1, s a0.0, s a0.1, x a0.0", "r a0.1, r a0.0, 1F0, 1F1", [
+            "rank 0, position 3: send of the activation of stage 0, microbatch 1 to rank 1; "
+            "expected that it is released later",
+            "rank 1, position 0: activation 0 from rank 0 to rank 1: sent is the activation of stage 0, microbatch 0, "
+            "received is the activation of stage 0, microbatch 1; expected both ends to list the same values in the "
+            "same order",
+        ]),
+    ],
+)  # fmt: skip
+def test_all_that_is_wrong_is_listed_with_its_place(first: str, second: str, messages: list[str]) -> None:
+    assert [str(violation) for violation in verify_programs(two_ranks(first, second))] == messages
