@@ -20,7 +20,7 @@ import os, sys
 import torch
 from torch.utils.data import TensorDataset
 
-import pipeflow.training as colossalai
+import pipeflow.colossalai as colossalai
 import pipeflow.training as utils
 from pipeflow.colossalai.amp import AMP_TYPE
 from pipeflow.colossalai.context import ParallelMode

@@ -26,7 +26,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import pipeflow
-import pipeflow.training as colossalai
+import pipeflow.colossalai as colossalai
 import pipeflow.training as utils
 from pipeflow import PipelineSharedModuleWrapper, partition_uniform
 from pipeflow.colossalai import nn as col_nn
