@@ -93,6 +93,42 @@ def test_floors_have_no_cycle() -> None:
         order += ready
 
 
+def shadowing(package: Path) -> set[str]:
+    """The names of a package that hide a module of it: after `import a.b`, `a.b` would be something else."""
+    modules = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    own = ".".join(package.relative_to(PACKAGE.parent).parts)
+    bound: set[str] = set()
+    for node in ast.parse((package / "__init__.py").read_text()).body:
+        match node:
+            case ast.ImportFrom(module, names):
+                modules -= {name.name for name in names if module == own}  # the modules themselves
+                bound |= {name.asname or name.name for name in names}
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                bound.add(name)
+            case ast.Assign(targets, ast.List(elements)):
+                bound |= {target.id for target in targets if isinstance(target, ast.Name)}
+                bound |= {each.value for each in elements if isinstance(each, ast.Constant)}  # those of __all__
+            case ast.Assign(targets):
+                bound |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case _:
+                pass
+    return bound & modules
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: str(path.parent.name))
+def test_no_name_of_a_package_hides_a_module_of_it(path: Path) -> None:
+    assert shadowing(path.parent) == set()
+
+
+def test_the_guard_sees_what_hides_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.test_layers.PACKAGE", tmp_path)
+    for name in ("made", "listed", "defined", "said", "fine", "own"):
+        (tmp_path / f"{name}.py").touch()
+    source = "from .made import made\ndef defined(): ...\nsaid: int = 1\nlisted = [1]\n__all__ = ['listed', 'own']\n"
+    (tmp_path / "__init__.py").write_text(source + f"from {tmp_path.name} import own\n")
+    assert shadowing(tmp_path) == {"made", "defined", "said", "listed"}
+
+
 def test_the_guard_sees_every_form_of_import(tmp_path: Path) -> None:
     source = """
 import os.path, torch.nn

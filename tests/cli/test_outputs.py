@@ -144,7 +144,7 @@ def test_a_schedule_that_is_made_for_costs_gets_them(
         seen.update(cost=cost, memory_cap=memory_cap)
         return replace(make_schedule("zb-h1", ranks=ranks, microbatches=microbatches), name="zb-auto")
 
-    for module in ("pipeflow.schedules", "pipeflow.cli.options", "pipeflow.cli.plans", "pipeflow.cli.verify"):
+    for module in ("pipeflow.schedules.registry", "pipeflow.cli.options", "pipeflow.cli.plans", "pipeflow.cli.verify"):
         monkeypatch.setattr(f"{module}.SCHEDULES", {**SCHEDULES, "zb-auto": searched})
     assert "zb-auto" in out(capsys, "draw", "zb-auto", "--forward", 3, "--memory-cap", 2.5, "--microbatches", 5)
     assert seen["memory_cap"] == 2.5
