@@ -12,6 +12,7 @@ from pipeflow.cli import compare, diff, draw, export, plan, simulate, verify
 from pipeflow.cli import list as list_
 from pipeflow.cli.options import Parser
 from pipeflow.core.errors import UsageError
+from pipeflow.core.text import printable
 
 EXAMPLES = """\
 examples:
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(message: str) -> int:
-    print(f"pipeflow: error: {' '.join(message.split())}", file=sys.stderr)
+    line = " ".join(map(str.strip, message.split("\n")))
+    print(f"pipeflow: error: {printable(line)}", file=sys.stderr)
     return 2
 
 

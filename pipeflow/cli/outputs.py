@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipeflow.cli.files import STANDARD_OUTPUT, write
 from pipeflow.cli.options import Parser, flag
 from pipeflow.core.errors import UsageError
+from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -52,11 +53,14 @@ def write_drawings(paths: dict[str, str], *timelines: Timeline, unit: str, facto
 
 
 def show(*renderables: RenderableType) -> None:
-    """Prints to standard output, with the colours that it has, a line at a time."""
+    """Prints to standard output, with the colours that it has, a line at a time. A string is one line, and is printed
+    with its control characters escaped; drawings see to theirs.
+    """
     from rich.console import Console
 
     console = Console(highlight=False)
     with console.capture() as capture:
         for renderable in renderables:
-            console.print(renderable, markup=False, crop=False)
+            safe = printable(renderable) if isinstance(renderable, str) else renderable
+            console.print(safe, markup=False, crop=False)
     sys.stdout.writelines(capture.get().splitlines(keepends=True))

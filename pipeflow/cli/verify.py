@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipeflow.cli.options import cost_options, family_options, schedule_argument, schedule_options
 from pipeflow.cli.plans import Asked, plan, violations_of
+from pipeflow.core.text import printable
 from pipeflow.schedules import SCHEDULES, options_of
 
 if TYPE_CHECKING:
@@ -33,12 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
     schedule = plan(name, asked).schedule
     violations = violations_of(schedule, arguments.memory_cap)
     for violation in violations:
-        print(violation)
+        print(printable(str(violation)))
     if violations:
         return 1
     placement = schedule.placement
     print(
-        f"{schedule.name} is sound: {placement.num_ranks} ranks, {placement.num_stages} stages, "
+        f"{printable(schedule.name)} is sound: {placement.num_ranks} ranks, {placement.num_stages} stages, "
         f"{schedule.num_microbatches} microbatches"
     )
     return 0

@@ -6,10 +6,11 @@ from pipeflow.draw.files.perfetto import perfetto
 from pipeflow.draw.files.scatter_svg import scatter_svg
 from pipeflow.draw.files.svg import svg
 from pipeflow.draw.page.html import html
+from pipeflow.draw.plane import Axis, Point
 from pipeflow.draw.terminal.comparison import Comparison
 from pipeflow.draw.terminal.gantt import Gantt
 from pipeflow.draw.terminal.path import CriticalPath
-from pipeflow.draw.terminal.scatter import Axis, Point, Scatter
+from pipeflow.draw.terminal.scatter import Scatter
 from pipeflow.draw.terminal.table import Table
 from pipeflow.draw.terminal.text import picture
 

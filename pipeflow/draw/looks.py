@@ -92,7 +92,7 @@ def escaped(text: str) -> str:
     return escape(_UNWRITABLE.sub("\ufffd", text))
 
 
-_UNWRITABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_UNWRITABLE = re.compile("[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def several(timelines: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:

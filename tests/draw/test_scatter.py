@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeflow.draw import Axis, Point, Scatter, Table, scatter_svg
-from pipeflow.draw.terminal.scatter import front, place_labels
+from pipeflow.draw.plane import front, place_labels
 from tests.draw.test_gantt import draw
 
 X, Y = Axis("memory", "{:.4g}".format), Axis("bubble", "{:.0%}".format)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from pipeflow.draw.terminal.scatter import Axis, Point, front, place_labels
+from pipeflow.draw.plane import Axis, Point, front, place_labels
 
 WIDTH, HEIGHT = 720, 460
 LEFT, TOP, RIGHT, BOTTOM = 78, 52, 690, 392

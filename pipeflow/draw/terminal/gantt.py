@@ -9,6 +9,7 @@ from typing import final
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import fit, heights, lines, num_chunks, round_half_up
 from pipeflow.draw.looks import kinds
@@ -72,7 +73,7 @@ def stacked(
     horizon = max(timeline.makespan for timeline in timelines)
     scale = fit(timelines, room)
     for title, timeline in zip(titles, timelines, strict=True):
-        yield Text(title, "bold")
+        yield Text(printable(title), "bold")
         yield _line(" " * margin, (axis(horizon, scale, room, unit), "bright_black"))
         yield from _rows(timeline, scale, margin, painter, kept)
         yield from _flowed(([(part, "")] for part in measures(timeline, unit).split("  ")), options.max_width, gap=2)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pipeflow.core.action import Action
 from pipeflow.core.span import Cause
+from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import num_chunks
 from pipeflow.draw.measures import Unit, heading, path_times
@@ -64,7 +65,7 @@ class CriticalPath:
         unit = Unit(self.unit, self.factor)
         by_rank, reducing, waiting = path_times(self.timeline)
         painter = painter_for(num_chunks(self.timeline), console, options)
-        yield Text(f"critical path of {heading(self.timeline)}", "bold")
+        yield Text(f"critical path of {printable(heading(self.timeline))}", "bold")
         at = f"at {self.unit}".rstrip()
         titles = at, "waited" * bool(waiting), "after", "rank", Text("runs")
         folds = folded(stretches(self.timeline))

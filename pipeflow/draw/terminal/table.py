@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
+
+from pipeflow.core.text import printable
 
 BEST = "bold green"
 GAP = 2  # between columns, the mark of a cell included
@@ -26,6 +28,10 @@ class Table:
     best: frozenset[tuple[int, int]] = frozenset()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        titles = ["\n".join(map(printable, title.split("\n"))) for title in self.titles]
+        yield from replace(self, titles=titles, rows=[[*map(printable, row)] for row in self.rows])._drawn(options)
+
+    def _drawn(self, options: ConsoleOptions) -> Iterator[Text]:
         columns = list(zip(self.titles, *self.rows, strict=True))
         widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
         for number, group in enumerate(_groups(widths, options.max_width)):
