@@ -76,7 +76,7 @@ class DeferringLinear(Deferring, nn.Linear):
 
 class _DeferringConvolution(Deferring, nn.modules.conv._ConvNd):
     def forward(self, input: Tensor) -> Tensor:
-        given = self._given()
+        given = None if self.weight.is_complex() else self._given()
         if given is None:
             return self._conv_forward(input, self.weight, self.bias)
         batched = input.dim() == self.weight.dim()
@@ -126,7 +126,7 @@ class _Linear(Function):
         input, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])  # shared by all three products
         hand_over(ctx, LinearProduct(ctx.given.weight, ctx.given.trained_bias, input, rows))
-        return None, rows.mm(weight).view(input.shape) if ctx.needs_input_grad[1] else None, None
+        return None, rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[1] else None, None
 
 
 class _Convolution(Function):
@@ -175,7 +175,7 @@ def _begin(ctx: Any, input: Tensor, given: Given) -> tuple[Tensor, Tensor, Tenso
 def lowered(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands in autocast's dtype, where that is on."""
     # Cast here: autocast would keep its cast of the weight, made without a graph, for other users of the weight.
-    if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64:
+    if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64 and not input.is_complex():
         dtype = torch.get_autocast_dtype(input.device.type)
         return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return input, weight, bias

@@ -50,7 +50,7 @@ class LinearProduct(Product):
 
     def __call__(self) -> None:
         input, gradient = self.release()
-        rows = input.reshape(gradient.shape[0], input.shape[-1])
+        rows = input.reshape(gradient.shape[0], input.shape[-1]).conj()  # itself, unless it is complex
         grad = self.weight.grad
         if _takes_products(grad, self.weight, gradient):
             grad.addmm_(gradient.t(), rows)

@@ -16,8 +16,8 @@ Finish = Callable[[], Tensor]
 
 def start_sum(group: Group, tensor: Tensor) -> Finish:
     """Starts to compute the sum over the ranks of `tensor`, which is the caller's own and is written to."""
-    total = tensor.contiguous()
-    work = group.all_reduce(total)
+    total = _plain(tensor)
+    work = group.all_reduce(_numbers(total))
 
     def finish() -> Tensor:
         work.wait()
@@ -29,9 +29,9 @@ def start_sum(group: Group, tensor: Tensor) -> Finish:
 def start_gather(group: Group, part: Tensor, dim: int) -> Finish:
     """Starts to collect every rank's `part`, one after the other along `dim`."""
     dim %= part.dim()
-    part = part.contiguous()
+    part = _plain(part)
     whole = part.new_empty(group.size, *part.shape)
-    work = group.all_gather(whole.view(-1), part.view(-1))
+    work = group.all_gather(_numbers(whole).view(-1), _numbers(part).view(-1))
 
     def finish() -> Tensor:
         work.wait()
@@ -47,9 +47,9 @@ def start_sum_scatter(group: Group, whole: Tensor, dim: int) -> Finish:
     """
     dim %= whole.dim()
     length = piece_length(whole, dim, group.size)
-    pieces: Tensor = whole.unflatten(dim, (group.size, length)).movedim(dim, 0).contiguous()
+    pieces = _plain(whole.unflatten(dim, (group.size, length)).movedim(dim, 0))
     piece = pieces.new_empty(pieces.shape[1:])
-    work = group.reduce_scatter(piece.view(-1), pieces.view(-1))
+    work = group.reduce_scatter(_numbers(piece).view(-1), _numbers(pieces).view(-1))
 
     def finish() -> Tensor:
         work.wait()
@@ -88,3 +88,13 @@ def piece_length(whole: Tensor, dim: int, pieces: int) -> int:
             f"{pieces} tensor ranks: pad its {length} entries to a multiple of {pieces}"
         )
     return length // pieces
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor contiguous, with no conjugate or sign left to apply: it is sent as it lies in memory."""
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers, which every backend can exchange."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

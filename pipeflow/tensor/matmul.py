@@ -78,7 +78,7 @@ class _Column(Function):
         rows = gradient.reshape(-1, weight.shape[0])
         finish: Finish | None = None
         if ctx.needs_input_grad[1]:
-            finish = _start(ctx.plan, rows.mm(weight).view(input.shape))
+            finish = _start(ctx.plan, rows.mm(weight.conj()).view(input.shape))
         of_weight, of_bias = _weight_gradients(ctx, input, rows)
         return None, None if finish is None else finish(), of_weight, of_bias, None
 
@@ -110,7 +110,7 @@ class _Row(Function):
             gradient = gathered(ctx.plan.group, gradient, SEQUENCE)
         rows = gradient.reshape(-1, weight.shape[0])
         of_weight, of_bias = _weight_gradients(ctx, input, rows)
-        of_input = rows.mm(weight).view(input.shape) if ctx.needs_input_grad[1] else None
+        of_input = rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[1] else None
         return None, of_input, of_weight, of_bias, None
 
 
@@ -136,5 +136,5 @@ def _weight_gradients(ctx: Any, input: Tensor, rows: Tensor) -> tuple[Tensor | N
     if torch.is_grad_enabled():
         raise UsageError("a backward with create_graph=True cannot run through a tensor-parallel linear layer")
     _, _, wants_weight, wants_bias, _ = ctx.needs_input_grad
-    of_weight = rows.t().mm(input.reshape(rows.shape[0], input.shape[-1])) if wants_weight else None
+    of_weight = rows.t().mm(input.reshape(rows.shape[0], input.shape[-1]).conj()) if wants_weight else None
     return of_weight, rows.sum(0) if wants_bias else None

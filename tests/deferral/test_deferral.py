@@ -132,6 +132,22 @@ def test_what_cannot_defer_is_left_as_it_is(case: Case) -> None:
     assert all(parameter.grad is not None for parameter in module.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+@pytest.mark.parametrize("case", [linear("complex", lambda: normal(3, 5)), conv(2, "complex")], ids=str)
+def test_a_layer_that_became_complex_has_the_gradients_of_torchs(case: Case) -> None:
+    plain, mine = case.module(torch.float64), case.module(torch.float64)
+    defer_weight_gradients(mine)
+    found = []
+    for module in (plain, mine):
+        module.to(torch.complex128)
+        real, imaginary = case.input(), case.input().flip(0)
+        input = torch.complex(real, imaginary).requires_grad_()
+        output = module(input)
+        output.backward(torch.complex(output.detach().imag, output.detach().real))
+        found.append(gradients(module, input))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_a_frozen_weight_has_no_product_and_a_frozen_bias_no_gradient() -> None:
     for frozen in ("weight", "bias"):
         module = nn.Linear(5, 4)

@@ -137,6 +137,31 @@ def test_a_classifier_shares_a_weight(size: int) -> None:
     assert set(on_ranks(size, rank)) == {(True, 1)}
 
 
+@SIZED
+@pytest.mark.parametrize("deferring", [False, True], ids=["plain", "deferring"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_complex_layers(size: int, deferring: bool, autocast: bool) -> None:
+    """Gradients are conjugates of what the forward multiplied with; autocast leaves complex numbers as they are."""
+    complex128 = {"dtype": torch.complex128}
+    native = nn.Sequential(seeded(nn.Linear, 8, 12, **complex128), seeded(nn.Linear, 12, 8, **complex128))
+    input, gradient = (torch.complex(normal(2, 4, 8, seed=seed), normal(2, 4, 8, seed=seed + 1)) for seed in (0, 2))
+    output, of_input = backward(native, input, gradient)
+
+    def rank() -> None:
+        column = ColumnParallelLinear.from_native_module(native[0], gather_output=True)
+        pair = nn.Sequential(column, RowParallelLinear.from_native_module(native[1], input_is_parallel=False))
+        if deferring:
+            defer_weight_gradients(pair)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            mine, gradient_of_input = backward(pair, input.conj().resolve_conj().conj(), gradient)
+        require_near(mine, output)
+        require_near(gradient_of_input, of_input)
+        require_parts(pair[0], native[0])
+        require_parts(pair[1], native[1])
+
+    on_ranks(size, rank)
+
+
 @pytest.mark.parametrize("frozen", ["weight", "bias", "both", "input"])
 def test_frozen_parameters_and_inputs(frozen: str) -> None:
     native, input = whole_linear(8), normal(3, 8).requires_grad_(frozen != "input")

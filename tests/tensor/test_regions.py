@@ -21,6 +21,7 @@ from pipeflow.tensor import (
     scatter_to_sequence_region,
     scatter_to_tensor_region,
 )
+from pipeflow.testing import run_processes
 from tests.tensor.ranks import normal, on_ranks, require_near
 
 SIZE, SHAPE = 3, (2, 6, 3)
@@ -80,6 +81,20 @@ def test_regions(region: Region, forward: Formula, backward: Formula, alike_in: 
         require_near(input.grad, expected[group.rank])
 
     on_ranks(SIZE, rank)
+
+
+def conjugates_are_sent_as_numbers() -> None:
+    inputs = [torch.complex(normal(*SHAPE, seed=rank), normal(*SHAPE, seed=rank + 2)) for rank in range(2)]
+    group = current_context().tensor
+    for region, whole in ((reduce_from_tensor_region, inputs[0] + inputs[1]), (gather_from_tensor_region, None)):
+        output = region(inputs[group.rank].conj(), group)
+        require_near(output, (torch.cat(inputs, -1) if whole is None else whole).conj())
+    piece = reduce_scatter_to_sequence_region(inputs[group.rank].conj(), group)
+    require_near(piece, (inputs[0] + inputs[1]).chunk(2, 1)[group.rank].conj())
+
+
+def test_conjugates_are_sent_as_numbers_over_gloo() -> None:
+    run_processes(conjugates_are_sent_as_numbers, 2, tensor=2)
 
 
 @pytest.mark.parametrize("region", [region for region, *_ in REGIONS])
