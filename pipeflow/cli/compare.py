@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from pipeflow.analysis.measures import Measures
+from pipeflow.cli.columns import COLUMNS, Column
 from pipeflow.cli.files import write
-from pipeflow.cli.measures import COLUMNS, Column, Measures, size
 from pipeflow.cli.options import cost_options, schedule_options
 from pipeflow.cli.outputs import show
 from pipeflow.cli.plans import Asked, Plan, sound_plan
@@ -125,6 +126,6 @@ def _scatter(found: Found) -> Scatter:
 
     kept = COLUMNS["activations" if any(measures.peak_bytes is None for measures in found.values()) else "bytes"]
     lost = COLUMNS["makespan-bubble"]
-    axes = [Axis(" ".join(each.title.split()), each.text, 1024 if each.text is size else 10) for each in (kept, lost)]
+    axes = [Axis(" ".join(each.title.split()), each.text, each.base) for each in (kept, lost)]
     points = [Point(name, kept.of(each) or 0.0, lost.of(each) or 0.0) for name, each in found.items()]
     return Scatter(points, *axes)

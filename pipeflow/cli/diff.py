@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pipeflow.analysis.measures import Measures
+from pipeflow.cli.columns import COLUMNS
 from pipeflow.cli.costs import Costs
-from pipeflow.cli.measures import COLUMNS, Measures
-from pipeflow.cli.moves import moved_lines
+from pipeflow.cli.differences import difference_lines
 from pipeflow.cli.options import cost_options, schedule_options, unit_options
 from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
 from pipeflow.cli.plans import Asked, Plan, is_file, sound_plan
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pipeflow.draw import Comparison
     from pipeflow.draw.measures import Unit
 
-    lines = moved_lines(plans[0].schedule, plans[1].schedule)
+    lines = difference_lines(plans[0].schedule, plans[1].schedule)
     table = _table(names, plans, timelines, Unit(unit, factor))
     picture = Comparison(*timelines, unit, factor, titles, arguments.memory)
     show(*lines, "", table, *_ratio(timelines, measured), "", picture)

@@ -8,12 +8,12 @@ from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.costs import Costs
-from pipeflow.cli.measures import number, percent, size
 from pipeflow.cli.options import family_options, flag
 from pipeflow.cli.outputs import show
 from pipeflow.cli.plans import Asked, is_file, sound_plan
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.planning.plan import Plan, RankPlan, plan
 from pipeflow.planning.setup import PRECISIONS, Setup
 from pipeflow.planning.transformer import GPT, GPT_PRESETS
@@ -150,8 +150,8 @@ def _table(found: Plan) -> Table:
             str(rank.rank),
             str(rank.layers),
             _count(rank.parameters),
-            *map(size, (rank.weight_bytes + rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)),
-            size(rank.peak_bytes),
+            *map(bytes_text, (rank.weight_bytes + rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)),
+            bytes_text(rank.peak_bytes),
             percent(rank.idle),
         ]
         for rank in found.ranks
@@ -162,8 +162,8 @@ def _table(found: Plan) -> Table:
 def _totals(found: Plan) -> Iterator[str]:
     """The highest peak, how long a step takes, its bubble."""
     highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
-    again = f", of which {size(highest.recomputed_bytes)} for the layer being computed again"
-    yield f"peak: {size(highest.peak_bytes)} on rank {highest.rank}{again if highest.recomputed_bytes else ''}"
+    again = f", of which {bytes_text(highest.recomputed_bytes)} for the layer being computed again"
+    yield f"peak: {bytes_text(highest.peak_bytes)} on rank {highest.rank}{again if highest.recomputed_bytes else ''}"
     makespan = number(found.timeline.makespan)
     if found.tokens_per_second is None:
         yield f"step: {makespan} times the forward of one layer (--flops gives seconds)"

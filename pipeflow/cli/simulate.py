@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from pipeflow.cli.measures import number, percent, size
 from pipeflow.cli.options import cost_options, schedule_argument, schedule_options, unit_options
 from pipeflow.cli.plans import Asked, sound_plan
+from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.core.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
         "span": time(timeline.span),
         "bubble ratio": f"{round(timeline.bubble_ratio, 4) + 0.0:.4f}",
         "peak activations": " ".join(map(number, timeline.peak_activations)),
-        **({"peak memory": "  ".join(map(size, timeline.peak_bytes))} if timeline.saved_bytes else {}),
+        **({"peak memory": "  ".join(map(bytes_text, timeline.peak_bytes))} if timeline.saved_bytes else {}),
         **({"reductions": each} if timeline.reductions else {}),
         "critical path": f"computing {time(sum(by_rank))}, {reduced}waiting {time(waiting)} ({part})",
         "  by rank": " ".join(f"{each * factor:.4g}" for each in by_rank),

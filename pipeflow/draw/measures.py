@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
+from pipeflow.core.text import number, percent
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import num_chunks, round_half_up
 from pipeflow.draw.looks import reduction_time
@@ -20,8 +21,7 @@ class Unit:
     factor: float = 1.0
 
     def text(self, time: float) -> str:
-        number = time * self.factor
-        return f"{number:{'.4g' if number < 9999.5 else '.0f'}} {self.name}".rstrip()
+        return f"{number(time * self.factor)} {self.name}".rstrip()
 
 
 def axis(horizon: float, scale: float, width: int, unit: Unit) -> str:
@@ -71,11 +71,6 @@ def measures(timeline: Timeline, unit: Unit) -> str:
         parts.append(f"reductions {unit.text(time)}, exposed {unit.text(timeline.exposed_reduction)}")
     parts += [f"bubble {percent(timeline.bubble_ratio)}", f"peak activations {_peaks(timeline.peak_activations)}"]
     return "  ".join(parts)
-
-
-def percent(ratio: float) -> str:
-    """A part of the whole, as people write it, without a sign for what is only rounding."""
-    return f"{ratio if abs(ratio) >= 5e-4 else 0.0:.1%}"
 
 
 class PathTimes(NamedTuple):

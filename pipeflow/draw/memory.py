@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import final
 
+from pipeflow.core.text import bytes_text
 from pipeflow.core.timeline import Timeline
 
 
@@ -79,12 +80,3 @@ def memory_of(timelines: Sequence[Timeline]) -> Memory:
     amounts = [amount for curve in curves for _, amount in curve]
     whole = all(amount == int(amount) for amount in amounts)
     return Memory(max(amounts, default=0.0), bool(timelines[0].saved_bytes), whole)
-
-
-def bytes_text(number: float) -> str:
-    """As people write sizes: `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if number < 999.5 or unit == "TiB":
-            break
-        number /= 1024
-    return f"{number:.3g} {unit}"

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeflow.analysis.lower import lower
+from pipeflow.analysis.measures import Measures
 from pipeflow.analysis.simulate import simulate
 from pipeflow.cli import main
-from pipeflow.cli.measures import Measures
 from pipeflow.core.program import Send
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.cli.run import error, out

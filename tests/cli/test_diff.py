@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeflow.analysis.simulate import simulate
-from pipeflow.cli.moves import moved_lines
+from pipeflow.cli.differences import difference_lines
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import make_schedule
@@ -23,7 +23,7 @@ def measured(tmp_path: Path) -> Path:
 
 
 def moves(first: str, second: str) -> list[str]:
-    return list(moved_lines(Schedule.from_csv(first, name="one"), Schedule.from_csv(second, name="other")))
+    return list(difference_lines(Schedule.from_csv(first, name="one"), Schedule.from_csv(second, name="other")))
 
 
 def test_the_fewest_actions_that_moved_are_named() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -51,54 +50,3 @@ def _transfers(schedule: Schedule) -> int:
         for action in schedule.actions(rank)
         for value in needs(action, placement.num_stages)
     )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A measure as it is shown. The less the better, in all of them. A `title` may have several lines."""
-
-    field: str
-    title: str
-    text: Callable[[float], str]
-
-    def of(self, measures: Measures) -> float | None:
-        """The number; None where it is not known."""
-        value: float | None = getattr(measures, self.field)
-        return value
-
-    def cell(self, measures: Measures) -> str:
-        """The number as text."""
-        value = self.of(measures)
-        return "" if value is None else self.text(value)
-
-
-def number(value: float) -> str:
-    """Four digits, or all that stand before the point."""
-    return f"{value:{'.4g' if abs(value) < 9999.5 else '.0f'}}"
-
-
-def percent(value: float) -> str:
-    """A part of the whole, as people write it."""
-    from pipeflow.draw.measures import percent
-
-    return percent(value)
-
-
-def size(value: float) -> str:
-    """Bytes, as people write them."""
-    from pipeflow.draw.memory import bytes_text
-
-    return bytes_text(value)
-
-
-COLUMNS = {  # by what --sort calls them
-    "makespan": Column("makespan", "makespan", number),
-    "span": Column("span", "span", number),
-    "bubble": Column("bubble_ratio", "bubble\nof span", percent),
-    "makespan-bubble": Column("makespan_bubble_ratio", "bubble of\nmakespan", percent),
-    "activations": Column("peak_activations", "peak\nactivations", number),
-    "bytes": Column("peak_bytes", "peak\nmemory", size),
-    "copies": Column("weight_copies", "weight\ncopies", number),
-    "transfers": Column("transfers", "transfers", number),
-}

@@ -1,0 +1,98 @@
+"""Difference: what differs between two schedules of one placement, rank by rank."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pipeflow.core.action import Action, Entry, Kind, Pair
+from pipeflow.core.schedule import Schedule
+
+Row = tuple[Entry, ...]
+
+
+class Move(NamedTuple):
+    """An entry, and its positions in both rows."""
+
+    entry: Entry
+    first: int
+    second: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between two rows: the first `position` at which they do, the entries that moved, and those of one
+    row alone. `first` and `second` are the rows.
+    """
+
+    first: Row
+    second: Row
+
+    @property
+    def position(self) -> int:
+        """The first position at which the rows differ."""
+        pairs = enumerate(zip(self.first, self.second, strict=False))
+        return next((index for index, (one, other) in pairs if one != other), min(len(self.first), len(self.second)))
+
+    @property
+    def moves(self) -> list[Move]:
+        """The fewest entries that must move to turn the one order into the other."""
+        place = {entry: position for position, entry in enumerate(self.second)}
+        common = [(entry, position) for position, entry in enumerate(self.first) if entry in place]
+        stay = longest_rising([place[entry] for entry, _ in common])
+        return [Move(entry, position, place[entry]) for entry, position in common if place[entry] not in stay]
+
+    @property
+    def only_first(self) -> list[Entry]:
+        """The entries that the second row does not have."""
+        other = set(self.second)
+        return [entry for entry in self.first if entry not in other]
+
+    @property
+    def only_second(self) -> list[Entry]:
+        """The entries that the first row does not have."""
+        return Difference(self.second, self.first).only_first
+
+
+def differences(first: Schedule, second: Schedule) -> list[Difference | None]:
+    """Per rank, what differs; None where nothing does."""
+    rows = zip(first.rows, second.rows, strict=True)
+    return [None if before == after else Difference(before, after) for before, after in rows]
+
+
+def has_halves(schedule: Schedule) -> bool:
+    """Whether backwards are split, so that some weight gradients have an action of their own."""
+    return any(action.kind is Kind.W for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
+
+
+def without_halves(schedule: Schedule) -> Schedule:
+    """With B for every I, and no W: to be compared with a schedule whose backwards are whole."""
+
+    def whole(action: Action) -> Action:
+        return replace(action, kind=Kind.B) if action.kind is Kind.I else action
+
+    def entry(each: Entry) -> Entry:
+        return whole(each) if isinstance(each, Action) else Pair(each.forward, whole(each.backward))
+
+    rows = tuple(
+        tuple(entry(each) for each in row if not (isinstance(each, Action) and each.kind is Kind.W))
+        for row in schedule.rows
+    )
+    return replace(schedule, rows=rows)
+
+
+def longest_rising(numbers: list[int]) -> set[int]:
+    """The longest subsequence of different numbers that rises, by patience sorting."""
+    tails: list[int] = []  # per length, the least last number of a rising subsequence of that length
+    before: dict[int, int | None] = {}
+    for number in numbers:
+        length = bisect_left(tails, number)
+        before[number] = tails[length - 1] if length else None
+        tails[length : length + 1] = [number]
+    found: set[int] = set()
+    last = tails[-1] if tails else None
+    while last is not None:
+        found.add(last)
+        last = before[last]
+    return found
