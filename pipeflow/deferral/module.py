@@ -34,8 +34,8 @@ def defer_weight_gradients(module: nn.Module) -> Deferral:
     Left as they are: subclasses of these layers, layers with a forward of their own or whose weight is not a plain
     floating-point parameter (a parametrization, a DTensor), embeddings with `sparse` or `max_norm`. Such a layer's
     weight gradient is part of I, and `Deferral.remaining` names it; so is that of a deferring layer under
-    torch.compile. Hooks of a parameter run when its product does. torch.autograd.grad leaves parameters alone as
-    ever, but cannot ask for a deferred one, nor for a graph of the backward.
+    torch.compile. Hooks of a parameter run once per backward, with W or at the end of B. torch.autograd.grad leaves
+    parameters alone as ever, but cannot ask for a deferred one, nor for a graph of the backward.
 
     Calling it again is harmless: the same layers keep their Deferral, and a layer that is also part of another
     module goes to the last caller's; a backward of the other module then computes that layer's gradient at once.

@@ -5,18 +5,21 @@ the Deferral that runs it now or keeps it. What must not live here: the layers t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from pipeflow.core.errors import UsageError
 
 
 class Product(ABC):
-    """The gradient of one layer's weight, and of its bias, from one backward. Called once; it then lets go of what
-    it is made of. `gradient` is that of the layer's output.
+    """The gradient of one layer's weight, and of its bias, from one call of the layer. Called once: adds them to the
+    parameters', and lets go of what it is made of. `gradient` is that of the layer's output.
     """
 
     __slots__ = ("bias", "gradient", "input", "versions", "weight")
@@ -28,8 +31,18 @@ class Product(ABC):
         self.gradient = gradient
         self.versions = (input._version, gradient._version)
 
+    def __call__(self) -> None:
+        for parameter, gradient in self.compute():
+            accumulate(parameter, gradient)
+
     @abstractmethod
-    def __call__(self) -> None: ...
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The gradient of each parameter."""
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether something is to be called with one of the gradients."""
+        return has_hooks(self.weight) or (self.bias is not None and has_hooks(self.bias))
 
     def release(self) -> tuple[Tensor, Tensor]:
         """The input and the gradient, no longer held. Raises UsageError where either was overwritten since."""
@@ -49,15 +62,23 @@ class LinearProduct(Product):
     __slots__ = ()
 
     def __call__(self) -> None:
-        input, gradient = self.release()
-        rows = input.reshape(gradient.shape[0], input.shape[-1]).conj()  # itself, unless it is complex
         grad = self.weight.grad
-        if _takes_products(grad, self.weight, gradient):
-            grad.addmm_(gradient.t(), rows)
-        else:
-            accumulate(self.weight, gradient.t().mm(rows))
+        if not _takes_products(grad, self.weight, self.gradient):
+            super().__call__()
+            return
+        columns, rows = self._factors()
+        grad.addmm_(columns, rows)
         if self.bias is not None:
-            accumulate(self.bias, gradient.sum(0))
+            accumulate(self.bias, columns.sum(1))
+
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
+        columns, rows = self._factors()
+        of_weight = self.weight, columns.mm(rows)
+        return [of_weight] if self.bias is None else [of_weight, (self.bias, columns.sum(1))]
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        input, gradient = self.release()
+        return gradient.t(), input.reshape(gradient.shape[0], input.shape[-1]).conj()  # itself, unless it is complex
 
 
 class ConvolutionProduct(Product):
@@ -76,7 +97,7 @@ class ConvolutionProduct(Product):
         super().__init__(weight, bias, input, gradient)
         self.geometry = geometry
 
-    def __call__(self) -> None:
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
         input, gradient = self.release()
         weight = self.weight.detach().to(gradient.dtype)  # for its shape and layout
         outputs = None if self.bias is None else [gradient.shape[1]]
@@ -84,9 +105,7 @@ class ConvolutionProduct(Product):
         _, of_weight, of_bias = torch.ops.aten.convolution_backward(
             gradient, input, weight, outputs, *self.geometry, wanted
         )
-        accumulate(self.weight, of_weight)
-        if self.bias is not None:
-            accumulate(self.bias, of_bias)
+        return [(self.weight, of_weight)] if self.bias is None else [(self.weight, of_weight), (self.bias, of_bias)]
 
 
 class EmbeddingProduct(Product):
@@ -101,14 +120,40 @@ class EmbeddingProduct(Product):
         self.padding_index = padding_index
         self.scale_by_frequency = scale_by_frequency
 
-    def __call__(self) -> None:
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
         indices, gradient = self.release()
-        accumulate(
-            self.weight,
-            torch.ops.aten.embedding_dense_backward(
-                gradient, indices, self.weight.shape[0], self.padding_index, self.scale_by_frequency
-            ),
-        )
+        rows, backward = self.weight.shape[0], torch.ops.aten.embedding_dense_backward
+        return [(self.weight, backward(gradient, indices, rows, self.padding_index, self.scale_by_frequency))]
+
+
+class Hooked:
+    """The products of one backward whose parameters have hooks. Called once: gives each parameter their sum, so that
+    its hooks run once, as torch runs them.
+    """
+
+    __slots__ = ("__weakref__", "products")
+
+    def __init__(self) -> None:
+        self.products: list[Product] = []
+
+    def add(self, product: Product) -> None:
+        """Raises UsageError where autograd gives the weight another part of its gradient in the same backward."""
+        if torch._C._will_engine_execute_node(get_gradient_edge(product.weight).node):
+            raise UsageError(
+                f"a parameter of shape {tuple(product.weight.shape)} has hooks, and is used by a layer that defers its "
+                "weight gradient and by other code, so that no hook would see its whole gradient: make the layer an "
+                "instance of a subclass of its own, which is left as it is"
+            )
+        self.products.append(product)
+
+    def __call__(self) -> None:
+        sums: dict[nn.Parameter, Tensor] = {}
+        products, self.products = self.products, []
+        for product in products:
+            for parameter, gradient in product.compute():
+                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+        for parameter, gradient in sums.items():
+            accumulate(parameter, gradient)
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -116,7 +161,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     it runs hooks, and knows how the first gradient of a parameter must be laid out.
     """
     grad = parameter.grad
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    if has_hooks(parameter):
         parameter.backward(gradient)
     elif grad is None and gradient.dtype is parameter.dtype and gradient.stride() == parameter.stride():
         parameter.grad = gradient
@@ -130,7 +175,12 @@ def _takes_products(grad: Tensor | None, parameter: nn.Parameter, gradient: Tens
     """Whether a product with `gradient` may be added to the parameter's `grad` while it is computed."""
     if grad is None or grad.dtype is not gradient.dtype or grad.requires_grad or grad.layout is not torch.strided:
         return False
-    return not (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return not has_hooks(parameter)
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something is called with the parameter's gradient, or once it was added."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class Deferral:
@@ -138,6 +188,7 @@ class Deferral:
     backward B; set to a list it collects them: setting it before a backward and resetting it after makes that
     backward an I, and calling the products in order is its W. Gradients have the same bits either way, but for a
     parameter that is also used outside of the layers that defer: the other part of its gradient is then added first.
+    Where parameters have hooks, a whole backward runs the products at its end.
 
     Attributes:
         queue: where products go, in the order of the backward; None to run each at once.
@@ -145,10 +196,11 @@ class Deferral:
         remaining: the other parameters that want a gradient: they get it inside I.
     """
 
-    __slots__ = ("anchor", "deferred", "num_layers", "queue", "remaining")
+    __slots__ = ("_hooked", "anchor", "deferred", "num_layers", "queue", "remaining")
 
     def __init__(self) -> None:
-        self.queue: list[Product] | None = None
+        self.queue: list[Callable[[], None]] | None = None
+        self._hooked: WeakValueDictionary[int, Hooked] = WeakValueDictionary()  # by the backward
         self.deferred: Mapping[str, int] = {}
         self.remaining: Mapping[str, int] = {}
         self.num_layers = 0
@@ -156,12 +208,26 @@ class Deferral:
         self.anchor = torch.empty(0, requires_grad=True)
 
     def take(self, product: Product) -> None:
-        """Runs or keeps `product`."""
+        """Runs or keeps `product`; called inside a backward."""
         queue = self.queue
-        if queue is None:
+        if product.has_hooks:
+            self._hooked_products().add(product)
+        elif queue is None:
             product()
         else:
             queue.append(product)
+
+    def _hooked_products(self) -> Hooked:
+        """Those of the backward that runs; they are run at its end, or by its W."""
+        backward = torch._C._current_graph_task_id()
+        hooked = self._hooked.get(backward)
+        if hooked is None:
+            hooked = self._hooked[backward] = Hooked()
+            if self.queue is None:
+                Variable._execution_engine.queue_callback(hooked)
+            else:
+                self.queue.append(hooked)
+        return hooked
 
     def __str__(self) -> str:
         late, early = sum(self.deferred.values()), sum(self.remaining.values())

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow.deferral.module import Deferral, defer_weight_gradients
-from pipeflow.deferral.products import Product
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -93,7 +92,7 @@ CASES = [
 
 
 @contextmanager
-def collecting(deferral: Deferral) -> Iterator[list[Product]]:
+def collecting(deferral: Deferral) -> Iterator[list[Callable[[], None]]]:
     """Makes the backwards inside it the I of the queue that it gives."""
     deferral.queue = queue = []
     yield queue
@@ -122,7 +121,7 @@ def halves(module: nn.Module, input: Tensor, *, microbatches: int = 3) -> None:
         run(queue)
 
 
-def run(queue: list[Product]) -> None:
+def run(queue: list[Callable[[], None]]) -> None:
     for product in queue:
         product()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeflow import UsageError
 from pipeflow.deferral.module import Deferral, defer_weight_gradients
 from pipeflow.deferral.products import LinearProduct
+from pipeflow.tensor import ColumnParallelLinear
 from pipeflow.testing import run_threads
 from tests.deferral.halves import (
     CASES,
@@ -53,6 +56,68 @@ def test_hooks_of_a_parameter_run_with_its_product() -> None:
     assert seen == each
     whole(plain, input)
     require_near(gradients(module, input), {name: 3 * each for name, each in gradients(plain, input).items()})
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, and words that are also the head."""
+
+    def __init__(self, make: Callable[..., nn.Linear] = nn.Linear) -> None:
+        super().__init__()
+        self.words, self.twice, self.head = nn.Embedding(7, 5), make(5, 5), nn.Linear(5, 7, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden: Tensor = self.head(self.twice(self.twice(self.words(words)).tanh()))
+        return hidden
+
+
+@pytest.mark.parametrize("make", [nn.Linear, ColumnParallelLinear], ids=["stock", "tensor-parallel"])
+@pytest.mark.parametrize("checkpointed", [None, False, True], ids=["kept", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("step", [whole, halves])
+def test_a_hook_sees_the_whole_gradient_of_a_backward(
+    make: Callable[..., nn.Linear], checkpointed: bool | None, step: Callable[..., None]
+) -> None:
+    """As often as torch calls it, and in either kind of hook."""
+
+    def train(module: nn.Module, step: Callable[..., None]) -> tuple[dict[str, Tensor], list[str]]:
+        seen: list[str] = []
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1).square())
+        if checkpointed is not None:
+            module.twice.forward = partial(checkpoint, module.twice.forward, use_reentrant=checkpointed)
+        step(module, words)
+        return gradients(module, words), sorted(seen)
+
+    words = TIED.input()
+    module = Case("", partial(Twice, make), lambda: words).module(torch.float64)
+    plain = train(copy.deepcopy(module), whole)
+    defer_weight_gradients(module)
+    found = train(module, step)
+    require_near(found[0], plain[0])
+    assert found[1] == plain[1]
+
+
+def test_a_failed_backward_leaves_nothing_to_the_next() -> None:
+    module, input = nn.Linear(5, 5).double(), normal(3, 5).requires_grad_()
+    deferral = defer_weight_gradients(module)
+    module.weight.register_hook(lambda gradient: 2 * gradient)
+    handle = input.register_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        module(input).sum().backward()
+    assert module.weight.grad is None
+    handle.remove()
+    module(input).sum().backward()
+    torch.testing.assert_close(module.weight.grad, 2 * input.detach().sum(0).expand(5, 5))
+    assert not deferral._hooked
+
+
+def test_a_hook_on_a_weight_that_other_code_uses_too_is_refused() -> None:
+    module, input = nn.Linear(5, 5), normal(3, 5, dtype=torch.float32)
+    defer_weight_gradients(module)
+    module.weight.register_hook(torch.square)
+    with pytest.raises(UsageError, match=r"parameter of shape \(5, 5\) has hooks, and is used by a layer that defers"):
+        functional.linear(module(input), module.weight).sum().backward()
 
 
 def test_a_gradient_of_another_dtype_is_added_to() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from pipeflow.core.errors import UsageError
-from pipeflow.deferral.products import Product
 from pipeflow.parallel.transport.work import Work
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class Saved:
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
         self.edges: list[GradientEdge] = []
-        self.deferred: list[Product] = []
+        self.deferred: list[Callable[[], None]] = []
 
 
 class Results:
