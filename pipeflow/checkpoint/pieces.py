@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import Context, current_context, is_launched
+from pipeflow.parallel.context import Context, context_if_launched
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.sharding import Split, splits_of
 from pipeflow.parallel.transport.local import Hub, LocalTransport
@@ -87,8 +87,8 @@ def context_of(model: nn.Module) -> Context:
     """Where the ranks that hold `model` are; without a launch, a world of one."""
     if isinstance(model, Pipeline):
         return model.context
-    if is_launched():
-        return current_context()
+    if (context := context_if_launched()) is not None:
+        return context
     device = torch.device("cpu")
     return Context(0, Layout(), device, LocalTransport(Hub(1), 0, device=device, timeout=60.0))
 

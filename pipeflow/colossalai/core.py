@@ -4,11 +4,10 @@ of its own but the configuration.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from typing import Any
 
 from pipeflow.colossalai.context.parallel_mode import ParallelMode
-from pipeflow.parallel.context import Context, current_context, is_launched
+from pipeflow.parallel.context import Context, current_context, is_launched, keep, kept
 
 
 class GlobalContext:
@@ -17,11 +16,11 @@ class GlobalContext:
     @property
     def config(self) -> Any:
         """What the job was configured with; None when it was launched without a configuration."""
-        return _config.get()
+        return kept(_CONFIG) if is_launched() else None
 
     def load_config(self, config: object) -> None:
         """Sets `config`; for launchers."""
-        _config.set(config)
+        keep(_CONFIG, config)
 
     def is_initialized(self, mode: ParallelMode) -> bool:
         """Whether the ranks of that mode are known: of all, once launched."""
@@ -73,7 +72,6 @@ class GlobalContext:
 
     def destroy(self) -> None:
         """Gives the channels back and forgets the configuration; nothing to do when nothing was launched."""
-        _config.set(None)
         if is_launched():
             current_context().close()
 
@@ -94,6 +92,6 @@ def _ranks(context: Context, mode: ParallelMode) -> tuple[int, ...] | range:
             return range(rank // one * one, (rank // one + 1) * one)
 
 
-_config: ContextVar[object] = ContextVar("pipeflow.config", default=None)
+_CONFIG = "configuration"
 
 global_context = GlobalContext()

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pipeflow.parallel.context import Context, set_context
+from pipeflow.parallel.context import Context, set_process_context
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.transport.distributed import DistributedTransport
 from pipeflow.parallel.transport.local import Hub, LocalTransport
@@ -27,7 +27,7 @@ def launch(
     timeout: float = 60.0,
     device: torch.device | str | None = None,
 ) -> Context:
-    """Joins this process to the others and returns its place. Tensor ranks are neighbours, then come the ranks of a
+    """Joins this process to the others and returns its place, which all of its threads see. Tensor ranks are neighbours, then come the ranks of a
     pipeline; what is left of the world are replicas, for data parallelism.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); without it, this process
@@ -48,7 +48,7 @@ def launch(
     if world_size > 1:
         transport = _join(rank, world_size, place, timeout)
     context = Context(rank, layout, place, transport)
-    set_context(context)
+    set_process_context(context)
     return context
 
 

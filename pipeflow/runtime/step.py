@@ -162,8 +162,11 @@ class Runner:
         """
         if self.context.data.size == 1 or not results.weights:
             return 1.0
-        weights = [weight for [weight] in all_gather(self.context.replicas, [results.weight])]
-        return results.weight * len(weights) / sum(weights)
+        mine = torch.tensor([results.weight], dtype=torch.float64, device=self.transport.device)
+        weights = mine.new_empty(self.context.data.size)
+        self.context.data.all_gather(weights, mine).wait()
+        total: float = sum(weights.tolist())
+        return results.weight * len(weights) / total
 
     def _exchange_outputs(self, results: Results) -> None:
         """Where two ranks have the last stage, each for half of the microbatches, gives both of them all outputs."""

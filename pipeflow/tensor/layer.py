@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from pipeflow.deferral.layers import Deferring
-from pipeflow.parallel.context import current_context, is_launched
+from pipeflow.parallel.context import context_if_launched
 from pipeflow.parallel.sharding import Split
 from pipeflow.parallel.transport.group import Alone, Group
 
@@ -19,7 +19,8 @@ def group_of(group: Group | None) -> Group:
     """The group itself; for None the tensor group of the context, and without a launch the group of one."""
     if group is not None:
         return group
-    return current_context().tensor if is_launched() else Alone()
+    context = context_if_launched()
+    return Alone() if context is None else context.tensor
 
 
 class _Membership:

@@ -6,15 +6,13 @@ all threads.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Generator, Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import current_context, is_launched
+from pipeflow.parallel.context import context_if_launched, keep, keeping, kept
 
 
 class RandomTracker:
@@ -48,20 +46,20 @@ class RandomTracker:
         self.shared.set_state(state["shared"])
         self.own.set_state(state["own"])
 
-    @contextmanager
-    def rewound(self, state: dict[str, Tensor]) -> Iterator[None]:
-        """Inside, the streams go on from `state`, and this tracker is the current one; after, from where they were."""
-        now = self.get_state()
+    def rewound(self, state: dict[str, Tensor]) -> AbstractContextManager[None]:
+        """Inside, the thread that enters draws from `state` on; this tracker stays where it is, for all others."""
+        return keeping(_KEY, lambda: _Replay(self, state))
+
+
+class _Replay(RandomTracker):
+    """The streams of another tracker, from a state on."""
+
+    def __init__(self, tracker: RandomTracker, state: dict[str, Tensor]) -> None:
+        self.shared, self.own = Generator(tracker.shared.device), Generator(tracker.own.device)
         self.set_state(state)
-        token = _tracker.set(self)
-        try:
-            yield
-        finally:
-            _tracker.reset(token)
-            self.set_state(now)
 
 
-_tracker: ContextVar[RandomTracker | None] = ContextVar("pipeflow.random", default=None)
+_KEY = "random tracker"
 
 
 def manual_seed(seed: int) -> RandomTracker:
@@ -69,8 +67,7 @@ def manual_seed(seed: int) -> RandomTracker:
     returns it. Every rank calls it with the same seed, before dropout is first applied.
     """
     tracker = RandomTracker(seed)
-    if is_launched():
-        context = current_context()
+    if (context := context_if_launched()) is not None:
         place = (context.data_rank, context.pipeline_rank, context.tensor_rank)
         tracker = RandomTracker(seed, device=context.device, place=place)
     set_tracker(tracker)
@@ -78,13 +75,14 @@ def manual_seed(seed: int) -> RandomTracker:
 
 
 def set_tracker(tracker: RandomTracker) -> None:
-    """Makes `tracker` this thread's; for places that no context knows."""
-    _tracker.set(tracker)
+    """Makes `tracker` the current one on all threads of this rank; for places that no context knows."""
+    keep(_KEY, tracker)
 
 
 def current_tracker() -> RandomTracker | None:
-    """The tracker of this thread, if any."""
-    return _tracker.get()
+    """The tracker of this rank, if any. Raises UsageError on a thread without a context, where ranks are threads."""
+    tracker: RandomTracker | None = kept(_KEY)
+    return tracker
 
 
 def _generator(device: torch.device | str, *what: object) -> Generator:

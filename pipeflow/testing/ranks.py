@@ -58,7 +58,8 @@ def run_threads(
 
     def run(rank: int) -> None:
         transport = LocalTransport(hub, rank, device=place, timeout=timeout)
-        set_context(Context(rank, layout, place, transport))
+        context = Context(rank, layout, place, transport)
+        set_context(context)
         if place.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(place))
         try:
@@ -66,6 +67,8 @@ def run_threads(
         except BaseException as error:
             errors[rank] = traceback.format_exc()
             transport.report(Failure(rank, f"its thread ended: {error!r}"))
+        finally:
+            context.close()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)]
     for thread in threads:

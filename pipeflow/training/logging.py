@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from pipeflow.parallel.context import current_context, is_launched
+from pipeflow.parallel.context import context_if_launched
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -81,4 +81,5 @@ def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequ
 
 
 def _rank() -> int:
-    return current_context().rank if is_launched() else 0
+    context = context_if_launched()
+    return 0 if context is None else context.rank

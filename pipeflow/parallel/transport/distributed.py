@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipeflow.core.errors import Failure
-from pipeflow.parallel.transport.collectives import DistributedGroup
+from pipeflow.parallel.transport.distributed_group import DistributedGroup
 from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.parallel.transport.protocol import Lane, Start
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.transport.group import Alone, Group
-from pipeflow.parallel.transport.meeting import LocalGroup, Room
+from pipeflow.parallel.transport.local_group import LocalGroup, Rendezvous
 from pipeflow.parallel.transport.protocol import Lane, Start
 
 
-class Hub(Room):
+class Hub(Rendezvous):
     """What the ranks of one in-process world share."""
 
     def __init__(self, size: int) -> None:
@@ -127,8 +127,8 @@ class LocalTransport:
             self.hub.closed.add((self.generation, self.rank))
             for key in [key for key in self.hub.channels if key[0] == self.generation and self.rank in key[1:3]]:
                 del self.hub.channels[key]
-            for meeting in [key for key in self.hub.meetings if key[0] == self.generation and self.rank in key[1]]:
-                del self.hub.meetings[meeting]
+            for collective in [key for key in self.hub.collectives if key[0] == self.generation and self.rank in key[1]]:
+                del self.hub.collectives[collective]
             self.hub.changed.notify_all()
         return first
 

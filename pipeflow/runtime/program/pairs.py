@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import in_this_context
 from pipeflow.parallel.failure import ActionError
 from pipeflow.runtime.program.operations import Backward, Compute, Forward
 
@@ -17,22 +17,18 @@ from pipeflow.runtime.program.operations import Backward, Compute, Forward
 class Half:
     """One half of a pair, to be called once. `action` says what it computes, `module` is its stage's."""
 
-    __slots__ = ("_compute", "done", "module")
+    __slots__ = ("_run", "action", "done", "module")
 
     def __init__(self, compute: Compute, module: nn.Module) -> None:
-        self._compute = compute
+        self.action = compute.action
         self.module = module
+        self._run = in_this_context(compute)
         self.done = False
-
-    @property
-    def action(self) -> Action:
-        """The stage, the kind and the microbatch."""
-        return self._compute.action
 
     def __call__(self) -> None:
         """Runs it, on the calling thread and, on a GPU, on its current stream."""
         try:
-            self._compute()
+            self._run()
         except BaseException as error:
             raise ActionError(self.action) from error
         self.done = True

@@ -1,4 +1,4 @@
-"""View: some ranks of a transport as a transport of their own, as one pipeline among others."""
+"""Subset: some ranks of a transport as a transport of their own, as one pipeline among others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipeflow.parallel.transport.group import Group
 from pipeflow.parallel.transport.protocol import Lane, Start, Transport
 
 
-class View:
+class Subset:
     """The `ranks` of `whole`, this one's among them, counted from 0 in the order given.
 
     A failure is the whole's: it is told to every rank of it, and closes all of its channels.
