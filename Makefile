@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo demo-hybrid lab test check bench gallery clean
+.PHONY: demo demo-hybrid lab test fuzz check bench gallery clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -21,6 +21,9 @@ lab: .venv/installed            ## the Megatron lab: two tensor ranks, mock data
 
 test: .venv/installed           ## the whole suite
 	$(PY) -m pytest $(ARGS)
+
+fuzz: .venv/installed           ## random configurations against plain torch: make fuzz ARGS=0:1000
+	$(PY) -m tests.fuzz $(ARGS)
 
 check: .venv/installed          ## lint, types, layers
 	$(PY) -m ruff check .

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from pipeflow.tensor import (
 from pipeflow.testing.models import initial
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 13, 8, 4, 8  # no tensor size divides the vocabulary
+
+
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Trained:
     weights: dict[str, Any]
 
 
-def drawn(module: nn.Module, seed: int) -> nn.Module:
+def drawn(module: AnyModule, seed: int) -> AnyModule:
     """`module` with weights that follow from `seed`, in float64."""
     for number, (name, parameter) in enumerate(module.named_parameters()):
         value = initial(100 * seed + number, *parameter.shape, dtype=torch.float64)
@@ -177,7 +180,7 @@ def train(work: Work, schedule: Schedule) -> Trained:
         optimizer.step()
     splits = splits_of(model)
     parts = {
-        name.split(".", 2)[2]: (_part(parameter, splits, context.tensor_rank), parameter)
+        name.split(".", 2)[2]: (part_of(parameter, splits, context.tensor_rank), parameter)
         for name, parameter in model.named_parameters()
     }
     return Trained(
@@ -188,7 +191,7 @@ def train(work: Work, schedule: Schedule) -> Trained:
     )
 
 
-def _part(parameter: nn.Parameter, splits: dict[int, Any], rank: int) -> tuple[int, int, int] | None:
+def part_of(parameter: nn.Parameter, splits: dict[int, Any], rank: int) -> tuple[int, int, int] | None:
     """Which part of the whole a rank has: the dimension, from where, and how many entries that are no padding."""
     if id(parameter) not in splits:
         return None
