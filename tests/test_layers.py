@@ -107,7 +107,7 @@ def shadowing(package: Path) -> set[str]:
                 bound.add(name)
             case ast.Assign(targets, ast.List(elements)):
                 bound |= {target.id for target in targets if isinstance(target, ast.Name)}
-                bound |= {each.value for each in elements if isinstance(each, ast.Constant)}  # those of __all__
+                bound |= {str(each.value) for each in elements if isinstance(each, ast.Constant)}  # those of __all__
             case ast.Assign(targets):
                 bound |= {target.id for target in targets if isinstance(target, ast.Name)}
             case _:
