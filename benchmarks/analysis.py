@@ -78,7 +78,7 @@ def _ours(name: str, microbatches: int) -> Work:
         "verify": lambda: pipeflow.verify(schedule),
         "verify, with a memory cap": lambda: pipeflow.verify(schedule, memory_cap=RANKS),
         "simulate": lambda: pipeflow.simulate(schedule),
-        "critical_path": lambda: timeline.critical_path(),
+        "critical_path": lambda: pipeflow.critical_path(timeline),
         "lower": lambda: pipeflow.lower(schedule),
         "verify_programs": lambda: verify_programs(programs),
     }

@@ -74,8 +74,9 @@ class _Traced:
     @property
     def makespans(self) -> list[float]:
         import pipeflow
+        from pipeflow.core.dataflow import Stream
 
-        costs = [pipeflow.CostModel.measured(timeline) for timeline in self.timelines]
+        costs = [pipeflow.measured_costs(timeline) for timeline in self.timelines]
         schedule = self.model.schedule
-        ran = schedule.with_reductions() if self.timelines[0].reductions else schedule
+        ran = schedule.with_reductions() if Stream.REDUCE in self.timelines[0].streams else schedule
         return [pipeflow.simulate(ran, cost).makespan for cost in costs]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeflow.analysis.causes import Cause, causes, critical_path
 from pipeflow.analysis.graph import dependency_graph
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.simulate import simulate
@@ -16,7 +17,7 @@ from pipeflow.core.errors import PipeflowError, PipelineError, ScheduleError, Us
 from pipeflow.core.notebook import draw_as
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Cause, Span
+from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.partition import partition_balanced, partition_uniform
 from pipeflow.planning.plan import Plan, RankPlan, plan
@@ -26,6 +27,7 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.schedule import Violation, verify
 
 if TYPE_CHECKING:
+    from pipeflow.analysis.measured import measured_costs
     from pipeflow.checkpoint.files import latest_checkpoint
     from pipeflow.checkpoint.load import Loaded, load_checkpoint
     from pipeflow.checkpoint.renames import Rename, Transform
@@ -69,6 +71,7 @@ _LATER = {
     "launch": "parallel.launch",
     "load_checkpoint": "checkpoint.load",
     "load_safetensors": "checkpoint.safetensors",
+    "measured_costs": "analysis.measured",
     "save_checkpoint": "checkpoint.save",
     "save_safetensors": "checkpoint.safetensors",
     "search": "orders.search",
@@ -110,7 +113,9 @@ __all__ = [
     "UsageError",
     "Violation",
     "Zero",
+    "causes",
     "clip_grad_norm_",
+    "critical_path",
     "current_context",
     "dependency_graph",
     "exact",
@@ -123,6 +128,7 @@ __all__ = [
     "load_safetensors",
     "lower",
     "make_schedule",
+    "measured_costs",
     "partition_balanced",
     "partition_uniform",
     "plan",

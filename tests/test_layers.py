@@ -21,7 +21,7 @@ FLOORS: dict[str, set[str]] = {
     "orders": {"core", "analysis", "ortools"},
     "planning": {"core", "analysis"},
     "schedules": {"core", "orders"},
-    "draw": {"core", "rich"},
+    "draw": {"core", "analysis", "rich"},
     "cli": {"pipeflow", "rich", *PLANS},
     "__main__": {"cli"},
     "parallel": {"core", "torch"},

@@ -157,7 +157,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     console.print(f"\nloss on held-out text: {before:.3f} before, {after:.3f} after {arguments.steps} steps\n")
     schedule = model.schedule.with_reductions() if context.data_size > 1 else model.schedule
-    planned = pipeflow.simulate(schedule, pipeflow.CostModel.measured(measured))
+    planned = pipeflow.simulate(schedule, pipeflow.measured_costs(measured))
     console.print(Comparison(planned, measured, unit="ms", factor=1000))
     if arguments.timeline is not None and context.rank == 0:
         arguments.timeline.write_text(measured.to_json())

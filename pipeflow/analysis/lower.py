@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Entry, Pair, actions_of
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import Content, Flow, Value, flows
+from pipeflow.core.dataflow import Content, Flow, Stream, Value, flows
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.reductions import is_reduction
 from pipeflow.core.schedule import Schedule
@@ -28,7 +28,7 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
 
     Raises ScheduleError when the schedule cannot run to its end.
     """
-    rows = simulate(schedule, cost).rows  # and so it can run to its end
+    rows = simulate(schedule, cost).on(Stream.COMPUTE)  # and so it can run to its end
     reductions = list(map(_reductions, schedule.rows))
     schedule = schedule.without_reductions()
     times = [_times(row, spans) for row, spans in zip(schedule.rows, rows, strict=True)]
@@ -69,7 +69,10 @@ Channels = dict[tuple[int, int], list[_Transfer]]  # (from, to) -> in the sender
 
 def _channels(schedule: Schedule) -> Channels:
     """What passes between ranks; all other values stay where they are."""
-    table = {key: Flow(*map(_passing, flow)) for key, flow in flows(schedule.placement.num_stages).items()}
+    table = {
+        key: Flow(_passing(flow.needs), _passing(flow.makes))
+        for key, flow in flows(schedule.placement.num_stages).items()
+    }
     users: dict[tuple[Content, int], dict[int, tuple[int, int]]] = defaultdict(dict)  # of a stage, per microbatch
     for rank, row in enumerate(schedule.rows):
         for position, entry in enumerate(row):

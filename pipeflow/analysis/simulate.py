@@ -1,18 +1,19 @@
-"""Simulate: when every action would run. An action starts when its values are there and its rank is free; a reduction
-runs beside the computations.
-"""
+"""Simulate: when every action would run. An action starts when its values are there and its stream is free."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import Content
+from pipeflow.core.dataflow import DATAFLOW, Content, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Row, Span
+from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 
 
@@ -24,8 +25,9 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     have what they need, takes what `CostModel.pair` says, and is seen by others when whole; run one half after the
     other, a schedule is `schedule.without_pairs()`.
 
-    A reduction starts when its rank reaches it, and so do the other ranks that hold its stage, and when the reductions
-    before it on these ranks have ended. It does not hold up its rank; the step ends when all are done.
+    What runs beside computations starts when its rank reaches it, its values are there, and what was begun before it on
+    its stream has ended; a reduction, when all of this is so on all ranks that hold its stage. It does not hold up its
+    rank; the step ends when all is done.
 
     Raises ScheduleError when the schedule cannot run to its end (`verify` says why), and UsageError for costs of
     another number of stages.
@@ -44,6 +46,7 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     maker = [0] * len(delays)  # per value, on which rank
     spans: list[list[Span]] = [[] for _ in schedule.rows]
     free = [0.0] * len(schedule.rows)
+    beside: defaultdict[tuple[int, Stream], float] = defaultdict(float)  # when each other stream is free
     reached: list[_Reached] = []
     for rank, actions, needs, makes in order:
         start = free[rank]
@@ -53,49 +56,56 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
                 start = there
         if len(actions) == 1:
             (action,) = actions
-            if action.kind is Kind.R:
+            stream = _BESIDE.get(action.kind)
+            if stream is None:
+                end = free[rank] = start + durations[action.kind, action.stage]
+            elif DATAFLOW[action.kind].joint:
                 reached.append(_Reached(start, rank, action))
                 continue
-            end = start + durations[action.kind, action.stage]
+            else:
+                start = max(start, beside[rank, stream])
+                end = beside[rank, stream] = start + durations[action.kind, action.stage]
             spans[rank].append(Span(action, rank, start, end))
         else:
             pair = _paired(actions[0], actions[1], rank, start, cost)
             spans[rank] += pair
-            end = pair[1].end
-        free[rank] = end
+            end = free[rank] = pair[1].end
         for value in makes:
             made[value] = end
             maker[value] = rank
     if order.stuck:
         entries = ", ".join(f"rank {rank} at {schedule.rows[rank][position]}" for rank, position in order.stuck[:8])
         raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end: stuck are {entries}; see verify()")
-    rows, reductions = tuple(map(tuple, spans)), _reductions(reached, cost, len(spans))
-    return Timeline(schedule.name, schedule.placement, rows, cost.saved_bytes, cost.deferred_bytes, reductions)
+    for span in _joint(reached, cost, beside):
+        spans[span.rank].append(span)
+    rows = (sorted(row, key=attrgetter("start")) for row in spans) if reached or beside else spans
+    return Timeline(schedule.name, schedule.placement, tuple(map(tuple, rows)), cost.saved_bytes, cost.deferred_bytes)
+
+
+_BESIDE = {kind: flow.stream for kind, flow in DATAFLOW.items() if flow.stream is not Stream.COMPUTE}
 
 
 class _Reached(NamedTuple):
-    """When a rank comes to a reduction in its row."""
+    """When a rank comes to a joint action in its row."""
 
     time: float
     rank: int
     action: Action
 
 
-def _reductions(reached: list[_Reached], cost: CostModel, ranks: int) -> tuple[Row, ...]:
-    """The spans of the reductions: that of a stage at once on all ranks that hold it, and one at a time on a rank, in
-    the order in which the last rank comes to them.
+def _joint(reached: list[_Reached], cost: CostModel, free: defaultdict[tuple[int, Stream], float]) -> Iterator[Span]:
+    """The spans of what several ranks do together: that of a stage at once on all ranks that hold it, and one at a time
+    on a stream, in the order in which the last rank comes to them.
     """
-    together: dict[int, list[_Reached]] = {}
+    together: defaultdict[tuple[Kind, int], list[_Reached]] = defaultdict(list)
     for each in reached:
-        together.setdefault(each.action.stage, []).append(each)
-    spans: list[list[Span]] = [[] for _ in range(ranks if reached else 0)]
-    free = [0.0] * ranks
-    for joint in sorted(together.values(), key=lambda joint: max(each.time for each in joint)):
-        start = max(max(time, free[rank]) for time, rank, _ in joint)
+        together[each.action.kind, each.action.stage].append(each)
+    for (kind, stage), joint in sorted(together.items(), key=lambda each: max(one.time for one in each[1])):
+        stream = DATAFLOW[kind].stream
+        start = max(max(time, free[rank, stream]) for time, rank, _ in joint)
         for _, rank, action in joint:
-            free[rank] = start + cost.duration(Kind.R, action.stage)
-            spans[rank].append(Span(action, rank, start, free[rank]))
-    return tuple(map(tuple, spans))
+            free[rank, stream] = start + cost.duration(kind, stage)
+            yield Span(action, rank, start, free[rank, stream])
 
 
 def _paired(forward: Action, backward: Action, rank: int, start: float, cost: CostModel) -> tuple[Span, Span]:

@@ -14,7 +14,6 @@ from pipeflow.cli.differences import difference_lines
 from pipeflow.cli.options import cost_options, schedule_options, unit_options
 from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
 from pipeflow.cli.plans import Asked, Plan, is_file, sound_plan
-from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 
@@ -98,9 +97,10 @@ def _timelines(plans: list[Plan], costs: Costs) -> tuple[Timeline, Timeline]:
     if not measured or costs.given is not None:
         first, second = (plan.measured or plan.timeline(costs) for plan in plans)
         return first, second
+    from pipeflow.analysis.measured import measured_costs
     from pipeflow.analysis.simulate import simulate
 
-    model = CostModel.measured(measured[0])
+    model = measured_costs(measured[0])
     for schedule in (plan.schedule for plan in plans if plan.measured is None):
         if (stages := schedule.placement.num_stages) != len(model.forward):
             raise UsageError(

@@ -14,6 +14,7 @@ from pipeflow.cli.costs import Costs
 from pipeflow.cli.files import read
 from pipeflow.cli.options import family_options, flag
 from pipeflow.core.action import Entry, Kind, Pair
+from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.reductions import ADDS
@@ -163,14 +164,15 @@ def _from_timeline(timeline: Timeline, asked: Asked) -> Plan:
     microbatches = max((action.microbatch for action in actions), default=0) + 1
     if microbatches > max(len(actions), 1):
         raise UsageError(f"{len(actions)} actions are too few for {microbatches} microbatches")
-    rows = tuple(tuple(_entries(row, timeline.reductions_of(rank))) for rank, row in enumerate(timeline.rows))
+    rows = tuple(tuple(_entries(row)) for row in timeline.rows)
     return Plan(Schedule(timeline.name, timeline.placement, microbatches, rows), timeline)
 
 
-def _entries(row: Row, reductions: Row) -> Iterator[Entry]:
-    """What ran, each reduction after the weight gradient that it waited for, or at the end."""
-    waiting = {(span.action.stage, span.action.microbatch): span.action for span in reductions}
-    for span in row:
+def _entries(row: Row) -> Iterator[Entry]:
+    """What ran; each joint action, which may have begun late, after the weight gradient that it waited for."""
+    joint = [span.action for span in row if DATAFLOW[span.action.kind].joint]
+    waiting = {(action.stage, action.microbatch): action for action in joint}
+    for span in (span for span in row if not DATAFLOW[span.action.kind].joint):
         action = span.action
         if span.partner is None:
             yield action

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeflow.cli.options import cost_options, schedule_argument, schedule_options, unit_options
 from pipeflow.cli.plans import Asked, sound_plan
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.core.timeline import Timeline
 
@@ -40,14 +41,15 @@ def _measures(timeline: Timeline) -> dict[str, object]:
     from pipeflow.draw.measures import path_times
 
     by_rank, reducing, waiting = path_times(timeline)
-    reduced = {"reducing": reducing} if timeline.reductions else {}
+    reduces = Stream.REDUCE in timeline.streams
+    reduced = {"reducing": reducing} if reduces else {}
     return {
         "makespan": timeline.makespan,
         "span": timeline.span,
         "bubble_ratio": timeline.bubble_ratio,
         "peak_activations": timeline.peak_activations,
         **({"peak_bytes": timeline.peak_bytes} if timeline.saved_bytes else {}),
-        **({"exposed_reduction": timeline.exposed_reduction} if timeline.reductions else {}),
+        **({"exposed_reduction": timeline.exposed} if reduces else {}),
         "critical_path": {"computing": sum(by_rank), **reduced, "waiting": waiting, "computing_by_rank": by_rank},
     }
 
@@ -60,8 +62,9 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
     from pipeflow.draw.measures import path_times
 
     by_rank, reducing, waiting = path_times(timeline)
-    reduced = f"reducing {time(reducing)}, " if timeline.reductions else ""
-    each = f"{time(reduction_time(timeline))}, exposed {time(timeline.exposed_reduction)}"
+    reduces = Stream.REDUCE in timeline.streams
+    reduced = f"reducing {time(reducing)}, " if reduces else ""
+    each = f"{time(reduction_time(timeline))}, exposed {time(timeline.exposed)}"
     part = percent(waiting / timeline.makespan if timeline.makespan else 0.0)
     return {
         "makespan": time(timeline.makespan),
@@ -69,7 +72,7 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
         "bubble ratio": f"{round(timeline.bubble_ratio, 4) + 0.0:.4f}",
         "peak activations": " ".join(map(number, timeline.peak_activations)),
         **({"peak memory": "  ".join(map(bytes_text, timeline.peak_bytes))} if timeline.saved_bytes else {}),
-        **({"reductions": each} if timeline.reductions else {}),
+        **({"reductions": each} if reduces else {}),
         "critical path": f"computing {time(sum(by_rank))}, {reduced}waiting {time(waiting)} ({part})",
         "  by rank": " ".join(f"{each * factor:.4g}" for each in by_rank),
     }

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.timeline import Timeline
 
 
 class Link(NamedTuple):
@@ -94,40 +92,6 @@ class CostModel:
             saved_bytes=divided(saved_bytes) if saved_bytes else (),
             deferred_bytes=divided(deferred_bytes) if deferred_bytes else (),
             reduce=divided(reduce) if reduce else (),
-        )
-
-    @classmethod
-    def measured(cls, timeline: Timeline) -> CostModel:
-        """The costs that a timeline shows: per stage the mean time of its actions, and as latency the median time that
-        an idle rank waited for a value after it was made. What a whole backward takes is shared out between its halves
-        as where they ran apart, or equally. Of the ranks that reduce a stage together the last to come waits least, so
-        its time is what that takes.
-        """
-        from statistics import fmean, median  # slow to import, and needed here alone
-
-        times: dict[tuple[Kind, int], list[float]] = {}
-        for span in chain(timeline, *timeline.reductions):
-            times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
-
-        def mean(kind: Kind, stage: int) -> float:
-            return fmean(times.get((kind, stage), [0.0]))
-
-        def halves(stage: int) -> tuple[float, float]:
-            """Of the mean backward on `stage`, whole or not."""
-            whole, apart = len(times.get((Kind.B, stage), ())), len(times.get((Kind.I, stage), ()))
-            first, second = mean(Kind.I, stage), mean(Kind.W, stage)
-            both = (whole * mean(Kind.B, stage) + apart * (first + second)) / max(whole + apart, 1)
-            part = first / (first + second) if first + second else 0.5
-            return both * part, both * (1 - part)
-
-        stages = range(timeline.placement.num_stages)
-        backward_input, backward_weight = zip(*map(halves, stages), strict=True)
-        return cls(
-            forward=tuple(mean(Kind.F, stage) for stage in stages),
-            backward_input=backward_input,
-            backward_weight=backward_weight,
-            latency=median(timeline.waits() or [0.0]),
-            reduce=tuple(min(times.get((Kind.R, stage), [0.0])) for stage in stages) if timeline.reductions else (),
         )
 
     def duration(self, kind: Kind, stage: int) -> float:

@@ -1,5 +1,5 @@
-"""The dataflow, said once: what every kind of action needs and makes. Verify, simulate, lower and memory
-read this table; nothing else knows it, and a new kind of action is a new row.
+"""The dataflow, said once: what every kind of action needs and makes, and where on its rank it runs. Verify, simulate,
+lower and memory read this table; nothing else knows it, and a new kind of action is a new row.
 """
 
 from __future__ import annotations
@@ -34,11 +34,24 @@ class Value(NamedTuple):
         return f"{self.content.value} of stage {self.stage}, microbatch {self.microbatch}"
 
 
+class Stream(StrEnum):
+    """What a rank can do at once: the actions of one stream run one after the other, beside those of other streams. A
+    rank begins them in the order of its row, and only computations hold up what follows.
+    """
+
+    COMPUTE = "compute"
+    REDUCE = "reduce"
+
+
 class Flow(NamedTuple):
-    """What one kind of action needs and makes, as (content, offset from its own stage)."""
+    """A row of the table: what one kind of action needs and makes, as (content, offset from its own stage); the stream
+    of its rank that it runs on; and whether it is `joint`: done by all ranks that hold the stage at once.
+    """
 
     needs: tuple[tuple[Content, int], ...]
     makes: tuple[tuple[Content, int], ...]
+    stream: Stream = Stream.COMPUTE
+    joint: bool = False
 
 
 DATAFLOW: dict[Kind, Flow] = {
@@ -61,6 +74,8 @@ DATAFLOW: dict[Kind, Flow] = {
     Kind.R: Flow(
         needs=((Content.WEIGHT_GRADIENT, 0),),
         makes=(),
+        stream=Stream.REDUCE,
+        joint=True,
     ),
 }
 
@@ -81,7 +96,7 @@ def flows(num_stages: int) -> dict[tuple[Kind, int], Flow]:
         return tuple((content, stage + offset) for content, offset in ends if (content, stage + offset) in inner)
 
     return {
-        (kind, stage): Flow(at(stage, flow.needs), at(stage, flow.makes))
+        (kind, stage): flow._replace(needs=at(stage, flow.needs), makes=at(stage, flow.makes))
         for kind, flow in DATAFLOW.items()
         for stage in range(num_stages)
     }

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement
-from pipeflow.core.span import Cause, Row, Span, causes, critical_path, reduction_causes, waits
+from pipeflow.core.span import Row, Span
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline(Shown):
-    """Per rank, its spans in the order in which they ran; time 0 is the start of the step.
+    """Per rank, its spans in the order in which they began, on whichever stream; time 0 is the start of the step.
 
     The measures are those of the zero-bubble paper (arXiv 2401.10241, section 4): `span` is what its
     bubble rates are made of, `makespan` what a step with a barrier at its end costs.
 
-    `saved_bytes` and `deferred_bytes` are the cost model's, per stage; empty when it says nothing of memory.
+    What runs beside computations, as gradient reductions do, counts for makespan and span, not for work.
 
-    `reductions` are the spans of gradient reductions, per rank and in their order, which run beside those of `rows`;
-    empty when there are none. They count for makespan and span, not for work; iteration leaves them out.
+    `saved_bytes` and `deferred_bytes` are the cost model's, per stage; empty when it says nothing of memory.
     """
 
     name: str
@@ -31,39 +30,42 @@ class Timeline(Shown):
     rows: tuple[Row, ...]
     saved_bytes: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
-    reductions: tuple[Row, ...] = ()
 
     def __iter__(self) -> Iterator[Span]:
         for row in self.rows:
             yield from row
 
     @property
-    def makespan(self) -> float:
-        """Last end minus time 0."""
-        return max((row[-1].end for row in (*self.rows, *self.reductions) if row), default=0.0)
+    def streams(self) -> tuple[Stream, ...]:
+        """Those on which anything runs."""
+        kinds = {span.action.kind for span in self}
+        found = {DATAFLOW[kind].stream for kind in kinds}
+        return tuple(stream for stream in Stream if stream in found)
 
-    def reductions_of(self, rank: int) -> Row:
-        """The reductions of one rank; none where there are none at all."""
-        return self.reductions[rank] if self.reductions else ()
+    def on(self, stream: Stream) -> tuple[Row, ...]:
+        """Per rank, its spans on one stream, in the order in which they ran."""
+        kinds = {kind for kind, flow in DATAFLOW.items() if flow.stream is stream}
+        return tuple(tuple([span for span in row if span.action.kind in kinds]) for row in self.rows)
 
     @property
-    def exposed_reduction(self) -> float:
-        """How long reductions go on when all computations have ended: what they add to the makespan."""
-        return self.makespan - max((row[-1].end for row in self.rows if row), default=0.0)
+    def makespan(self) -> float:
+        """Last end minus time 0."""
+        return max((span.end for span in self), default=0.0)
+
+    @property
+    def exposed(self) -> float:
+        """How long what runs beside computations goes on when all of these have ended: what it adds to the makespan."""
+        return self.makespan - max((row[-1].end for row in self.on(Stream.COMPUTE) if row), default=0.0)
 
     @property
     def span(self) -> float:
         """The largest, over ranks, of last end minus the rank's own first start."""
-        ranks = zip_longest(self.rows, self.reductions, fillvalue=())
-        return max(
-            (max(span.end for span in (row[-1], *reduced[-1:])) - row[0].start for row, reduced in ranks if row),
-            default=0.0,
-        )
+        return max((max(span.end for span in row) - row[0].start for row in self.rows if row), default=0.0)
 
     @property
     def work(self) -> float:
-        """The largest busy time of a rank."""
-        return max((sum(span.end - span.start for span in row) for row in self.rows), default=0.0)
+        """The longest that a rank computes."""
+        return max((sum(span.end - span.start for span in row) for row in self.on(Stream.COMPUTE)), default=0.0)
 
     @property
     def bubble_ratio(self) -> float:
@@ -98,34 +100,11 @@ class Timeline(Shown):
         share = self.placement.chunks_per_rank
         return _curve(_changes(self.rows[rank], (1 / share,) * self.placement.num_stages))
 
-    def waits(self) -> list[float]:
-        """Where a rank stood idle for a value from another rank: the time from when that was made to when the
-        action that needed it began. What a transfer takes, as seen from the timeline.
-        """
-        return waits(self.rows, self.placement.num_stages)
-
-    def causes(self) -> tuple[tuple[Cause, ...], ...]:
-        """Per rank and span, what it began after: the one before it, or one on another rank that made its input."""
-        return causes(self.rows, self.placement.num_stages)
-
-    def reduction_causes(self) -> tuple[tuple[Cause, ...], ...]:
-        """Per rank and reduction, what it began after: the weight gradient that it waits for, a reduction before it, or
-        one of these on another rank that takes part.
-        """
-        return reduction_causes(self.rows, self.reductions, self.placement.num_stages)
-
-    def critical_path(self) -> tuple[Cause, ...]:
-        """The chain of spans that the makespan consists of, each with its cause: the one before it in the chain. It
-        ends in reductions where they end last.
-        """
-        return critical_path(self.rows, self.reductions, self.placement.num_stages)
-
     def to_json(self) -> str:
         """The timeline as text, to be kept in a file: `Timeline.from_json` gives back an equal one."""
         from pipeflow.core.timeline_json import Fields, to_json  # json is loaded by those who need it
 
-        fields = self.name, self.placement, self.rows, self.saved_bytes, self.deferred_bytes, self.reductions
-        return to_json(Fields(*fields))
+        return to_json(Fields(self.name, self.placement, self.rows, self.saved_bytes, self.deferred_bytes))
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from pipeflow.core.action import Action, Kind
+from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Row, Span
@@ -20,11 +20,10 @@ class Fields(NamedTuple):
     rows: tuple[Row, ...]
     saved_bytes: tuple[float, ...]
     deferred_bytes: tuple[float, ...]
-    reductions: tuple[Row, ...]
 
 
 def to_json(timeline: Fields) -> str:
-    """One line a span: action, start, end, and the other action of a pair; reductions where there are any."""
+    """One line a span: action, start, end, and the other action of a pair."""
     fields = {
         "name": timeline.name,
         "paths": timeline.placement.paths,
@@ -32,13 +31,8 @@ def to_json(timeline: Fields) -> str:
         "deferred_bytes": timeline.deferred_bytes,
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in fields.items()]
-    spans = [f' "rows": [\n{_written(timeline.rows)}\n ]']
-    spans += [f' "reductions": [\n{_written(timeline.reductions)}\n ]'] if timeline.reductions else []
-    return "{\n" + "".join(lines) + ",\n".join(spans) + "\n}\n"
-
-
-def _written(rows: tuple[Row, ...]) -> str:
-    return ",\n".join("  [" + ",\n   ".join(json.dumps(_cells(span)) for span in row) + "]" for row in rows)
+    rows = ",\n".join("  [" + ",\n   ".join(json.dumps(_cells(span)) for span in row) + "]" for row in timeline.rows)
+    return "{\n" + "".join(lines) + f' "rows": [\n{rows}\n ]\n}}\n'
 
 
 def _cells(span: Span) -> list[str | float]:
@@ -54,7 +48,7 @@ def from_json(text: str) -> Fields:
         raise UsageError(f"this is not JSON: {error}") from None
     if not isinstance(fields, dict) or not {"paths", "rows"} <= set(fields):
         raise UsageError("this is not a timeline: Timeline.to_json writes one, with paths and rows")
-    if unknown := sorted(set(fields) - {"name", "paths", "rows", "saved_bytes", "deferred_bytes", "reductions"}):
+    if unknown := sorted(set(fields) - {"name", "paths", "rows", "saved_bytes", "deferred_bytes"}):
         raise UsageError(f"a timeline has no {', '.join(unknown)}")
     paths = tuple(
         tuple(_whole(rank, "paths") for rank in _list(path, "paths")) for path in _list(fields["paths"], "paths")
@@ -63,29 +57,23 @@ def from_json(text: str) -> Fields:
     return Fields(
         str(fields.get("name", "timeline")),
         placement,
-        _rows(fields, "rows", placement),
+        _rows(fields["rows"], placement),
         _bytes(fields, "saved_bytes", placement),
         _bytes(fields, "deferred_bytes", placement),
-        _rows(fields, "reductions", placement) if fields.get("reductions") else (),
     )
 
 
-def _rows(fields: dict[str, Any], name: str, placement: Placement) -> tuple[Row, ...]:
-    rows = _list(fields[name], name)
+def _rows(value: object, placement: Placement) -> tuple[Row, ...]:
+    rows = _list(value, "rows")
     if len(rows) != placement.num_ranks:
-        raise UsageError(f"{name}: there are {len(rows)} for a placement on {placement.num_ranks} ranks")
-    what = "reduction" if name == "reductions" else "span"
-    found = tuple(_row(row, what, rank, placement) for rank, row in enumerate(rows))
-    for span in (span for row in found for span in row):
-        if (span.action.kind is Kind.R) != (what == "reduction"):
-            raise UsageError(f"{name}: {span.action} cannot stand here: reductions, and they alone, are in reductions")
-    return found
+        raise UsageError(f"rows: there are {len(rows)} for a placement on {placement.num_ranks} ranks")
+    return tuple(_row(row, rank, placement) for rank, row in enumerate(rows))
 
 
-def _row(cells: object, what: str, rank: int, placement: Placement) -> Row:
+def _row(cells: object, rank: int, placement: Placement) -> Row:
     row: list[Span] = []
     for position, cell in enumerate(_list(cells, f"rank {rank}")):
-        where = f"rank {rank}, {what} {position}"
+        where = f"rank {rank}, span {position}"
         try:
             row.append(_span(cell, rank, placement))
         except UsageError as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 
@@ -43,7 +44,7 @@ def fit(timelines: Iterable[Timeline], width: int) -> float:
     are multiples of the shortest span, a whole number of columns per shortest span, so that equals look equal.
     """
     drawn = list(timelines)
-    spans = [span for timeline in drawn for span in timeline]
+    spans = [span for timeline in drawn for span in computations(timeline)]
     horizon = max((timeline.makespan for timeline in drawn), default=0.0)
     if not horizon:
         return 0.0
@@ -53,6 +54,16 @@ def fit(timelines: Iterable[Timeline], width: int) -> float:
         math.isclose(time, round(time), abs_tol=1e-6) for span in spans for time in (span.start / unit, span.end / unit)
     )
     return columns / unit if regular and columns else width / horizon
+
+
+def computations(timeline: Timeline) -> Iterator[Span]:
+    """Rank by rank, without what runs beside them."""
+    return chain.from_iterable(timeline.on(Stream.COMPUTE))
+
+
+def beside(timeline: Timeline) -> list[Row]:
+    """Per rank, what runs beside computations."""
+    return [tuple(span for span in row if span.stream is not Stream.COMPUTE) for row in timeline.rows]
 
 
 def shortest(spans: Iterable[Span]) -> float:
@@ -65,10 +76,10 @@ def pieces(timeline: Timeline, scale: float) -> list[list[Piece]]:
 
     When a span is at least a column wide on average, every span is a piece; else every column is one.
     """
-    durations = [span.end - span.start for span in timeline]
+    durations = [span.end - span.start for span in computations(timeline)]
     draw = _blocks if sum(durations) * scale >= len(durations) else _columns
     lines = []
-    for rank, row in enumerate(timeline.rows):
+    for rank, row in enumerate(timeline.on(Stream.COMPUTE)):
         chunks = {stage: chunk for chunk, stage in enumerate(timeline.placement.stages_of(rank))}
         lines.append(draw(row, chunks, scale))
     return lines
@@ -87,22 +98,20 @@ def _blocks(row: tuple[Span, ...], chunks: dict[int, int], scale: float) -> list
 
 
 def lines(timeline: Timeline, scale: float) -> list[list[Piece]]:
-    """As `pieces`, and where a rank is idle, its reductions."""
-    return [
-        _beside(line, timeline.reductions_of(rank), timeline.placement.stages_of(rank), scale)
-        for rank, line in enumerate(pieces(timeline, scale))
-    ]
+    """As `pieces`, and where a rank is idle, what runs beside its computations."""
+    ranks = enumerate(zip(pieces(timeline, scale), beside(timeline), strict=True))
+    return [_with(row, line, timeline.placement.stages_of(rank), scale) for rank, (line, row) in ranks]
 
 
-def _beside(line: list[Piece], reductions: Row, stages: tuple[int, ...], scale: float) -> list[Piece]:
-    """The pieces of a line and those of reductions where it has none."""
+def _with(row: Row, line: list[Piece], stages: tuple[int, ...], scale: float) -> list[Piece]:
+    """The pieces of a line and those of `row` where it has none."""
     found = list(line)
     gaps = pairwise((0, *chain.from_iterable((piece.first, piece.end) for piece in line), sys.maxsize))
     for start, until in list(gaps)[::2]:
-        for span in reductions:
+        for span in row:
             first, end = max(round_half_up(span.start * scale), start), min(round_half_up(span.end * scale), until)
             if first < end:
-                found.append(Piece(Kind.R, stages.index(span.action.stage), first, end, span.action))
+                found.append(Piece(span.action.kind, stages.index(span.action.stage), first, end, span.action))
                 start = end
     return sorted(found, key=lambda piece: piece.first)
 

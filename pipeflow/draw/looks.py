@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 
@@ -65,17 +66,16 @@ def shade(kind: Kind, chunk: int, chunks: int) -> str:
 
 
 def kinds(timelines: Iterable[Timeline]) -> list[Kind]:
-    """The kinds of action that there are, in their order; reductions where they take time."""
+    """The kinds of action that there are, in their order; what runs beside computations where it takes time."""
     drawn = list(timelines)
-    present = {span.action.kind for timeline in drawn for span in timeline}
-    if any(reduction_time(timeline) for timeline in drawn):
-        present.add(Kind.R)
+    spans = [span for timeline in drawn for span in timeline]
+    present = {span.action.kind for span in spans if span.stream is Stream.COMPUTE or span.end > span.start}
     return [kind for kind in Kind if kind in present]
 
 
 def reduction_time(timeline: Timeline) -> float:
     """The most time that a rank's reductions take."""
-    return max((sum(span.end - span.start for span in row) for row in timeline.reductions), default=0.0)
+    return max((sum(span.end - span.start for span in row) for row in timeline.on(Stream.REDUCE)), default=0.0)
 
 
 def chunks_of(timeline: Timeline, rank: int) -> dict[int, int]:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeflow.core.action import Kind
+from pipeflow.analysis.causes import critical_path
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.text import number, percent
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import num_chunks, round_half_up
@@ -68,7 +69,7 @@ def measures(timeline: Timeline, unit: Unit) -> str:
     if unit.text(timeline.span) != unit.text(timeline.makespan):
         parts.append(f"span {unit.text(timeline.span)}")
     if time := reduction_time(timeline):
-        parts.append(f"reductions {unit.text(time)}, exposed {unit.text(timeline.exposed_reduction)}")
+        parts.append(f"reductions {unit.text(time)}, exposed {unit.text(timeline.exposed)}")
     parts += [f"bubble {percent(timeline.bubble_ratio)}", f"peak activations {_peaks(timeline.peak_activations)}"]
     return "  ".join(parts)
 
@@ -86,8 +87,8 @@ class PathTimes(NamedTuple):
 def path_times(timeline: Timeline) -> PathTimes:
     """What the makespan consists of."""
     by_rank, reducing = [0.0] * len(timeline.rows), 0.0
-    for span, *_ in timeline.critical_path():
-        if span.action.kind is Kind.R:
+    for span, *_ in critical_path(timeline):
+        if span.stream is Stream.REDUCE:
             reducing += span.end - span.start
         else:
             by_rank[span.rank] += span.end - span.start

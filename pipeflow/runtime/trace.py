@@ -8,6 +8,7 @@ import socket
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from operator import attrgetter
 from threading import Thread
 from typing import Any
 
@@ -97,15 +98,12 @@ class Trace:
 
         Ranks on one machine share its clock; those on other machines count from the moment at which all started.
         """
-        host, mine, reductions = socket.gethostname(), self._spans(), self._reductions()
-        everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine, reductions))
-        first_host, first_zero, *_ = everyone[0]
-        shifts = [zero - first_zero if of == first_host else 0.0 for of, zero, *_ in everyone]
-        rows, reduced = (
-            tuple(_shifted(each[index], shift) for each, shift in zip(everyone, shifts, strict=True))
-            for index in (2, 3)
-        )
-        return Timeline(name, placement, rows, reductions=reduced if any(reduced) else ())
+        host, mine = socket.gethostname(), sorted(self._spans() + self._reductions(), key=attrgetter("start"))
+        everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine))
+        first_host, first_zero, _ = everyone[0]
+        shifts = [zero - first_zero if of == first_host else 0.0 for of, zero, _ in everyone]
+        rows = [_shifted(spans, shift) for (_, _, spans), shift in zip(everyone, shifts, strict=True)]
+        return Timeline(name, placement, tuple(rows))
 
     def _reductions(self) -> list[Span]:
         timed = [operation for operation in self.operations if isinstance(operation, TimedReduction)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from pipeflow.core.action import Entry, Kind, actions_of
-from pipeflow.core.dataflow import Content, Flow, Value, flows
+from pipeflow.core.dataflow import Content, Value, flows
 from pipeflow.core.program import Compute, Program, Recv, Release, Send
 from pipeflow.core.violation import Violation
 from pipeflow.soundness.deadlock import Place
@@ -51,7 +51,7 @@ def _flows(programs: Sequence[Program]) -> Table:
         made |= {Content.SAVED, Content.GRADIENT, Content.DEFERRED}
     if any(kind is Kind.R for kind, _ in kinds):
         made.add(Content.WEIGHT_GRADIENT)
-    return {key: Flow(needs, tuple(end for end in makes if end[0] in made)) for key, (needs, makes) in table.items()}
+    return {key: flow._replace(makes=tuple(end for end in flow.makes if end[0] in made)) for key, flow in table.items()}
 
 
 class _Walk:

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import random
-from itertools import chain
 from math import isclose
 
 import pytest
 
+from pipeflow.analysis.causes import causes
 from pipeflow.analysis.graph import dependency_graph
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -46,7 +47,7 @@ def test_every_action_starts_as_early_as_the_graph_allows(name: str, seed: int) 
             start = max(start, ends[before] + (cost.transfer(edge) if crosses else 0.0))
         ends[action] = start + cost.duration(action.kind, action.stage)
     timeline = simulate(schedule, cost)
-    spans = chain(timeline, *timeline.reductions)
+    spans = timeline
     assert {span.action: span.end for span in spans} == pytest.approx(ends)
 
 
@@ -103,15 +104,15 @@ def test_reductions_change_nothing_but_when_the_step_ends(name: str, reduce: flo
     schedule = make_schedule(name, ranks=4, microbatches=6)
     cost = CostModel.even(schedule.placement, transfer=0.25, reduce=reduce)
     plain, reduced = simulate(schedule, cost), simulate(schedule.with_reductions(), cost)
-    assert reduced.rows == plain.rows
+    assert reduced.on(Stream.COMPUTE) == plain.rows
     assert (reduced.work, reduced.peak_activations) == (plain.work, plain.peak_activations)
     whole = reduce * len(schedule.placement.paths)
     assert plain.makespan <= reduced.makespan <= plain.makespan + whole + 1e-9
     assert plain.span <= reduced.span <= plain.span + whole + 1e-9
-    assert isclose(reduced.exposed_reduction, reduced.makespan - plain.makespan, abs_tol=1e-9)
-    ends = [row[-1].end for row in reduced.reductions]
+    assert isclose(reduced.exposed, reduced.makespan - plain.makespan, abs_tol=1e-9)
+    ends = [row[-1].end for row in reduced.on(Stream.REDUCE)]
     assert reduced.makespan == max(plain.makespan, *ends)
-    for rank, row in enumerate(reduced.reductions):
+    for rank, row in enumerate(reduced.on(Stream.REDUCE)):
         assert {span.action.stage for span in row} == {*schedule.placement.stages_of(rank)}
         assert row[-1].end >= plain.rows[rank][-1].end  # the last one begins when its rank is done
 
@@ -129,7 +130,7 @@ def test_interleaving_hides_the_reductions_of_all_chunks_but_the_first(chunks: i
     schedule = make_schedule("interleaved-1f1b", ranks=4, microbatches=8, chunks=chunks)
     cost = CostModel.even(schedule.placement, reduce=4)
     timeline = simulate(schedule.with_reductions(), cost)
-    assert timeline.exposed_reduction == 4 / chunks
+    assert timeline.exposed == 4 / chunks
     assert timeline.makespan == simulate(schedule, cost).makespan + 4 / chunks
 
 
@@ -139,11 +140,11 @@ def test_a_stage_of_two_ranks_is_reduced_by_both_at_once() -> None:
         Placement.bidirectional(2),
     )
     timeline = simulate(schedule, CostModel((3, 1), (1, 1), (1, 1), reduce=(2, 2)))
-    first, second = [[(str(span.action), span.start, span.end) for span in row] for row in timeline.reductions]
+    first, second = [[(str(span.action), span.start, span.end) for span in row] for row in timeline.on(Stream.REDUCE)]
     # Rank 0 comes to 0R0 at 8 and to 1R1 at 12, rank 1 to 1R0 at 9 and to 0R1 at 14.
     assert first == [("1R1", 12, 14), ("0R0", 14, 16)]
     assert second == [("1R0", 12, 14), ("0R1", 14, 16)]
-    assert [str(cause) for cause in timeline.reduction_causes()[0]] == [
+    assert [str(cause) for cause in causes(timeline)[0][-2:]] == [
         "1R1 on rank 0 came after 1B1",
         "0R0 on rank 0 waited for the weight gradient of stage 0, microbatch 1 from rank 1",
     ]

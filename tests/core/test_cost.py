@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipeflow.analysis.measured import measured_costs
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel, Link
@@ -84,7 +85,7 @@ def test_a_stage_without_a_cost_is_an_error() -> None:
 def test_measured_costs_of_a_backward_are_those_of_whole_ones_and_of_halves() -> None:
     times = {"0F0": (0, 2), "0B0": (2, 8), "0F1": (8, 10), "0I1": (10, 11), "0W1": (11, 14)}
     spans = tuple(Span(Action.parse(text), 0, start, end) for text, (start, end) in times.items())
-    cost = CostModel.measured(Timeline("by hand", Placement.linear(1), (spans,)))
+    cost = measured_costs(Timeline("by hand", Placement.linear(1), (spans,)))
     assert cost.duration(Kind.F, 0) == 2
     assert [cost.duration(kind, 0) for kind in (Kind.I, Kind.W, Kind.B)] == [1.25, 3.75, 5]
 
@@ -99,5 +100,5 @@ def test_what_was_planned_for_reductions_is_measured_of_the_plan(name: str) -> N
     schedule = make_schedule(name, ranks=4, microbatches=6)
     stages = schedule.placement.num_stages
     cost = replace(CostModel.even(schedule.placement), reduce=tuple(1 + stage / 4 for stage in range(stages)))
-    assert CostModel.measured(simulate(schedule.with_reductions(), cost)).reduce == cost.reduce
-    assert CostModel.measured(simulate(schedule, cost)).reduce == ()
+    assert measured_costs(simulate(schedule.with_reductions(), cost)).reduce == cost.reduce
+    assert measured_costs(simulate(schedule, cost)).reduce == ()

@@ -6,9 +6,11 @@ from itertools import pairwise
 
 import pytest
 
+from pipeflow.analysis.causes import causes, critical_path
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Action
 from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -36,14 +38,14 @@ def test_the_measures_of_two_ranks() -> None:
     assert measured.work == 6
     assert measured.bubble_ratio == pytest.approx(0.4)
     assert measured.peak_activations == (2, 1)
-    assert [str(cause.span.action) for cause in measured.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert [str(cause.span.action) for cause in critical_path(measured)] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
 
 
 def test_a_rank_without_work_and_a_timeline_without_spans_measure_zero() -> None:
     assert timeline("0F0@0-1", "").peak_activations == (1, 0)
     empty = timeline("", "")
     assert (empty.makespan, empty.span, empty.work, empty.bubble_ratio) == (0, 0, 0, 0)
-    assert empty.critical_path() == ()
+    assert critical_path(empty) == ()
 
 
 def test_an_activation_ends_with_its_input_gradient() -> None:
@@ -69,7 +71,7 @@ def test_what_waiting_weight_gradients_hold_counts_in_bytes_alone() -> None:
 
 def test_the_critical_path_says_who_waited_for_what() -> None:
     planned = simulate(make_schedule("1f1b", ranks=2, microbatches=1), CostModel((1, 1), (1, 1), (1, 1), latency=2))
-    assert [str(cause) for cause in planned.critical_path()] == [
+    assert [str(cause) for cause in critical_path(planned)] == [
         "0F0 on rank 0 began at once",
         "1F0 on rank 1 waited for the activation of stage 0, microbatch 0 from rank 0",
         "1B0 on rank 1 came after 1F0",
@@ -79,10 +81,10 @@ def test_the_critical_path_says_who_waited_for_what() -> None:
 
 def test_a_pair_begins_when_both_of_its_halves_can() -> None:
     paired = Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1")
-    path = [str(cause.span.action) for cause in simulate(paired).critical_path()]
+    path = [str(cause.span.action) for cause in critical_path(simulate(paired))]
     assert path == ["0F0", "1F0", "1B0", "0F1", "0B0", "1F1", "1B1", "0B1"]
     apart = simulate(paired.without_pairs())
-    assert [str(cause.span.action) for cause in apart.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert [str(cause.span.action) for cause in critical_path(apart)] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
     hidden = CostModel((1, 1), (1, 1), (1, 1), overlap=1)
     assert simulate(paired, hidden).makespan == simulate(paired).makespan - 1
 
@@ -102,7 +104,7 @@ def test_the_critical_path_reaches_from_the_start_to_the_makespan(name: str, tra
             tuple(draw.uniform(0.1, 3) for _ in range(stages)) for _ in range(3)
         )
         planned = simulate(schedule, CostModel(forward, backward_input, backward_weight, latency=transfer))
-        path = [cause.span for cause in planned.critical_path()]
+        path = [cause.span for cause in critical_path(planned)]
         assert path[0].start == 0
         assert path[-1].end == planned.makespan
         gaps = [after.start - before.end for before, after in pairwise(path)]
@@ -112,34 +114,32 @@ def test_the_critical_path_reaches_from_the_start_to_the_makespan(name: str, tra
 
 def test_on_a_busy_rank_the_critical_path_stays() -> None:
     noisy = timeline("0F0@0-1 0F1@1.01-2 0B0@4-6 0B1@8.1-10", "1F0@1.1-2 1B0@2.01-4 1F1@4.01-6 1B1@6.02-8")
-    assert [str(cause.span.action) for cause in noisy.critical_path()] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert [str(cause.span.action) for cause in critical_path(noisy)] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
 
 
 def test_on_an_idle_rank_the_critical_path_leads_to_the_sender() -> None:
     """Rank 1 waits for 0F1, whose transfer takes long, though its own 1F0 ended after 0F1 was made."""
     late = timeline("0F0@0-1 0F1@1-2", "1F0@1-3 1F1@5-6")
-    assert [str(cause.span.action) for cause in late.critical_path()] == ["0F0", "0F1", "1F1"]
-
-
-def reduced(*rows: str, reductions: tuple[str, ...]) -> Timeline:
-    return replace(timeline(*rows), reductions=timeline(*reductions).rows)
+    assert [str(cause.span.action) for cause in critical_path(late)] == ["0F0", "0F1", "1F1"]
 
 
 def test_reductions_count_for_makespan_and_span_and_not_for_work() -> None:
-    measured = reduced("0F0@1-2 0B0@6-8", "1F0@3-4 1B0@4-6", reductions=("0R0@8-9", "1R0@6-20"))
+    measured = timeline("0F0@1-2 0B0@6-8 0R0@8-9", "1F0@3-4 1B0@4-6 1R0@6-20")
     assert (measured.makespan, measured.span, measured.work) == (20, 17, 3)
-    assert measured.exposed_reduction == 12
-    assert [str(span.action) for span in measured] == ["0F0", "0B0", "1F0", "1B0"]
-    assert [str(cause.span.action) for cause in measured.critical_path()] == ["0F0", "1F0", "1B0", "1R0"]
+    assert measured.exposed == 12
+    assert measured.streams == (Stream.COMPUTE, Stream.REDUCE)
+    assert [[str(span.action) for span in row] for row in measured.on(Stream.REDUCE)] == [["0R0"], ["1R0"]]
+    assert [str(span.action) for row in measured.on(Stream.COMPUTE) for span in row] == ["0F0", "0B0", "1F0", "1B0"]
+    assert [str(cause.span.action) for cause in critical_path(measured)] == ["0F0", "1F0", "1B0", "1R0"]
 
 
 def test_the_critical_path_ends_in_a_computation_where_reductions_are_hidden() -> None:
-    hidden = reduced("0F0@0-1 0B0@4-8", "1F0@1-2 1B0@2-4", reductions=("0R0@8-8", "1R0@4-8"))
-    assert hidden.exposed_reduction == 0
-    assert [str(cause.span.action) for cause in hidden.critical_path()] == ["0F0", "1F0", "1B0", "0B0"]
+    hidden = timeline("0F0@0-1 0B0@4-8 0R0@8-8", "1F0@1-2 1B0@2-4 1R0@4-8")
+    assert hidden.exposed == 0
+    assert [str(cause.span.action) for cause in critical_path(hidden)] == ["0F0", "1F0", "1B0", "0B0"]
 
 
 def test_a_measured_reduction_began_after_its_weight_gradient_whatever_the_clocks_say() -> None:
-    early = reduced("0F0@0-1 0B0@1-3", reductions=("0R0@2.9-5",))
-    assert [str(cause) for cause in early.reduction_causes()[0]] == ["0R0 on rank 0 came after 0B0"]
-    assert [str(cause.span.action) for cause in early.critical_path()] == ["0F0", "0B0", "0R0"]
+    early = timeline("0F0@0-1 0B0@1-3 0R0@2.9-5")
+    assert [str(cause) for cause in causes(early)[0]][-1] == "0R0 on rank 0 came after 0B0"
+    assert [str(cause.span.action) for cause in critical_path(early)] == ["0F0", "0B0", "0R0"]

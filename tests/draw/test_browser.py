@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pipeflow.analysis.causes import causes
 from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html
@@ -147,7 +148,7 @@ def test_a_block_that_is_pointed_at_says_what_it_is_and_what_it_waited_for(page:
     assert not page.find("#tip").is_displayed()
     page.point(x, y).perform()
     tip = page.text("#tip")
-    cause = next(cause for row in timeline.causes() for cause in row if str(cause.span.action) == "1B0")
+    cause = next(cause for row in causes(timeline) for cause in row if str(cause.span.action) == "1B0")
     assert cause.after is not None
     idle = cause.span.start - timeline.rows[1][timeline.rows[1].index(cause.span) - 1].end
     assert tip.startswith("1B0backward")
@@ -162,7 +163,7 @@ def test_a_block_that_is_pointed_at_says_what_it_is_and_what_it_waited_for(page:
 def test_keys_walk_over_all_blocks_of_a_rank_and_say_their_causes(page: Page, name: str) -> None:
     timeline = SAMPLES[name]
     page.open(timeline)
-    for index, cause in enumerate(timeline.causes()[0]):
+    for index, cause in enumerate(causes(timeline)[0]):
         page.walk(Keys.ARROW_RIGHT)
         told = page.text("#spoken")
         assert told.startswith(f"{timeline.rows[0][index].action}, ")

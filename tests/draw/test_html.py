@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from pipeflow.analysis.causes import causes, critical_path
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html
@@ -52,7 +54,7 @@ class Page(HTMLParser):
 def test_the_page_holds_every_action_with_its_times(timeline: Timeline) -> None:
     data, _ = Page(html(timeline)).scripts()
     (written,) = data["timelines"]
-    for row, spans in zip(written["rows"], timeline.rows, strict=True):
+    for row, spans in zip(written["rows"], timeline.on(Stream.COMPUTE), strict=True):
         assert row["actions"].split() == [str(span.action) for span in spans]
         times = [time for span in spans for time in (span.start, span.end)]
         assert row["times"] == pytest.approx(times, rel=1e-8)
@@ -62,11 +64,11 @@ def test_the_page_holds_every_action_with_its_times(timeline: Timeline) -> None:
 def test_the_page_knows_what_was_waited_for(timeline: Timeline) -> None:
     data, _ = Page(html(timeline)).scripts()
     rows = data["timelines"][0]["rows"]
-    for row, causes in zip(rows, timeline.causes(), strict=True):
+    for row, whys in zip(rows, causes(timeline), strict=True):
         waits = {wait[0]: wait[1:] for wait in row["waits"]}
-        assert set(waits) == {index for index, cause in enumerate(causes) if cause.value}
+        assert set(waits) == {index for index, cause in enumerate(whys) if cause.value}
         for index, (rank, position, *value) in waits.items():
-            cause = causes[index]
+            cause = whys[index]
             assert cause.after is not None
             assert cause.value is not None
             assert rows[rank]["actions"].split()[position] == str(cause.after.action)
@@ -82,20 +84,20 @@ def named(row: dict[str, Any]) -> list[str]:
 def test_the_page_holds_the_critical_path(timeline: Timeline) -> None:
     written = Page(html(timeline)).scripts()[0]["timelines"][0]
     path = [named(written["rows"][rank])[index] for rank, index in written["path"]]
-    assert path == [str(cause.span.action) for cause in timeline.critical_path()]
+    assert path == [str(cause.span.action) for cause in critical_path(timeline)]
 
 
 @pytest.mark.parametrize("timeline", [reducing(), reducing("chimera", 3)])
 def test_the_page_holds_reductions_with_their_times_and_causes(timeline: Timeline) -> None:
     rows = Page(html(timeline)).scripts()[0]["timelines"][0]["rows"]
-    for row, spans, causes in zip(rows, timeline.reductions, timeline.reduction_causes(), strict=True):
-        reductions = row["reductions"]
+    for row, spans, every in zip(rows, timeline.on(Stream.REDUCE), causes(timeline), strict=True):
+        reductions, whys = row["reductions"], [cause for cause in every if cause.span in spans]
         assert reductions["actions"].split() == [str(span.action) for span in spans]
         assert reductions["times"] == [time for span in spans for time in (span.start, span.end)]
         after = [named(rows[rank])[index] for rank, index in reductions["after"]]
-        assert after == [str(cause.after.action) for cause in causes if cause.after]
+        assert after == [str(cause.after.action) for cause in whys if cause.after]
         assert [wait[0] for wait in reductions["waits"]] == [
-            len(row["actions"].split()) + index for index, cause in enumerate(causes) if cause.value
+            len(row["actions"].split()) + index for index, cause in enumerate(whys) if cause.value
         ]
     assert "reductions" not in Page(html(planned())).scripts()[0]["timelines"][0]["rows"][0]
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from pipeflow.core.dataflow import makes, needs
+from pipeflow.core.dataflow import Stream, makes, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import perfetto
@@ -46,7 +46,7 @@ def sent(timeline: Timeline) -> int:
 @pytest.mark.parametrize("timeline", SMALL.values(), ids=SMALL)
 def test_every_action_is_a_slice_and_slices_of_a_rank_do_not_overlap(timeline: Timeline) -> None:
     found = events(timeline)
-    spans = chain(timeline, *timeline.reductions)
+    spans = timeline
     assert Counter(event["name"] for event in of_phase(found, "X")) == Counter(str(span.action) for span in spans)
     for track in by_track(found).values():
         for one, other in pairwise(track):
@@ -110,7 +110,7 @@ def test_reductions_have_a_track_of_their_own_below_their_rank() -> None:
         *(f"rank {rank}" for rank in range(4)),
     ]
     tracks = by_track(found)
-    for rank, row in enumerate(timeline.reductions):
+    for rank, row in enumerate(timeline.on(Stream.REDUCE)):
         track = tracks[1, list(names)[4 + rank][1]]
         assert [event["name"] for event in track] == [str(span.action) for span in row]
     assert {names[key] for key, track in tracks.items() if "R" in track[0]["name"]} == set(list(names.values())[4:8])

@@ -4,12 +4,13 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import chain, combinations, pairwise
+from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
 
 from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import svg
 from pipeflow.draw.looks import COLOURS, DARK, INK, LIGHT, Scheme, shade
@@ -44,7 +45,7 @@ APART = [name for name in SAMPLES if name not in ("dense", "timeless", "moment")
 
 @pytest.mark.parametrize("name", APART)
 def test_every_action_is_drawn_once(name: str) -> None:
-    spans = chain(SAMPLES[name], *SAMPLES[name].reductions)
+    spans = SAMPLES[name]
     assert Counter(actions(drawn(SAMPLES[name]))) == Counter(
         str(span.action) for span in spans if span.end > span.start
     )
@@ -56,7 +57,7 @@ def test_reductions_are_bars_at_the_lower_edge_of_their_lane() -> None:
     lanes = looking(root, "lane")[: len(timeline.rows)]
     bars = [bar for bar in looking(root, "reduction") if list(bar)]  # those of the legend have no title
     scale = number(lanes[0], "width") / timeline.makespan
-    for lane, row in zip(lanes, timeline.reductions, strict=True):
+    for lane, row in zip(lanes, timeline.on(Stream.REDUCE), strict=True):
         bottom = number(lane, "y") + number(lane, "height")
         below = [bar for bar in bars if number(bar, "y") + number(bar, "height") == bottom]
         assert [number(bar, "width") for bar in below] == pytest.approx(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeflow import Placement, Schedule, execute_pipeline, verify
+from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
 from pipeflow.runtime.program.pairs import Half
 from pipeflow.testing import run_processes, run_threads
@@ -47,7 +48,7 @@ def run_as_drawn(model: TinyModel, schedule: Schedule) -> tuple[float | None, Gr
         batch = model.batch(2 * schedule.num_microbatches + 1, seed=seed)
         output = execute_pipeline(iter([batch]), pipeline, trace=seed == 2)
     assert output.timeline is not None
-    row = output.timeline.rows[current_context().pipeline_rank]
+    row = output.timeline.on(Stream.COMPUTE)[current_context().pipeline_rank]
     assert [span.action for span in row] == list(schedule.actions(current_context().pipeline_rank))
     return None if output.loss is None else output.loss.item(), gradients_of(pipeline)
 

@@ -22,6 +22,8 @@ from pipeflow import (
     make_schedule,
     simulate,
 )
+from pipeflow.analysis.measured import measured_costs
+from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import KeywordModel, PlainModel, TiedModel, TinyModel
@@ -241,12 +243,14 @@ def test_reductions_are_measured_where_they_are_planned(run: Run) -> None:
     schedule = make_schedule("interleaved-1f1b", ranks=2, microbatches=4)
     planned = simulate(schedule.with_reductions(), CostModel.even(schedule.placement, reduce=0.5))
     for timeline in run(trace_one, 4, PlainModel(), schedule, data=2):
-        for rank, spans in enumerate(timeline.reductions):
-            assert [span.action for span in spans] == [span.action for span in planned.reductions[rank]]
+        for rank, spans in enumerate(timeline.on(Stream.REDUCE)):
+            assert [span.action for span in spans] == [span.action for span in planned.on(Stream.REDUCE)[rank]]
             for span in spans:
-                last = max(each.end for each in timeline.rows[rank] if each.action.stage == span.action.stage)
+                last = max(
+                    each.end for each in timeline.on(Stream.COMPUTE)[rank] if each.action.stage == span.action.stage
+                )
                 assert last <= span.start <= span.end
-        assert simulate(schedule.with_reductions(), CostModel.measured(timeline)).makespan > 0
+        assert simulate(schedule.with_reductions(), measured_costs(timeline)).makespan > 0
 
 
 def square_layers() -> nn.ModuleList:

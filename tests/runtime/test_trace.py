@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeflow import CostModel, Kind, Pipeline, Timeline, execute_pipeline, simulate
+from pipeflow import Kind, Pipeline, Timeline, execute_pipeline, simulate
+from pipeflow.analysis.measured import measured_costs
+from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import TiedModel
@@ -45,13 +47,14 @@ def require_traced(layout: Layout, results: list[tuple[Timeline, Timeline, float
         assert min(span.start for span in mine) > -0.1 * seconds  # ranks begin within an agreement of each other
     for timeline, plan in ((trained, schedule), (evaluated, schedule.forward_only())):
         assert (timeline.name, timeline.placement) == (schedule.name, schedule.placement)
-        assert tuple(tuple(span.action for span in row) for row in timeline.rows) == plan.rows
-        for rank, row in enumerate(timeline.rows):
+        computed = timeline.on(Stream.COMPUTE)
+        assert tuple(tuple(span.action for span in row) for row in computed) == plan.rows
+        for rank, row in enumerate(computed):
             assert all(span.rank == rank and span.start < span.end for span in row)
             assert all(before.end <= after.start for before, after in pairwise(row))
         assert timeline.peak_activations == simulate(plan).peak_activations
         assert timeline.span <= timeline.makespan - min(span.start for span in timeline) + 1e-9
-    cost = CostModel.measured(trained)
+    cost = measured_costs(trained)
     assert all(value > 0 for value in (*cost.forward, *cost.backward_input, *cost.backward_weight))
     assert cost.latency >= 0
     assert simulate(schedule, cost).makespan > 0
@@ -95,7 +98,7 @@ def test_spans_last_as_long_as_their_actions(start: Any) -> None:
     for span in timeline:
         slept = 0.02 * (span.action.stage + 1) if span.action.kind is Kind.F else 0.0
         assert span.end - span.start >= slept
-    assert all(time >= 0.02 * (stage + 1) for stage, time in enumerate(CostModel.measured(timeline).forward))
+    assert all(time >= 0.02 * (stage + 1) for stage, time in enumerate(measured_costs(timeline).forward))
     assert timeline.rows[2][0].start >= 0.06  # after two forwards
 
 

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import pytest
 
+from pipeflow.analysis.causes import critical_path
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
 from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
 from pipeflow.core.reductions import is_reduction
 from pipeflow.core.schedule import Schedule
@@ -198,12 +200,15 @@ def drawn(seed: int) -> tuple[Schedule, CostModel]:
 def test_times_are_those_of_the_definition(seed: int) -> None:
     schedule, cost = drawn(seed)
     slow, fast = Slow(schedule, cost), simulate(schedule, cost)
-    spans = {span.action: span for span in fast}
+    spans = {span.action: span for row in fast.on(Stream.COMPUTE) for span in row}
     assert set(spans) == set(slow.at)
     for action, place in slow.at.items():
         first, *_, last = (spans[each] for each in actions_of(slow.entry(place)) * 2)
         assert (first.start, last.end) == slow.times[place], action
-    ends = [*(times.end for times in slow.times.values()), *(span.end for row in fast.reductions for span in row)]
+    ends = [
+        *(times.end for times in slow.times.values()),
+        *(span.end for row in fast.on(Stream.REDUCE) for span in row),
+    ]
     assert fast.makespan == max(ends)
 
 
@@ -211,7 +216,7 @@ def test_times_are_those_of_the_definition(seed: int) -> None:
 def test_reductions_are_served_as_their_ranks_come_to_them(seed: int) -> None:
     schedule, cost = drawn(seed)
     slow, fast = Slow(schedule, cost), simulate(schedule, cost)
-    spans = {span.action: span for row in fast.reductions for span in row}
+    spans = {span.action: span for row in fast.on(Stream.REDUCE) for span in row}
     came: dict[Action, float] = {}
     for rank, row in enumerate(schedule.rows):
         ends = [0.0]
@@ -220,7 +225,7 @@ def test_reductions_are_served_as_their_ranks_come_to_them(seed: int) -> None:
                 came[entry] = ends[-1]
             else:
                 ends.append(slow.times[rank, len(ends) - 1].end)
-        assert {span.action for span in fast.reductions_of(rank)} == set(filter(is_reduction, row))
+        assert {span.action for span in fast.on(Stream.REDUCE)[rank]} == set(filter(is_reduction, row))
     assert set(spans) == set(came)
     for action, span in spans.items():
         together = [other for other in spans.values() if other.action.stage == action.stage]
@@ -228,7 +233,7 @@ def test_reductions_are_served_as_their_ranks_come_to_them(seed: int) -> None:
             (span.start, span.start + cost.reduce[action.stage])
         }
         ready = max(came[other.action] for other in together)
-        before = [other for part in together for other in fast.reductions[part.rank] if other.start < span.start]
+        before = [other for part in together for other in fast.on(Stream.REDUCE)[part.rank] if other.start < span.start]
         assert span.start == max([ready, *(other.end for other in before)])
         for other in before:
             parts = [each.action for each in spans.values() if each.action.stage == other.action.stage]
@@ -253,8 +258,8 @@ def test_memory_is_that_of_the_definition(seed: int) -> None:
 def test_the_critical_path_is_a_chain_of_waits_as_long_as_the_makespan(seed: int) -> None:
     schedule, cost = drawn(seed)
     slow, fast = Slow(schedule, cost), simulate(schedule, cost)
-    path = [cause for cause in fast.critical_path() if cause.span.action.kind is not Kind.R]
-    reduced = fast.critical_path()[len(path) :]
+    path = [cause for cause in critical_path(fast) if cause.span.action.kind is not Kind.R]
+    reduced = critical_path(fast)[len(path) :]
     assert all(cause.after and cause.after.end == cause.span.start for cause in reduced)
     places = [slow.at[cause.span.action] for cause in path]
     assert path[0].after is None
@@ -276,5 +281,5 @@ def test_random_plans_have_all_that_there_is() -> None:
     assert any(len(schedule.placement.paths) == 2 for schedule in schedules)
     entries = [entry for schedule in schedules for row in schedule.rows for entry in row]
     assert sum(isinstance(entry, Pair) for entry in entries) > 30
-    assert any(simulate(*drawn(seed)).exposed_reduction == 0 for seed in range(40))
+    assert any(simulate(*drawn(seed)).exposed == 0 for seed in range(40))
     assert {action.kind for entry in entries for action in actions_of(entry)} == set(Kind)

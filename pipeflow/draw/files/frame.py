@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.layout import fit, shortest
+from pipeflow.draw.layout import computations, fit, shortest
 from pipeflow.draw.memory import amount_text, peaks
 
 LEAST, NARROWEST, WIDEST = 300.0, 560.0, 1400.0  # of the lanes: at least, where spans are not wide enough, at most
@@ -46,7 +46,7 @@ class Frame:
 def frame(timeline: Timeline, top: float) -> Frame:
     """The frame for a timeline: as wide as its blocks need, within limits, and the flatter the more ranks."""
     ranks = len(timeline.rows)
-    horizon, unit = timeline.makespan, shortest(timeline)
+    horizon, unit = timeline.makespan, shortest(computations(timeline))
     wanted = min(max(horizon / unit * SHORTEST[0], NARROWEST), WIDEST)
     scale = fit([timeline], int(wanted))
     if scale * unit < 4 and horizon:  # a whole number of pixels per span would leave too much of the width empty

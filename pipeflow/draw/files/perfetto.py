@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import Value, makes, needs
-from pipeflow.core.span import Span
+from pipeflow.core.dataflow import Stream, Value, makes, needs
+from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.looks import chunks_of, several
 from pipeflow.draw.measures import heading
@@ -42,20 +42,26 @@ def perfetto(timelines: Timeline | Sequence[Timeline], *, factor: float = 1e6) -
         events += _names(timeline, process, thread)
         timed = [*_slices(timeline, process, thread, factor), *_counters(timeline, process, thread, factor)]
         events += sorted(timed, key=lambda event: event["ts"])  # stable: a slice stands before what is bound to it
-        thread += len(timeline.rows) + len(timeline.reductions)
+        thread += len(list(_tracks(timeline)))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
 def _names(timeline: Timeline, process: int, thread: int) -> Iterator[Event]:
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": heading(timeline)}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
-    ranks = len(timeline.rows)
-    names = [(thread + rank, f"rank {rank}", rank) for rank in range(ranks)]
-    names += [(thread + ranks + rank, f"rank {rank} reductions", rank) for rank in range(len(timeline.reductions))]
-    for number, name, rank in names:
-        of = {"ph": "M", "pid": process, "tid": number}
+    for number, (name, rank, _) in enumerate(_tracks(timeline)):
+        of = {"ph": "M", "pid": process, "tid": thread + number}
         yield {**of, "name": "thread_name", "args": {"name": name}}
         yield {**of, "name": "thread_sort_index", "args": {"sort_index": rank}}
+
+
+def _tracks(timeline: Timeline) -> Iterator[tuple[str, int, Row]]:
+    """A name, a rank and its spans: first the computations of all ranks, then what runs beside them."""
+    for rank, row in enumerate(timeline.on(Stream.COMPUTE)):
+        yield f"rank {rank}", rank, row
+    if Stream.REDUCE in timeline.streams:
+        for rank, row in enumerate(timeline.on(Stream.REDUCE)):
+            yield f"rank {rank} reductions", rank, row
 
 
 def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Iterator[Event]:
@@ -63,9 +69,9 @@ def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Ite
     stages = timeline.placement.num_stages
     arrows: dict[Value, Event] = {}  # per value, the event in its maker's slice
     ends: list[Event] = []
-    for track, row in enumerate((*timeline.rows, *timeline.reductions)):
+    for track, (_, rank, row) in enumerate(_tracks(timeline)):
         of = {"pid": process, "tid": thread + track}
-        chunks = chunks_of(timeline, track % len(timeline.rows))
+        chunks = chunks_of(timeline, rank)
         free = 0.0
         for span in row:
             start = max(_microseconds(span.start, factor), free)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.files.frame import Block, Frame, blocks, frame, steps
@@ -75,17 +76,18 @@ def _axis(timeline: Timeline, at: Frame, unit: Unit, bottom: float) -> Iterator[
 
 
 def _lanes(timeline: Timeline, at: Frame, unit: Unit) -> Iterator[str]:
-    spans = sum(map(len, timeline.rows))
-    pixels = sum(span.end - span.start for span in timeline) * at.scale
+    rows, reduced = timeline.on(Stream.COMPUTE), timeline.on(Stream.REDUCE)
+    spans = sum(map(len, rows))
+    pixels = sum(span.end - span.start for row in rows for span in row) * at.scale
     apart = spans <= MOST and pixels >= FINEST * spans
     merged = [] if apart else _merged(timeline, at)
     most = peaks(timeline)
-    for rank, row in enumerate(timeline.rows):
+    for rank, row in enumerate(rows):
         y = at.y(rank)
         yield _text(at.left - 10, y + at.lane / 2 + 4, f"rank {rank}", "label end")
         yield f'<rect class="lane" x="{_n(at.left)}" y="{_n(y)}" width="{_n(at.width)}" height="{at.lane}"/>'
         yield from _blocks(timeline, row, at, unit) if apart else merged[rank]
-        yield from _reductions(timeline, rank, at, unit)
+        yield from _reductions(timeline, reduced[rank], at, unit)
         yield from _memory(timeline, rank, at, most)
 
 
@@ -119,11 +121,11 @@ def _block(block: Block, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
         yield _text(block.first + width / 2, at.y(span.rank) + at.lane / 2 + 4, number, look)
 
 
-def _reductions(timeline: Timeline, rank: int, at: Frame, unit: Unit) -> Iterator[str]:
+def _reductions(timeline: Timeline, row: Row, at: Frame, unit: Unit) -> Iterator[str]:
     """A bar each, which says what it is when pointed at."""
-    chunks, chunk_of = num_chunks(timeline), chunks_of(timeline, rank)
-    y = at.y(rank) + at.lane - at.bar
-    for span, first, end in blocks(timeline.reductions_of(rank), at):
+    chunks = num_chunks(timeline)
+    for span, first, end in blocks(row, at):
+        chunk_of, y = chunks_of(timeline, span.rank), at.y(span.rank) + at.lane - at.bar
         colour = shade(Kind.R, chunk_of[span.action.stage], chunks)
         yield (
             f'<rect class="reduction" x="{_n(first)}" y="{_n(y)}" width="{_n(end - first)}" height="{at.bar}"'

@@ -14,11 +14,13 @@ from itertools import pairwise
 from string import Template
 from typing import Any
 
+from pipeflow.analysis.causes import Cause, causes, critical_path
 from pipeflow.core.action import Kind
-from pipeflow.core.span import Cause, Span
+from pipeflow.core.dataflow import Stream
+from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.files.frame import heights
-from pipeflow.draw.layout import num_chunks, shortest
+from pipeflow.draw.layout import computations, num_chunks, shortest
 from pipeflow.draw.looks import (
     DARK,
     INK,
@@ -91,7 +93,7 @@ def _data(timelines: tuple[Timeline, ...], unit: Unit) -> dict[str, Any]:
     return {
         "unit": unit.name,
         "factor": unit.factor,
-        "shortest": shortest(span for timeline in timelines for span in timeline),
+        "shortest": shortest(span for timeline in timelines for span in computations(timeline)),
         "ink": INK,
         "kinds": NAMES,
         "colours": {kind: [shade(kind, chunk, chunks) for chunk in range(chunks)] for kind in Kind},
@@ -100,27 +102,29 @@ def _data(timelines: tuple[Timeline, ...], unit: Unit) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
-    rows = [(*row, *timeline.reductions_of(rank)) for rank, row in enumerate(timeline.rows)]
+    computed, reduced = timeline.on(Stream.COMPUTE), timeline.on(Stream.REDUCE)
+    rows = [(*row, *reductions) for row, reductions in zip(computed, reduced, strict=True)]
     places = {span: (span.rank, index) for row in rows for index, span in enumerate(row)}  # reductions come last
+    why = {cause.span: cause for row in causes(timeline) for cause in row}
     most = peaks(timeline)
     return {
         "makespan": _short(timeline.makespan),
         "memory": unit_of(timeline),
         "highest": _short(max(most)),
         "heights": heights(len(timeline.rows))._asdict(),
-        "path": [places[cause.span] for cause in timeline.critical_path()],
+        "path": [places[cause.span] for cause in critical_path(timeline)],
         "rows": [
             {
                 "actions": " ".join(str(span.action) for span in row),
                 "times": [_short(time) for span in row for time in (span.start, span.end)],
                 "chunks": chunks_of(timeline, rank),
                 "pairs": [index for index, (one, other) in enumerate(pairwise(row)) if one.partner == other.action],
-                "waits": [_wait(index, cause, places) for index, cause in enumerate(causes) if cause.value],
+                "waits": [_wait(why[span], places) for span in row if why[span].value],
                 "memory": [_short(number) for step in timeline.memory(rank) for number in step],
                 "peak": amount_text(timeline, most[rank]),
-                **_reductions(timeline, rank, places),
+                **({"reductions": _reductions(reduced[rank], why, places)} if any(reduced) else {}),
             }
-            for rank, (row, causes) in enumerate(zip(timeline.rows, timeline.causes(), strict=True))
+            for rank, row in enumerate(computed)
         ],
     }
 
@@ -128,27 +132,23 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 Places = dict[Span, tuple[int, int]]
 
 
-def _reductions(timeline: Timeline, rank: int, places: Places) -> dict[str, Any]:
-    """A rank's reductions, each with the place of what it began after; nothing where there are none."""
-    if not timeline.reductions:
-        return {}
-    row, causes = timeline.reductions[rank], timeline.reduction_causes()[rank]
+def _reductions(row: Row, why: dict[Span, Cause], places: Places) -> dict[str, Any]:
+    """A rank's reductions, each with the place of what it began after."""
+    causes = [why[span] for span in row]
     return {
-        "reductions": {
-            "actions": " ".join(str(span.action) for span in row),
-            "times": [_short(time) for span in row for time in (span.start, span.end)],
-            "after": [cause.after and places[cause.after] for cause in causes],
-            "waits": [_wait(places[cause.span][1], cause, places) for cause in causes if cause.value],
-        }
+        "actions": " ".join(str(span.action) for span in row),
+        "times": [_short(time) for span in row for time in (span.start, span.end)],
+        "after": [cause.after and places[cause.after] for cause in causes],
+        "waits": [_wait(cause, places) for cause in causes if cause.value],
     }
 
 
-def _wait(index: int, cause: Cause, places: Places) -> tuple[int | str, ...]:
+def _wait(cause: Cause, places: Places) -> tuple[int | str, ...]:
     """The index of a span that waited, the rank and index of the one that it waited for, and the value."""
     assert cause.after is not None
     assert cause.value is not None
     content, stage, microbatch = cause.value
-    return index, *places[cause.after], content.value, stage, microbatch
+    return places[cause.span][1], *places[cause.after], content.value, stage, microbatch
 
 
 def _short(number: float) -> float:
@@ -201,15 +201,16 @@ def _measures_table(timelines: tuple[Timeline, ...], unit: Unit) -> str:
 def _ranks_table(timeline: Timeline, unit: Unit) -> str:
     most = peaks(timeline)
     rows = []
-    for rank, row in enumerate(timeline.rows):
+    reduced = timeline.on(Stream.REDUCE)
+    for rank, row in enumerate(timeline.on(Stream.COMPUTE)):
         first, last = (row[0].start, row[-1].end) if row else (0.0, 0.0)
         busy = sum(span.end - span.start for span in row)
         times = [unit.text(time) for time in (first, last, busy, last - first - busy)]
-        if timeline.reductions:
-            times.append(unit.text(max((span.end for span in timeline.reductions[rank]), default=0.0)))
+        if any(reduced):
+            times.append(unit.text(max((span.end for span in reduced[rank]), default=0.0)))
         rows.append((f"rank {rank}", str(len(row)), *times, amount_text(timeline, most[rank])))
-    reduced = ["reduced"] * bool(timeline.reductions)
-    head = ("rank", "actions", "first start", "last end", "busy", "idle between", *reduced, f"peak {unit_of(timeline)}")
+    columns = ("rank", "actions", "first start", "last end", "busy", "idle between", *["reduced"] * any(reduced))
+    head = (*columns, f"peak {unit_of(timeline)}")
     table = _table(heading(timeline), head, rows)
     return f'<details class="ranks"><summary>Ranks of {escaped(heading(timeline))}</summary>{table}</details>'
 

@@ -78,8 +78,7 @@ def stacked(
         yield from _rows(timeline, scale, margin, painter, kept)
         yield from _flowed(([(part, "")] for part in measures(timeline, unit).split("  ")), options.max_width, gap=2)
         yield Text()
-    spans = [span for timeline in timelines for span in timeline]
-    pairs = any(span.partner is not None for span in spans)
+    pairs = any(span.partner is not None for timeline in timelines for span in timeline)
     legend = painter.legend(kinds(timelines), pairs=pairs, memory=kept)
     yield from _flowed(legend, options.max_width)
 

@@ -10,8 +10,8 @@ from typing import NamedTuple, final
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from pipeflow.analysis.causes import Cause, critical_path
 from pipeflow.core.action import Action
-from pipeflow.core.span import Cause
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.layout import num_chunks
@@ -100,7 +100,7 @@ def _line(row: Row, widths: list[int], style: str) -> Text:
 def stretches(timeline: Timeline) -> list[Stretch]:
     """The critical path, cut where it goes from rank to rank."""
     found = []
-    for _, causes in groupby(timeline.critical_path(), key=lambda cause: cause.span.rank):
+    for _, causes in groupby(critical_path(timeline), key=lambda cause: cause.span.rank):
         chain = tuple(causes)
         span, after, _ = chain[0]
         wait = span.start - (after.end if after else 0.0)

@@ -1,0 +1,170 @@
+"""Causes: why the actions of a timeline began when they did, and the chain of them that its makespan consists of."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.dataflow import DATAFLOW, Content, Stream, Value, flows
+from pipeflow.core.span import Row, Span
+from pipeflow.core.timeline import Timeline
+
+
+class Cause(NamedTuple):
+    """Why `span` did not begin earlier: it began `after` another one, or at once when that is None.
+
+    `value` is what it waited for, made on another rank or on another stream of its own; None when it came after
+    something else on its own rank.
+    """
+
+    span: Span
+    after: Span | None
+    value: Value | None
+
+    def __str__(self) -> str:
+        if self.after is None:
+            return f"{self.span.action} on rank {self.span.rank} began at once"
+        if self.value is None:
+            return f"{self.span.action} on rank {self.span.rank} came after {self.after.action}"
+        return f"{self.span.action} on rank {self.span.rank} waited for the {self.value} from rank {self.after.rank}"
+
+
+def causes(timeline: Timeline) -> tuple[tuple[Cause, ...], ...]:
+    """Per rank and span, what it began after: the one before it, or one that made its input elsewhere. What runs beside
+    computations begins after the latest of what its rank, and the others that take part in it, had to do first.
+
+    A transfer takes an unknown time. So the input is what was waited for when the rank was idle for longer than
+    a measured rank is between any two spans: a twentieth of the span.
+    """
+    run = _Run(timeline)
+    return tuple(tuple(run.cause(span) for span in row) for row in timeline.rows)
+
+
+def critical_path(timeline: Timeline) -> tuple[Cause, ...]:
+    """The chain of spans that the makespan consists of, each with its cause: the one before it in the chain; earliest
+    first. It ends in what runs beside computations only where that ends after all of these.
+    """
+    run = _Run(timeline)
+    last = max((row[-1] for row in run.rows() if row), key=lambda span: span.end, default=None)
+    path: list[Cause] = []
+    while last is not None:
+        path.append(run.cause(last))
+        last = path[-1].after
+    return tuple(reversed(path))
+
+
+def waits(timeline: Timeline) -> list[float]:
+    """Where a rank stood idle for a value from another rank: the time from when that was made to when the
+    action that needed it began. What a transfer takes, as seen from the timeline.
+    """
+    run = _Run(timeline)
+    return [
+        span.start - sent[0].end
+        for row in run.streams[Stream.COMPUTE]
+        for previous, span in zip((None, *row), row, strict=False)
+        if (sent := run.sent(span)) is not None
+        and sent[0].rank != span.rank
+        and sent[0].end > (0.0 if previous is None else previous.end)
+    ]
+
+
+Sent = tuple[Span, Value]
+Key = tuple[Kind, int, int]  # kind, stage and microbatch
+
+
+class _Run:
+    """A timeline, and where in it every action ran."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.streams = {stream: timeline.on(stream) for stream in (Stream.COMPUTE, *timeline.streams)}
+        self._flows = flows(timeline.placement.num_stages)
+        self._places: dict[Key, tuple[Row, int]] = {
+            (span.action.kind, span.action.stage, span.action.microbatch): (row, position)
+            for row in self.rows()
+            for position, span in enumerate(row)
+        }
+        self._joint: dict[tuple[Kind, int], list[Span]] = defaultdict(list)  # of a kind and stage, on all ranks
+        for span in (span for row in self.rows() for span in row if DATAFLOW[span.action.kind].joint):
+            self._joint[span.action.kind, span.action.stage].append(span)
+
+    def rows(self) -> Iterator[Row]:
+        """Of all ranks and streams, computations first."""
+        for rows in self.streams.values():
+            yield from rows
+
+    def cause(self, span: Span) -> Cause:
+        return self._of_computation(span) if span.stream is Stream.COMPUTE else self._beside(span)
+
+    def sent(self, span: Span) -> Sent | None:
+        """What a computation needs from another rank, or from another stream: the latest of its makers, and what that
+        made. A pair begins when both of its halves have what they need, and is seen by others when both are done.
+        """
+        mine = self.streams[Stream.COMPUTE][span.rank]
+        latest: Sent | None = None
+        for action in (span.action,) if span.partner is None else (span.action, span.partner):
+            for content, stage in self._flows[action.kind, action.stage].needs:
+                for kind in _MAKERS[content]:
+                    row, position = self._places.get((kind, stage, action.microbatch), (mine, 0))
+                    if row is not mine:
+                        maker = row[position]
+                        if maker.partner is not None and row[position + 1 : position + 2]:
+                            following = row[position + 1]
+                            maker = following if following.action == maker.partner else maker
+                        if latest is None or maker.end > latest[0].end:
+                            latest = maker, Value(content, stage, action.microbatch)
+        return latest
+
+    def _before(self, span: Span) -> Span | None:
+        """What ran before it on its stream."""
+        action = span.action
+        row, position = self._places[action.kind, action.stage, action.microbatch]
+        return row[position - 1] if position else None
+
+    def _of_computation(self, span: Span) -> Cause:
+        previous, sent = self._before(span), self.sent(span)
+        if sent is None or (previous is not None and previous.partner == span.action):
+            return Cause(span, previous, None)
+        maker, value = sent
+        if previous is not None and maker.end <= previous.end:
+            waited = span.start - previous.end > (span.end - span.start) / 20
+            return Cause(span, maker, value) if waited else Cause(span, previous, None)
+        return Cause(span, maker, value)
+
+    def _beside(self, span: Span) -> Cause:
+        """It begins when every rank that takes part is done with what stands before it in its row, and with what runs
+        before it on its stream; the own rank's part comes first where several end at once.
+        """
+        joint = self._joint.get((span.action.kind, span.action.stage), [])
+        parts = [span, *(part for part in joint if part.rank != span.rank)]
+        made = [self._made(part.action, span) for part in parts]
+        before = [each for part in parts if (each := self._before(part)) and each.start < span.start]
+        ran = [self._ran(part.rank, span.start) for part in parts]
+        ended = [each for each in (*made, *before, *ran) if each and (each.end <= span.start or each is made[0])]
+        after = max(ended, key=lambda each: each.end, default=None)
+        if after is None or after.rank == span.rank:
+            return Cause(span, after, None)
+        [(content, _), *_] = DATAFLOW[span.action.kind].needs
+        microbatch = next(part.action.microbatch for part in parts if part.rank == after.rank)
+        return Cause(span, after, Value(content, span.action.stage, microbatch))
+
+    def _made(self, action: Action, span: Span) -> Span | None:
+        """The last of those before `span` that made what `action` needs."""
+        needs = self._flows[action.kind, action.stage].needs
+        keys = [(kind, stage, action.microbatch) for content, stage in needs for kind in _MAKERS[content]]
+        makers = [row[position] for row, position in (self._places[key] for key in keys if key in self._places)]
+        return max((maker for maker in makers if maker.start <= span.start), key=lambda maker: maker.end, default=None)
+
+    def _ran(self, rank: int, time: float) -> Span | None:
+        """The last computation of a rank that had ended by then."""
+        row = self.streams[Stream.COMPUTE][rank]
+        position = bisect_right(row, time, key=lambda span: span.end)
+        return row[position - 1] if position else None
+
+
+_MAKERS = {
+    content: [kind for kind, flow in DATAFLOW.items() if content in (made for made, _ in flow.makes)]
+    for content in Content
+}
