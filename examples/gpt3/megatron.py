@@ -126,7 +126,7 @@ def get_forward_backward_func() -> ForwardBackward:
     """The step for the pipeline that was launched and the model's chunks: 1f1b, which with one rank is a microbatch
     after the other, or with several chunks interleaved-1f1b.
     """
-    pipelines: dict[tuple[object, ...], tuple[pipeflow.Pipeline, list[Logged]]] = {}
+    pipelines: dict[tuple[object, ...], tuple[pipeflow.Pipeline, list[Logged]]] = {}  # by the chunks and what runs them
 
     def forward_backward(
         *,
@@ -138,21 +138,31 @@ def get_forward_backward_func() -> ForwardBackward:
         **sizes: int,
     ) -> list[Logged]:
         chunks = (model,) if isinstance(model, GPTModel) else tuple(model)
-        key = chunks, forward_step_func, num_microbatches
+        schedule = schedule_of(len(chunks), num_microbatches)
+        key = chunks, forward_step_func
         if key not in pipelines:
-            pipelines[key] = make_pipeline(*key)
+            pipelines[key] = make_pipeline(*key, schedule)
         pipeline, logged = pipelines[key]
         logged.clear()
         samples = [next(data_iterator) for _ in range(num_microbatches)]
         whole = {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
-        pipeflow.execute_pipeline(iter([(whole, whole["labels"])]), pipeline, forward_only=forward_only)
+        batch = iter([(whole, whole["labels"])])
+        pipeflow.execute_pipeline(batch, pipeline, forward_only=forward_only, schedule=schedule)
         return list(logged)
 
     return forward_backward
 
 
+def schedule_of(num_chunks: int, num_microbatches: int) -> pipeflow.Schedule:
+    """1f1b, or with several chunks a rank interleaved-1f1b."""
+    ranks = pipeflow.current_context().pipeline_size
+    if num_chunks == 1:
+        return pipeflow.make_schedule("1f1b", ranks=ranks, microbatches=num_microbatches)
+    return pipeflow.make_schedule("interleaved-1f1b", ranks=ranks, microbatches=num_microbatches, chunks=num_chunks)
+
+
 def make_pipeline(
-    chunks: Sequence[GPTModel], forward_step_func: ForwardStep, num_microbatches: int
+    chunks: Sequence[GPTModel], forward_step_func: ForwardStep, schedule: pipeflow.Schedule
 ) -> tuple[pipeflow.Pipeline, list[Logged]]:
     """The pipeline, and the list in which it leaves what is logged."""
     logged: list[Logged] = []
@@ -163,28 +173,16 @@ def make_pipeline(
         logged.append({name: value.detach() for name, value in values.items()})
         return loss
 
-    ranks = pipeflow.current_context().pipeline_size
-    if len(chunks) == 1:
-        schedule = pipeflow.make_schedule("1f1b", ranks=ranks, microbatches=num_microbatches)
-    else:
-        schedule = pipeflow.make_schedule(
-            "interleaved-1f1b", ranks=ranks, microbatches=num_microbatches, chunks=len(chunks)
-        )
     stages = nn.ModuleList(StepStage(chunk, forward_step_func) for chunk in chunks)
     return pipeflow.Pipeline(stages, schedule, criterion=criterion), logged
 
 
 def save_distributed_checkpoint(path: Path, model: GPTModel) -> None:
     """Writes the model's weights to the folder `path`, all ranks together, in a form that any layout can load."""
-    save_checkpoint(path, _without_a_step(model))
+    save_checkpoint(path, model.stage)
 
 
 def load_distributed_checkpoint(path: Path, model: GPTModel) -> GPTModel:
     """Gives the model the weights that were saved, under whatever layout."""
-    load_checkpoint(path, _without_a_step(model))
+    load_checkpoint(path, model.stage)
     return model
-
-
-def _without_a_step(model: GPTModel) -> pipeflow.Pipeline:
-    schedule = pipeflow.make_schedule("1f1b", ranks=pipeflow.current_context().pipeline_size, microbatches=1)
-    return pipeflow.Pipeline(model.stage, schedule)

@@ -97,15 +97,16 @@ def read_arguments() -> argparse.Namespace:
     return arguments
 
 
-def make_schedule(arguments: argparse.Namespace, microbatches: int) -> pipeflow.Schedule:
+def make_schedule(arguments: argparse.Namespace) -> pipeflow.Schedule:
     options = {} if arguments.chunks is None else {"chunks": arguments.chunks}
-    return pipeflow.make_schedule(arguments.schedule, ranks=arguments.ranks, microbatches=microbatches, **options)
+    ranks, microbatches = arguments.ranks, arguments.microbatches
+    return pipeflow.make_schedule(arguments.schedule, ranks=ranks, microbatches=microbatches, **options)
 
 
 def validate(arguments: argparse.Namespace) -> None:
     """Raises UsageError for what cannot work together; nothing has been started by then."""
     world = int(os.environ.get("WORLD_SIZE", arguments.world))
-    stages = make_schedule(arguments, arguments.microbatches).placement.num_stages
+    stages = make_schedule(arguments).placement.num_stages
     name, shape, replicas = arguments.preset, arguments.shape, arguments.replicas
     shape.require_tensor(arguments.tensor)
     batch, microbatches, length = arguments.batch, arguments.microbatches, arguments.sequence
@@ -138,7 +139,7 @@ def run(arguments: argparse.Namespace) -> None:
     console = Console(highlight=False, quiet=context.rank > 0)
 
     dtype = torch.float64 if arguments.check else torch.float32
-    schedule = make_schedule(arguments, arguments.microbatches)
+    schedule = make_schedule(arguments)
     stages = build_gpt_pipeline(
         shape.layers, placement=schedule.placement, seed=arguments.seed, dtype=dtype, **options_of(shape)
     )
@@ -167,8 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.check:
         check(stages, losses, batches_of(corpus, arguments), arguments, context, console)
     else:
-        writer = pipeflow.Pipeline(stages, make_schedule(arguments, microbatches=1))
-        text = write(writer, corpus, arguments)
+        text = write(model, corpus, arguments)
         console.print(f"\nwritten after {PROMPT!r}:\n\n{text}", markup=False, soft_wrap=True)
 
 
@@ -233,18 +233,18 @@ def progress(arguments: argparse.Namespace, console: Console) -> Iterator[Callab
         yield show
 
 
-def write(writer: pipeflow.Pipeline, corpus: Corpus, arguments: argparse.Namespace, tokens: int = 120) -> str:
+def write(model: pipeflow.Pipeline, corpus: Corpus, arguments: argparse.Namespace, tokens: int = 120) -> str:
     """Text of the model's own, a token at a time through the pipeline: a rank of its last stage chooses, and tells the
     others.
     """
-    placement, context = writer.schedule.placement, writer.context
+    placement, context = model.schedule.placement, model.context
     chooser = context.layout.pipeline_ranks(0)[placement.rank_of(placement.num_stages - 1)]
     ids, end = corpus.tokenizer.encode(PROMPT).ids, corpus.tokenizer.token_to_id(END)
     generator = torch.Generator().manual_seed(arguments.seed)
     while len(ids) < tokens and ids[-1] != end:
         seen = torch.tensor([ids[-arguments.sequence :]])
         batch = iter([({"input_ids": seen}, None)])
-        output = pipeflow.execute_pipeline(batch, writer, forward_only=True, return_outputs=True)
+        output = pipeflow.execute_pipeline(batch, model, forward_only=True, return_outputs=True)
         token = torch.zeros(1, dtype=torch.long)
         if output.outputs is not None:
             scores = gather_from_tensor_region(output.outputs[0, -1], context.tensor)

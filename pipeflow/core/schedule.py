@@ -73,6 +73,16 @@ class Schedule(Shown):
         rows = tuple(tuple(entry for entry in row if not is_reduction(entry)) for row in self.rows)
         return Schedule(self.name, self.placement, self.num_microbatches, rows)
 
+    def first(self, microbatches: int) -> Schedule:
+        """The same schedule for its first microbatches alone, all if there are no more; without its reductions, where
+        some are left out, and with pairs taken apart that lose a half. Sound whenever this one is, since no microbatch
+        needs another.
+        """
+        if microbatches >= self.num_microbatches:
+            return self
+        rows = tuple(tuple(_within(row, microbatches)) for row in self.without_reductions().rows)
+        return Schedule(self.name, self.placement, microbatches, rows)
+
     def to_csv(self) -> str:
         """One line a rank, one cell an entry, in the format of torch.distributed.pipelining, whose `_load_csv` takes
         tables `without_reductions()` alone: it adds them itself, in the places of `with_reductions()`.
@@ -114,6 +124,12 @@ class Schedule(Shown):
                 )
             placement = Placement.looped(len(rows), stages // len(rows))
         return cls(name, placement, largest if num_microbatches is None else num_microbatches, rows)
+
+
+def _within(row: tuple[Entry, ...], microbatches: int) -> Iterator[Entry]:
+    for entry in row:
+        left = [action for action in actions_of(entry) if action.microbatch < microbatches]
+        yield from left if len(left) == 1 else [entry] * bool(left)
 
 
 def _parse_line(line: str, number: int) -> tuple[Entry, ...]:

@@ -43,10 +43,10 @@ class Batch:
 
 def next_batch(data_iter: Iterator[object], microbatches: int, device: torch.device) -> Batch:
     """Takes one batch off `data_iter`, `(inputs, labels)`, for microbatches as `torch.tensor_split` makes them (13
-    samples into 6 = 3,2,2,2,2,2).
+    samples into 6 = 3,2,2,2,2,2), or for as many microbatches as it has samples where these are fewer.
 
     Raises UsageError when the iterator is none or is empty, when the batch is no such pair, and when its tensors
-    differ in dim 0 or have fewer samples than there are microbatches.
+    differ in dim 0 or have no samples.
     """
     if not isinstance(data_iter, Iterator):
         raise UsageError(f"data_iter must be an iterator, got {type(data_iter).__name__}: pass iter(loader)")
@@ -60,10 +60,9 @@ def next_batch(data_iter: Iterator[object], microbatches: int, device: torch.dev
         found = f"differ in dim 0: {sorted(lengths)}" if lengths else "are missing"
         raise UsageError(f"the tensors of a batch {found}; every one needs one entry per sample along dim 0")
     [samples] = lengths
-    if samples < microbatches:
-        raise UsageError(
-            f"a batch of {samples} samples cannot fill {microbatches} microbatches: use fewer microbatches"
-        )
+    if not samples:
+        raise UsageError("the batch has no samples")
+    microbatches = min(microbatches, samples)
     base, larger = divmod(samples, microbatches)
     sizes = [base + 1] * larger + [base] * (microbatches - larger)
     return Batch(batch[0], batch[1], sizes, device)
@@ -92,12 +91,13 @@ def detach(tree: object) -> object:
 
 def weights_of(labels: list[object], sizes: list[int], weigh: Callable[..., float] | None) -> tuple[list[float], float]:
     """Per microbatch, its part of the batch's mean loss: by samples, or by `weigh(labels)`, like a count of tokens. And
-    what the whole batch weighs.
+    what the whole batch weighs: where that is nothing, no microbatch has a part.
 
-    Raises UsageError when the weights sum to nothing.
+    Raises UsageError for a weight that is negative or no number.
     """
     weights = [float(weigh(part)) for part in labels] if weigh else [float(size) for size in sizes]
+    for microbatch, weight in enumerate(weights):
+        if not 0 <= weight < float("inf"):
+            raise UsageError(f"weigh(labels) gave {weight} for microbatch {microbatch}: a weight is 0 or more")
     total = sum(weights)
-    if not total > 0:
-        raise UsageError(f"the weights of the microbatches sum to {total}; they must be positive")
-    return [weight / total for weight in weights], total
+    return [weight / total if total else 0.0 for weight in weights], total

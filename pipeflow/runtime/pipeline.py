@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
@@ -13,35 +12,37 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeflow.core.action import Kind
-from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.deferral.products import Deferral
 from pipeflow.parallel.context import Context, current_context
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.runtime.call import Call
 from pipeflow.runtime.gradients.replicas import share_values
 from pipeflow.runtime.gradients.shared import Ties, compare_ties, copies_of, shared_in
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program.cells import Meta
 from pipeflow.runtime.program.pairs import Overlap
+from pipeflow.runtime.programs import Programs, digest_of, require_sound
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
-from pipeflow.soundness.schedule import verify
 
 LOG = logging.getLogger("pipeflow")
 
 
 class Pipeline(nn.Module):
-    """This rank's stages under a schedule. Its parameters, `zero_grad` and `state_dict` are as of any module; it
-    is run by `execute_pipeline`, not called. All ranks make theirs together.
+    """This rank's stages, and the schedule that they run unless a step is given another. Its parameters, `zero_grad`
+    and `state_dict` are as of any module; it is run by `execute_pipeline`, not called. All ranks make theirs together.
 
     Args:
         chunks: this rank's module, or an nn.ModuleList of its modules, one per stage of
             `schedule.placement.stages_of(rank)`, in that order.
-        schedule: the same on every rank; it is verified here.
+        schedule: the same on every rank; it is verified here. `execute_pipeline` takes others of its placement.
         criterion: `criterion(output, labels)` gives the mean loss of a microbatch, a scalar. Needed to train.
         tensor_shape: the shape of what passes between stages, one tensor, its first entry the microbatch's size.
-            None when it is not known, differs between stages, or is a tree of tensors: then headers tell it.
+            None when it is not known, differs between stages, or is a tree of tensors: then headers tell it, as
+            they do where a batch is evaluated.
         tensor_dtype: its dtype; without meaning when `tensor_shape` is None.
         weigh: `weigh(labels)` gives the weight of a microbatch in the batch's mean loss, such as its number of
             tokens; by default its number of samples.
@@ -80,32 +81,27 @@ class Pipeline(nn.Module):
         super().__init__()
         context = current_context()
         self.chunks = chunks if isinstance(chunks, nn.ModuleList) else nn.ModuleList([chunks])
-        self.schedule = schedule if overlap is not None else schedule.without_pairs()
+        self.schedule = schedule
         self.context = context
         self.alarm = context.alarm
         self.loss_scale = 1.0
         with self.alarm.raised_everywhere():
-            held = _fitting_stages(self.chunks, self.schedule, context, stages)
+            held = _fitting_stages(self.chunks, schedule, context, stages)
             modules = dict(zip(held, self.chunks, strict=True))
             shared = shared_in(self, context.shared)
             self.ties = Ties(shared, copies_of(modules, schedule.placement), context.pipeline_rank)
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
-            _compare(context, self, shape)
-            gradients = Gradients(modules, self.ties, self.schedule, context)
+            _compare(context, self, shape, overlaps=overlap is not None)
+            gradients = Gradients(modules, self.ties, schedule.placement, context)
             self.ties.share_values(context.transport)
             share_values(self, context.tensor, without=splits_of(self))
             share_values(self, context.data)
             precise = _under_autocast(autocast, context.device)
-            self.runner = Runner(
-                self.schedule,
-                context,
-                {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()},
-                gradients,
-                None if shape is None else Meta.known(*shape),
-                None if criterion is None else precise(criterion),
-                weigh,
-                overlap,
-            )
+            prepared = {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()}
+            meta = None if shape is None else Meta.known(*shape)
+            programs = Programs(schedule.placement, context, prepared, gradients, meta, overlap)
+            loss = None if criterion is None else precise(criterion)
+            self.runner = Runner(schedule.placement, context, prepared, gradients, programs, loss, weigh)
             self.alarm.holders.add(self.runner)
             if any(action.kind is Kind.W for action in schedule.actions(context.pipeline_rank)):
                 for stage, deferral in self.deferrals.items():
@@ -133,6 +129,7 @@ def execute_pipeline(
     broadcast_loss: bool = False,
     trace: bool = False,
     reduce: bool = True,
+    schedule: Schedule | None = None,
 ) -> Output:
     """Runs one step: takes one batch, runs the schedule, leaves the gradients of the batch's mean loss in `.grad`,
     added to what was there. Every rank makes the same call; all ranks of one replica have the same batch in their
@@ -142,15 +139,20 @@ def execute_pipeline(
         data_iter: yields `(inputs, labels)`. Tensors are split into microbatches along dim 0. Entries of dict
             `inputs` reach every stage as the keywords it names; other `inputs` are the first stage's argument.
         model: this rank's Pipeline.
-        forward_only: evaluate: no graph is built, no gradient touched; labels may be None when there is no loss.
+        forward_only: evaluate: no graph is built, no gradient touched; labels may be None when there is no loss. A
+            batch of fewer samples than the schedule has microbatches is run as that many microbatches.
         return_outputs: keep the last stage's outputs, for `Output.outputs`.
         broadcast_loss: tell the loss to every rank.
         trace: measure the step, for `Output.timeline`.
         reduce: average the gradients over the replicas. Without, each keeps adding up its own, until a step that
             reduces takes all along: accumulation over several calls.
+        schedule: what to run in this step, by default the Pipeline's: any sound schedule of its placement, with any
+            number of microbatches. Programs are compiled when a schedule first comes, for training and evaluation
+            apart, and the 16 that were used last are kept.
 
     Raises:
-        UsageError: for a batch, an output or a loss that does not fit, on the rank that noticed.
+        UsageError: for a batch, a schedule, an output or a loss that does not fit, on the rank that noticed; on every
+            rank when the ranks made different calls.
         PipelineError: on every rank, naming the origin, when anything failed on any rank. Gradients are undefined
             then; the next step is as good as a fresh one, unless a rank died.
     """
@@ -158,16 +160,13 @@ def execute_pipeline(
         raise UsageError(f"execute_pipeline runs a pipeflow.Pipeline, got {type(model).__name__}")
     if not forward_only and not torch.is_grad_enabled():
         raise UsageError("gradients are switched off here: pass forward_only=True to evaluate")
-    with model.alarm.raised_everywhere():
-        return model.runner.step(
-            data_iter,
-            training=not forward_only,
-            return_outputs=return_outputs,
-            broadcast_loss=broadcast_loss,
-            trace=trace,
-            reduce=reduce,
-            loss_scale=model.loss_scale,
+    if not isinstance(schedule, Schedule | None):
+        raise UsageError(
+            f"schedule must be a pipeflow.Schedule, got {type(schedule).__name__}: make_schedule({schedule!r}, ...)"
         )
+    call = Call(not forward_only, reduce, return_outputs, broadcast_loss, trace)
+    with model.alarm.raised_everywhere():
+        return model.runner.step(data_iter, model.schedule if schedule is None else schedule, call, model.loss_scale)
 
 
 def _fitting_stages(
@@ -177,8 +176,7 @@ def _fitting_stages(
     ranks, rank = schedule.placement.num_ranks, context.pipeline_rank
     if ranks != context.pipeline_size:
         raise UsageError(f"schedule {schedule.name!r} is for {ranks} ranks, the pipeline has {context.pipeline_size}")
-    if violations := verify(schedule):
-        raise ScheduleError(f"schedule {schedule.name!r} is not sound:", violations)
+    require_sound(schedule, schedule.placement)
     held = schedule.placement.stages_of(rank)
     plan = f"rank {rank} holds stages {list(held)} under {schedule.name!r}"
     if len(chunks) != len(held):
@@ -197,15 +195,16 @@ def _under_autocast(
     return (lambda function: function) if dtype is None else torch.autocast(device.type, dtype)
 
 
-def _compare(context: Context, pipeline: Pipeline, shape: object) -> None:
+def _compare(context: Context, pipeline: Pipeline, shape: object, *, overlaps: bool) -> None:
     """Raises UsageError, on every rank, unless all ranks were given the same."""
     schedule = pipeline.schedule
-    digest = hashlib.sha256(schedule.to_csv().encode()).hexdigest()
-    plan = (schedule.name, schedule.placement, schedule.num_microbatches, digest)
+    plan = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
     held = [(name, tuple(parameter.shape)) for name, parameter in pipeline.named_parameters()]
-    everyone: list[Any] = all_gather_object(context.world, (plan, shape, pipeline.ties.describe(), held))
-    plans, shapes, tied, parameters = zip(*everyone, strict=True)
-    for what, given in (("schedule", plans), ("tensor_shape or tensor_dtype", shapes)):
+    everyone: list[Any] = all_gather_object(
+        context.world, (plan, shape, overlaps, pipeline.ties.describe(), held)
+    )
+    plans, shapes, overlapping, tied, parameters = zip(*everyone, strict=True)
+    for what, given in (("schedule", plans), ("tensor_shape or tensor_dtype", shapes), ("overlap", overlapping)):
         for rank, its in enumerate(given):
             if its != given[0]:
                 raise UsageError(f"rank {rank} was given another {what} than rank 0: {its}, not {given[0]}")

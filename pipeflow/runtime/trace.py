@@ -24,7 +24,7 @@ from pipeflow.runtime.program.operations import Compute, Operation, Reduce
 from pipeflow.runtime.program.pairs import Both
 
 
-class Timed(Operation):
+class Timed(Compute):
     """A computation that notes when it started and ended: by the clock on a CPU, by events on a GPU, whose
     computations run on after the call.
     """
@@ -32,6 +32,7 @@ class Timed(Operation):
     __slots__ = ("compute", "end", "on_gpu", "start")
 
     def __init__(self, compute: Compute, *, on_gpu: bool) -> None:
+        super().__init__(compute.action)
         self.compute = compute
         self.on_gpu = on_gpu
         self.start: float | torch.cuda.Event = 0.0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.action import Kind
+from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.transport.agreement import finish, start
 from pipeflow.parallel.transport.protocol import Lane, Transport
@@ -24,30 +25,28 @@ class Copies:
 
     Args:
         held: per stage that another rank has a copy of, the parameters to sum.
-        schedule: of the pipeline, from which follows in which order a rank reduces its stages.
+        placement: of the pipeline, which says where the other copies are.
         transport: of the pipeline.
     """
 
-    def __init__(self, held: Mapping[int, Sequence[nn.Parameter]], schedule: Schedule, transport: Transport) -> None:
+    def __init__(self, held: Mapping[int, Sequence[nn.Parameter]], placement: Placement, transport: Transport) -> None:
         self._transport = transport
-        self._copies = {
-            stage: _Copy(
-                [list(map(Summand, bucket)) for bucket in in_buckets(p for p in held[stage] if p.requires_grad)]
-            )
-            for stage in _order(schedule, transport.rank)
-            if stage in held
-        }
+        self._orders: Orders = ()
+        self._copies = {stage: _Copy.of(p for p in held[stage] if p.requires_grad) for stage in held}
         self._posts: dict[int, list[int]] = {}  # per peer, the stages in the order in which it sends them
-        for stage in held:
-            [peer] = [rank for rank in schedule.placement.ranks_of(stage) if rank != transport.rank]
-            self._copies[stage].peer = peer
-            self._posts.setdefault(peer, []).append(stage)
-        for peer, stages in self._posts.items():
-            order = _order(schedule, peer)
-            stages.sort(key=order.index)
+        for stage, copy in self._copies.items():
+            [copy.peer] = [rank for rank in placement.ranks_of(stage) if rank != transport.rank]
+            self._posts.setdefault(copy.peer, []).append(stage)
 
-    def begin(self) -> None:
-        """Before the first backward of a step."""
+    def begin(self, orders: Orders) -> None:
+        """Before the first backward of a step, whose ranks reduce their stages in `orders`."""
+        if orders is not self._orders:
+            self._orders = orders
+            self._copies = {
+                stage: self._copies[stage] for stage in orders[self._transport.rank] if stage in self._copies
+            }
+            for peer, stages in self._posts.items():
+                stages.sort(key=orders[peer].index)
         for copy in self._copies.values():
             for bucket in copy.buckets:
                 for summand in bucket:
@@ -77,9 +76,18 @@ class Copies:
             copy.clear()
 
 
+Orders = Sequence[Sequence[int]]
+"""Per rank of a pipeline, its stages in the order in which it reduces them."""
+
+
+def orders_of(schedule: Schedule) -> Orders:
+    """The orders that a schedule has; on each rank the stages of which it has no gradient come last."""
+    reducing = schedule.with_reductions()
+    return [_order(reducing, rank) for rank in range(schedule.placement.num_ranks)]
+
+
 def _order(schedule: Schedule, rank: int) -> list[int]:
-    """The stages of a rank in the order in which it reduces them; those of which it has no gradient come last."""
-    reduced = [action.stage for action in schedule.with_reductions().actions(rank) if action.kind is Kind.R]
+    reduced = [action.stage for action in schedule.actions(rank) if action.kind is Kind.R]
     return [*reduced, *(stage for stage in schedule.placement.stages_of(rank) if stage not in reduced)]
 
 

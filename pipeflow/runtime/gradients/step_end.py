@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.placement import Placement
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.sharding import partial_in
 from pipeflow.parallel.transport.work import Work
-from pipeflow.runtime.gradients.copies import Copies
+from pipeflow.runtime.gradients.copies import Copies, Orders
 from pipeflow.runtime.gradients.fully_sharded import is_fully_sharded, require_untied
 from pipeflow.runtime.gradients.replicas import Replicas
 from pipeflow.runtime.gradients.shared import Ties
@@ -25,11 +25,11 @@ class Gradients:
     rank has the whole gradient by then: no other stage of it has them.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], ties: Ties, schedule: Schedule, context: Context) -> None:
+    def __init__(self, stages: Mapping[int, nn.Module], ties: Ties, placement: Placement, context: Context) -> None:
         parts = [parameter for module in stages.values() for parameter in partial_in(module)]
         self._ties = ties
         self._parts = Parts(parts, context.tensor)
-        self._copies = Copies(ties.copied, schedule, context.transport)
+        self._copies = Copies(ties.copied, placement, context.transport)
         self._transport = context.transport
         self._replicas = Replicas(context.data)
         require_untied(p for module in stages.values() for p in module.parameters() if id(p) in ties.tied)
@@ -43,10 +43,10 @@ class Gradients:
         others = {id(p): p for parameters in held.values() for p in parameters if id(p) in late}
         self._others = in_buckets(others.values())
 
-    def begin(self) -> None:
-        """Before the first backward of a step."""
+    def begin(self, orders: Orders) -> None:
+        """Before the first backward of a step, whose ranks reduce their stages in `orders`."""
         self._parts.begin()  # first, as it ends last: what it sets aside is no part of any sum
-        self._copies.begin()
+        self._copies.begin(orders)
         self._ties.begin()
 
     def reduce(self, stage: int) -> list[Work]:

@@ -104,9 +104,15 @@ class Results:
         return torch.stack(list(parts.values())).sum() if parts else None
 
     def parts(self) -> dict[int, Tensor]:
-        """Per microbatch whose loss is known here, its part of the mean loss, in microbatch order."""
+        """Per microbatch whose loss is known here, its part of the mean loss, in microbatch order. What weighs nothing
+        adds nothing, even where its loss is no number, like the mean over no tokens.
+        """
         weighted = enumerate(zip(self.losses, self.weights, strict=False))
-        return {microbatch: loss * weight for microbatch, (loss, weight) in weighted if loss is not None}
+        return {
+            microbatch: loss * weight if weight else torch.zeros_like(loss)
+            for microbatch, (loss, weight) in weighted
+            if loss is not None
+        }
 
 
 def flatten(output: object) -> tuple[list[Tensor], TreeSpec | None]:

@@ -11,6 +11,7 @@ import torch
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.transport.protocol import Lane, Transport
 from pipeflow.runtime.gradients.fully_sharded import Averaging, fully_sharded_in
 from pipeflow.runtime.gradients.step_end import Gradients
@@ -34,9 +35,8 @@ class Compiled:
 def compile_program(
     program: Program,
     *,
+    schedule: Schedule,
     stages: Mapping[int, Stage],
-    num_stages: int,
-    num_microbatches: int,
     transport: Transport,
     meta: Meta | None,
     training: bool,
@@ -48,8 +48,8 @@ def compile_program(
 
     Args:
         program: this rank's.
+        schedule: what it was lowered from.
         stages: those this rank holds, by index.
-        num_stages, num_microbatches: of the whole schedule.
         transport: makes the channels.
         meta: what activations between ranks look like; None when headers are to tell.
         training: whether forwards keep what backwards need.
@@ -57,6 +57,7 @@ def compile_program(
         gradients: of all stages, to be reduced.
         reduce: whether they are averaged over replicas.
     """
+    num_stages, num_microbatches = schedule.placement.num_stages, schedule.num_microbatches
     compiler = _Compiler(stages, num_stages, transport, meta, training, overlap, gradients, num_microbatches)
     operations = [operation for instruction in program.instructions for operation in compiler.lower(instruction)]
     if training:

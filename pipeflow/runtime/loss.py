@@ -1,0 +1,126 @@
+"""The loss of a step, and the agreement of all ranks that ends it: which part of the whole batch a replica has, what
+the mean loss is, and whether all ranks did the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import all_gather, exchange
+from pipeflow.parallel.transport.protocol import Lane, Transport
+from pipeflow.runtime.call import Call
+from pipeflow.runtime.program.cells import Results
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Told(NamedTuple):
+    """What a rank tells all others of its step, in float64: as many numbers whatever the step, so that ranks that do
+    different things can still tell.
+    """
+
+    call: float  # Call.number
+    schedule: float  # a digest
+    samples: float  # of its batch
+    dtype: float = -1.0  # of the loss: an index; -1 where there is none to tell
+    weight: float = 0.0  # of its replica's batch
+    loss: float = 0.0  # its replica's mean
+
+
+def share_of(results: Results, context: Context) -> float:
+    """What makes the average over the replicas that of their samples: this replica's weight in the whole batch, as a
+    multiple of an equal share. Told to each other by the ranks that have the last stage.
+    """
+    if not results.weights:
+        return 1.0
+    weights = [results.weight]
+    if context.data.size > 1:
+        mine = torch.tensor(weights, dtype=torch.float64, device=context.device)
+        everyones = mine.new_empty(context.data.size)
+        context.data.all_gather(everyones, mine).wait()
+        weights = everyones.tolist()
+    _require_some(weights)
+    return results.weight * len(weights) / sum(weights)
+
+
+def agree(told: Told, results: Results, context: Context, last: Sequence[int], *, everywhere: bool) -> Tensor | None:
+    """Ends a step: no rank goes on before all have come this far. Returns the loss where it is to be known: on the
+    ranks that have the last stage, or `everywhere`. `last` are these ranks, in the pipeline.
+
+    Raises UsageError, on all ranks, when they did different things, or when nothing in the batch counts.
+    """
+    loss = None
+    if results.weights:
+        if context.data.size == 1:
+            _require_some([results.weight])
+        loss = _whole_loss(results, context.transport, last)
+    if loss is not None and context.tensor.rank == 0 and (everywhere or context.data.size > 1):
+        told = told._replace(dtype=_DTYPES.index(loss.dtype), weight=results.weight, loss=loss.item())
+    rows = [Told(*row) for row in all_gather(context.world, told)]
+    require_alike(rows, context)
+    if loss is not None and not any(row.dtype >= 0 for row in rows):
+        return loss
+    return _mean(rows, context) if everywhere or results.weights else None
+
+
+def require_alike(rows: Sequence[Told], context: Context) -> None:
+    """Raises UsageError unless all ranks did the same."""
+    for rank, row in enumerate(rows):
+        if row.call != rows[0].call:
+            calls = [Call.numbered(each.call) for each in (rows[0], row)]
+            raise UsageError(f"rank {rank} {calls[1]}, but rank 0 {calls[0]}: all ranks make the same call")
+        if row.schedule != rows[0].schedule:
+            raise UsageError(f"rank {rank} was given another schedule than rank 0: pass the same one on every rank")
+    for first in range(0, len(rows), len(rows) // context.data.size):
+        replica = rows[first : first + len(rows) // context.data.size]
+        if len({row.samples for row in replica}) > 1:
+            sizes = ", ".join(str(int(row.samples)) for row in replica)
+            raise UsageError(
+                f"the ranks read batches of different sizes, {sizes}: all need the same data in the same order"
+            )
+
+
+def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> Tensor | None:
+    """The batch's mean loss, summed in microbatch order. Where two ranks have the last stage, each for half of the
+    microbatches, they tell each other theirs.
+    """
+    parts = results.parts()
+    if len(last) == 1:
+        return torch.stack(list(parts.values())).sum() if parts else None
+    [peer] = [rank for rank in last if rank != transport.rank]
+    mine, its = (torch.zeros(1 + results.microbatches, dtype=torch.float64) for _ in range(2))
+    for microbatch, part in parts.items():
+        mine[0], mine[1 + microbatch] = 1 + _DTYPES.index(part.dtype), part
+    exchange(transport, Lane.CONTROL, {peer: mine}, {peer: its}, "waiting for the losses of the other last stage")
+    dtype = _DTYPES[int(max(mine[0], its[0])) - 1]
+    return (mine + its)[1:].to(dtype).sum().to(transport.device)
+
+
+def _mean(rows: Sequence[Told], context: Context) -> Tensor | None:
+    """Of all replicas, each counted by its weight; None where nobody has one."""
+    size = len(rows) // context.data.size
+    replicas = [rows[first : first + size] for first in range(0, len(rows), size)]
+    told = [row for replica in replicas for row in [each for each in replica if each.dtype >= 0][:1]]
+    if not told:
+        return None
+    weights, losses = (
+        [row.weight for row in told],
+        [torch.tensor(row.loss, dtype=_DTYPES[int(row.dtype)]) for row in told],
+    )
+    _require_some(weights)
+    if len(losses) == 1:
+        return losses[0].to(context.device)
+    total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+    return (total / sum(weights)).to(context.device)
+
+
+def _require_some(weights: Sequence[float]) -> None:
+    """Raises UsageError where the weights of all replicas sum to nothing."""
+    if not sum(weights):
+        raise UsageError("the microbatches of all replicas weigh nothing together: no label of this batch counts")
