@@ -104,9 +104,9 @@ def pipelined(configuration: Configuration, phase: int, folder: Path) -> Trained
     if phase > 0:
         load_checkpoint(folder / "saved", model, masters or optimizer)
 
-    def run(call: int, **options: bool) -> float | None:
-        batch = configuration.batch(phase, call, context.data_rank)
-        output = execute_pipeline(iter([batch]), model, trace=spread.traced and call % 2 == 0, **options)
+    def run(call: int, *, forward_only: bool = False, reduce: bool = True) -> float | None:
+        batch, trace = iter([configuration.batch(phase, call, context.data_rank)]), spread.traced and call % 2 == 0
+        output = execute_pipeline(batch, model, forward_only=forward_only, trace=trace, reduce=reduce)
         return None if output.loss is None else output.loss.item()
 
     def clip(max_norm: float) -> float:
