@@ -17,7 +17,7 @@ demo-hybrid: .venv/installed    ## the same over 8 processes: a pipeline of 2, t
 	$(PY) examples/gpt3/train.py --ranks 2 --tensor 2 --replicas 2 $(ARGS)
 
 lab: .venv/installed            ## the Megatron lab: two tensor ranks, mock data, a checkpoint
-	$(PY) examples/gpt3/lab.py $(ARGS)
+	$(PY) examples/megatron_lab/lab.py $(ARGS)
 
 test: .venv/installed           ## the whole suite
 	$(PY) -m pytest $(ARGS)

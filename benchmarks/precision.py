@@ -48,7 +48,7 @@ def train_all(steps: int) -> dict[str, list[float]]:
 
     from pipeflow.optim import AMP_TYPE, HalfPrecision
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt3"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     return {
         "float32": train(steps, None),
         "float32, 2 microbatches": train(steps, None, microbatches=2),
@@ -62,10 +62,9 @@ def train(steps: int, precision: Any, microbatches: int = 8) -> list[float]:
     import torch
 
     import pipeflow
-
-    from build import build_gpt_pipeline, options_of
-    from data import prepare, wait_for
-    from model import GPTLMLoss, make_optimizer
+    from gpt3.build import build_gpt_pipeline, options_of
+    from gpt3.data import prepare, wait_for
+    from gpt3.model import GPTLMLoss, make_optimizer
 
     shape, rank = pipeflow.GPT.named("tiny"), pipeflow.current_context().rank
     corpus = (wait_for if rank else prepare)(None, shape.vocabulary)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
+from gpt3.model import PipelineGPTHybrid
 from pipeflow.tensor import initialize_
-
-from model import PipelineGPTHybrid
 
 
 def build_stage(

@@ -29,11 +29,14 @@ from pipeflow.optim import MasterWeights
 from pipeflow.tensor import manual_seed
 from pipeflow.training import Config, DataParallelLoader, get_dataloader, get_dist_logger, read_config
 
-from build import PRESETS, Preset
-from data import DataError, library
-from model import GPTLMLoss
-from ranks import is_rank, start_ranks
-from webtext import WebtextDataset
+if not __package__:  # run as a script
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpt3.build import PRESETS, Preset
+from gpt3.data import DataError, library
+from gpt3.model import GPTLMLoss
+from gpt3.ranks import is_rank, start_ranks
+from gpt3.webtext import WebtextDataset
 
 NEEDED = {"NUM_EPOCHS", "SEQ_LEN", "BATCH_SIZE", "NUM_MICRO_BATCHES", "model"}
 READ = NEEDED | {

@@ -39,11 +39,14 @@ import pipeflow
 from pipeflow.draw import Comparison
 from pipeflow.tensor import gather_from_tensor_region
 
-from build import build_gpt_pipeline, options_of
-from check import check
-from data import END, Corpus, DataError, prepare, wait_for
-from model import GPTLMLoss, make_optimizer
-from ranks import is_rank, start_ranks
+if not __package__:  # run as a script
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpt3.build import build_gpt_pipeline, options_of
+from gpt3.check import check
+from gpt3.data import END, Corpus, DataError, prepare, wait_for
+from gpt3.model import GPTLMLoss, make_optimizer
+from gpt3.ranks import is_rank, start_ranks
 
 EVALUATED = 8  # batches of held-out text
 PROMPT = "def"

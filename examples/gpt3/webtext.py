@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from data import END, DataError, documents, train_tokenizer, whole_file
+from gpt3.data import END, DataError, documents, train_tokenizer, whole_file
 
 Sample = tuple[dict[str, Tensor], Tensor]
 

@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-import pipeflow  # noqa: E402
-from pipeflow.parallel.context import Context, current_context, set_context  # noqa: E402
-from pipeflow.parallel.layout import Layout  # noqa: E402
-from pipeflow.parallel.sharding import splits_of  # noqa: E402
-from pipeflow.testing import Hub, LocalTransport, run_threads  # noqa: E402
+import gpt3.build
+import gpt3.check
+import gpt3.model
+import pipeflow
+from pipeflow.parallel.context import Context, current_context, set_context
+from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.sharding import splits_of
+from pipeflow.testing import Hub, LocalTransport, run_threads
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 10, "max_position_embeddings": 8}
 META = torch.device("meta")
@@ -54,14 +56,14 @@ def whole_sizes(model: Any) -> dict[str, int]:
         ("GPT3_pipeline_hybrid", 174.6),
     ],
 )
-def test_presets_have_the_size_of_their_name(gpt3: Any, preset: str, billions: float) -> None:
+def test_presets_have_the_size_of_their_name(preset: str, billions: float) -> None:
     build = gpt3.build.PRESETS[preset]
     count = sum(parameter.numel() for parameter in at(0, Layout(), build, device=META).parameters())
     assert count / 1e9 == pytest.approx(billions, rel=0.005)
     assert count == build.shape.parameters
 
 
-def test_every_rank_of_175_billion_weights_makes_its_own_part(gpt3: Any) -> None:
+def test_every_rank_of_175_billion_weights_makes_its_own_part() -> None:
     """Over 8 x 8 ranks, in half precision; without memory, so on any machine."""
     layout, build, total = Layout(pipeline=8, tensor=8), gpt3.build.GPT3_pipeline_hybrid, 0
     for rank in range(8):
@@ -87,7 +89,7 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_ends_and_ties_under_every_placement(gpt3: Any, name: str) -> None:
+def test_ends_and_ties_under_every_placement(name: str) -> None:
     """Each layer once per path, one embedding before the first stage, one head after the last, of one weight."""
     placement = PLACEMENTS[name]
 
@@ -112,19 +114,17 @@ def test_ends_and_ties_under_every_placement(gpt3: Any, name: str) -> None:
     assert found[0].embedding.word_embeddings.weight.equal(found[-1].head.weight)
 
 
-def test_more_stages_than_layers_are_refused(gpt3: Any) -> None:
+def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(pipeflow.UsageError, match="layers"):
         at(0, Layout(pipeline=4), gpt3.build.build_gpt_pipeline, 3, **SIZES)
 
 
-def test_tensor_sizes_that_do_not_fit_are_refused(gpt3: Any) -> None:
+def test_tensor_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(pipeflow.UsageError, match="3"):
         at(0, Layout(tensor=3), gpt3.build.build_gpt_pipeline, 2, **SIZES)
 
 
-def train_two_steps(
-    gpt3: Any, name: str, chunks: int | None, sequence_parallel: bool
-) -> tuple[list[float], dict[str, Any]]:
+def train_two_steps(name: str, chunks: int | None, sequence_parallel: bool) -> tuple[list[float], dict[str, Any]]:
     context = current_context()
     options = {} if chunks is None else {"chunks": chunks}
     schedule = pipeflow.make_schedule(name, ranks=context.pipeline_size, microbatches=4, **options)
@@ -156,11 +156,11 @@ def train_two_steps(
     ],
     ids=str,
 )
-def test_every_layout_trains_the_same_model(gpt3: Any, name: str, chunks: int | None, layout: Layout) -> None:
+def test_every_layout_trains_the_same_model(name: str, chunks: int | None, layout: Layout) -> None:
     sequence = layout.tensor > 1 and name in ("zb-h1", "interleaved-1f1b")
-    [(losses, expected)] = run_threads(train_two_steps, 1, gpt3, "1f1b", None, False)
+    [(losses, expected)] = run_threads(train_two_steps, 1, "1f1b", None, False)
     ranks = run_threads(
-        train_two_steps, layout.world_size, gpt3, name, chunks, sequence, tensor=layout.tensor, data=layout.data
+        train_two_steps, layout.world_size, name, chunks, sequence, tensor=layout.tensor, data=layout.data
     )
     for found, _ in ranks:
         assert found == pytest.approx(losses, rel=1e-12)

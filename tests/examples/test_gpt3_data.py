@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import gpt3.data
+
 VOCABULARY = 300
 
 
@@ -24,15 +26,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.fixture
-def first(gpt3: Any, cache: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def first(cache: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     corpus = gpt3.data.prepare(text, VOCABULARY)
     assert "mine.pt: not there yet" in message(capsys)
     return corpus
 
 
-def test_a_second_start_uses_the_cache(
-    gpt3: Any, cache: Path, text: Path, first: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_start_uses_the_cache(cache: Path, text: Path, first: Any, capsys: pytest.CaptureFixture[str]) -> None:
     [made] = cache.iterdir()
     before = made.stat()
     assert same(gpt3.data.prepare(text, VOCABULARY), first)
@@ -53,7 +53,7 @@ def test_tokens_are_the_text_and_every_twentieth_document_is_held_out(text: Path
 
 @pytest.mark.parametrize("damage", ["truncated", "one byte", "empty", "foreign"])
 def test_a_damaged_cache_is_made_anew(
-    gpt3: Any, cache: Path, text: Path, first: Any, damage: str, capsys: pytest.CaptureFixture[str]
+    cache: Path, text: Path, first: Any, damage: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = cache / "mine.pt"
     content = bytearray(made.read_bytes())
@@ -75,7 +75,6 @@ def test_a_damaged_cache_is_made_anew(
 
 
 def test_a_cache_of_something_else_is_made_anew(
-    gpt3: Any,
     cache: Path,
     text: Path,
     first: Any,
@@ -94,7 +93,7 @@ def test_a_cache_of_something_else_is_made_anew(
 
 
 @pytest.mark.parametrize("line", ["no json", '{"txt": "a"}', '{"text": 3}', "[]", '"text"', "{", "", "\udcff"])
-def test_a_bad_line_is_named(gpt3: Any, cache: Path, text: Path, line: str) -> None:
+def test_a_bad_line_is_named(cache: Path, text: Path, line: str) -> None:
     content = text.read_bytes().splitlines()
     content[6] = line.encode(errors="surrogateescape")
     text.write_bytes(b"\n".join(content))
@@ -103,7 +102,7 @@ def test_a_bad_line_is_named(gpt3: Any, cache: Path, text: Path, line: str) -> N
     assert list(cache.iterdir()) == []
 
 
-def test_text_that_cannot_be_used_is_refused(gpt3: Any, cache: Path, text: Path) -> None:
+def test_text_that_cannot_be_used_is_refused(cache: Path, text: Path) -> None:
     with pytest.raises(gpt3.data.DataError, match="No such file"):
         gpt3.data.prepare(text.with_name("nowhere.jsonl"), VOCABULARY)
     text.write_text('{"text": "the only line"}\n')
@@ -112,7 +111,7 @@ def test_text_that_cannot_be_used_is_refused(gpt3: Any, cache: Path, text: Path)
 
 
 def test_a_failed_write_leaves_the_old_cache(
-    gpt3: Any, cache: Path, text: Path, first: Any, monkeypatch: pytest.MonkeyPatch
+    cache: Path, text: Path, first: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = (cache / "mine.pt").read_bytes()
 
@@ -127,7 +126,7 @@ def test_a_failed_write_leaves_the_old_cache(
 
 
 def test_without_a_file_the_library_is_read_but_not_its_tests(
-    gpt3: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tmp_path / "library"
     for name in ("a.py", "b.py", "inside/c.py", "test/d.py", "site-packages/e.py", "inside/f.txt"):
@@ -141,7 +140,7 @@ def test_without_a_file_the_library_is_read_but_not_its_tests(
     ]
 
 
-def test_other_ranks_wait_for_the_one_that_prepares(gpt3: Any, cache: Path, text: Path) -> None:
+def test_other_ranks_wait_for_the_one_that_prepares(cache: Path, text: Path) -> None:
     found: list[Any] = []
     cache.mkdir()
     (cache / "mine.pt").write_bytes(b"half")

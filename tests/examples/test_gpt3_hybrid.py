@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from pipeflow import UsageError  # noqa: E402
-from pipeflow.optim import AMP_TYPE  # noqa: E402
-from pipeflow.training import read_config  # noqa: E402
-from tests.examples.conftest import GPT3, run_script  # noqa: E402
+import gpt3.hybrid
+from pipeflow import UsageError
+from pipeflow.optim import AMP_TYPE
+from pipeflow.training import read_config
+from tests.examples.conftest import GPT3, run_script
 
 CONFIGS = sorted((GPT3 / "configs").glob("*.py"))
 SMALLEST = {
@@ -26,7 +26,7 @@ SMALLEST = {
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_configuration_fits_its_model(gpt3: Any, path: Path) -> None:
+def test_every_configuration_fits_its_model(path: Path) -> None:
     config = read_config(path)
     shape = gpt3.hybrid.preset_of(config).shape
     microbatch = config.BATCH_SIZE // config.NUM_MICRO_BATCHES
@@ -55,14 +55,14 @@ def test_the_big_ones_are_what_their_names_say() -> None:
         ({"model": {"type": "GPT2_8B", "layers": 2}}, "model has what is not read: layers"),
     ],
 )
-def test_no_key_is_ignored(gpt3: Any, change: dict[str, Any], said: str) -> None:
+def test_no_key_is_ignored(change: dict[str, Any], said: str) -> None:
     given = {key: value for key, value in (SMALLEST | change).items() if value is not None}
     with pytest.raises(UsageError, match=re.escape(said)):
         gpt3.hybrid.preset_of(read_config(given))
 
 
 def losses_of(path: Path, text: Path) -> list[float]:
-    printed = run_script("hybrid.py", "--config", str(path), "--steps", "4", DATA=str(text), COLUMNS="200")
+    printed = run_script("gpt3/hybrid.py", "--config", str(path), "--steps", "4", DATA=str(text), COLUMNS="200")
     assert "global batch size = 8" in printed
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
 

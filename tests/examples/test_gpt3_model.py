@@ -9,16 +9,17 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
-torch = pytest.importorskip("torch")
-
-from torch.nn import functional  # noqa: E402
-
-import pipeflow  # noqa: E402
-from pipeflow.parallel.context import current_context  # noqa: E402
-from pipeflow.parallel.sharding import partial_in, splits_of  # noqa: E402
-from pipeflow.tensor import manual_seed  # noqa: E402
-from pipeflow.testing import run_threads  # noqa: E402
+import gpt3.build
+import gpt3.check
+import gpt3.model
+import pipeflow
+from pipeflow.parallel.context import current_context
+from pipeflow.parallel.sharding import partial_in, splits_of
+from pipeflow.tensor import manual_seed
+from pipeflow.testing import run_threads
 
 CUTS = [
     [0, 8],
@@ -35,17 +36,17 @@ def words(shape: pipeflow.GPT, length: int = 16) -> Any:
     return torch.randint(shape.vocabulary, (2, length), generator=torch.Generator().manual_seed(0))
 
 
-def stage_of(gpt3: Any, shape: pipeflow.GPT, start: int, end: int, **options: Any) -> Any:
+def stage_of(shape: pipeflow.GPT, start: int, end: int, **options: Any) -> Any:
     ends = {"first": start == 0, "last": end == shape.layers}
     return gpt3.build.build_stage(start, end, shape.layers, **ends, **gpt3.build.options_of(shape), **options)
 
 
-def stages_of(gpt3: Any, cut: list[int], seed: int = 0) -> list[Any]:
-    return [stage_of(gpt3, TINY, *part, seed=seed) for part in pairwise(cut)]
+def stages_of(cut: list[int], seed: int = 0) -> list[Any]:
+    return [stage_of(TINY, *part, seed=seed) for part in pairwise(cut)]
 
 
-def whole_of(gpt3: Any, shape: pipeflow.GPT = TINY, **options: Any) -> Any:
-    return stage_of(gpt3, shape, 0, shape.layers, **options)
+def whole_of(shape: pipeflow.GPT = TINY, **options: Any) -> Any:
+    return stage_of(shape, 0, shape.layers, **options)
 
 
 def logits_of(stages: list[Any], ids: Any) -> Any:
@@ -56,24 +57,24 @@ def logits_of(stages: list[Any], ids: Any) -> Any:
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_stages_in_sequence_are_the_whole_model(gpt3: Any, cut: list[int]) -> None:
-    whole, stages, ids = whole_of(gpt3), stages_of(gpt3, cut), words(TINY)
+def test_stages_in_sequence_are_the_whole_model(cut: list[int]) -> None:
+    whole, stages, ids = whole_of(), stages_of(cut), words(TINY)
     assert logits_of(stages, ids).equal(whole(input_ids=ids))
     weights = {name: value for stage in stages for name, value in stage.state_dict().items()}
     assert weights.keys() == whole.state_dict().keys()
     assert all(value.equal(weights[name]) for name, value in whole.state_dict().items())
 
 
-def test_layers_and_seeds_start_apart(gpt3: Any) -> None:
-    one, other = whole_of(gpt3), whole_of(gpt3, seed=1)
+def test_layers_and_seeds_start_apart() -> None:
+    one, other = whole_of(), whole_of(seed=1)
     for name, value in one.named_parameters():
         if value.dim() == 2:
             assert not value.equal(other.get_parameter(name))
     assert not one.blocks["3"].wide.weight.equal(one.blocks["4"].wide.weight)
 
 
-def test_first_weights_are_gpt_2s(gpt3: Any) -> None:
-    weights = dict(whole_of(gpt3).named_parameters())
+def test_first_weights_are_gpt_2s() -> None:
+    weights = dict(whole_of().named_parameters())
     spread = {name: float(value.detach().std()) for name, value in weights.items() if value.dim() == 2}
     for name, found in spread.items():
         residual = name.endswith("output.weight")
@@ -81,15 +82,15 @@ def test_first_weights_are_gpt_2s(gpt3: Any) -> None:
     assert all(not value.any() for name, value in weights.items() if name.endswith("bias"))
 
 
-def test_the_whole_model_has_one_word_table(gpt3: Any) -> None:
-    whole = whole_of(gpt3)
+def test_the_whole_model_has_one_word_table() -> None:
+    whole = whole_of()
     assert whole.head.weight is whole.embedding.word_embeddings.weight
     assert whole.head.bias is None
 
 
-def test_it_computes_what_a_gpt_does(gpt3: Any) -> None:
+def test_it_computes_what_a_gpt_does() -> None:
     """Against the same thing in plain operations, without a layer of the example or of pipeflow."""
-    whole, ids = whole_of(gpt3, SMALL, dtype=torch.float64), words(SMALL)
+    whole, ids = whole_of(SMALL, dtype=torch.float64), words(SMALL)
     weights, size = whole.state_dict(), SMALL.hidden // SMALL.heads
 
     def norm(values: Any, name: str) -> Any:
@@ -114,8 +115,8 @@ def test_it_computes_what_a_gpt_does(gpt3: Any) -> None:
     torch.testing.assert_close(whole(input_ids=ids), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_token_sees_only_what_is_before_it(gpt3: Any) -> None:
-    whole, ids = whole_of(gpt3), words(TINY)
+def test_a_token_sees_only_what_is_before_it() -> None:
+    whole, ids = whole_of(), words(TINY)
     changed = ids.clone()
     changed[:, 10:] = 7
     one, other = whole(input_ids=ids), whole(input_ids=changed)
@@ -124,9 +125,9 @@ def test_a_token_sees_only_what_is_before_it(gpt3: Any) -> None:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_padding_is_not_seen(gpt3: Any, left: bool) -> None:
+def test_padding_is_not_seen(left: bool) -> None:
     """Tokens score the same whatever stands where the mask is 0; no score is nan, not even where all is padding."""
-    whole, ids = whole_of(gpt3, SMALL), words(SMALL)
+    whole, ids = whole_of(SMALL), words(SMALL)
     mask = torch.ones_like(ids)
     padding = slice(0, 5) if left else slice(11, 16)
     mask[:, padding] = 0
@@ -139,8 +140,8 @@ def test_padding_is_not_seen(gpt3: Any, left: bool) -> None:
         torch.testing.assert_close(one[mask.bool()], whole(input_ids=ids)[mask.bool()])
 
 
-def test_a_mask_that_is_added_says_the_same(gpt3: Any) -> None:
-    block = whole_of(gpt3, SMALL).blocks["0"]
+def test_a_mask_that_is_added_says_the_same() -> None:
+    block = whole_of(SMALL).blocks["0"]
     hidden, mask = torch.randn(2, 16, 32), torch.ones(2, 1, 1, 16)
     mask[:, :, :, :4] = 0
     seen, same = block(hidden, (1.0 - mask) * -10000.0)
@@ -149,10 +150,10 @@ def test_a_mask_that_is_added_says_the_same(gpt3: Any) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_dropout_is_drawn_anew_and_repeated_by_a_checkpoint(gpt3: Any, checkpoint: bool) -> None:
+def test_dropout_is_drawn_anew_and_repeated_by_a_checkpoint(checkpoint: bool) -> None:
     rates = {"embed_drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_rate": 0.1}
-    whole, ids = whole_of(gpt3, SMALL, checkpoint=checkpoint, **rates), words(SMALL)
-    plain = whole_of(gpt3, SMALL, **rates)
+    whole, ids = whole_of(SMALL, checkpoint=checkpoint, **rates), words(SMALL)
+    plain = whole_of(SMALL, **rates)
 
     def gradients(model: Any) -> list[Any]:
         manual_seed(5)
@@ -171,14 +172,14 @@ def test_dropout_is_drawn_anew_and_repeated_by_a_checkpoint(gpt3: Any, checkpoin
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_dropout_agrees_over_tensor_ranks(gpt3: Any, sequence_parallel: bool) -> None:
+def test_dropout_agrees_over_tensor_ranks(sequence_parallel: bool) -> None:
     """What every rank has whole stays the same on all of them; other heads drop other scores."""
     ids = words(SMALL)
 
     def train() -> tuple[Any, list[Any]]:
         manual_seed(5)
         rates = {"embed_drop_rate": 0.1, "attn_drop_rate": 0.1, "drop_rate": 0.1}
-        model = whole_of(gpt3, SMALL, checkpoint=True, sequence_parallel=sequence_parallel, **rates)
+        model = whole_of(SMALL, checkpoint=True, sequence_parallel=sequence_parallel, **rates)
         loss = gpt3.model.GPTLMLoss()(model(input_ids=ids), ids)
         loss.backward()
         for parameter in partial_in(model):
@@ -193,9 +194,9 @@ def test_dropout_agrees_over_tensor_ranks(gpt3: Any, sequence_parallel: bool) ->
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
 
 
-def step_of_a_part(gpt3: Any, ids: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def step_of_a_part(ids: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The loss, and this rank's parts of weights and gradients."""
-    model = whole_of(gpt3, SMALL, dtype=torch.float64, **options)
+    model = whole_of(SMALL, dtype=torch.float64, **options)
     loss = gpt3.model.GPTLMLoss()(model(input_ids=ids, attention_mask=torch.ones_like(ids)), ids)
     loss.backward()
     if options.get("sequence_parallel"):
@@ -211,11 +212,11 @@ def step_of_a_part(gpt3: Any, ids: Any, options: dict[str, Any]) -> tuple[Any, d
 
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "checkpoint": True}], ids=["plain", "sequence"])
-def test_tensor_ranks_together_are_the_model(gpt3: Any, tensor: int, options: dict[str, Any]) -> None:
+def test_tensor_ranks_together_are_the_model(tensor: int, options: dict[str, Any]) -> None:
     """First weights bit by bit, loss and gradients to rounding; a vocabulary of 30 does not divide into 4."""
     ids = words(SMALL)
-    [(loss, expected)] = run_threads(step_of_a_part, 1, gpt3, ids, {})
-    ranks = run_threads(step_of_a_part, tensor, gpt3, ids, options, tensor=tensor)
+    [(loss, expected)] = run_threads(step_of_a_part, 1, ids, {})
+    ranks = run_threads(step_of_a_part, tensor, ids, options, tensor=tensor)
     for other, _ in ranks:
         torch.testing.assert_close(other, loss, rtol=1e-12, atol=0)
     for name, ((weight, _), (gradient, _)) in expected.items():
@@ -224,12 +225,12 @@ def test_tensor_ranks_together_are_the_model(gpt3: Any, tensor: int, options: di
         torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-13, msg=name)
 
 
-def test_heads_must_divide(gpt3: Any) -> None:
+def test_heads_must_divide() -> None:
     with pytest.raises(pipeflow.UsageError, match="5 heads do not divide a hidden size of 32"):
         gpt3.model.GPTBlock(32, 5)
 
 
-def test_the_loss_is_that_of_the_next_token(gpt3: Any) -> None:
+def test_the_loss_is_that_of_the_next_token() -> None:
     logits, loss = torch.zeros(1, 3, 5), gpt3.model.GPTLMLoss()
     logits[0, 0, 4] = logits[0, 1, 2] = 100.0
     assert loss(logits, torch.tensor([[0, 4, 2]])) == 0
@@ -238,6 +239,6 @@ def test_the_loss_is_that_of_the_next_token(gpt3: Any) -> None:
     assert float(even) == pytest.approx(math.log(5))
 
 
-def test_a_stage_holds_nothing_of_the_others(gpt3: Any) -> None:
-    count = sum(parameter.numel() for parameter in stage_of(gpt3, TINY, 2, 4).parameters())
+def test_a_stage_holds_nothing_of_the_others() -> None:
+    count = sum(parameter.numel() for parameter in stage_of(TINY, 2, 4).parameters())
     assert count == TINY.parameters_of([(2, 4)])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
+import gpt3.model
+import gpt3.train
 from tests.examples.conftest import run_script
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("tokenizers")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,7 @@ pytest.importorskip("tokenizers")
     ],
 )
 def test_what_cannot_work_is_one_line_before_anything_starts(
-    gpt3: Any, monkeypatch: pytest.MonkeyPatch, line: str, said: str
+    monkeypatch: pytest.MonkeyPatch, line: str, said: str
 ) -> None:
     started: list[str] = []
     for name in ("prepare", "start_ranks", "run"):
@@ -45,7 +44,7 @@ def test_what_cannot_work_is_one_line_before_anything_starts(
     assert started == []
 
 
-def test_other_ranks_leave_the_message_to_the_first(gpt3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_leave_the_message_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     asked = "--ranks 2 --tensor 2 --replicas 1"
     for line, rank, code in (
@@ -60,7 +59,7 @@ def test_other_ranks_leave_the_message_to_the_first(gpt3: Any, monkeypatch: pyte
         assert stopped.value.code == code
 
 
-def test_torchrun_says_how_long_the_pipeline_is(gpt3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_says_how_long_the_pipeline_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setattr(sys, "argv", ["train.py", "--tensor", "2", "--replicas", "2"])
     arguments = gpt3.train.read_arguments()
@@ -68,7 +67,7 @@ def test_torchrun_says_how_long_the_pipeline_is(gpt3: Any, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("steps", [1, 2, 20, 100])
-def test_the_rate_rises_then_falls_to_a_tenth(gpt3: Any, steps: int) -> None:
+def test_the_rate_rises_then_falls_to_a_tenth(steps: int) -> None:
     optimizer, rate = gpt3.model.make_optimizer([torch.nn.Parameter(torch.zeros(1))], 0.5, steps)
     rates = []
     for _ in range(steps):
@@ -82,7 +81,9 @@ def test_the_rate_rises_then_falls_to_a_tenth(gpt3: Any, steps: int) -> None:
 
 
 def run(*options: str) -> str:
-    return run_script("train.py", "--batch", "5", "--microbatches", "3", "--sequence", "32", "--steps", "4", *options)
+    return run_script(
+        "gpt3/train.py", "--batch", "5", "--microbatches", "3", "--sequence", "32", "--steps", "4", *options
+    )
 
 
 def test_one_process_trains_draws_and_writes(cache: Path, text: Path) -> None:

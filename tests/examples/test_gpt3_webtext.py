@@ -9,25 +9,26 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-from tests.examples.conftest import GPT3, write_text
-
-torch = pytest.importorskip("torch")
+import gpt3.data
+import gpt3.webtext
+from tests.examples.conftest import write_text
 
 LENGTH = 32
 
 
-def opened(gpt3: Any, text: Path, seq_len: int = LENGTH) -> Any:
+def opened(text: Path, seq_len: int = LENGTH) -> Any:
     return gpt3.webtext.WebtextDataset(text, seq_len, vocabulary=300)
 
 
-def forbid_encoding(gpt3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt3.webtext, "_encode", lambda *_: pytest.fail("the text was read again"))
 
 
-def test_a_sample_is_a_document_cut_or_padded(gpt3: Any, text: Path) -> None:
+def test_a_sample_is_a_document_cut_or_padded(text: Path) -> None:
     write_text(text, ["word " * 100, "word"])
-    dataset = opened(gpt3, text)
+    dataset = opened(text)
     assert len(dataset) == 2
     (long, labels), (short, _) = dataset[0], dataset[1]
     assert labels.equal(long["input_ids"])
@@ -40,19 +41,19 @@ def test_a_sample_is_a_document_cut_or_padded(gpt3: Any, text: Path) -> None:
     assert short["input_ids"][:kept].equal(long["input_ids"][:kept])
 
 
-def test_the_cache_is_used_by_the_next(gpt3: Any, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = opened(gpt3, text)
+def test_the_cache_is_used_by_the_next(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = opened(text)
     length, ids, mask = torch.load(text.with_name(f"gpt_webtext_{LENGTH}.pt"), weights_only=True)
     assert length == LENGTH
     assert ids.equal(first.data)
     assert mask.equal(first.attention_mask)
-    forbid_encoding(gpt3, monkeypatch)
-    assert opened(gpt3, text).data.equal(first.data)
+    forbid_encoding(monkeypatch)
+    assert opened(text).data.equal(first.data)
 
 
 @pytest.mark.parametrize("unfit", ["damaged", "of another length", "older than the text", "beyond the vocabulary"])
-def test_a_cache_that_does_not_fit_is_made_anew(gpt3: Any, text: Path, unfit: str) -> None:
-    first = opened(gpt3, text)
+def test_a_cache_that_does_not_fit_is_made_anew(text: Path, unfit: str) -> None:
+    first = opened(text)
     cache = text.with_name(f"gpt_webtext_{LENGTH}.pt")
     match unfit:
         case "damaged":
@@ -64,31 +65,30 @@ def test_a_cache_that_does_not_fit_is_made_anew(gpt3: Any, text: Path, unfit: st
             write_text(text, ["new words"] * 3)
         case "beyond the vocabulary":
             torch.save((LENGTH, first.data + 300, first.attention_mask), cache)
-    again = opened(gpt3, text)
+    again = opened(text)
     assert again.data.shape == ((3, LENGTH) if unfit == "older than the text" else first.data.shape)
     assert not again.data.equal(first.data * 0)
     assert torch.load(cache, weights_only=True)[1].equal(again.data)
 
 
 @pytest.mark.parametrize("line", ["no json", '{"txt": "a"}', '{"text": 3}'])
-def test_a_bad_line_is_named_and_nothing_is_kept(gpt3: Any, text: Path, line: str) -> None:
+def test_a_bad_line_is_named_and_nothing_is_kept(text: Path, line: str) -> None:
     text.write_text('{"text": "good"}\n' + line + "\n")
     with pytest.raises(gpt3.data.DataError, match=r"mine.jsonl, line 2: not of the form"):
-        opened(gpt3, text)
+        opened(text)
     assert [path.name for path in text.parent.glob("*.pt")] == []
 
 
-def test_text_that_is_not_there_is_named(gpt3: Any, text: Path) -> None:
+def test_text_that_is_not_there_is_named(text: Path) -> None:
     with pytest.raises(gpt3.data.DataError, match=r"nowhere.jsonl: No such file"):
-        opened(gpt3, text.with_name("nowhere.jsonl"))
+        opened(text.with_name("nowhere.jsonl"))
     text.write_text("")
     with pytest.raises(gpt3.data.DataError, match="has no lines"):
-        opened(gpt3, text)
+        opened(text)
 
 
 def open_and_count(text: Path, start: Any, results: Any) -> None:
-    sys.path.insert(0, str(GPT3))
-    import webtext  # type: ignore[import-not-found]
+    from gpt3 import webtext
 
     encode, counted = webtext._encode, []
     webtext._encode = lambda *given: counted.append(1) or encode(*given)
@@ -110,7 +110,7 @@ def test_of_processes_that_start_together_one_writes(text: Path) -> None:
     assert all(ids == found[0][1] for _, ids in found)
 
 
-def test_the_tokenizer_of_gpt_2_is_used_where_it_is(gpt3: Any, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_of_gpt_2_is_used_where_it_is(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for transformers, which need not be installed: what is asked of it, and what is made of the answer."""
     asked: list[Any] = []
 
@@ -131,11 +131,11 @@ def test_the_tokenizer_of_gpt_2_is_used_where_it_is(gpt3: Any, text: Path, monke
     module: Any = ModuleType("transformers")
     module.GPT2Tokenizer = Tokenizer
     monkeypatch.setitem(sys.modules, "transformers", module)
-    dataset = opened(gpt3, text)
+    dataset = opened(text)
     options = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
     assert asked == [("gpt2", True), ("?", options)]
     assert dataset[0][0]["input_ids"].tolist() == list(range(LENGTH))
     folder = text.with_name("gpt2")
     folder.mkdir()
-    opened(gpt3, text, LENGTH * 2 - LENGTH // 2)
+    opened(text, LENGTH * 2 - LENGTH // 2)
     assert asked[2] == (str(folder), True)

@@ -4,17 +4,14 @@ run as it stands by four processes, a pipeline of two whose every rank is two. A
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("tokenizers")
-
-import pipeflow  # noqa: E402
-from tests.examples.conftest import GPT3, run_script, write_text  # noqa: E402
+import pipeflow
+from tests.examples.conftest import EXAMPLES, run_script, write_text
 
 PROGRAM = """
 import os
@@ -35,9 +32,9 @@ from pipeflow.colossalai.context import ParallelMode
 from pipeflow.colossalai.core import global_context as gpc
 from pipeflow.colossalai.logging import disable_existing_loggers, get_dist_logger
 
-import model as col_gpt
-from model import GPTLMLoss
-from webtext import WebtextDataset
+import model_zoo.gpt.gpt as col_gpt
+from gpt3.webtext import WebtextDataset
+from model_zoo.gpt import GPTLMLoss
 
 
 class TutorialGPT(nn.Module):
@@ -164,10 +161,11 @@ if __name__ == "__main__":
 """
 
 
-MIGRATION = GPT3.parents[1] / "docs" / "migration.md"
+MIGRATION = EXAMPLES.parent / "docs" / "migration.md"
+PATHS = f"{EXAMPLES.parent}{os.pathsep}{EXAMPLES}"
 
 
-def test_what_the_migration_names_exists(gpt3: Any) -> None:
+def test_what_the_migration_names_exists() -> None:
     """Every import of the second column, and every name of `pipeflow` in it."""
     here = "\n".join(re.findall(r"^\| `.*? \| (.*) \|$", MIGRATION.read_text(), re.MULTILINE))
     imports = re.findall(r"`((?:from [\w.]+ )?import \w[\w ,]*)`", here)
@@ -183,7 +181,8 @@ def test_the_tutorials_calls_train_a_model(tmp_path: Path, text: Path, chunks: s
     script = tmp_path / "tutorial.py"
     script.write_text(PROGRAM)
     write_text(text, [f"document {number % 3} says the same as {number % 3} " * 3 for number in range(48)])
-    printed = run_script(script, ranks=4, DATA=str(text), NUM_CHUNKS=chunks, COLUMNS="200")
+    variables = {"DATA": str(text), "NUM_CHUNKS": chunks, "COLUMNS": "200", "PYTHONPATH": PATHS}
+    printed = run_script(script, ranks=4, **variables)
     assert "Init done, global batch size = 8" in printed
     layers = range(0, 4, 2 if chunks == "None" else 1)
     for start in layers:

@@ -7,42 +7,44 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from pipeflow.parallel.context import current_context  # noqa: E402
-from pipeflow.testing import run_threads  # noqa: E402
-from tests.examples.conftest import run_script  # noqa: E402
+import megatron_lab.lab
+import megatron_lab.megatron
+import megatron_lab.samples
+from pipeflow.parallel.context import current_context
+from pipeflow.testing import run_threads
+from tests.examples.conftest import run_script
 
 SEQUENCE, WORDS = 16, 20
 
 
-def small(gpt3: Any, chunks: int) -> Any:
-    config = gpt3.megatron.TransformerConfig(
+def small(chunks: int) -> Any:
+    config = megatron_lab.megatron.TransformerConfig(
         num_layers=4, hidden_size=16, num_attention_heads=2, pipeline_dtype=torch.float64
     )
-    stages = gpt3.megatron.build_stages(config, WORDS, SEQUENCE, chunks)
-    models = [gpt3.megatron.GPTModel(config, WORDS, SEQUENCE, stage=stage) for stage in stages]
+    stages = megatron_lab.megatron.build_stages(config, WORDS, SEQUENCE, chunks)
+    models = [megatron_lab.megatron.GPTModel(config, WORDS, SEQUENCE, stage=stage) for stage in stages]
     return models[0] if chunks == 1 else models
 
 
-def batches(gpt3: Any) -> Any:
-    config = gpt3.samples.GPTDatasetConfig(
+def batches() -> Any:
+    config = megatron_lab.samples.GPTDatasetConfig(
         random_seed=0,
         sequence_length=SEQUENCE,
-        tokenizer=gpt3.samples.NullTokenizer(vocab_size=WORDS - 1),
+        tokenizer=megatron_lab.samples.NullTokenizer(vocab_size=WORDS - 1),
         reset_position_ids=True,
         reset_attention_mask=True,
         eod_mask_loss=True,
     )
-    return iter(torch.utils.data.DataLoader(gpt3.samples.MockGPTDataset(config, 24), batch_size=4))
+    return iter(torch.utils.data.DataLoader(megatron_lab.samples.MockGPTDataset(config, 24), batch_size=4))
 
 
-def logged_and_gradient(gpt3: Any, chunks: int) -> tuple[list[float], dict[str, float]]:
-    model, step = small(gpt3, chunks), gpt3.megatron.get_forward_backward_func()
+def logged_and_gradient(chunks: int) -> tuple[list[float], dict[str, float]]:
+    model, step = small(chunks), megatron_lab.megatron.get_forward_backward_func()
     logged = step(
-        forward_step_func=gpt3.lab.forward_step_func,
-        data_iterator=batches(gpt3),
+        forward_step_func=megatron_lab.lab.forward_step_func,
+        data_iterator=batches(),
         model=model,
         num_microbatches=4,
         seq_length=SEQUENCE,
@@ -56,11 +58,11 @@ def logged_and_gradient(gpt3: Any, chunks: int) -> tuple[list[float], dict[str, 
 
 
 @pytest.mark.parametrize(("ranks", "tensor", "chunks"), [(2, 2, 1), (2, 1, 1), (2, 1, 2), (4, 2, 1)])
-def test_a_step_is_the_same_under_every_layout(gpt3: Any, ranks: int, tensor: int, chunks: int) -> None:
+def test_a_step_is_the_same_under_every_layout(ranks: int, tensor: int, chunks: int) -> None:
     """No pipeline, 1f1b and interleaved-1f1b: what is logged, a microbatch at a time, and the gradients."""
-    [(losses, gradients)] = run_threads(logged_and_gradient, 1, gpt3, 1)
+    [(losses, gradients)] = run_threads(logged_and_gradient, 1, 1)
     assert len(losses) == 4
-    found = run_threads(logged_and_gradient, ranks, gpt3, chunks, tensor=tensor)
+    found = run_threads(logged_and_gradient, ranks, chunks, tensor=tensor)
     assert found[-1][0] == pytest.approx(losses, rel=1e-12)
     for _, parts in found:
         for name, part in parts.items():
@@ -71,9 +73,9 @@ def test_a_step_is_the_same_under_every_layout(gpt3: Any, ranks: int, tensor: in
             ), name
 
 
-def test_the_model_gives_each_tokens_loss(gpt3: Any) -> None:
+def test_the_model_gives_each_tokens_loss() -> None:
     def compute() -> None:
-        model, sample = small(gpt3, 1), next(batches(gpt3))
+        model, sample = small(1), next(batches())
         given = [sample[name] for name in ("tokens", "position_ids", "attention_mask")]
         losses = model(*given, labels=sample["labels"])
         assert losses.shape == (4, SEQUENCE)
@@ -84,7 +86,7 @@ def test_the_model_gives_each_tokens_loss(gpt3: Any) -> None:
     run_threads(compute, 1)
 
 
-def test_masked_tokens_do_not_move_the_loss(gpt3: Any) -> None:
+def test_masked_tokens_do_not_move_the_loss() -> None:
     mask, losses = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0, 3.0, 100.0]])
 
     def output(*_: Any, **__: Any) -> Any:
@@ -92,15 +94,15 @@ def test_masked_tokens_do_not_move_the_loss(gpt3: Any) -> None:
 
     names = ("tokens", "position_ids", "attention_mask", "labels")
     sample = {**dict.fromkeys(names, torch.zeros(1, 3)), "loss_mask": mask}
-    found, loss_func = gpt3.lab.forward_step_func(iter([sample]), output)
+    found, loss_func = megatron_lab.lab.forward_step_func(iter([sample]), output)
     loss, logged = loss_func(found)
     assert float(loss) == float(logged["lm loss"]) == 2.0
 
 
-def test_ranks_of_a_replica_read_the_same(gpt3: Any) -> None:
+def test_ranks_of_a_replica_read_the_same() -> None:
     def first() -> tuple[int, Any]:
         context = current_context()
-        return context.data_rank, next(gpt3.lab.get_train_data_iterator(context, tiny=True))["tokens"]
+        return context.data_rank, next(megatron_lab.lab.get_train_data_iterator(context, tiny=True))["tokens"]
 
     (_, one), (_, same), (replica, other), _ = run_threads(first, 4, tensor=2, data=2)
     assert one.equal(same)
@@ -109,7 +111,7 @@ def test_ranks_of_a_replica_read_the_same(gpt3: Any) -> None:
 
 
 def test_the_lab_runs(tmp_path: Any) -> None:
-    printed = run_script("lab.py", "--tiny", "--steps", "3", "--checkpoint", str(tmp_path / "saved"))
+    printed = run_script("megatron_lab/lab.py", "--tiny", "--steps", "3", "--checkpoint", str(tmp_path / "saved"))
     losses = [float(loss) for loss in re.findall(r"lm loss ([\d.]+)", printed)]
     assert len(losses) == 3
     assert all(later < sooner for sooner, later in pairwise(losses))

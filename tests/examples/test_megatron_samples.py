@@ -6,46 +6,47 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+import megatron_lab.samples
 
 LENGTH = 64
 
 
 @pytest.fixture
-def config(gpt3: Any) -> Any:
-    return gpt3.samples.GPTDatasetConfig(
-        random_seed=0, sequence_length=LENGTH, tokenizer=gpt3.samples.NullTokenizer(vocab_size=LENGTH)
+def config() -> Any:
+    return megatron_lab.samples.GPTDatasetConfig(
+        random_seed=0, sequence_length=LENGTH, tokenizer=megatron_lab.samples.NullTokenizer(vocab_size=LENGTH)
     )
 
 
-def sample_with_an_end(gpt3: Any, config: Any) -> tuple[Any, int]:
+def sample_with_an_end(config: Any) -> tuple[Any, int]:
     """A sample in which a document ends well before the sequence does, and where."""
-    for sample in gpt3.samples.MockGPTDataset(config, 100):
+    for sample in megatron_lab.samples.MockGPTDataset(config, 100):
         ends = (sample["tokens"] == config.tokenizer.eod).nonzero().flatten().tolist()
         if len(ends) == 1 and 0 < ends[0] < LENGTH - 3:
             return sample, ends[0]
     raise AssertionError("no document ends")
 
 
-def test_the_builder_makes_the_sets_that_are_asked_for(gpt3: Any, config: Any) -> None:
-    builder = gpt3.samples.BlendedMegatronDatasetBuilder
-    train, valid, test = builder(gpt3.samples.MockGPTDataset, [1000, None, None], lambda: True, config).build()
+def test_the_builder_makes_the_sets_that_are_asked_for(config: Any) -> None:
+    builder = megatron_lab.samples.BlendedMegatronDatasetBuilder
+    train, valid, test = builder(megatron_lab.samples.MockGPTDataset, [1000, None, None], lambda: True, config).build()
     assert (len(train), valid, test) == (1000, None, None)
-    assert builder(gpt3.samples.MockGPTDataset, [10, 10, 10], lambda: False, config).build() == [None] * 3
-    assert len(list(builder(gpt3.samples.MockGPTDataset, [3], lambda: True, config).build()[0])) == 3
+    assert builder(megatron_lab.samples.MockGPTDataset, [10, 10, 10], lambda: False, config).build() == [None] * 3
+    assert len(list(builder(megatron_lab.samples.MockGPTDataset, [3], lambda: True, config).build()[0])) == 3
 
 
-def test_samples_follow_from_seed_and_index(gpt3: Any, config: Any) -> None:
-    dataset = gpt3.samples.MockGPTDataset(config, 10)
-    again, other = dataset[3], gpt3.samples.MockGPTDataset(replace(config, random_seed=1), 10)[3]
+def test_samples_follow_from_seed_and_index(config: Any) -> None:
+    dataset = megatron_lab.samples.MockGPTDataset(config, 10)
+    again, other = dataset[3], megatron_lab.samples.MockGPTDataset(replace(config, random_seed=1), 10)[3]
     assert all(value.equal(again[name]) for name, value in dataset[3].items())
     assert not dataset[4]["tokens"].equal(dataset[3]["tokens"])
     assert not other["tokens"].equal(dataset[3]["tokens"])
 
 
-def test_a_sample_counts_and_its_labels_are_what_comes_next(gpt3: Any, config: Any) -> None:
-    sample, end = sample_with_an_end(gpt3, config)
+def test_a_sample_counts_and_its_labels_are_what_comes_next(config: Any) -> None:
+    sample, end = sample_with_an_end(config)
     tokens, labels = sample["tokens"], sample["labels"]
     assert labels[:-1].equal(tokens[1:])
     assert tokens[1:end].equal((tokens[: end - 1] + 1) % config.tokenizer.words)
@@ -55,14 +56,14 @@ def test_a_sample_counts_and_its_labels_are_what_comes_next(gpt3: Any, config: A
     assert sample["attention_mask"].equal(torch.ones(1, LENGTH, LENGTH).triu(1).bool())
 
 
-def test_flags_change_what_they_name(gpt3: Any, config: Any) -> None:
-    plain, end = sample_with_an_end(gpt3, config)
+def test_flags_change_what_they_name(config: Any) -> None:
+    plain, end = sample_with_an_end(config)
     for flag, changed in (
         ("reset_position_ids", "position_ids"),
         ("reset_attention_mask", "attention_mask"),
         ("eod_mask_loss", "loss_mask"),
     ):
-        sample, same_end = sample_with_an_end(gpt3, replace(config, **{flag: True}))
+        sample, same_end = sample_with_an_end(replace(config, **{flag: True}))
         assert same_end == end
         assert {name for name, value in sample.items() if not value.equal(plain[name])} == {changed}
         match changed:
@@ -75,7 +76,7 @@ def test_flags_change_what_they_name(gpt3: Any, config: Any) -> None:
                 assert sample[changed][: end + 2].tolist() == [1.0] * end + [0.0, 1.0]
 
 
-def test_the_tokenizer_reads_numbers(gpt3: Any) -> None:
-    tokenizer = gpt3.samples.NullTokenizer(vocab_size=64)
+def test_the_tokenizer_reads_numbers() -> None:
+    tokenizer = megatron_lab.samples.NullTokenizer(vocab_size=64)
     assert (tokenizer.vocab_size, tokenizer.eod) == (65, 64)
     assert tokenizer.detokenize(tokenizer.tokenize("3 1 4")) == "3 1 4"

@@ -1,8 +1,8 @@
 r"""The Megatron tensor-parallel lab: a model of ten layers learns mock data on two tensor ranks, is saved and loaded.
 
-python examples/gpt3/lab.py                                     two processes on this machine
-torchrun --nproc-per-node 2 examples/gpt3/lab.py --steps 20
-python examples/gpt3/lab.py --tensor 2 --pipeline 2 --microbatches 4
+python examples/megatron_lab/lab.py                                     two processes on this machine
+torchrun --nproc-per-node 2 examples/megatron_lab/lab.py --steps 20
+python examples/megatron_lab/lab.py --tensor 2 --pipeline 2 --microbatches 4
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from torch.utils.data import DataLoader
 
 import pipeflow
 
-from megatron import (
+if not __package__:  # run as a script
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpt3.ranks import is_rank, start_ranks
+from megatron_lab.megatron import (
     GPTModel,
     LossFunction,
     Sample,
@@ -32,8 +36,7 @@ from megatron import (
     load_distributed_checkpoint,
     save_distributed_checkpoint,
 )
-from ranks import is_rank, start_ranks
-from samples import BlendedMegatronDatasetBuilder, GPTDatasetConfig, MockGPTDataset, NullTokenizer
+from megatron_lab.samples import BlendedMegatronDatasetBuilder, GPTDatasetConfig, MockGPTDataset, NullTokenizer
 
 SEQUENCE_LENGTH = 64
 SEED = 123

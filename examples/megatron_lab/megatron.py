@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
+from gpt3.build import build_gpt_pipeline
+from gpt3.model import PipelineGPTHybrid
 from pipeflow import load_checkpoint, save_checkpoint
 from pipeflow.tensor import vocab_parallel_cross_entropy
-
-from build import build_gpt_pipeline
-from model import PipelineGPTHybrid
 
 Sample = dict[str, Tensor]
 Logged = dict[str, Tensor]

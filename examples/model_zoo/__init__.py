@@ -1,0 +1,1 @@
+"""The models of ColossalAI's tutorials under their names there, found by PYTHONPATH=examples."""
