@@ -22,8 +22,8 @@ def random_cost(stages: int, seed: int) -> CostModel:
     draw = random.Random(seed)
     forward, backward_input, backward_weight = (tuple(draw.uniform(0.5, 2) for _ in range(stages)) for _ in range(3))
     sizes, reduce = (tuple(draw.uniform(0, 1) for _ in range(stages)) for _ in range(2))
-    others = {"latency": 0.1, "bandwidth": 2, "activation_bytes": sizes, "reduce": reduce}
-    return CostModel(forward, backward_input, backward_weight, **others)
+    passes = (forward, backward_input, backward_weight)
+    return CostModel(*passes, latency=0.1, bandwidth=2, activation_bytes=sizes, reduce=reduce)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

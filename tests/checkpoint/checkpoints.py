@@ -4,7 +4,7 @@ under any layout, and how its run goes on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow import (
+    Output,
     Pipeline,
     PipelineSharedModuleWrapper,
     Schedule,
@@ -48,7 +49,8 @@ class SplitWeight(nn.Module):
         return ()
 
     def whole(self) -> Tensor:
-        return _Together.apply(self.weight, self.split, self.group)
+        together: Tensor = _Together.apply(self.weight, self.split, self.group)  # type: ignore[no-untyped-call]
+        return together
 
 
 def _part(whole: Tensor, split: Split, group: Any) -> Tensor:
@@ -82,14 +84,17 @@ class SplitStage(LayersStage):
         self.words = SplitWeight(initial(1, WORDS, WIDTH, dtype=model.dtype), 0) if ends else None
         self.mix = SplitWeight(initial(7, WIDTH, WIDTH, dtype=model.dtype), 1) if self.is_last else None
         self.drop = nn.Dropout(0.1)
+        self.batches: Tensor | None
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64) if self.is_first else None)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.is_first:
+        if self.batches is not None and self.words is not None:
             self.batches.add_(1)
             hidden = functional.embedding(hidden, self.words.whole())
         hidden = self.drop(self.run(hidden))
-        return hidden @ self.mix.whole() @ self.words.whole().T if self.is_last else hidden
+        if self.mix is not None and self.words is not None:
+            hidden = hidden @ self.mix.whole() @ self.words.whole().T
+        return hidden
 
 
 class SplitModel(TiedModel):
@@ -97,7 +102,7 @@ class SplitModel(TiedModel):
         return SplitStage(self, start, end)
 
     def tie(self, chunks: nn.ModuleList, schedule: Schedule) -> None:
-        words = [stage.words for stage in chunks if stage.words is not None]
+        words = [stage.words for stage in chunks if isinstance(stage, SplitStage) and stage.words is not None]
         if words and schedule.placement.num_stages > 1:
             shared = PipelineSharedModuleWrapper([0, schedule.placement.num_ranks - 1])
             for module in words:
@@ -136,7 +141,7 @@ class Run:
         for _ in range(steps):
             self.optimizer.zero_grad()
             batch = MODEL.batch(4, seed=self.position)
-            losses.append(execute_pipeline(iter([batch]), self.pipeline, broadcast_loss=True).loss.item())
+            losses.append(loss_of(execute_pipeline(iter([batch]), self.pipeline, broadcast_loss=True)))
             self.optimizer.step()
             self.scheduler.step()
             self.position += 1
@@ -145,7 +150,7 @@ class Run:
     def evaluate(self) -> float:
         """The loss of a batch that is not trained on."""
         batch = MODEL.batch(4, seed=99)
-        return execute_pipeline(iter([batch]), self.pipeline, forward_only=True, broadcast_loss=True).loss.item()
+        return loss_of(execute_pipeline(iter([batch]), self.pipeline, forward_only=True, broadcast_loss=True))
 
     def save(self, path: Path, **options: Any) -> Any:
         return save_checkpoint(
@@ -169,6 +174,12 @@ class Run:
         return {each.name: (tuple(each.piece.offset), each.piece.tensor.numpy().copy()) for each in held}
 
 
+def loss_of(output: Output) -> float:
+    """The loss that was told to every rank."""
+    assert output.loss is not None
+    return output.loss.item()
+
+
 def wholes(per_rank: list[dict[str, tuple[tuple[int, ...], numpy.ndarray]]]) -> dict[str, numpy.ndarray]:
     """Every tensor put together from the ranks' parts, all of which must agree."""
     shapes: dict[str, numpy.ndarray] = {}
@@ -186,7 +197,7 @@ def wholes(per_rank: list[dict[str, tuple[tuple[int, ...], numpy.ndarray]]]) -> 
     return result
 
 
-def under(layout: Layout, function: Any, *arguments: object, run: Any = run_threads) -> list[Any]:
+def under(layout: Layout, function: Any, *arguments: object, run: Callable[..., list[Any]] = run_threads) -> list[Any]:
     """What `function(*arguments)` returns on every rank of a layout."""
     pipeline, tensor, data = layout
     return run(function, pipeline * tensor * data, *arguments, tensor=tensor, data=data)

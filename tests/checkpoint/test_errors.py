@@ -126,9 +126,10 @@ def numbered_anew(path: Path, pass_names: bool) -> str:
     """Every stage calls its first layer 0, and saves."""
     context = current_context()
     schedule = make_schedule("gpipe", ranks=2, microbatches=1)
-    stage = nn.Sequential(nn.Linear(2, 2))
+    layer = nn.Linear(2, 2)
+    stage = nn.Sequential(layer)
     torch.manual_seed(0)
-    nn.init.constant_(stage[0].weight, context.pipeline_rank)
+    nn.init.constant_(layer.weight, context.pipeline_rank)
     pipeline = Pipeline(stage, schedule)
     try:
         save_checkpoint(path, pipeline, names=(lambda stage, name: f"layers.{stage}.{name}") if pass_names else None)
@@ -143,11 +144,12 @@ def test_names_of_two_stages_that_collide(tmp_path: Path) -> None:
         assert "pass names=lambda stage, name" in message
     assert latest_checkpoint(tmp_path) is None
     assert run_threads(numbered_anew, 2, tmp_path / "step", True) == ["", ""]
-    whole = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    whole = nn.ModuleDict({"layers": nn.Sequential(*layers)})
     load_checkpoint(
         tmp_path / "step", whole, names=lambda _, name: name.replace(".0.", ".0.0.").replace(".1.", ".1.0.")
     )
-    assert [layer.weight.mean().item() for layer in whole["layers"]] == [0, 1]
+    assert [layer.weight.mean().item() for layer in layers] == [0, 1]
 
 
 def fail_on_one_rank(folder: Path) -> list[str]:

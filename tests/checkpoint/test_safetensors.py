@@ -81,8 +81,8 @@ def build() -> Pipeline:
     ranks, rank = context.pipeline_size, context.pipeline_rank
     stage = Stage(LAYERS * rank // ranks, LAYERS * (rank + 1) // ranks)
     shared = PipelineSharedModuleWrapper([0, ranks - 1])
-    if ranks > 1 and rank in (0, ranks - 1):
-        shared.register_module(stage.words or stage.head)
+    if ranks > 1 and (ends := stage.words or stage.head):
+        shared.register_module(ends)
     return Pipeline(stage, make_schedule("gpipe", ranks=ranks, microbatches=1))
 
 

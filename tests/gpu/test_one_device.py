@@ -58,11 +58,13 @@ def difference_from_plain(name: str, microbatches: int, known: bool) -> float:
     plain = nn.Sequential(*(layer(stage) for stage in range(placement.num_stages)))
     inputs, labels = batch()
     squares(plain(inputs), labels).backward()
-    pairs = [
+    gradients = [
         (mine.grad, its.grad)
         for stage, chunk in zip(placement.stages_of(current_context().pipeline_rank), model.chunks, strict=True)
         for mine, its in zip(chunk.parameters(), plain[stage].parameters(), strict=True)
     ]
+    pairs = [(mine, its) for mine, its in gradients if mine is not None and its is not None]
+    assert len(pairs) == len(gradients)
     return max(float((mine - its).norm() / its.norm()) for mine, its in pairs)
 
 

@@ -78,7 +78,7 @@ def train(dtype: torch.dtype, masters: bool, steps: int) -> tuple[dict[str, torc
 
 
 def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
-    return max(((some[name] - others[name]).norm() / others[name].norm()).item() for name in some)
+    return max(float((some[name] - others[name]).norm() / others[name].norm()) for name in some)
 
 
 @HALVES

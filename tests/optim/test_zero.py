@@ -33,7 +33,8 @@ def adamw(pipeline: Pipeline) -> Optimizer:
     """With two groups, of which the second has few parameters."""
     scales = [p for name, p in pipeline.named_parameters() if name.endswith("scale")]
     others = [p for name, p in pipeline.named_parameters() if not name.endswith("scale")]
-    return AdamW([{"params": others}, {"params": scales, "weight_decay": 0.0, "lr": 0.02}], lr=0.01)
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": scales, "weight_decay": 0.0, "lr": 0.02}]
+    return AdamW(groups, lr=0.01)
 
 
 def bare(_: Pipeline, optimizer: Optimizer) -> Optimizer:
@@ -95,9 +96,7 @@ def test_zero_changes_no_bit(
     make: Make, wrap: Wrap, plain: Wrap, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(zero_module, "BUCKET", 400)  # bytes, so that there are many
-    world, layout = 12, {"tensor": 2, "data": 3}
-    results = run_threads(train, world, make, wrap, dtype, 4, **layout)
-    expected = run_threads(train, world, make, plain, dtype, 4, **layout)
+    results, expected = (run_threads(train, 12, make, each, dtype, 4, tensor=2, data=3) for each in (wrap, plain))
     require_equal(results, expected)
     for rank in range(4):  # of each replica
         held = [results[rank + 4 * replica][1] for replica in range(3)]

@@ -108,7 +108,8 @@ def relaxed_span(schedule: Schedule, cost: CostModel) -> float:
         ]
         starts[action] = max(arrivals, default=0.0)
         ends[action] = starts[action] + cost.duration(action.kind, action.stage)
-    return max(ends[row[-1]] - starts[row[0]] for row in schedule.rows)
+    rows = [list(schedule.actions(rank)) for rank in range(len(schedule.rows))]
+    return max(ends[row[-1]] - starts[row[0]] for row in rows)
 
 
 SAIL = [("1f1b", 1, 1, 1), ("zb-h1", 1 / 3, 1, 1), ("zb-h2", 0, 2, 1), ("zb-v", 0, 1, 2), ("v-half", 1 / 2, 1 / 2, 2),

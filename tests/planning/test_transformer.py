@@ -21,6 +21,7 @@ from pipeflow import (
     plan,
 )
 from pipeflow.deferral.module import defer_weight_gradients
+from pipeflow.deferral.products import LinearProduct
 from pipeflow.planning.transformer_costs import stage_costs
 from pipeflow.schedules import SCHEDULES
 from tests.families import make_near
@@ -165,9 +166,11 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, hidden = x.shape
         mixed = self.query_key_value(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*mixed, is_causal=True)
+        query, key, value = mixed
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention(seen.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.output(functional.gelu(self.wide(self.norm_2(x))))
+        output: torch.Tensor = self.output(functional.gelu(self.wide(self.norm_2(x))))
+        return x + output
 
 
 def sizes(tensors: list[torch.Tensor], but: nn.Module) -> int:
@@ -181,14 +184,22 @@ def test_a_real_layer_has_keeps_and_defers_that_much() -> None:
     """Without dropout, so without its two masks; what a norm and attention keep per token or head is left out."""
     block, token = Block(SMALL), 2 * 32 * 64
     deferral = defer_weight_gradients(block)
-    deferral.queue, saved = [], []
+    queue: list[Callable[[], None]] = []
+    saved: list[torch.Tensor] = []
+    deferral.queue = queue
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
     assert sum(map(torch.numel, block.parameters())) == SMALL.parameters_of([(1, 2)])
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         output = block(torch.randn(2, 32, 64, requires_grad=True))
     costs = whole(SMALL, Setup(microbatch_size=2, precision=PRECISIONS["float32"]), stages=8)
     assert sizes(saved, block) == pytest.approx(costs.saved_bytes[1] - 2 * token, rel=0.01)
     output.backward(torch.randn_like(output))
-    held = [tensor for product in deferral.queue for tensor in (product.input, product.gradient)]
+    products = [product for product in queue if isinstance(product, LinearProduct)]
+    held = [tensor for product in products for tensor in (product.input, product.gradient)]
     assert sizes(held, block) == costs.deferred_bytes[1] == 4 * 16 * token
 
 

@@ -91,8 +91,9 @@ def require_same_bits(alike: list[list[Stepped]]) -> None:
     gradients = [{name: gradient for result in run for name, gradient in result.gradients.items()} for run in alike]
     for here, there in pairwise(losses):
         assert here == there
-    for here, there in pairwise(gradients):
-        assert here.keys() == there.keys()
-        for name, gradient in here.items():
+    for mine, others in pairwise(gradients):
+        assert mine.keys() == others.keys()
+        for name, gradient in mine.items():
             assert gradient.dtype == numpy.float32
-            assert gradient.tobytes() == there[name].tobytes(), f"{name} differs by {abs(gradient - there[name]).max()}"
+            off = abs(gradient - others[name]).max()
+            assert gradient.tobytes() == others[name].tobytes(), f"{name} differs by {off}"

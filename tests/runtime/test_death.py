@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def build_dying(when: str, note: Path) -> Pipeline:
     pipeline = Pipeline(Dying(chunks[0], die, forward, backward), schedule, criterion=criterion)
     if when == "tied exchange":
         end = pipeline.ties.end
-        steps = iter([end, end, die])
+        steps: Iterator[Callable[..., None]] = iter([end, end, die])
         pipeline.ties.end = lambda transport: next(steps)(transport)  # type: ignore[method-assign]
     return pipeline
 

@@ -112,7 +112,9 @@ def run_counting() -> int:
     execute_pipeline(iter([batch]), pipeline, forward_only=True)
     pipeline.train()
     execute_pipeline(iter([batch]), pipeline)
-    return int(next(module for module in pipeline.modules() if isinstance(module, nn.BatchNorm1d)).num_batches_tracked)
+    [norm] = [module for module in pipeline.modules() if isinstance(module, nn.BatchNorm1d)]
+    assert norm.num_batches_tracked is not None
+    return int(norm.num_batches_tracked)
 
 
 def test_a_module_runs_once_per_microbatch() -> None:

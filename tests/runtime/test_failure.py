@@ -81,7 +81,8 @@ class Trapped(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.trap.step_on(Kind.F, self.stage)
-        return TrappedBackward.apply(self.inner(hidden), self)  # type: ignore[no-any-return]
+        output: Tensor = TrappedBackward.apply(self.inner(hidden), self)  # type: ignore[no-untyped-call]
+        return output
 
 
 class TrappedBackward(torch.autograd.Function):
@@ -91,7 +92,7 @@ class TrappedBackward(torch.autograd.Function):
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.module.trap.step_on(ctx.module.trap.backward, ctx.module.stage)
         return gradient, None
 
@@ -168,6 +169,7 @@ def cases_of(schedule: Schedule) -> list[Case]:
 
 def require_told(schedule: Schedule, cases: list[Case], results: list[list[Told]]) -> None:
     last = schedule.placement.num_stages - 1
+    where: tuple[object, ...]
     for index, case in enumerate(cases):
         if case.reader is not None:
             origin, where = case.reader, (case.reader, None, None, None, None)

@@ -27,7 +27,9 @@ SCHEDULES = [
 
 def whole_gradients(pipeline: nn.Module) -> dict[str, Any]:
     named = {name.split(".", 2)[2]: parameter.grad for name, parameter in pipeline.named_parameters()}
-    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).numpy().copy() for name, g in named.items()}
+    wholes = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in named.items() if g is not None}
+    assert wholes.keys() == named.keys()
+    return {name: whole.numpy().copy() for name, whole in wholes.items()}
 
 
 def one_by_one(forward: Callable[[], None], backward: Callable[[], None]) -> None:
@@ -45,7 +47,8 @@ def train(model: TinyModel, schedule: Schedule) -> list[Any]:
                 fully_shard(layer, mesh=mesh)
     model.tie(chunks, schedule)
     pipeline = Pipeline(chunks, schedule, criterion=model.criterion, overlap=one_by_one)
-    assert all(layer.linear.weight.to_local().numel() == 18 for layer in chunks.modules() if isinstance(layer, Layer))
+    weights: list[Any] = [layer.linear.weight for layer in chunks.modules() if isinstance(layer, Layer)]
+    assert all(weight.to_local().numel() == 18 for weight in weights)
     batch, results = model.batch(4, seed=context.data_rank), []
     for _ in range(2):
         execute_pipeline(iter([batch]), pipeline)

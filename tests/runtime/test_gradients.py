@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -44,12 +45,12 @@ def test_threads_with_the_shape_known(layout: tuple[str, int, int]) -> None:
     for microbatches in MICROBATCHES:
         schedule = schedule_of(layout, microbatches)
         model, samples = sized("plain", schedule), 2 * microbatches
-        options = {"tensor_shape": (2, 3, WIDTH), "tensor_dtype": torch.float64}
+        options: dict[str, Any] = {"tensor_shape": (2, 3, WIDTH), "tensor_dtype": torch.float64}
         results = run_threads(run_known, layout[1], model, schedule, samples, options)
         require_step(results, expected(model, samples))
 
 
-def run_known(model: TinyModel, schedule: Schedule, samples: int, options: dict[str, object]) -> Stepped:
+def run_known(model: TinyModel, schedule: Schedule, samples: int, options: dict[str, Any]) -> Stepped:
     return run_steps(model, schedule, [model.batch(samples)], **options)
 
 

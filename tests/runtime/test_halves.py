@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,9 @@ def test_what_comes_with_the_inputs_gradient_is_said(caplog: pytest.LogCaptureFi
 def run_watching() -> list[str]:
     """What happens, in its order, under a schedule that leaves the first W until after the second F."""
     schedule = Schedule.from_csv("0F0,0I0,0F1,0W0,0I1,0W1")
-    pipeline, happened = build(MODEL, schedule), []
-    layer = pipeline.chunks[0].layers["0"]
+    pipeline = build(MODEL, schedule)
+    happened: list[str] = []
+    layer: Any = pipeline.get_submodule("chunks.0.layers.0")
     layer.register_forward_hook(lambda *_: happened.append("forward"))
     layer.linear.weight.register_post_accumulate_grad_hook(lambda _: happened.append("weight"))
     layer.scale.register_post_accumulate_grad_hook(lambda _: happened.append("scale"))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeflow import Pipeline, Schedule, execute_pipeline, lower, simulate
@@ -65,13 +64,13 @@ class Doubling(torch.autograd.Function):
     """Saves one tensor of its own. Its product needs the input and the output's gradient, as a linear layer's does."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, deferral: Deferral) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, deferral: Deferral) -> Tensor:
         ctx.save_for_backward(hidden.clone())
         ctx.product = ScaleProduct, weight, hidden, deferral
         return hidden * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         product, weight, hidden, deferral = ctx.product
         assert ctx.saved_tensors
         deferral.take(product(weight, None, hidden, gradient))
@@ -97,7 +96,7 @@ class Watched(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(self.alive.keep, lambda kept: kept.tensor):
-            output: Tensor = Doubling.apply(hidden, self.weight, self.deferral)
+            output: Tensor = Doubling.apply(hidden, self.weight, self.deferral)  # type: ignore[no-untyped-call]
         if not self.is_last:
             self.alive.watch(output)
         return output

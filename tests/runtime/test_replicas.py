@@ -40,7 +40,8 @@ def parts(model: TinyModel, samples: list[int]) -> list[Batch]:
 
 def whole(model: TinyModel, samples: list[int], steps: int, optimizer: bool = True) -> Trained:
     """What one process makes of all replicas' batches."""
-    module, losses = model.stage(0, model.layers), []
+    module = model.stage(0, model.layers)
+    losses: list[float | None] = []
     stepper = torch.optim.AdamW(module.parameters(), lr=0.01)
     for _ in range(steps):
         stepper.zero_grad()
@@ -253,16 +254,16 @@ def test_reductions_are_measured_where_they_are_planned(run: Run) -> None:
         assert simulate(schedule.with_reductions(), measured_costs(timeline)).makespan > 0
 
 
-def square_layers() -> nn.ModuleList:
+def square_layers() -> list[nn.Linear]:
     first, second = (nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(2))
     nn.init.constant_(first.weight, 0.5)
     second.weight = first.weight
-    return nn.ModuleList([first, second])
+    return [first, second]
 
 
 def step_with_a_weight_in_two_stages(schedule: Schedule, inputs: list[Tensor]) -> Any:
     layers = square_layers()
-    pipeline = Pipeline(layers, schedule, criterion=nn.functional.mse_loss)
+    pipeline = Pipeline(nn.ModuleList(layers), schedule, criterion=nn.functional.mse_loss)
     mine = inputs[current_context().data_rank]
     execute_pipeline(iter([(mine, torch.zeros_like(mine))]), pipeline)
     return plain(layers[0].weight.grad)
@@ -275,4 +276,5 @@ def test_a_weight_of_two_stages_is_averaged_when_both_are_done() -> None:
     batch = torch.cat(inputs)
     nn.functional.mse_loss(layers[1](layers[0](batch)), torch.zeros_like(batch)).backward()
     for gradient in run_threads(step_with_a_weight_in_two_stages, 2, schedule, inputs, data=2):
+        assert layers[0].weight.grad is not None
         require_near({"weight": gradient}, {"weight": layers[0].weight.grad})

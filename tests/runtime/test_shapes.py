@@ -82,7 +82,9 @@ class Summing(nn.Module):
         self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
     def forward(self, tree: Any) -> Tensor:
-        leaves = list(tree.values()) if isinstance(tree, dict) else [tree] if isinstance(tree, Tensor) else list(tree)
+        leaves: list[Tensor] = (
+            list(tree.values()) if isinstance(tree, dict) else [tree] if isinstance(tree, Tensor) else list(tree)
+        )
         total = torch.stack([weight * leaf.sum() for weight, leaf in zip(self.weight, leaves, strict=False)]).sum()
         return total * self.factors[type(tree)]
 
@@ -110,7 +112,13 @@ class Passing(nn.Module):
 
 def test_a_tree_may_change_with_every_batch() -> None:
     *_, told = run_threads(run_trees, 3)
-    sums = {0: [1.5, 0, 0], 1: [30, 0, 0], 2: [600, 300, 0], 3: [900, 900, 0], 4: [12000, 12000, 0]}
+    sums: dict[int, list[float]] = {
+        0: [1.5, 0, 0],
+        1: [30, 0, 0],
+        2: [600, 300, 0],
+        3: [900, 900, 0],
+        4: [12000, 12000, 0],
+    }
     assert told == [[float(value) for value in sums[kind]] for kind in TREES]
 
 

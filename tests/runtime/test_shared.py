@@ -133,7 +133,8 @@ def run_lowest_rank_wins() -> list[float]:
     stage = PlainModel().stage(rank, rank + 1)
     wrapper = PipelineSharedModuleWrapper([2, 1])
     other = PipelineSharedModuleWrapper((0, 1, 2))
-    parameters = [stage.layers[str(rank)].linear.weight, stage.layers[str(rank)].linear.bias]
+    layer = stage.get_submodule(f"layers.{rank}.linear")
+    parameters = list(layer.parameters())
     with torch.no_grad():
         for parameter in parameters:
             parameter.fill_(rank)
@@ -152,16 +153,17 @@ def test_the_lowest_ranks_values_win(start: Any) -> None:
 def run_several() -> dict[str, Any]:
     """Three ranks share a bias, two of them a weight as well; one copy is not used by its stage."""
     rank = current_context().pipeline_rank
-    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
-    stage.unused = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    layer, unused = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+    stage = nn.Sequential(layer)
+    stage.unused = unused
     with torch.no_grad():
         for seed, parameter in enumerate(stage.parameters()):
             parameter.copy_(initial(seed, *parameter.shape, dtype=torch.float64))
     bias, weight = PipelineSharedModuleWrapper([0, 1, 2]), PipelineSharedModuleWrapper([0, 2])
-    bias.register_parameter(stage[0].bias)
+    bias.register_parameter(stage.get_parameter("0.bias"))
     if rank in (0, 2):
-        weight.register_parameter(stage.unused.weight if rank == 2 else stage[0].weight)
-    stage.forward = stage[0].forward  # type: ignore[method-assign]
+        weight.register_parameter(stage.get_parameter("unused.weight" if rank == 2 else "0.weight"))
+    stage.forward = layer.forward  # type: ignore[method-assign]
     pipeline = Pipeline(stage, schedule_of(("1f1b", 3, 1), 2), criterion=PlainModel().criterion)
     for _ in range(2):
         execute_pipeline(iter([PlainModel().batch(4)]), pipeline)
@@ -192,7 +194,7 @@ def test_several_weights_are_tied_and_a_copy_may_have_no_gradient() -> None:
 
 def run_all_alike() -> list[bytes]:
     """Every rank has the same layer, and its weight, which is stored the other way round, is one."""
-    layer = PlainModel(dtype=torch.float32).stage(0, 1).layers["0"].linear
+    layer: Any = PlainModel(dtype=torch.float32).stage(0, 1).get_submodule("layers.0.linear")
     rank = current_context().pipeline_rank
     with torch.no_grad():
         layer.weight = nn.Parameter(layer.weight.t() * (rank + 1))

@@ -68,13 +68,13 @@ def random_schedule(draw: random.Random) -> Schedule:
     rows: list[list[Entry]] = [[] for _ in range(placement.num_ranks)]
     while left:
         ready = [action for action in left if all(done & one for one in befores(action, stages))]
-        entry: Entry = draw.choice(ready)
-        rank = placement.rank_of(entry.stage, entry.microbatch)
+        entry: Entry = (chosen := draw.choice(ready))
+        rank = placement.rank_of(chosen.stage, chosen.microbatch)
         forwards = [
             each for each in ready if each.kind is Kind.F and placement.rank_of(each.stage, each.microbatch) == rank
         ]
-        if entry.kind in (Kind.B, Kind.I) and forwards and draw.random() < 0.9:
-            entry = Pair(draw.choice(forwards), entry)
+        if chosen.kind in (Kind.B, Kind.I) and forwards and draw.random() < 0.9:
+            entry = Pair(draw.choice(forwards), chosen)
         rows[rank].append(entry)
         done |= set(actions_of(entry))
         left = [action for action in left if action not in done]
@@ -183,9 +183,9 @@ class Slow:
                 last = (ends[Kind.B] or ends[Kind.I]) if trained else ends[Kind.F]
                 assert last is not None
                 total += self.cost.saved_bytes[stage] * (self.times[self.at[action]].start <= now < last.end)
-            if action.kind is Kind.W and ends[Kind.I] is not None:
+            if action.kind is Kind.W and (half := ends[Kind.I]) is not None:
                 end = self.times[self.at[action]].end
-                total += self.cost.deferred_bytes[stage] * (ends[Kind.I].end <= now < end)
+                total += self.cost.deferred_bytes[stage] * (half.end <= now < end)
         return total
 
 
@@ -270,9 +270,9 @@ def test_the_critical_path_is_a_chain_of_waits_as_long_as_the_makespan(seed: int
             assert (before, slow.times[after].start) in slow.waits(after)
             length += slow.times[after].end - slow.times[before].end
     assert length + sum(cause.span.end - cause.span.start for cause in reduced) == fast.makespan
-    for before, cause in pairwise([*path, *reduced]):
-        assert cause.after == before.span
-        assert (cause.value is None) == (before.span.rank == cause.span.rank)
+    for cause, later in pairwise([*path, *reduced]):
+        assert later.after == cause.span
+        assert (later.value is None) == (cause.span.rank == later.span.rank)
 
 
 def test_random_plans_have_all_that_there_is() -> None:

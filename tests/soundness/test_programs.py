@@ -235,15 +235,15 @@ def test_programs_need_no_buffers_whatever_they_were_priced_at(name: str, seed: 
     draw = random.Random(f"{name} {seed}")
     schedule = make_schedule(name, ranks=2 * draw.randint(1, 3), microbatches=draw.randint(1, 9))
     stages = range(schedule.placement.num_stages)
-    passes = [tuple(draw.choice([0.0, 0.1, 1.0, 5.0]) for _ in stages) for _ in range(3)]
-    programs = lower(schedule, CostModel(*passes, latency=draw.choice([0.0, 1.0, 20.0])))
+    forward, input_half, weight_half = (tuple(draw.choice([0.0, 0.1, 1.0, 5.0]) for _ in stages) for _ in range(3))
+    programs = lower(schedule, CostModel(forward, input_half, weight_half, latency=draw.choice([0.0, 1.0, 20.0])))
     assert verify_programs(programs) == []
     assert Oracle(tuple(program.instructions for program in programs)).sound()
 
 
 def two_ranks(first: str, second: str) -> list[Program]:
     """From cells like 0F0 and `s a0.0`: send, receive (r) or release (x) an activation or gradient of the other."""
-    kinds = {"s": Send, "r": Recv, "x": Release}
+    kinds: dict[str, type[Send | Recv | Release]] = {"s": Send, "r": Recv, "x": Release}
     contents = {"a": Content.ACTIVATION, "g": Content.GRADIENT}
 
     def step(cell: str, rank: int) -> Instruction:

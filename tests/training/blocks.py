@@ -24,19 +24,24 @@ class Block(nn.Module):
 
     def __init__(self, index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
-        self.up.weight = initial(100 + index, INNER, WIDTH, dtype=dtype)
-        self.down.weight = initial(200 + index, WIDTH, INNER, dtype=dtype)
+        up, down = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
+        up.weight = initial(100 + index, INNER, WIDTH, dtype=dtype)
+        down.weight = initial(200 + index, WIDTH, INNER, dtype=dtype)
+        self.up: nn.Linear | ColumnParallelLinear = up
+        self.down: nn.Linear | RowParallelLinear = down
         self.scale = initial(300 + index, WIDTH, dtype=dtype)
 
     def split(self) -> Block:
         """Its inner width over the tensor ranks."""
+        assert isinstance(self.up, nn.Linear)
+        assert isinstance(self.down, nn.Linear)
         self.up = ColumnParallelLinear.from_native_module(self.up)
         self.down = RowParallelLinear.from_native_module(self.down)
         return self
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down(functional.gelu(self.up(hidden * (1 + self.scale))))
+        change: Tensor = self.down(functional.gelu(self.up(hidden * (1 + self.scale))))
+        return hidden + change
 
 
 def whole(dtype: torch.dtype = torch.float64) -> nn.Sequential:

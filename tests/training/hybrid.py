@@ -4,7 +4,7 @@ ranks. What both have after some steps of training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -86,16 +86,23 @@ class Block(nn.Module):
         """Over the tensor ranks."""
         options: dict[str, Any] = {"sequence_parallel": work.sequence_parallel}
         for name, layer in list(self.named_children()):
-            kind = {"query_key_value": ColumnParallelLinear, "up": ColumnParallelLinear}.get(name, RowParallelLinear)
-            whole = LayerNorm if isinstance(layer, nn.LayerNorm) else kind
-            setattr(self, name, whole.from_native_module(layer, **options))
+            if isinstance(layer, nn.LayerNorm):
+                setattr(self, name, LayerNorm.from_native_module(layer, **options))
+            elif isinstance(layer, nn.Linear):
+                kind = ColumnParallelLinear if name in ("query_key_value", "up") else RowParallelLinear
+                setattr(self, name, kind.from_native_module(layer, **options))
 
     def forward(self, hidden: Tensor) -> Tensor:
         joint = self.query_key_value(self.norm_1(hidden))
         query, key, value = joint.unflatten(-1, (-1, 3, WIDTH // HEADS)).permute(3, 0, 2, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.project(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.down(functional.gelu(self.up(self.norm_2(hidden))))
+        output: Tensor = hidden + self.down(functional.gelu(self.up(self.norm_2(hidden))))
+        return output
+
+
+Words = nn.Embedding | VocabParallelEmbedding | None
+Head = nn.Linear | VocabParallelClassifier | None
 
 
 class Stage(nn.Module):
@@ -104,10 +111,10 @@ class Stage(nn.Module):
     def __init__(self, layers: int, start: int, end: int) -> None:
         super().__init__()
         words, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.words = drawn(words, 1000) if start == 0 else None
+        self.words: Words = drawn(words, 1000) if start == 0 else None
         self.blocks = nn.ModuleDict({str(index): Block(index) for index in range(start, end)})
         self.norm = drawn(nn.LayerNorm(WIDTH), 1001) if end == layers else None
-        self.head = drawn(head, 1000) if end == layers else None
+        self.head: Head = drawn(head, 1000) if end == layers else None
         self.checkpointing = False
         if self.words is not None and self.head is not None:
             self.head.weight = self.words.weight
@@ -115,11 +122,11 @@ class Stage(nn.Module):
     def split(self, work: Work) -> Stage:
         options: dict[str, Any] = {"sequence_parallel": work.sequence_parallel}
         self.checkpointing = work.checkpointing
-        if self.words is not None:
+        if isinstance(self.words, nn.Embedding):
             self.words = VocabParallelEmbedding.from_native_module(self.words, **options)
-        for block in self.blocks.values():
+        for block in self.of_layers():
             block.split(work)
-        if self.norm is not None:
+        if self.norm is not None and isinstance(self.head, nn.Linear):
             self.norm = LayerNorm.from_native_module(self.norm, **options)
             self.head = VocabParallelClassifier.from_native_module(self.head, **options)
             if self.words is not None:
@@ -128,9 +135,12 @@ class Stage(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = hidden if self.words is None else self.words(hidden)
-        for block in self.blocks.values():
+        for block in self.of_layers():
             hidden = checkpoint(block, hidden) if self.checkpointing else block(hidden)
-        return hidden if self.norm is None else self.head(self.norm(hidden))
+        return hidden if self.norm is None or self.head is None else self.head(self.norm(hidden))
+
+    def of_layers(self) -> Iterator[Block]:
+        return (block for block in self.blocks.values() if isinstance(block, Block))
 
 
 def train_in_one_piece(work: Work) -> Trained:
@@ -150,7 +160,7 @@ def train_in_one_piece(work: Work) -> Trained:
         if work.max_norm is not None:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), work.max_norm)))
         optimizer.step()
-    gradients = {name: (None, parameter.grad.numpy()) for name, parameter in model.named_parameters()}
+    gradients = {name: (None, gradient_of(parameter)) for name, parameter in model.named_parameters()}
     return Trained(losses, norms, gradients, {name: (None, p.detach().numpy()) for name, p in model.named_parameters()})
 
 
@@ -160,9 +170,11 @@ def train(work: Work, schedule: Schedule) -> Trained:
     count = placement.num_stages
     cuts = [work.layers * stage // count for stage in range(count + 1)]
     held = placement.stages_of(context.pipeline_rank)
-    chunks = nn.ModuleList(Stage(work.layers, cuts[stage], cuts[stage + 1]).split(work) for stage in held)
+    stages = [Stage(work.layers, cuts[stage], cuts[stage + 1]).split(work) for stage in held]
+    chunks = nn.ModuleList(stages)
     wrapper = PipelineSharedModuleWrapper([*placement.ranks_of(0), *placement.ranks_of(count - 1)])
-    for module in (module for chunk in chunks for module in (chunk.words, chunk.head) if module is not None):
+    ends = [module for chunk in stages for module in (chunk.words, chunk.head)]
+    for module in (module for module in ends if module is not None):
         wrapper.register_module(module)
     loss_of = VocabParallelCrossEntropy(vocab_size=VOCABULARY)
     model = Pipeline(chunks, schedule, criterion=lambda logits, labels: loss_of(logits, labels))
@@ -186,9 +198,14 @@ def train(work: Work, schedule: Schedule) -> Trained:
     return Trained(
         losses,
         norms,
-        {name: (part, p.grad.numpy()) for name, (part, p) in parts.items()},
+        {name: (part, gradient_of(p)) for name, (part, p) in parts.items()},
         {name: (part, p.detach().numpy()) for name, (part, p) in parts.items()},
     )
+
+
+def gradient_of(parameter: nn.Parameter) -> Any:
+    assert parameter.grad is not None
+    return parameter.grad.numpy()
 
 
 def part_of(parameter: nn.Parameter, splits: dict[int, Any], rank: int) -> tuple[int, int, int] | None:
