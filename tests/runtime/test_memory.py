@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipeflow import Pipeline, Schedule, execute_pipeline, lower, simulate
 from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Program, Release, Send
-from pipeflow.deferral.products import Deferral, Product, accumulate
+from pipeflow.deferral.products import Deferral, Product
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH
@@ -78,9 +78,9 @@ class Doubling(torch.autograd.Function):
 
 
 class ScaleProduct(Product):
-    def __call__(self) -> None:
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
         hidden, gradient = self.release()
-        accumulate(self.weight, (hidden * gradient).sum())
+        return [(self.weight, (hidden * gradient).sum())]
 
 
 class Watched(nn.Module):
