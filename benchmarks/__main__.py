@@ -14,6 +14,7 @@ NAMES = (
     "halves",
     "failure",
     "kill",
+    "corrupt",
     "calls",
     "analysis",
     "search",

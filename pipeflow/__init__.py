@@ -28,8 +28,8 @@ from pipeflow.soundness.schedule import Violation, verify
 
 if TYPE_CHECKING:
     from pipeflow.analysis.measured import measured_costs
-    from pipeflow.checkpoint.files import latest_checkpoint
     from pipeflow.checkpoint.load import Loaded, load_checkpoint
+    from pipeflow.checkpoint.newest import latest_checkpoint
     from pipeflow.checkpoint.renames import Rename, Transform
     from pipeflow.checkpoint.safetensors import load_safetensors, save_safetensors
     from pipeflow.checkpoint.save import Saving, save_checkpoint
@@ -67,7 +67,7 @@ _LATER = {
     "execute_pipeline": "runtime.pipeline",
     "get_dataloader": "training.data",
     "grad_norm": "optim.clip",
-    "latest_checkpoint": "checkpoint.files",
+    "latest_checkpoint": "checkpoint.newest",
     "launch": "parallel.launch",
     "load_checkpoint": "checkpoint.load",
     "load_safetensors": "checkpoint.safetensors",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
-
-from pipeflow.checkpoint import files
-from pipeflow.checkpoint.files import Digest, Manifest
-from pipeflow.checkpoint.pieces import Described, described_everywhere
-from pipeflow.checkpoint.plans import Content, SavePlanner, divide, write, write_metadata
+from pipeflow.checkpoint import folder as folders
+from pipeflow.checkpoint.division import Division, offers_of
+from pipeflow.checkpoint.index import TORCHS, Where
+from pipeflow.checkpoint.manifest import INDEX, Digest, Manifest, read_json
+from pipeflow.checkpoint.newest import keep_newest, next_sequence
+from pipeflow.checkpoint.pieces import TensorSpec, whole_model
+from pipeflow.checkpoint.storage import Content, write
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.layout import Layout
@@ -34,11 +35,11 @@ class Job:
     temporary: Path
     rank: int
     layout: Layout
-    step: int
+    step: int | None
+    sequence: int
     keep: int | None
-    plan: SavePlan
-    planner: SavePlanner
-    metadata: Metadata
+    division: Division
+    content: Content
 
     @classmethod
     def agreed(
@@ -46,61 +47,80 @@ class Job:
         context: Context,
         path: StrPath,
         content: Content,
-        described: list[Described],
+        specs: list[TensorSpec],
         *,
-        step: int,
+        step: int | None,
         keep: int | None,
         copying: bool,
     ) -> Job:
         """What this rank is to write of `content`, which the ranks settle together; with `copying`, in memory of its
-        own, which training does not change. Removes what earlier saves left behind.
-
-        Raises UsageError when the ranks' names or parts do not fit each other.
+        own, which training does not change. Raises UsageError when the ranks' names or parts do not fit each other.
         """
-        path, planner = Path(path), SavePlanner(content)
-        if context.rank == 0:
-            files.clean(path.parent)
-        told = (planner.create_local_plan(), described, files.temporary_for(path))
+        path = Path(path)
+        sequence = next_sequence(path.parent) if context.rank == 0 else 0
+        told = offers_of(content), list(map(tuple, specs)), sequence, folders.temporary_for(path, sequence).name
         everyone: list[Any] = all_gather_object(context.world, told)
-        plans, descriptions, temporaries = map(list, zip(*everyone, strict=True))
-        described_everywhere(descriptions)
-        divided, metadata = divide(plans)
-        plan = divided[context.rank]
-        planner = SavePlanner(content.restricted(plan)) if copying else planner
-        return cls(path, temporaries[0], context.rank, context.layout, step, keep, plan, planner, metadata)
+        offers, all_specs, sequences, names = zip(*everyone, strict=True)
+        whole_model(all_specs)
+        division = Division.of(offers)
+        division.require_whole()
+        share = division.share(context.rank, content)
+        share = share.copied() if copying else share
+        temporary = path.with_name(names[0])
+        if context.rank == 0:
+            with suppress(OSError):  # the run says it
+                temporary.mkdir(parents=True)  # from now on the next save sees the sequence
+        return cls(path, temporary, context.rank, context.layout, step, sequences[0], keep, division, share)
 
     def run(self) -> None:
         """Writes this rank's part, and where it is the last, the rest. Raises UsageError naming the path."""
         try:
+            if self.rank == 0:
+                folders.clean(self.path.parent)
             self._write()
-            if all((self.temporary / f"part-{rank}").exists() for rank in range(self.layout.world_size)):
+            if all(self._part(rank).exists() for rank in range(self.layout.world_size)):
                 self.complete()
-        except Exception as error:  # torch wraps some of the file system's
-            raise UsageError(f"writing checkpoint {self.path} failed: {error}") from error
+        except Exception as error:
+            folders.mark_failed(self.temporary)
+            raise UsageError(f"writing checkpoint {self.path} failed: {error}; nothing was published") from error
 
     def _write(self) -> None:
         self.temporary.mkdir(parents=True, exist_ok=True)
-        results = write(self.temporary, self.rank, self.plan, self.planner)
-        names = {result.storage_data.relative_path for result in results}
-        digests = {name: Digest.of(self.temporary / name) for name in names}
-        files.write_durably(self.temporary / f"part-{self.rank}", pickle.dumps((results, digests)))
+        file = self.temporary / _data_file(self.rank)
+        places, digest = write(file, self.content)
+        part = {"digest": asdict(digest), "places": {name: astuple(where)[1:] for name, where in places.items()}}
+        folders.write_durably(self._part(self.rank), json.dumps(part).encode())
+
+    def _part(self, rank: int, folder: Path | None = None) -> Path:
+        return (folder or self.temporary) / f"part-{rank}"
 
     def complete(self) -> None:
         """Gives the checkpoint its name; the first that asks does it."""
-        folder = files.claim(self.temporary)
+        folder = folders.claim(self.temporary)
         if folder is None:
             return
-        results: list[list[WriteResult]] = []
-        digests: dict[str, Digest] = {}
+        files: dict[str, Digest] = {}
+        places = []
         for rank in range(self.layout.world_size):
-            part = folder / f"part-{rank}"
-            written, of_rank = pickle.loads(part.read_bytes())
+            part, file = self._part(rank, folder), _data_file(rank)
+            files[file], written = read_json(part, part.read_bytes, partial(_read_part, file))
+            places.append(written)
             part.unlink()
-            results.append(written)
-            digests |= of_rank
-        write_metadata(folder, self.metadata, results)
-        digests[".metadata"] = Digest.of(folder / ".metadata")
-        Manifest(self.step, self.layout, digests).write(folder)
-        files.publish(folder, self.path)
+        index = self.division.index(places)
+        index.write_for_torch(folder)
+        folders.write_durably(folder / INDEX, json.dumps(index.content()).encode())
+        files |= {name: Digest.of(folder / name) for name in (INDEX, TORCHS)}
+        Manifest(self.step, self.sequence, self.layout, files).write(folder)
+        folders.publish(folder, self.path)
         if self.keep is not None:
-            files.keep_newest(self.path, self.keep)
+            keep_newest(self.path, self.keep)
+
+
+def _data_file(rank: int) -> str:
+    return f"__{rank}_0.distcp"  # as torch.distributed.checkpoint calls it
+
+
+def _read_part(file: str, content: Any) -> tuple[Digest, dict[str, Where]]:
+    digest = Digest.read(content["digest"])
+    places = {name: Where.read([file, *place], {file: digest}) for name, place in content["places"].items()}
+    return digest, places

@@ -6,20 +6,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pipeflow.checkpoint.task import context_here
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import Context, context_if_launched
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.context import Context
 from pipeflow.parallel.sharding import Split, splits_of
-from pipeflow.parallel.transport.local import Hub, LocalTransport
 from pipeflow.runtime.pipeline import Pipeline
 
 Names = Callable[[int, str], str]
 """`names(stage, name)` is the name in the whole model of what a stage's module calls `name`."""
+
+Sizes = tuple[int, ...]
+COMPILED = "_orig_mod."  # what torch.compile puts into the names of what is in a module
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,10 @@ class Piece:
     tensor: Tensor
     offset: torch.Size
     shape: torch.Size
+
+    def copied(self) -> Piece:
+        """The same values in memory of their own, on the CPU."""
+        return Piece(self.tensor.detach().to("cpu", copy=True), self.offset, self.shape)
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Piece:
@@ -46,7 +53,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalTensor:
     """A parameter or buffer of a stage of this rank; `split` is None when the tensor ranks all have the whole."""
 
     name: str
@@ -69,17 +76,17 @@ class Held:
         tensor = tensor.detach()
         return Piece.whole(tensor) if self.split is None else Piece.of(tensor, self.split, self.rank)
 
-    def described(self) -> Described:
-        return Described(self.name, self.stage, self.piece.shape, self.tied)
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.stage, tuple(self.piece.shape), self.tied)
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+class TensorSpec(NamedTuple):
     """What the ranks tell each other of a tensor; `tied` has the ranks of the pipeline that share it, if any."""
 
     name: str
     stage: int
-    shape: torch.Size
+    shape: tuple[int, ...]
     tied: tuple[int, ...] | None
 
 
@@ -87,28 +94,26 @@ def context_of(model: nn.Module) -> Context:
     """Where the ranks that hold `model` are; without a launch, a world of one."""
     if isinstance(model, Pipeline):
         return model.context
-    if (context := context_if_launched()) is not None:
-        return context
-    device = torch.device("cpu")
-    return Context(0, Layout(), device, LocalTransport(Hub(1), 0, device=device, timeout=60.0))
+    return context_here()
 
 
-def held_by(model: nn.Module, context: Context, names: Names | None) -> list[Held]:
+def local_tensors(model: nn.Module, context: Context, names: Names | None) -> list[LocalTensor]:
     """All parameters and persistent buffers of this rank. A tensor that has several names is there under each.
 
     Raises UsageError when two of this rank's stages use one name for two tensors.
     """
     splits = splits_of(model)
     tied = {id(parameter): shared.ranks for shared in context.shared for parameter in shared.parameters}
-    found: dict[str, Held] = {}
+    found: dict[str, LocalTensor] = {}
     for stage, module in _stages(model, context):
-        for local, tensor in module.state_dict(keep_vars=True).items():
-            name = local if names is None else names(stage, local)
+        for own, tensor in module.state_dict(keep_vars=True).items():
+            plain = own.replace(COMPILED, "")
+            name = plain if names is None else names(stage, plain)
             if not isinstance(tensor, Tensor):
                 raise UsageError(f"{name!r} is no tensor but a {type(tensor).__name__}, which a checkpoint cannot hold")
             key = id(tensor)
-            held = Held(name, stage, tensor, splits.get(key), tied.get(key), context.tensor_rank)
-            if found.setdefault(name, held).tensor is not tensor:
+            local = LocalTensor(name, stage, tensor, splits.get(key), tied.get(key), context.tensor_rank)
+            if found.setdefault(name, local).tensor is not tensor:
                 raise _collision(name, found[name].stage, stage)
     return list(found.values())
 
@@ -120,18 +125,18 @@ def _stages(model: nn.Module, context: Context) -> Iterator[tuple[int, nn.Module
         yield 0, model
 
 
-def described_everywhere(everyone: Sequence[Sequence[Described]]) -> dict[str, Described]:
-    """The whole model by name, from what each rank described.
+def whole_model(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> dict[str, TensorSpec]:
+    """The whole model by name, from each rank's TensorSpecs.
 
     Raises UsageError when two stages use one name for two tensors, or ranks disagree on a shape.
     """
-    by_name: dict[str, Described] = {}
-    for each in (described for one in everyone for described in one):
+    by_name: dict[str, TensorSpec] = {}
+    for each in (TensorSpec(*spec) for one in everyone for spec in one):
         first = by_name.setdefault(each.name, each)
         if first.stage != each.stage and (first.tied is None or first.tied != each.tied):
             raise _collision(each.name, first.stage, each.stage)
         if first.shape != each.shape:
-            raise UsageError(f"{each.name!r} is {tuple(first.shape)} on one rank and {tuple(each.shape)} on another")
+            raise UsageError(f"{each.name!r} is {first.shape} on one rank and {each.shape} on another")
     return by_name
 
 
@@ -142,13 +147,13 @@ def _collision(name: str, stage: int, other: int) -> UsageError:
     )
 
 
-def require_same_model(path: object, model: Mapping[str, torch.Size], saved: Mapping[str, torch.Size]) -> None:
+def require_same_model(path: object, model: Mapping[str, Sizes], saved: Mapping[str, Sizes]) -> None:
     """Raises UsageError naming the first tensors that differ, by name or shape, from those that were saved."""
     differences = [
         *(f"it has no {name!r}" for name in model if name not in saved),
         *(f"its {name!r} is not in the model" for name in saved if name not in model),
         *(
-            f"its {name!r} is {tuple(saved[name])}, not {tuple(shape)}"
+            f"its {name!r} is {saved[name]}, not {shape}"
             for name, shape in model.items()
             if saved.get(name, shape) != shape
         ),
@@ -158,28 +163,23 @@ def require_same_model(path: object, model: Mapping[str, torch.Size], saved: Map
         raise UsageError(f"{path} is a checkpoint of another model: {'; '.join(differences[:5])}{more}")
 
 
-def state_piece(held: Held, key: str, tensor: Tensor) -> Piece:
+def state_piece(local: LocalTensor, key: str, tensor: Tensor) -> Piece:
     """That of an optimizer's state of a parameter: it lies as the parameter does when it has its shape, else every
     rank has the whole. Raises UsageError where neither is known.
     """
-    if tensor.shape == held.tensor.shape:
-        return held.piece_of(tensor)
-    if held.split is not None and tensor.numel() != 1:
+    if tensor.shape == local.tensor.shape:
+        return local.piece_of(tensor)
+    if local.split is not None and tensor.numel() != 1:
         raise UsageError(
-            f"the optimizer keeps {key!r} of shape {tuple(tensor.shape)} for {held.name!r}, which is split over the "
+            f"the optimizer keeps {key!r} of shape {tuple(tensor.shape)} for {local.name!r}, which is split over the "
             "tensor ranks: such a state cannot be saved; use an optimizer whose states have the parameter's shape"
         )
     return Piece.whole(tensor.detach())
 
 
-def copied(piece: Piece) -> Piece:
-    """The same values in memory of their own, on the CPU."""
-    return replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True))
-
-
-def grouped(held: Sequence[Held]) -> dict[int, list[Held]]:
+def grouped(tensors: Sequence[LocalTensor]) -> dict[int, list[LocalTensor]]:
     """By the id of the tensor: all names of a tied one together."""
-    groups: dict[int, list[Held]] = defaultdict(list)
-    for each in held:
+    groups: dict[int, list[LocalTensor]] = defaultdict(list)
+    for each in tensors:
         groups[id(each.tensor)].append(each)
     return groups

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeflow.checkpoint.files import write_durably
-from pipeflow.checkpoint.pieces import Described, Held, Names, context_of, described_everywhere, held_by
+from pipeflow.checkpoint.folder import write_durably
+from pipeflow.checkpoint.pieces import LocalTensor, Names, TensorSpec, context_of, local_tensors, whole_model
 from pipeflow.checkpoint.renames import AS_IT_IS, Rename, Transform, renamed
 from pipeflow.checkpoint.task import Task
 from pipeflow.core.errors import UsageError
@@ -32,17 +32,17 @@ StrPath = str | os.PathLike[str]
 class _Entry:
     """A tensor of this rank and what the files have for it."""
 
-    held: Held
+    local: LocalTensor
     theirs: str
     transform: Transform
 
     @property
     def name(self) -> str:
-        return self.held.name
+        return self.local.name
 
 
 def _entries(model: nn.Module, context: Context, names: Names | None, rename: Sequence[Rename]) -> list[_Entry]:
-    return [_Entry(held, *renamed(held.name, rename)) for held in held_by(model, context, names)]
+    return [_Entry(local, *renamed(local.name, rename)) for local in local_tensors(model, context, names)]
 
 
 def load_safetensors(
@@ -116,7 +116,7 @@ def _package() -> Any:
 
 
 def _require_shape(entry: _Entry, shape: Sequence[int], path: StrPath) -> None:
-    wanted = entry.held.piece.shape
+    wanted = entry.local.piece.shape
     found = None
     with suppress(RuntimeError):  # of a transform that cannot be applied
         found = entry.transform.to_ours(torch.empty(shape, device="meta")).shape
@@ -133,7 +133,7 @@ def _fill_all(entries: Iterable[_Entry], files: Mapping[str, Path]) -> None:
 
 
 def _fill(entry: _Entry, stored: Any) -> None:
-    piece = entry.held.piece
+    piece = entry.local.piece
     begins = zip(piece.offset, piece.tensor.shape, strict=True)
     where = tuple(slice(start, start + length) for start, length in begins)
     if piece.tensor.numel():
@@ -169,10 +169,10 @@ def save_safetensors(
             for leftover in path.glob(".part-*.safetensors"):  # of a save that was cut short
                 leftover.unlink()
         entries = _entries(model, context, names, rename)
-        first_names = {id(entry.held.tensor): entry.name for entry in reversed(entries)}
-        told = [(entry.theirs, first_names[id(entry.held.tensor)], entry.held.described()) for entry in entries]
+        first_names = {id(entry.local.tensor): entry.name for entry in reversed(entries)}
+        told = [(entry.theirs, first_names[id(entry.local.tensor)], entry.local.spec) for entry in entries]
         everyone: list[Any] = all_gather_object(context.world, told)
-        described_everywhere([[described for _, _, described in one] for one in everyone])
+        whole_model([[spec for _, _, spec in one] for one in everyone])
         writers = _writers(everyone)
         path.mkdir(parents=True, exist_ok=True)
         mine = [entry for entry in entries if context.rank in context.layout.tensor_ranks(writers[entry.theirs])]
@@ -184,16 +184,16 @@ def save_safetensors(
         all_gather(context.world, [0.0])
 
 
-def _writers(everyone: Sequence[Sequence[tuple[str, str, Described]]]) -> dict[str, int]:
+def _writers(everyone: Sequence[Sequence[tuple[str, str, TensorSpec]]]) -> dict[str, int]:
     """The rank that writes each tensor of the files: the lowest that has it. Each rank told, of each of its tensors,
     what the files call it and the first of its names. Raises UsageError when two weights get one name.
     """
-    known: dict[str, tuple[int, str, Described]] = {}
+    known: dict[str, tuple[int, str, TensorSpec]] = {}
     for rank, one in enumerate(everyone):
-        for theirs, first_name, described in one:
-            _, known_name, other = known.setdefault(theirs, (rank, first_name, described))
-            if first_name != known_name and (described.tied is None or described.tied != other.tied):
-                raise UsageError(f"{other.name!r} and {described.name!r} would both be written as {theirs!r}")
+        for theirs, first_name, spec in one:
+            _, known_name, other = known.setdefault(theirs, (rank, first_name, spec))
+            if first_name != known_name and (spec.tied is None or spec.tied != other.tied):
+                raise UsageError(f"{other.name!r} and {spec.name!r} would both be written as {theirs!r}")
     return {theirs: rank for theirs, (rank, _, _) in known.items()}
 
 
@@ -223,7 +223,7 @@ def _write(path: Path, entries: Sequence[_Entry], context: Context, shard_bytes:
             collected.clear()
 
     for entry in {entry.theirs: entry for entry in entries}.values():
-        whole = _whole(entry.held, context)
+        whole = _whole(entry.local, context)
         if context.tensor_rank == 0:
             stored = entry.transform.to_theirs(whole).contiguous()
             if sum(tensor.nbytes for tensor in collected.values()) + stored.nbytes > shard_bytes:
@@ -233,15 +233,15 @@ def _write(path: Path, entries: Sequence[_Entry], context: Context, shard_bytes:
     return parts
 
 
-def _whole(held: Held, context: Context) -> Tensor:
+def _whole(local: LocalTensor, context: Context) -> Tensor:
     """The whole tensor on the CPU, in memory of its own."""
-    tensor = held.tensor.detach().contiguous()
-    if held.split is None:
+    tensor = local.tensor.detach().contiguous()
+    if local.split is None:
         return tensor.to("cpu", copy=True)
     parts = tensor.new_empty(context.tensor_size * tensor.shape[0], *tensor.shape[1:])
     context.tensor.all_gather(parts, tensor).wait()
-    return torch.cat(parts.cpu().chunk(context.tensor_size), dim=held.split.dim).narrow(
-        held.split.dim, 0, held.split.size
+    return torch.cat(parts.cpu().chunk(context.tensor_size), dim=local.split.dim).narrow(
+        local.split.dim, 0, local.split.size
     )
 
 

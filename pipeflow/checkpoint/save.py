@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -9,26 +10,35 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pipeflow.checkpoint import files, state
+from pipeflow.checkpoint import folder, state
 from pipeflow.checkpoint.job import Job
-from pipeflow.checkpoint.pieces import Held, Names, context_of, held_by
-from pipeflow.checkpoint.plans import Content, to_bytes
+from pipeflow.checkpoint.pieces import LocalTensor, Names, context_of, local_tensors
+from pipeflow.checkpoint.storage import Content, to_bytes
 from pipeflow.checkpoint.task import Task
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.optim.optimizer import by_name
 from pipeflow.parallel.context import Context
-from pipeflow.parallel.transport.agreement import all_gather
+
+LOG = logging.getLogger("pipeflow")
 
 
 class Saving:
     """A checkpoint that is being written; it gets its name when the last rank is done."""
 
-    def __init__(self, job: Job, context: Context) -> None:
+    def __init__(self, job: Job, context: Context, *, aloud: bool) -> None:
         self.path = job.path
         self._job = job
         self._context = context
         self._complete = False
-        self._task = Task(context, job.run)
+        self._task = Task(context, self._run_aloud if aloud else job.run)
+
+    def _run_aloud(self) -> None:
+        """Nobody may ever wait for this save, so that its failure is said at once."""
+        try:
+            self._job.run()
+        except UsageError as error:
+            LOG.error("rank %d: %s", self._context.rank, error)
+            raise
 
     def wait(self) -> Path:
         """Returns the checkpoint's path once it is complete on all ranks, which call this together.
@@ -40,15 +50,18 @@ class Saving:
         try:
             with self._context.alarm.raised_everywhere():
                 self._task.wait()
-                if self._context.rank == 0:
-                    self._job.complete()  # where a file system was too slow to show the last rank all parts
-                all_gather(self._context.world, [0.0])
+                Task(self._context, self._complete_late).wait()
         except PipeflowError:
             if self._context.rank == 0:
-                files.discard(self._job.temporary)
+                folder.discard(self._job.temporary)
             raise
         self._complete = True
         return self.path
+
+    def _complete_late(self) -> None:
+        """Where a file system was too slow to show the last rank all parts."""
+        if self._context.rank == 0:
+            self._job.complete()
 
 
 def save_checkpoint(
@@ -57,7 +70,7 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     *,
     scheduler: state.Scheduler | None = None,
-    step: int = 0,
+    step: int | None = None,
     data: Any = None,
     extra: Any = None,
     names: Names | None = None,
@@ -77,12 +90,15 @@ def save_checkpoint(
         model: a Pipeline, or any module that each rank has whole but for its split parameters.
         optimizer: its states and options are stored by the names of its parameters.
         scheduler: of the learning rate; that of rank 0 is stored, so all ranks' groups must be alike.
-        step: how many steps the run has taken; `latest_checkpoint` compares it.
+        step: how many steps the run has taken; `latest_checkpoint` compares it, and takes the last save where steps
+            are equal or none is given.
         data: how far the data was read, by all replicas together: plain values and tensors, those of rank 0.
         extra: more of that kind.
         names: `names(stage, name)` gives a tensor's name in the whole model, where the module's own will not do.
-        keep: how many checkpoints to leave in the folder that holds `path`; by default all.
-        asynchronous: return once this rank's part is copied to the CPU, and write while training goes on.
+        keep: how many checkpoints to leave in the folder that holds `path`, those that were begun last; by default all.
+            What a link in the folder points to stays besides.
+        asynchronous: return once this rank's part is copied to the CPU, and write while training goes on. Where that
+            fails, the rank that failed logs an error at once, and `wait` raises it.
 
     Returns a Saving, whose `wait` all ranks call together; unless `asynchronous` it has nothing left to wait for.
 
@@ -90,15 +106,17 @@ def save_checkpoint(
     """
     if keep is not None and keep < 1:
         raise UsageError(f"keep must be at least 1, the checkpoint that is saved, got {keep}")
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise UsageError(f"step must be a whole number, how many steps the run has taken, got {step!r}")
     context = context_of(model)
     with context.alarm.raised_everywhere():
-        held = held_by(model, context, names)
+        tensors = local_tensors(model, context, names)
         rates = None if scheduler is None else scheduler.state_dict()
         run = {"step": step, "data": data, "extra": extra, "scheduler": rates}
-        content = _content(context, model, held, optimizer, run)
-        described = [each.described() for each in held]
-        job = Job.agreed(context, path, content, described, step=step, keep=keep, copying=asynchronous)
-    saving = Saving(job, context)
+        content = _content(context, model, tensors, optimizer, run)
+        specs = [each.spec for each in tensors]
+        job = Job.agreed(context, path, content, specs, step=step, keep=keep, copying=asynchronous)
+    saving = Saving(job, context, aloud=asynchronous)
     if not asynchronous:
         saving.wait()
     return saving
@@ -107,15 +125,15 @@ def save_checkpoint(
 def _content(
     context: Context,
     model: nn.Module,
-    held: list[Held],
+    tensors: list[LocalTensor],
     optimizer: Optimizer | None,
     run: dict[str, Any],
 ) -> Content:
     first_replica = context.data_rank == 0 and context.tensor_rank == 0
-    pieces = state.weight_pieces([each for each in held if each.is_parameter or first_replica])
+    pieces = state.weight_pieces([each for each in tensors if each.is_parameter or first_replica])
     values: dict[str, bytes] = {}
     if optimizer is not None:
-        states, values, run["optimizer"] = state.optimizer_content(by_name(optimizer, model), held)
+        states, values, run["optimizer"] = state.optimizer_content(by_name(optimizer, model), tensors)
         pieces |= states
     if context.rank == 0:
         values[state.RUN] = to_bytes("data, extra or the scheduler", run)

@@ -8,20 +8,22 @@ whole.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from pipeflow.checkpoint.pieces import Held, Piece, grouped, state_piece
-from pipeflow.checkpoint.plans import Saved, to_bytes
+from pipeflow.checkpoint.pieces import LocalTensor, Piece, grouped, state_piece
+from pipeflow.checkpoint.storage import Storage, to_bytes
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.optimizer import Wrapper, names_by_group, options_of
 from pipeflow.parallel.context import Context
 from pipeflow.tensor.random import current_tracker
 
+T = TypeVar("T")
 MODEL, OPTIMIZER, OPTIONS, RUN = "model.", "optimizer.", "options.", "run"
 
 
@@ -35,18 +37,18 @@ class Scheduler(Protocol):
         """Takes them back."""
 
 
-def weight_pieces(held: Sequence[Held]) -> dict[str, Piece]:
+def weight_pieces(tensors: Sequence[LocalTensor]) -> dict[str, Piece]:
     """All weights and buffers."""
-    return {MODEL + each.name: each.piece for each in held}
+    return {MODEL + each.name: each.piece for each in tensors}
 
 
-def weight_shapes(saved: Saved) -> dict[str, torch.Size]:
+def weight_shapes(storage: Storage) -> dict[str, tuple[int, ...]]:
     """The saved weights' names in the whole model, and their shapes."""
-    return {name.removeprefix(MODEL): each.size for name, each in saved.tensors.items() if name.startswith(MODEL)}
+    return {name.removeprefix(MODEL): each.shape for name, each in storage.tensors.items() if name.startswith(MODEL)}
 
 
 def optimizer_content(
-    optimizer: Wrapper, held: Sequence[Held]
+    optimizer: Wrapper, tensors: Sequence[LocalTensor]
 ) -> tuple[dict[str, Piece], dict[str, bytes], dict[str, Any]]:
     """The states that this rank keeps, its groups' options with the states that are no tensors, and what the
     optimizer says besides.
@@ -54,24 +56,27 @@ def optimizer_content(
     told = optimizer.state_dict()
     pieces: dict[str, Piece] = {}
     values: dict[str, bytes] = {}
-    all_names = _all_names(optimizer.model, held)
+    all_names = _all_names(optimizer.model, tensors)
     for group, names in zip(optimizer.param_groups, names_by_group(optimizer), strict=True):
         what, options = "the optimizer's options or states", options_of(group)
-        usual = to_bytes(what, {"options": options, "values": {}})
+        usual: dict[tuple[str, ...], bytes] = {}
         for own in names:
             state = told["state"].get(own, {})
-            plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-            stored = to_bytes(what, {"options": options, "values": plain}) if plain else usual
+            keys = tuple(key for key, value in state.items() if isinstance(value, Tensor))
+            plain = {key: value for key, value in state.items() if key not in keys}
+            said = {"options": options, "values": plain, "tensors": list(keys)}
+            stored = to_bytes(what, said) if plain or keys not in usual else usual[keys]
+            usual |= {} if plain else {keys: stored}
             for each in all_names[own]:
                 values[OPTIONS + each.name] = stored
-                for key in state.keys() - plain.keys():
+                for key in keys:
                     pieces[f"{OPTIMIZER}{key}.{each.name}"] = state_piece(each, key, state[key])
     return pieces, values, {key: value for key, value in told.items() if key not in ("state", "param_groups")}
 
 
-def _all_names(model: nn.Module, held: Sequence[Held]) -> dict[str, list[Held]]:
+def _all_names(model: nn.Module, tensors: Sequence[LocalTensor]) -> dict[str, list[LocalTensor]]:
     """Per parameter of `model`, by the name that it has there, all its names in the whole model."""
-    groups = grouped(held)
+    groups = grouped(tensors)
     return {name: groups[id(parameter)] for name, parameter in model.named_parameters()}
 
 
@@ -81,20 +86,18 @@ class OptimizerLoad:
     Raises UsageError when the checkpoint lacks some, or the optimizer's groups are not those that were saved.
     """
 
-    def __init__(self, optimizer: Wrapper, held: Sequence[Held], saved: Saved) -> None:
+    def __init__(self, optimizer: Wrapper, tensors: Sequence[LocalTensor], storage: Storage) -> None:
         self.pieces: dict[str, Piece] = {}
         self._optimizer = optimizer
-        groups, all_names = names_by_group(optimizer), _all_names(optimizer.model, held)
+        groups, all_names = names_by_group(optimizer), _all_names(optimizer.model, tensors)
         owned = {own: all_names[own][0] for names in groups for own in names}
-        _require_options([each.name for each in owned.values()], saved.values)
-        read = saved.read(OPTIONS + each.name for each in owned.values())
-        plain = {own: read[OPTIONS + each.name] for own, each in owned.items()}
+        _require_options([each.name for each in owned.values()], storage.values)
+        plain = {own: _plain_states(each.name, storage) for own, each in owned.items()}
         options = {own: values["options"] for own, values in plain.items()}
         self._groups = [_common_options(names, options) for names in groups]
         self._states: dict[str, dict[str, Any]] = {}
-        keys = _keys_by_name(saved)
         for own, each in owned.items():
-            found = {key: _room(each, key, saved) for key in keys.get(each.name, ())}
+            found = {key: _room(each, key, storage) for key in plain[own]["tensors"]}
             self.pieces |= {f"{OPTIMIZER}{key}.{each.name}": state_piece(each, key, found[key]) for key in found}
             self._states[own] = {**found, **plain[own]["values"]}
 
@@ -126,21 +129,54 @@ def _common_options(names: Iterable[str], options: Mapping[str, Mapping[str, Any
     return {} if first is None else dict(options[first])
 
 
-def _keys_by_name(saved: Saved) -> Mapping[str, list[str]]:
-    keys: dict[str, list[str]] = defaultdict(list)
-    for stored in saved.tensors:
-        if stored.startswith(OPTIMIZER):
-            _, key, name = stored.split(".", 2)
-            keys[name].append(key)
-    return keys
+def _plain_states(name: str, storage: Storage) -> dict[str, Any]:
+    """Of a parameter the "options" of its group, the "values" of its plain states and the names of its "tensors"."""
+    read: dict[str, Any] = storage.value(OPTIONS + name)
+    return _checked(
+        OPTIONS + name,
+        read,
+        lambda: (
+            _is_dict(read)
+            and _is_dict(read["options"])
+            and _is_dict(read["values"])
+            and all(f"{OPTIMIZER}{key}.{name}" in storage.tensors for key in read["tensors"])
+        ),
+    )
 
 
-def _room(held: Held, key: str, saved: Saved) -> Tensor:
+def _is_dict(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _checked(name: str, read: T, fits: Callable[[], bool]) -> T:
+    """A plain value that was read. Raises UsageError where it is not what was saved under that name."""
+    with suppress(LookupError, TypeError, AttributeError):
+        if fits():
+            return read
+    raise UsageError(f"{name!r} holds something else than was saved: the checkpoint is damaged; load an earlier one")
+
+
+def _room(local: LocalTensor, key: str, storage: Storage) -> Tensor:
     """An empty tensor for this rank's part of a state."""
-    stored = saved.tensors[f"{OPTIMIZER}{key}.{held.name}"]
-    if stored.size == held.piece.shape:
-        return torch.zeros_like(held.tensor, dtype=stored.properties.dtype, requires_grad=False)
-    return torch.zeros(stored.size, dtype=stored.properties.dtype)
+    stored = storage.tensors[f"{OPTIMIZER}{key}.{local.name}"]
+    if stored.shape == local.piece.shape:
+        return torch.zeros_like(local.tensor, dtype=stored.dtype, requires_grad=False)
+    return torch.zeros(stored.shape, dtype=stored.dtype)
+
+
+def read_run(storage: Storage) -> dict[str, Any]:
+    """What is said of the run: its "step", "data", "extra" and "scheduler", and more where there is an optimizer."""
+    run: dict[str, Any] = storage.value(RUN)
+    return _checked(
+        RUN,
+        run,
+        lambda: (
+            {"step", "data", "extra", "scheduler"} <= run.keys()
+            and isinstance(run["step"], int | None)
+            and isinstance(run["scheduler"], dict | None)
+            and isinstance(run.get("optimizer", {}), dict)
+        ),
+    )
 
 
 def random_pieces(context: Context) -> dict[str, Piece]:
@@ -151,6 +187,30 @@ def random_pieces(context: Context) -> dict[str, Piece]:
     if tracker := current_tracker():
         states |= {f"tracker.{name}": state for name, state in tracker.get_state().items()}
     return {f"random.{context.rank}.{name}": Piece.whole(state) for name, state in states.items()}
+
+
+def saved_random(pieces: Mapping[str, Piece], storage: Storage) -> dict[str, Piece]:
+    """Those of `pieces` that were saved: of the CPU always, of what else the ranks had then. Raises UsageError for one
+    that is missing, or of another size.
+    """
+    found = {name: piece for name, piece in pieces.items() if name in storage.tensors or name.endswith(".cpu")}
+    for name, piece in found.items():
+        _checked(name, piece, partial(_has_shape, storage, name, piece))
+    return found
+
+
+def _has_shape(storage: Storage, name: str, piece: Piece) -> bool:
+    return storage.tensors[name].shape == piece.shape
+
+
+def require_random(pieces: Mapping[str, Piece]) -> None:
+    """Raises UsageError for a state that no generator takes."""
+    for name, piece in pieces.items():
+        device = "cuda" if name.endswith(".cuda") else "cpu"
+        try:
+            torch.Generator(device).set_state(piece.tensor)
+        except (RuntimeError, TypeError) as error:
+            raise UsageError(f"{name!r} is no state of a generator: the checkpoint is damaged; load another") from error
 
 
 def restore_random(context: Context, pieces: Mapping[str, Piece]) -> None:

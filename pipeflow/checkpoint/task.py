@@ -7,8 +7,18 @@ from collections.abc import Callable
 
 import torch
 
-from pipeflow.parallel.context import Context
+from pipeflow.parallel.context import Context, context_if_launched
+from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.parallel.transport.local import Hub, LocalTransport
+
+
+def context_here() -> Context:
+    """The context that `launch` set; without a launch, a world of one."""
+    if (context := context_if_launched()) is not None:
+        return context
+    device = torch.device("cpu")
+    return Context(0, Layout(), device, LocalTransport(Hub(1), 0, device=device, timeout=60.0))
 
 
 class Task:

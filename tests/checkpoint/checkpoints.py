@@ -24,7 +24,7 @@ from pipeflow import (
     make_schedule,
     save_checkpoint,
 )
-from pipeflow.checkpoint.pieces import held_by
+from pipeflow.checkpoint.pieces import local_tensors
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.sharding import Split
 from pipeflow.testing import run_threads
@@ -170,8 +170,8 @@ class Run:
 
     def pieces(self) -> dict[str, tuple[tuple[int, ...], numpy.ndarray]]:
         """By name, where this rank's part begins and its values."""
-        held = held_by(self.pipeline, current_context(), None)
-        return {each.name: (tuple(each.piece.offset), each.piece.tensor.numpy().copy()) for each in held}
+        tensors = local_tensors(self.pipeline, current_context(), None)
+        return {each.name: (tuple(each.piece.offset), each.piece.tensor.numpy().copy()) for each in tensors}
 
 
 def loss_of(output: Output) -> float:

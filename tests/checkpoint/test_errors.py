@@ -227,7 +227,7 @@ def test_a_checkpoint_can_be_replaced(tmp_path: Path) -> None:
 
 def test_what_a_killed_save_left_is_neither_believed_nor_kept(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "step-1", model(1), step=1)
-    for name in (".step-2.1-0a.writing", ".step-2.1-0b.completing"):
+    for name in (".step-2.7-1-0a.writing", ".step-2.7-1-0b.completing"):
         (tmp_path / "step-1").rename(tmp_path / name)
         assert latest_checkpoint(tmp_path) is None
         save_checkpoint(tmp_path / "step-1", model(1), step=1)

@@ -1,0 +1,97 @@
+"""Who writes what: of what several ranks hold, each part is written once, by the rank that has least to write."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeflow.checkpoint.index import Index, Part, Sizes, Stored, Where, dtype_name, dtype_named
+from pipeflow.checkpoint.pieces import Piece
+from pipeflow.checkpoint.storage import Content
+from pipeflow.core.errors import UsageError
+
+
+class Offer(NamedTuple):
+    """A part of a tensor that a rank could write; or a plain value, without a dtype."""
+
+    name: str
+    bytes: int
+    dtype: str | None = None
+    shape: Sizes = ()
+    offset: Sizes = ()
+    sizes: Sizes = ()
+
+
+def offers_of(content: Content) -> list[tuple[object, ...]]:
+    """What a rank could write, as plain tuples."""
+    values = [Offer(name, len(value)) for name, value in content.values.items()]
+    pieces = [
+        _offer(name, piece) for name, piece in content.pieces.items() if piece.tensor.numel() or not piece.shape.numel()
+    ]
+    return [tuple(offer) for offer in (*values, *pieces)]
+
+
+def _offer(name: str, piece: Piece) -> Offer:
+    tensor = piece.tensor
+    sizes = tuple(piece.shape), tuple(piece.offset), tuple(tensor.shape)
+    return Offer(name, tensor.nbytes, dtype_name(tensor.dtype), *sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Per rank of the world, the offers that it writes; the same on every rank."""
+
+    ranks: tuple[tuple[Offer, ...], ...]
+
+    @classmethod
+    def of(cls, everyone: Sequence[Sequence[tuple[object, ...]]]) -> Division:
+        """From what each rank offers."""
+        holders: dict[tuple[str, Sizes], list[int]] = defaultdict(list)
+        offers: dict[tuple[str, Sizes], Offer] = {}
+        for rank, one in enumerate(everyone):
+            for offer in (Offer(*each) for each in one):  # type: ignore[arg-type]
+                holders[offer.name, offer.offset].append(rank)
+                offers.setdefault((offer.name, offer.offset), offer)
+        ranks: list[list[Offer]] = [[] for _ in everyone]
+        loads = [0] * len(everyone)
+        for key in sorted(offers, key=lambda key: (-offers[key].bytes, key)):
+            writer = min(holders[key], key=loads.__getitem__)
+            ranks[writer].append(offers[key])
+            loads[writer] += offers[key].bytes
+        return cls(tuple(map(tuple, ranks)))
+
+    def share(self, rank: int, content: Content) -> Content:
+        """What `rank` writes of what it has."""
+        names = {offer.name for offer in self.ranks[rank]}
+        pieces = {name: piece for name, piece in content.pieces.items() if name in names}
+        return Content(pieces, {name: value for name, value in content.values.items() if name in names})
+
+    def index(self, places: Sequence[Mapping[str, Where]]) -> Index:
+        """The index of the whole, from where each rank wrote what. Raises UsageError when the parts of a tensor do not
+        make up the whole.
+        """
+        found: dict[str, list[tuple[Offer, Part]]] = defaultdict(list)
+        values: dict[str, Where] = {}
+        for one, written in zip(self.ranks, places, strict=True):
+            for offer in one:
+                if offer.dtype is None:
+                    values[offer.name] = written[offer.name]
+                else:
+                    found[offer.name].append((offer, Part(offer.offset, offer.sizes, written[offer.name])))
+        return Index({name: _stored(name, parts) for name, parts in found.items()}, values)
+
+    def require_whole(self) -> None:
+        """Raises UsageError when the parts of a tensor do not make up the whole."""
+        self.index([{offer.name: Where("", 0, 0) for offer in one} for one in self.ranks])
+
+
+def _stored(name: str, parts: Sequence[tuple[Offer, Part]]) -> Stored:
+    offers = [offer for offer, _ in parts]
+    if len({(offer.dtype, offer.shape) for offer in offers}) > 1:
+        raise UsageError(f"{name!r} is {offers[0].dtype} {offers[0].shape} on one rank and otherwise on another")
+    try:
+        return Stored(dtype_named(offers[0].dtype), offers[0].shape, tuple(part for _, part in parts))
+    except ValueError as error:
+        raise UsageError(f"the ranks' parts of {name!r} do not make up the whole: {error}") from error

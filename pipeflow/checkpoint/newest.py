@@ -1,0 +1,134 @@
+"""Which of a folder's checkpoints is the newest, and which are to go."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from pipeflow.checkpoint import folder as folders
+from pipeflow.checkpoint.manifest import MANIFEST, Manifest
+from pipeflow.checkpoint.task import Task, context_here
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import all_gather_object
+
+LOG = logging.getLogger("pipeflow")
+
+
+def find(path: Path) -> Path:
+    """Where the checkpoint called `path` is. Raises UsageError when there is none."""
+    for folder in (path, folders.previous(path)):
+        if (folder / MANIFEST).is_file():
+            return folder
+    hint = ", and latest_checkpoint(folder) finds the last of a folder" if path.is_dir() else ""
+    what = f"has no {MANIFEST}" if path.exists() else "does not exist"
+    raise UsageError(f"{path} is no checkpoint: it {what}; save_checkpoint writes one{hint}")
+
+
+def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) -> Path | None:
+    """The newest checkpoint in `folder` that is whole: that of the highest step, and of equal steps the one that was
+    begun last; one that was saved without a step counts as of the highest step before it. None when there is none. What
+    is damaged is left out, and the log "pipeflow" is warned of it.
+
+    Every file must have the size that it was written with and, with `verify`, the digest. Then all ranks call it
+    together where pipeflow was launched: each digests a share of the files, and all get the same answer. Without
+    `verify` any rank may call it alone; `load_checkpoint` verifies the digests in any case.
+
+    Raises PipelineError where a rank failed.
+    """
+    context = context_here()
+    if not verify:
+        newest = _newest_first(Path(folder))
+        return next((path for path in newest if _said(path, _fault(path, 0, 0))), None)
+    with context.alarm.raised_everywhere():
+        names = [str(path) for path in _newest_first(Path(folder))] if context.rank == 0 else None
+        everyone: list[list[str]] = all_gather_object(context.world, names)  # type: ignore[assignment]
+        return next((Path(name) for name in everyone[0] if _is_whole(Path(name), context)), None)
+
+
+def _is_whole(path: Path, context: Context) -> bool:
+    """Whether all ranks found their shares of it as they were written."""
+    faults: list[str | None] = []
+    Task(context, lambda: faults.append(_fault(path, context.rank, context.world_size))).wait()
+    everyone: list[str | None] = all_gather_object(context.world, faults[0])  # type: ignore[assignment]
+    fault = next(filter(None, everyone), None)
+    return _said(path, fault, aloud=context.rank == 0)
+
+
+def _fault(path: Path, rank: int, ranks: int) -> str | None:
+    """What is wrong with a checkpoint, as far as `rank` of so many looks at the digests; none of 0."""
+    try:
+        require_whole(find(path), rank, ranks)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def require_whole(folder: Path, rank: int, ranks: int) -> Manifest:
+    """The manifest of a checkpoint whose files have their sizes and, as far as they are this rank's share, digests.
+
+    Raises UsageError for what is damaged.
+    """
+    manifest = Manifest.read(folder)
+    manifest.require_sizes(folder)
+    manifest.require_digests(folder, sorted(manifest.files)[rank::ranks] if ranks else ())
+    return manifest
+
+
+def _said(path: Path, fault: str | None, *, aloud: bool = True) -> bool:
+    """Whether there is no fault; one is warned of."""
+    if fault is not None and aloud:
+        LOG.warning("checkpoint %s is left out: %s", path, fault)
+    return fault is None
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Every checkpoint whose manifest can be read; the others are warned of."""
+    reached, order = -1, dict[Path, tuple[int, int]]()
+    for path, manifest in _saved_in_order(folder, warn=True):
+        step = reached if manifest.step is None else manifest.step
+        reached, order[path] = max(reached, step), (step, manifest.sequence)
+    return sorted(order, key=order.__getitem__, reverse=True)
+
+
+def keep_newest(path: Path, keep: int) -> None:
+    """Removes all checkpoints beside `path` but the `keep` that were begun last, and those that links in the folder
+    point to.
+    """
+    linked = {each.resolve() for each in path.parent.iterdir() if each.is_symlink()}
+    for old, manifest in _saved_in_order(path.parent)[:-keep]:
+        if old.resolve() not in linked:
+            gone = folders.temporary_for(old, manifest.sequence)  # a removal cut short leaves no half of a checkpoint
+            with suppress(UsageError, FileNotFoundError):  # another save of this run removes it, too
+                find(old).rename(gone)
+            folders.remove(gone)
+
+
+def next_sequence(folder: Path) -> int:
+    """More than the sequence of any checkpoint in `folder`, and of any that is being written."""
+    complete = [manifest.sequence for _, manifest in _saved_in_order(folder)]
+    return 1 + max([*complete, *(int(found["sequence"] or 0) for _, found in folders.hidden(folder))], default=0)
+
+
+def _saved_in_order(folder: Path, *, warn: bool = False) -> list[tuple[Path, Manifest]]:
+    """All checkpoints whose manifest can be read, in the order of saving."""
+    found = []
+    for path in sorted(_paths(folder)):
+        try:
+            found.append((path, Manifest.read(find(path))))
+        except UsageError as error:
+            if warn:
+                _said(path, str(error))
+    return sorted(found, key=lambda each: each[1].sequence)
+
+
+def _paths(folder: Path) -> Iterator[Path]:
+    """What is called a checkpoint in `folder`, those whose replacement was cut short among them; no links."""
+    there = {path for path in folder.iterdir() if not path.name.startswith(".")} if folder.is_dir() else set()
+    there |= {folder / found["name"] for _, found in folders.hidden(folder) if found["process"] is None}
+    for path in there:
+        if not path.is_symlink() and any((each / MANIFEST).is_file() for each in (path, folders.previous(path))):
+            yield path

@@ -1,0 +1,221 @@
+"""Which checkpoint is the newest: the one of the highest step, or else the last that was begun; never a damaged one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeflow import Saving, UsageError, latest_checkpoint, load_checkpoint, save_checkpoint
+from pipeflow.checkpoint.storage import write
+from pipeflow.testing import run_threads
+from tests.checkpoint.checkpoints import Run, under
+from tests.checkpoint.test_errors import filled, flip, model
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_without_a_step_the_last_save_is_the_newest(tmp_path: Path) -> None:
+    for epoch in (1, 2, 3, 10):
+        save_checkpoint(tmp_path / f"epoch-{epoch}", model(epoch), keep=2)
+        assert latest_checkpoint(tmp_path) == tmp_path / f"epoch-{epoch}"
+    assert names(tmp_path) == ["epoch-10", "epoch-3"]
+    assert load_checkpoint(tmp_path / "epoch-10", model()).step == 0
+
+
+def test_equal_steps_and_none_among_others(tmp_path: Path) -> None:
+    for name, step in (("b", 4), ("a", 4), ("z", 3)):
+        save_checkpoint(tmp_path / name, model(), step=step)
+    assert latest_checkpoint(tmp_path) == tmp_path / "a"
+    save_checkpoint(tmp_path / "last", model())
+    assert latest_checkpoint(tmp_path) == tmp_path / "last"
+    save_checkpoint(tmp_path / "five", model(), step=5)
+    save_checkpoint(tmp_path / "four", model(), step=4)
+    assert latest_checkpoint(tmp_path) == tmp_path / "five"
+    for bad in (-1, "x", 1.5):
+        with pytest.raises(UsageError, match="step must be a whole number"):
+            save_checkpoint(tmp_path / "bad", model(), step=bad)  # type: ignore[arg-type]
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch, name: str) -> threading.Event:
+    """Lets the save called `name` write once the event is set."""
+    go = threading.Event()
+
+    def wait_and_write(file: Path, content: Any) -> Any:
+        if file.parent.name.startswith(f".{name}."):
+            assert go.wait(30)
+        return write(file, content)
+
+    monkeypatch.setattr("pipeflow.checkpoint.job.write", wait_and_write)
+    return go
+
+
+def test_of_two_saves_under_way_the_one_begun_last_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = held_up(monkeypatch, "older")
+    savings: list[Saving] = [
+        save_checkpoint(tmp_path / name, model(number), keep=1, asynchronous=True)
+        for number, name in enumerate(["older", "newer"])
+    ]
+    savings[1].wait()
+    go.set()
+    savings[0].wait()
+    assert names(tmp_path) == ["newer"]
+
+
+def cut_index(path: Path) -> None:
+    (path / "index.json").write_bytes((path / "index.json").read_bytes()[:-1])
+
+
+def nest(path: Path) -> None:
+    (path / "checkpoint.json").write_text("[" * 100_000)
+
+
+def odd_step(path: Path) -> None:
+    file = path / "checkpoint.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"step": "x"}))
+
+
+def remove_all_files(path: Path) -> None:
+    for file in path.iterdir():
+        if file.name != "checkpoint.json":
+            file.unlink()
+
+
+@pytest.mark.parametrize("damage", [flip, cut_index, nest, odd_step, remove_all_files])
+def test_what_is_damaged_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]
+) -> None:
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path / f"step-{step}", model(step), step=step)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-3"
+    damage(tmp_path / "step-3")
+    damage(tmp_path / "step-2")
+    with caplog.at_level(logging.WARNING, "pipeflow"):
+        newest = latest_checkpoint(tmp_path)
+    assert newest == tmp_path / "step-1"
+    for step in (2, 3):
+        assert f"checkpoint {tmp_path / f'step-{step}'} is left out" in caplog.text
+    load_checkpoint(newest, loaded := model())
+    assert filled(loaded) == {1}
+    save_checkpoint(tmp_path / "step-4", model(4), step=4)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-4"
+
+
+def test_without_verifying_digests_sizes_are_looked_at(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path / f"step-{step}", model(step), step=step)
+    flip(tmp_path / "step-2")
+    cut_index(tmp_path / "step-3")
+    assert latest_checkpoint(tmp_path, verify=False) == tmp_path / "step-2"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-1"
+
+
+def resume(folder: Path) -> tuple[Path | None, int]:
+    run, newest = Run(), latest_checkpoint(folder)
+    assert newest is not None
+    return newest, run.load(newest).step
+
+
+def test_all_ranks_go_on_from_the_same_one(tmp_path: Path) -> None:
+    """Of four, one alone finds the damage in its share."""
+    for step in (1, 2):
+        under((2, 2, 1), save_after, tmp_path / f"step-{step}", step)
+    flip(tmp_path / "step-2")
+    assert under((2, 2, 1), resume, tmp_path) == [(tmp_path / "step-1", 1)] * 4
+    assert run_threads(latest_checkpoint, 2, tmp_path / "nowhere") == [None, None]
+
+
+def save_after(path: Path, steps: int) -> None:
+    run = Run()
+    run.train(steps)
+    run.save(path)
+
+
+def test_links(tmp_path: Path) -> None:
+    """A checkpoint that a link points to is kept; a link is none itself, and goes when a save takes its name."""
+    save_checkpoint(tmp_path / "step-1", model(1), step=1)
+    (tmp_path / "best").symlink_to("step-1")
+    (tmp_path / "gone").symlink_to("nowhere")
+    for step in (2, 3, 4):
+        save_checkpoint(tmp_path / f"step-{step}", model(step), step=step, keep=1)
+    assert names(tmp_path) == ["best", "gone", "step-1", "step-4"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-4"
+    load_checkpoint(tmp_path / "best", loaded := model())
+    assert filled(loaded) == {1}
+    save_checkpoint(tmp_path / "best", model(5), step=5)
+    assert not (tmp_path / "best").is_symlink()
+    assert names(tmp_path) == ["best", "gone", "step-1", "step-4"]
+
+
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets data files be written to a device that is full."""
+    opened = Path.open
+
+    def open_full(file: Path, mode: str = "r", **options: Any) -> Any:
+        if mode == "xb":
+            opened(file, mode).close()
+            return opened(Path("/dev/full"), "wb", **options)
+        return opened(file, mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_full)
+
+
+@pytest.mark.parametrize("width", [3, 300])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    save_checkpoint(tmp_path / "step-1", model(1), step=1)
+    with monkeypatch.context() as patch:
+        full(patch)
+        with pytest.raises(UsageError, match=r"step-2 failed: .*No space left on device; nothing was published"):
+            save_checkpoint(tmp_path / "step-2", model(2, width), step=2)
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_an_asynchronous_save_that_fails_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "pipeflow"):
+        full(patch)
+        saving = save_checkpoint(tmp_path / "step-2", model(2), asynchronous=True)
+        saving._task._thread.join()  # nobody waits for it
+    assert f"rank 0: writing checkpoint {tmp_path / 'step-2'} failed: [Errno 28] No space left on device" in caplog.text
+    with pytest.raises(UsageError, match="No space left on device"):
+        saving.wait()
+    save_checkpoint(tmp_path / "step-3", model(3))
+    assert names(tmp_path) == ["step-3"]
+
+
+def test_what_a_failed_save_left_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody waited for it."""
+    with monkeypatch.context() as patch:
+        full(patch)
+        save_checkpoint(tmp_path / "step-2", model(2), asynchronous=True)._task._thread.join()
+    save_checkpoint(tmp_path / "step-3", model(3))
+    assert names(tmp_path) == ["step-3"]
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    result = torch.compile(module)
+    assert isinstance(result, nn.Module)
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of what torch.compile imports
+def test_a_compiled_module_and_the_plain_one_load_each_others(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "compiled", compiled(model(1)))
+    load_checkpoint(tmp_path / "compiled", plain := model())
+    assert filled(plain) == {1}
+    inner = nn.ModuleList([compiled(layer) for layer in plain.children()])
+    save_checkpoint(tmp_path / "plain", plain)
+    for parameter in plain.parameters():
+        nn.init.zeros_(parameter)
+    load_checkpoint(tmp_path / "plain", inner)
+    assert filled(plain) == {1}
