@@ -12,6 +12,12 @@ from pipeflow.core.dataflow import DATAFLOW, Content, Stream, Value, flows
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 
+SENTENCES = {
+    "at_once": "{action} on rank {rank} began at once",
+    "after": "{action} on rank {rank} came after {other}",
+    "waited": "{action} on rank {rank} waited for the {value} from rank {source}",
+}
+
 
 class Cause(NamedTuple):
     """Why `span` did not begin earlier: it began `after` another one, or at once when that is None.
@@ -25,11 +31,12 @@ class Cause(NamedTuple):
     value: Value | None
 
     def __str__(self) -> str:
+        it = {"action": self.span.action, "rank": self.span.rank}
         if self.after is None:
-            return f"{self.span.action} on rank {self.span.rank} began at once"
+            return SENTENCES["at_once"].format(**it)
         if self.value is None:
-            return f"{self.span.action} on rank {self.span.rank} came after {self.after.action}"
-        return f"{self.span.action} on rank {self.span.rank} waited for the {self.value} from rank {self.after.rank}"
+            return SENTENCES["after"].format(**it, other=self.after.action)
+        return SENTENCES["waited"].format(**it, value=self.value, source=self.after.rank)
 
 
 def causes(timeline: Timeline) -> tuple[tuple[Cause, ...], ...]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Entry, Pair, actions_of
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import Content, Flow, Stream, Value, flows
+from pipeflow.core.dataflow import Content, Stream, Value, flows
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.reductions import is_reduction
 from pipeflow.core.schedule import Schedule
@@ -70,7 +70,7 @@ Channels = dict[tuple[int, int], list[_Transfer]]  # (from, to) -> in the sender
 def _channels(schedule: Schedule) -> Channels:
     """What passes between ranks; all other values stay where they are."""
     table = {
-        key: Flow(_passing(flow.needs), _passing(flow.makes))
+        key: flow._replace(needs=_passing(flow.needs), makes=_passing(flow.makes))
         for key, flow in flows(schedule.placement.num_stages).items()
     }
     users: dict[tuple[Content, int], dict[int, tuple[int, int]]] = defaultdict(dict)  # of a stage, per microbatch

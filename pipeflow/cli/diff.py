@@ -20,7 +20,7 @@ from pipeflow.core.timeline import Timeline
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
     from pipeflow.draw import Table
-    from pipeflow.draw.measures import Unit
+    from pipeflow.draw.times import Unit
 
 FORMATS = ("html", "perfetto")  # of those of `draw`, the ones that can hold two timelines
 TIMES = ("makespan", "span")
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
     from pipeflow.draw import Comparison
-    from pipeflow.draw.measures import Unit
+    from pipeflow.draw.times import Unit
 
     lines = difference_lines(plans[0].schedule, plans[1].schedule)
     table = _table(names, plans, timelines, Unit(unit, factor))

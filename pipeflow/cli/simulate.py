@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from pipeflow.analysis.measures import path_times, stream_times
 from pipeflow.cli.options import cost_options, schedule_argument, schedule_options, unit_options
 from pipeflow.cli.plans import Asked, sound_plan
-from pipeflow.core.dataflow import Stream
 from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.core.timeline import Timeline
 
@@ -38,19 +38,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measures(timeline: Timeline) -> dict[str, object]:
-    from pipeflow.draw.measures import path_times
-
-    by_rank, reducing, waiting = path_times(timeline)
-    reduces = Stream.REDUCE in timeline.streams
-    reduced = {"reducing": reducing} if reduces else {}
+    by_rank, beside, waiting = path_times(timeline)
+    others = {stream.value: time for stream, time in beside.items()}
     return {
         "makespan": timeline.makespan,
         "span": timeline.span,
         "bubble_ratio": timeline.bubble_ratio,
         "peak_activations": timeline.peak_activations,
         **({"peak_bytes": timeline.peak_bytes} if timeline.saved_bytes else {}),
-        **({"exposed_reduction": timeline.exposed} if reduces else {}),
-        "critical_path": {"computing": sum(by_rank), **reduced, "waiting": waiting, "computing_by_rank": by_rank},
+        **({"exposed": timeline.exposed} if beside else {}),
+        "critical_path": {"computing": sum(by_rank), **others, "waiting": waiting, "computing_by_rank": by_rank},
     }
 
 
@@ -58,21 +55,20 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
     def time(value: float) -> str:
         return f"{value * factor:.6g} {unit}".rstrip()
 
-    from pipeflow.draw.looks import reduction_time
-    from pipeflow.draw.measures import path_times
-
-    by_rank, reducing, waiting = path_times(timeline)
-    reduces = Stream.REDUCE in timeline.streams
-    reduced = f"reducing {time(reducing)}, " if reduces else ""
-    each = f"{time(reduction_time(timeline))}, exposed {time(timeline.exposed)}"
+    by_rank, beside, waiting = path_times(timeline)
+    most = stream_times(timeline)
+    others = [f"{stream} {time(each)}" for stream, each in beside.items()]
     part = percent(waiting / timeline.makespan if timeline.makespan else 0.0)
+    path = [f"computing {time(sum(by_rank))}", *others, f"waiting {time(waiting)} ({part})"]
+    exposed = time(timeline.exposed)
+    streams = {stream.value: f"{time(most.get(stream, 0.0))}, exposed {exposed}" for stream in beside}
     return {
         "makespan": time(timeline.makespan),
         "span": time(timeline.span),
         "bubble ratio": f"{round(timeline.bubble_ratio, 4) + 0.0:.4f}",
         "peak activations": " ".join(map(number, timeline.peak_activations)),
         **({"peak memory": "  ".join(map(bytes_text, timeline.peak_bytes))} if timeline.saved_bytes else {}),
-        **({"reductions": each} if reduces else {}),
-        "critical path": f"computing {time(sum(by_rank))}, {reduced}waiting {time(waiting)} ({part})",
+        **streams,
+        "critical path": ", ".join(path),
         "  by rank": " ".join(f"{each * factor:.4g}" for each in by_rank),
     }

@@ -21,6 +21,9 @@ class Content(StrEnum):
     WEIGHT_GRADIENT = "weight gradient"  # what a microbatch adds to those of its stage, for a reduction
 
 
+VALUE = "{content} of stage {stage}, microbatch {microbatch}"
+
+
 class Value(NamedTuple):
     """One value of a run: made once and used once, but for weight gradients: a reduction stands for all microbatches
     before its own, and without reductions nobody uses them. As text: `activation 2F0`'s maker and content.
@@ -31,7 +34,7 @@ class Value(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.content.value} of stage {self.stage}, microbatch {self.microbatch}"
+        return VALUE.format(**self._asdict())
 
 
 class Stream(StrEnum):
@@ -39,15 +42,17 @@ class Stream(StrEnum):
     rank begins them in the order of its row, and only computations hold up what follows.
     """
 
-    COMPUTE = "compute"
-    REDUCE = "reduce"
+    COMPUTE = "computations"
+    REDUCE = "reductions"
 
 
 class Flow(NamedTuple):
-    """A row of the table: what one kind of action needs and makes, as (content, offset from its own stage); the stream
-    of its rank that it runs on; and whether it is `joint`: done by all ranks that hold the stage at once.
+    """A row of the table: the name of one kind of action; what it needs and makes, as (content, offset from its own
+    stage); the stream of its rank that it runs on; and whether it is `joint`: done by all ranks that hold the stage at
+    once.
     """
 
+    name: str
     needs: tuple[tuple[Content, int], ...]
     makes: tuple[tuple[Content, int], ...]
     stream: Stream = Stream.COMPUTE
@@ -56,22 +61,27 @@ class Flow(NamedTuple):
 
 DATAFLOW: dict[Kind, Flow] = {
     Kind.F: Flow(
+        "forward",
         needs=((Content.ACTIVATION, -1),),
         makes=((Content.ACTIVATION, 0), (Content.SAVED, 0)),
     ),
     Kind.B: Flow(
+        "backward",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
         makes=((Content.GRADIENT, 0), (Content.WEIGHT_GRADIENT, 0)),
     ),
     Kind.I: Flow(
+        "input gradient",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
         makes=((Content.GRADIENT, 0), (Content.DEFERRED, 0)),
     ),
     Kind.W: Flow(
+        "weight gradient",
         needs=((Content.DEFERRED, 0),),
         makes=((Content.WEIGHT_GRADIENT, 0),),
     ),
     Kind.R: Flow(
+        "gradient reduction",
         needs=((Content.WEIGHT_GRADIENT, 0),),
         makes=(),
         stream=Stream.REDUCE,

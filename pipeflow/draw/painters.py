@@ -9,19 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol, final
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.draw.layout import Piece
-from pipeflow.draw.looks import INK, shade
+from pipeflow.core.dataflow import DATAFLOW, Stream
+from pipeflow.draw.colours import INK, hue, shade
 from pipeflow.draw.memory import Memory
+from pipeflow.draw.pieces import Piece
 
 Painted = tuple[str, str]
-
-NAMES = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.R: "gradient reduction",
-}
 
 
 class Painter(Protocol):
@@ -45,16 +38,21 @@ class Painter(Protocol):
         """An action by itself, in a text."""
 
 
-def paint(line: list[Piece], width: int, painter: Painter) -> Iterator[Painted]:
-    """One rank's line of `width` columns."""
+def paint(line: list[Piece], width: int, painter: Painter, stream: Stream) -> Iterator[Painted]:
+    """The line of a lane, of `width` columns. Only where nothing is computed, a rank is idle."""
+    gap = painter.idle if stream is Stream.COMPUTE else _blank
     column = 0
     for piece in line:
         if column < piece.first:
-            yield painter.idle(column, piece.first)
+            yield gap(column, piece.first)
         yield from painter.piece(piece)
         column = piece.end
     if column < width:
-        yield painter.idle(column, width)
+        yield gap(column, width)
+
+
+def _blank(first: int, end: int) -> Painted:
+    return " " * (end - first), ""
 
 
 @final
@@ -96,7 +94,7 @@ class Letters:
         return "".join(" " if digit == last else digit for digit, last in zip(digits, before, strict=False)), ""
 
     def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
-        texts = [f"{kind.value} {NAMES[kind]}" for kind in kinds]
+        texts = [f"{kind.value} {DATAFLOW[kind].name}" for kind in kinds]
         texts += ["lower case: chunk 1"] if self.chunks == 2 else []
         texts += ["4F0: stage 4, microbatch 0"] if self.chunks > 2 else []
         texts += [f"{self.joint} pair, overlapped"] if pairs else []
@@ -110,15 +108,8 @@ class Letters:
         return kind.value.lower() if self.chunks == 2 and chunk else kind.value
 
 
-NAMED = {  # the nearest to each kind's colour of the 16 that every terminal has
-    Kind.F: "blue",
-    Kind.B: "green",
-    Kind.I: "magenta",
-    Kind.W: "yellow",
-    Kind.R: "red",
-}
 EDGE = "\u258a"  # the left three quarters of a cell: a thin gap between two pieces
-BAR = "\u2584"  # the lower half of a cell: beside the lane, not in it
+BAR = "\u2584"  # the lower half of a cell: of what runs beside the computations
 JOINT = "+"
 MEMORY = "#967db9", "cyan"
 EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -137,7 +128,7 @@ class Colours:
 
     def piece(self, piece: Piece) -> Iterator[Painted]:
         colour = self._colour(piece.kind, piece.chunk)
-        if piece.kind is Kind.R:
+        if not piece.is_computation:
             yield BAR * piece.width, colour
             return
         if piece.action is None:
@@ -160,8 +151,9 @@ class Colours:
     def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
         for kind in kinds:
             colours = [self._colour(kind, chunk) for chunk in range(self.chunks)]
-            shades = [(BAR * 2, each) if kind is Kind.R else ("  ", f"on {each}") for each in colours]
-            yield [*shades, (f" {NAMES[kind]}", "")]
+            computes = DATAFLOW[kind].stream is Stream.COMPUTE
+            shades = [("  ", f"on {each}") if computes else (BAR * 2, each) for each in colours]
+            yield [*shades, (f" {DATAFLOW[kind].name}", "")]
         if self.chunks > 1:
             yield [("lighter: later chunk", "")]
         if pairs:
@@ -180,5 +172,6 @@ class Colours:
     def _colour(self, kind: Kind, chunk: int) -> str:
         """The kind's colour, mixed with the more white the later the chunk."""
         if self.few:
-            return f"bright_{NAMED[kind]}" if chunk else NAMED[kind]
+            named = hue(kind).terminal
+            return f"bright_{named}" if chunk else named
         return shade(kind, chunk, self.chunks)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from pipeflow.draw.measures import round_step
+from pipeflow.draw.times import round_step
 
 
 class Point(NamedTuple):

@@ -96,14 +96,14 @@ def test_a_price_of_reductions_plans_them(capsys: pytest.CaptureFixture[str], co
     sizes = ["1f1b", "--ranks", 2, "--microbatches", 4]
     assert makespan(capsys, *sizes, "--reduce", 2.5) == makespan(capsys, *sizes) + 2.5
     plain, read = (json.loads(out(capsys, "simulate", *sizes, *more, "--json")) for more in ([], ["--reduce", 2]))
-    assert set(read) == {*plain, "exposed_reduction"}
-    assert read["exposed_reduction"] == read["critical_path"]["reducing"] == 2
+    assert set(read) == {*plain, "exposed"}
+    assert read["exposed"] == read["critical_path"]["reductions"] == 2
     assert "reductions        2, exposed 2\n" in out(capsys, "simulate", *sizes, "--reduce", 2)
     assert "R3" in out(capsys, "draw", *sizes, "--reduce", 2)
     assert json.loads(out(capsys, "compare", *sizes, "--reduce", 2, "--json"))["schedules"]["1f1b"]["makespan"] == 17
     costs.write_text(json.dumps(SOUND | {"reduce": [1, 3]}))
     priced = json.loads(out(capsys, "simulate", *sizes, "--costs", costs, "--json"))
-    assert priced["exposed_reduction"] == 1
+    assert priced["exposed"] == 1
 
 
 def test_tables_hold_reductions_as_torch_writes_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

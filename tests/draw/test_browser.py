@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from pipeflow.analysis.causes import causes
 from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html
-from pipeflow.draw.looks import COLOURS
+from pipeflow.draw.colours import HUES
 from tests.draw.samples import SAMPLES, measured, paired, planned, reducing, with_bytes, with_transfers
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install selenium")
@@ -182,14 +185,26 @@ def test_reductions_say_what_they_are_to_pointer_and_keys(page: Page) -> None:
     assert "2R7 on rank 2 came after 2B7." in told
     frame, lanes = page.find(".focused").rect, page.find(".lanes").rect
     middle = frame["x"] + frame["width"] / 2 - lanes["x"] - lanes["width"] / 2
+    below = frame["y"] + frame["height"] / 2 - lanes["y"] - lanes["height"] / 2
     page.press(Keys.ESCAPE)
-    page.point(middle, y + 10).perform()
+    page.point(middle, below).perform()
+    assert page.find("#tip").is_displayed()
     assert page.text("#tip").startswith("2R7gradient reduction")
     page.press(Keys.ESCAPE)
     page.point(x, y).click().perform()
     assert page.text("#way") == "microbatch 7: 21 to 33"
-    page.point(middle, y + 10).click().perform()  # a reduction is no microbatch's
+    page.point(middle, below).click().perform()  # a reduction is no microbatch's
     assert page.text("#way") == ""
+
+
+def test_up_and_down_stay_on_the_stream_where_the_other_rank_has_it(page: Page) -> None:
+    timeline = reducing("1f1b", 4)
+    page.open(timeline)
+    page.place(timeline, "2R7")
+    page.walk(Keys.ARROW_UP)
+    assert page.text("#tip h3").startswith("1R7")
+    page.walk(Keys.ARROW_DOWN, Keys.ARROW_DOWN)
+    assert page.text("#tip h3").startswith("3R7")
 
 
 def test_a_pair_says_what_it_is_overlapped_with(page: Page) -> None:
@@ -214,8 +229,8 @@ def test_the_critical_path_is_off_at_first_and_its_switch_dims_what_is_not_on_it
     before = page.picture(), page.colour(*on), page.colour(*off)
     switch.click()
     assert switch.is_selected()
-    assert page.colour(*on) == before[1] == list(COLOURS[Kind.B])
-    assert page.colour(*off) != before[2] == list(COLOURS[Kind.F])
+    assert page.colour(*on) == before[1] == list(HUES[Kind.B].rgb)
+    assert page.colour(*off) != before[2] == list(HUES[Kind.F].rgb)
     switch.click()
     assert page.picture() == before[0]
     page.press("c")
@@ -343,6 +358,38 @@ def test_the_page_follows_the_scheme_and_prints_on_white(page: Page) -> None:
     emulate(media="", features=[{"name": "prefers-color-scheme", "value": "light"}])
     assert page.picture() != dark
     assert page.browser.print_page()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    """Where the files of the page are served as they are."""
+    for path in (Path(html.__globals__["__file__"]).parent).glob("*.js"):
+        shutil.copy(path, tmp_path)
+    handler = partial(QuietHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Nothing: the tests' output is theirs."""
+
+
+def test_the_modules_work_where_they_are_served(page: Page, served: str) -> None:
+    """As they do in the one file."""
+    page.open(planned())
+    alone = page.picture()
+    text = re.sub(r"script-src '[^']*'", "script-src 'self'", page.path.read_text())
+    begin, end = text.rindex("<script>"), text.rindex("</script>")
+    page.path.with_name("index.html").write_text(f'{text[:begin]}<script type="module" src="main.js">{text[end:]}')
+    page.browser.get(served)
+    assert page.picture() == alone
+    page.walk(Keys.ARROW_RIGHT)
+    assert page.text("#tip h3").startswith("0F0")
 
 
 def test_names_are_text(page: Page) -> None:

@@ -94,16 +94,18 @@ def test_the_span_is_said_where_it_is_not_the_makespan() -> None:
     assert "makespan 5  span 4  bubble 0.0%  peak" in draw(Gantt(simulate(forward)))
 
 
-def test_reductions_stand_where_a_rank_is_idle_and_are_summed_up() -> None:
+def test_reductions_have_lines_of_their_own_and_are_summed_up() -> None:
     schedule = make_schedule("interleaved-1f1b", ranks=2, microbatches=2).with_reductions()
     timeline = simulate(schedule, CostModel.even(schedule.placement, reduce=6))
     assert (
         draw(Gantt(timeline, memory=False, unit="ms"), 60)
         == """\
 interleaved-1f1b, 2 ranks, 2 chunks, 2 microbatches
-        0 ms                5                   10
-rank 0  F0F1f0f1....b0- ..b1- B0- B1- r1- R1---------
-rank 1  ..F0F1f0b0- f1b1- B0- B1- r1- R1--------- ....
+            0 ms                5                   10
+rank 0      F0F1f0f1....b0- ..b1- B0- B1- ................
+reductions                        r1--------- R1---------
+rank 1      ..F0F1f0b0- f1b1- B0- B1- ....................
+reductions                    r1--------- R1---------
 makespan 11.5 ms  reductions 6 ms, exposed 4 ms
 bubble 47.8%  peak activations 2 1.5
 
@@ -116,7 +118,7 @@ lower case: chunk 1   . idle
 def test_reductions_are_half_a_line_high_where_there_are_colours() -> None:
     lines = draw(Gantt(reducing(reduce=4), memory=False), colours="truecolor").splitlines()
     plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines]
-    assert all("\u2584" in line for line in plain if line.startswith("rank "))
+    assert all("\u2584" in line for line in plain if line.startswith("reductions "))
     assert any("\u2584\u2584 gradient reduction" in line for line in plain)
     assert "gradient reduction" not in draw(Gantt(reducing(reduce=0)))
 

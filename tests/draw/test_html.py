@@ -5,17 +5,22 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pipeflow
 from pipeflow.analysis.causes import causes, critical_path
+from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html
+from pipeflow.draw.page.bundle import EXPORT, IMPORT
 from tests.draw.samples import HOSTILE, SAMPLES, measured, paired, planned, reducing, with_bytes, with_transfers
 
+PAGE = Path(pipeflow.__file__).parent / "draw" / "page"
 VOID = {"meta", "input", "br", "link", "img"}
 
 
@@ -54,52 +59,72 @@ class Page(HTMLParser):
 def test_the_page_holds_every_action_with_its_times(timeline: Timeline) -> None:
     data, _ = Page(html(timeline)).scripts()
     (written,) = data["timelines"]
-    for row, spans in zip(written["rows"], timeline.on(Stream.COMPUTE), strict=True):
+    for row, spans in zip(written["rows"], timeline.rows, strict=True):
         assert row["actions"].split() == [str(span.action) for span in spans]
         times = [time for span in spans for time in (span.start, span.end)]
         assert row["times"] == pytest.approx(times, rel=1e-8)
 
 
-@pytest.mark.parametrize("timeline", [planned(), with_transfers(), measured(), paired()])
-def test_the_page_knows_what_was_waited_for(timeline: Timeline) -> None:
-    data, _ = Page(html(timeline)).scripts()
+@pytest.mark.parametrize(
+    "timeline", [planned(), with_transfers(), measured(), paired(), reducing(), reducing("chimera", 3)]
+)
+def test_the_page_knows_why_everything_began(timeline: Timeline) -> None:
+    """What is not said of a block: that it came after the one before it on its stream."""
+    data = Page(html(timeline)).scripts()[0]
     rows = data["timelines"][0]["rows"]
-    for row, whys in zip(rows, causes(timeline), strict=True):
-        waits = {wait[0]: wait[1:] for wait in row["waits"]}
-        assert set(waits) == {index for index, cause in enumerate(whys) if cause.value}
-        for index, (rank, position, *value) in waits.items():
-            cause = whys[index]
-            assert cause.after is not None
-            assert cause.value is not None
-            assert rows[rank]["actions"].split()[position] == str(cause.after.action)
-            assert value == [cause.value.content.value, cause.value.stage, cause.value.microbatch]
-
-
-def named(row: dict[str, Any]) -> list[str]:
-    """What a rank runs, and then its reductions: the order in which the page counts them."""
-    return [*row["actions"].split(), *row.get("reductions", {"actions": ""})["actions"].split()]
+    for row, spans, whys in zip(rows, timeline.rows, causes(timeline), strict=True):
+        said = {index: cause for index, *cause in row["causes"]}
+        before: dict[Stream, Action] = {}
+        for index, (span, why) in enumerate(zip(spans, whys, strict=True)):
+            place, value = said.get(index, [])[:2], said.get(index, [])[2:]
+            after = before.get(span.stream) if index not in said else None
+            if place:
+                after = Action.parse(rows[place[0]]["actions"].split()[place[1]])
+            assert after == (why.after and why.after.action)
+            assert value == ([data["contents"].index(why.value[0]), *why.value[1:]] if why.value else [])
+            before[span.stream] = span.action
 
 
 @pytest.mark.parametrize("timeline", [with_transfers(), reducing(), reducing("chimera")])
 def test_the_page_holds_the_critical_path(timeline: Timeline) -> None:
     written = Page(html(timeline)).scripts()[0]["timelines"][0]
-    path = [named(written["rows"][rank])[index] for rank, index in written["path"]]
+    path = [written["rows"][rank]["actions"].split()[index] for rank, index in written["path"]]
     assert path == [str(cause.span.action) for cause in critical_path(timeline)]
 
 
-@pytest.mark.parametrize("timeline", [reducing(), reducing("chimera", 3)])
-def test_the_page_holds_reductions_with_their_times_and_causes(timeline: Timeline) -> None:
-    rows = Page(html(timeline)).scripts()[0]["timelines"][0]["rows"]
-    for row, spans, every in zip(rows, timeline.on(Stream.REDUCE), causes(timeline), strict=True):
-        reductions, whys = row["reductions"], [cause for cause in every if cause.span in spans]
-        assert reductions["actions"].split() == [str(span.action) for span in spans]
-        assert reductions["times"] == [time for span in spans for time in (span.start, span.end)]
-        after = [named(rows[rank])[index] for rank, index in reductions["after"]]
-        assert after == [str(cause.after.action) for cause in whys if cause.after]
-        assert [wait[0] for wait in reductions["waits"]] == [
-            len(row["actions"].split()) + index for index, cause in enumerate(whys) if cause.value
-        ]
-    assert "reductions" not in Page(html(planned())).scripts()[0]["timelines"][0]["rows"][0]
+@pytest.mark.parametrize("timeline", [planned(), with_bytes(), measured(), reducing()])
+def test_the_page_holds_what_every_rank_keeps_and_how_that_is_written(timeline: Timeline) -> None:
+    written = Page(html(timeline)).scripts()[0]["timelines"][0]
+    for rank, row in enumerate(written["rows"]):
+        curve = [(time, written["levels"][level][0]) for time, level in row["memory"]]
+        assert curve == [(pytest.approx(time), pytest.approx(amount)) for time, amount in timeline.memory(rank)]
+    assert written["levels"][0] == [0, "0 B" if timeline.saved_bytes else "0 activations"]
+
+
+def test_a_kind_of_action_is_described_by_the_table_alone() -> None:
+    kinds = Page(html(planned())).scripts()[0]["kinds"]
+    assert list(kinds) == [kind.value for kind in Kind]
+    assert {letter for letter, kind in kinds.items() if kind["passes"]} == {"F", "B", "I"}
+    assert {letter for letter, kind in kinds.items() if not kind["single"]} == {"R"}
+    assert kinds["W"]["name"] == "weight gradient"
+    assert kinds["R"]["stream"] == "reductions"
+
+
+def test_streams_are_lanes_with_names() -> None:
+    written = Page(html(reducing())).scripts()[0]["timelines"][0]
+    assert written["streams"] == ["computations", "reductions"]
+    assert [row["names"] for row in written["rows"]] == [[f"rank {rank}", "reductions"] for rank in range(4)]
+    assert Page(html(planned())).scripts()[0]["timelines"][0]["streams"] == ["computations"]
+
+
+def test_every_import_of_a_module_is_an_export_of_another() -> None:
+    modules = {path.stem: path.read_text() for path in PAGE.glob("*.js")}
+    exports = {name: set(EXPORT.findall(text)) for name, text in modules.items()}
+    for text in modules.values():
+        for names, module in IMPORT.findall(text):
+            assert set(names.split(", ")) <= exports[module]
+    assert not re.search(r"^\s*(import|export)\b", Page(html(planned())).scripts()[1], re.MULTILINE)
+    assert all(f"modules.{name} = " in Page(html(planned())).scripts()[1] for name in modules)
 
 
 def test_the_page_loads_nothing_and_runs_its_own_script_alone() -> None:

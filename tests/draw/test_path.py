@@ -4,11 +4,11 @@ import re
 
 import pytest
 
+from pipeflow.analysis.measures import path_times
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import CriticalPath
-from pipeflow.draw.measures import path_times
 from pipeflow.draw.terminal.path import folded, stretches
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.draw.test_gantt import draw
@@ -48,14 +48,14 @@ def test_folding_loses_nothing_of_the_path(name: str) -> None:
     folds = list(folded(path))
     assert sum(len(fold.stretches) * (1 + fold.times) for fold in folds) == len(path)
     assert folds[-1].last == path[-1].actions[-1]
-    by_rank, reducing, waiting = path_times(timeline)
-    assert sum(by_rank) + reducing + waiting == pytest.approx(timeline.makespan)
+    by_rank, beside, waiting = path_times(timeline)
+    assert sum(by_rank) + sum(beside.values()) + waiting == pytest.approx(timeline.makespan)
 
 
 def test_reductions_end_the_path() -> None:
     lines = draw(CriticalPath(planned("zb-h1", transfer=0, reduce=3))).splitlines()
     assert lines[-2].endswith("0R7 (21 actions)")
-    assert lines[-1] == "computing 27, reducing 3, waiting 0"
+    assert lines[-1] == "computing 27, reductions 3, waiting 0"
 
 
 def test_times_are_in_the_unit_of_the_caller() -> None:

@@ -10,10 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import Stream
+from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import svg
-from pipeflow.draw.looks import COLOURS, DARK, INK, LIGHT, Scheme, shade
+from pipeflow.draw.colours import DARK, HUES, INK, LIGHT, SPARE, Scheme, mixed, shade
+from pipeflow.draw.lanes import lanes as drawn_lanes
 from tests.draw.samples import SAMPLES, empty, measured, paired, planned, reducing, with_a_moment, with_bytes
 
 Element = ElementTree.Element
@@ -51,28 +52,29 @@ def test_every_action_is_drawn_once(name: str) -> None:
     )
 
 
-def test_reductions_are_bars_at_the_lower_edge_of_their_lane() -> None:
+def test_what_runs_beside_computations_has_a_lower_lane_for_each_stream() -> None:
     timeline = reducing()
     root = drawn(timeline)
-    lanes = looking(root, "lane")[: len(timeline.rows)]
-    bars = [bar for bar in looking(root, "reduction") if list(bar)]  # those of the legend have no title
+    lanes = looking(root, "lane")[: 2 * len(timeline.rows)]
     scale = number(lanes[0], "width") / timeline.makespan
-    for lane, row in zip(lanes, timeline.on(Stream.REDUCE), strict=True):
-        bottom = number(lane, "y") + number(lane, "height")
-        below = [bar for bar in bars if number(bar, "y") + number(bar, "height") == bottom]
-        assert [number(bar, "width") for bar in below] == pytest.approx(
-            [(s.end - s.start) * scale for s in row], abs=0.02
+    for computed, beside, row in zip(lanes[::2], lanes[1::2], timeline.on(Stream.REDUCE), strict=True):
+        assert number(computed, "y") + number(computed, "height") < number(beside, "y")
+        assert number(beside, "height") < number(computed, "height") / 2
+        bars = [bar for bar in looking(root, "block") if bar.get("y") == beside.get("y")]
+        assert [number(bar, "width") for bar in bars] == pytest.approx(
+            [(span.end - span.start) * scale for span in row], abs=1.02
         )
-        assert all(number(bar, "height") < number(lane, "height") / 3 for bar in below)
+        assert {bar.get("height") for bar in bars} == {beside.get("height")}
+    assert texts(root).count("reductions") == len(timeline.rows)
     assert "gradient reduction" in texts(root)
-    assert not looking(drawn(reducing(reduce=0)), "reduction")
+    assert "gradient reduction" not in texts(drawn(reducing(reduce=0)))
 
 
 @pytest.mark.parametrize("name", APART)
 def test_blocks_of_a_lane_do_not_overlap_and_lie_in_it(name: str) -> None:
     root = drawn(SAMPLES[name])
     lanes = [lane for lane in looking(root, "lane") if number(lane, "width") > 16]  # the legend has one, too
-    assert len(lanes) == len(SAMPLES[name].rows)
+    assert len(lanes) == sum(map(len, drawn_lanes(SAMPLES[name])))
     for lane in lanes:
         blocks = [block for block in looking(root, "block") if block.get("y") == lane.get("y")]
         edges = [(number(block, "x"), number(block, "x") + number(block, "width")) for block in blocks]
@@ -227,13 +229,14 @@ def luminance(colour: str) -> float:
 
 def test_numbers_are_legible_on_every_block() -> None:
     """WCAG 2.1, success criterion 1.4.3: a contrast of at least 4.5 to 1."""
-    numbered = set(Kind) - {Kind.R}
-    assert all(contrast(INK, shade(kind, chunk, 4)) >= 4.5 for kind in numbered for chunk in range(4))
+    computed = [hue for kind, hue in HUES.items() if DATAFLOW[kind].stream is Stream.COMPUTE]
+    assert all(contrast(INK, mixed(hue, chunk, 4)) >= 4.5 for hue in (*computed, *SPARE) for chunk in range(4))
 
 
 @pytest.mark.parametrize("scheme", [LIGHT, DARK])
-def test_reductions_stand_out_from_the_ground(scheme: Scheme) -> None:
-    assert all(contrast(scheme.lane, shade(Kind.R, chunk, 2)) >= 1.7 for chunk in range(2))
+def test_what_runs_beside_computations_stands_out_from_the_ground(scheme: Scheme) -> None:
+    for hue, least in ((HUES[Kind.R], 1.7), *((spare, 1.3) for spare in SPARE)):
+        assert all(contrast(scheme.lane, mixed(hue, chunk, 2)) >= least for chunk in range(2))
 
 
 SIGHTS = {  # what is seen of linear red, green and blue: Machado, Oliveira, Fernandes 2009, severity 1
@@ -260,6 +263,6 @@ def test_kinds_are_told_apart_by_all_eyes(sight: str) -> None:
         )
         return 116 * y, 500 * (x - y), 200 * (y - z)
 
-    for one, other in combinations(COLOURS, 2):
+    for one, other in combinations((*HUES.values(), *SPARE), 2):
         for chunk in range(2):
-            assert math.dist(seen(shade(one, chunk, 2)), seen(shade(other, chunk, 2))) > 4 * 2.3
+            assert math.dist(seen(mixed(one, chunk, 2)), seen(mixed(other, chunk, 2))) > 4 * 2.3

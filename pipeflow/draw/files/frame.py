@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import NamedTuple
 
+from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.layout import computations, fit, shortest
+from pipeflow.draw.lanes import lanes
 from pipeflow.draw.memory import amount_text, peaks
+from pipeflow.draw.pieces import fit, shortest
 
 LEAST, NARROWEST, WIDEST = 300.0, 560.0, 1400.0  # of the lanes: at least, where spans are not wide enough, at most
+SPACE = 1  # between the lanes of a rank
 SHORTEST = 20, 44  # of the shortest span: the width that it would like, the width that is enough
+
+
+class Heights(NamedTuple):
+    """Of what belongs to one rank, in pixels: the lane of its computations, those of what runs beside them, that of its
+    memory, and the gap before the next rank.
+    """
+
+    lane: int
+    beside: int
+    memory: int
+    gap: int
+
+    def offset(self, lane: int) -> int:
+        """How far below the first lane another one begins."""
+        return 0 if lane == 0 else self.lane + SPACE + (lane - 1) * (self.beside + SPACE)
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The lanes begin at `left`, `top` and are `width` wide, at `scale` pixels per unit of time. A rank has a lane
-    of height `lane` for its blocks, one of height `memory` below, and then a `gap`; to the right there is
-    room for its peak.
+    """The lanes begin at `left`, `top` and are `width` wide, at `scale` pixels per unit of time. A rank has a lane for
+    each of `streams`, the computations first, then one for its memory, and then a gap; to the right there is room for
+    its peak.
     """
 
     left: float
@@ -27,26 +45,33 @@ class Frame:
     width: float
     right: float
     scale: float
-    lane: int
-    memory: int
-    gap: int
+    heights: Heights
+    streams: tuple[Stream, ...]
 
     def x(self, time: float) -> float:
         return self.left + time * self.scale
 
-    @property
-    def bar(self) -> int:
-        """How high reductions are, at a lane's lower edge."""
-        return max(ceil(self.lane / 5), 3)
+    def y(self, rank: int, stream: Stream = Stream.COMPUTE) -> float:
+        """The top of a lane of a rank."""
+        return self._top(rank) + self.heights.offset(self.streams.index(stream))
 
-    def y(self, rank: int) -> float:
-        return self.top + rank * (self.lane + self.memory + self.gap)
+    def height(self, stream: Stream) -> int:
+        """How high the lanes of a stream are."""
+        return self.heights.lane if stream is Stream.COMPUTE else self.heights.beside
+
+    def floor(self, rank: int) -> float:
+        """Where a rank's memory stands."""
+        return self._top(rank) + self.heights.offset(len(self.streams)) - SPACE + self.heights.memory
+
+    def _top(self, rank: int) -> float:
+        pitch = self.heights.offset(len(self.streams)) - SPACE + self.heights.memory + self.heights.gap
+        return self.top + rank * pitch
 
 
 def frame(timeline: Timeline, top: float) -> Frame:
     """The frame for a timeline: as wide as its blocks need, within limits, and the flatter the more ranks."""
-    ranks = len(timeline.rows)
-    horizon, unit = timeline.makespan, shortest(computations(timeline))
+    drawn = lanes(timeline)
+    horizon, unit = timeline.makespan, shortest([timeline])
     wanted = min(max(horizon / unit * SHORTEST[0], NARROWEST), WIDEST)
     scale = fit([timeline], int(wanted))
     if scale * unit < 4 and horizon:  # a whole number of pixels per span would leave too much of the width empty
@@ -54,34 +79,24 @@ def frame(timeline: Timeline, top: float) -> Frame:
     scale = min(scale, SHORTEST[1] / unit)
     if horizon:
         scale = max(scale, LEAST / horizon)
-    lane, memory, gap = heights(ranks)
     return Frame(
-        left=24 + 6.5 * len(f"rank {ranks - 1}"),
+        left=24 + max(6.5 * len(drawn[-1][0].name), *(5 * len(lane.name) for lane in drawn[-1])),
         top=top,
         width=horizon * scale or LEAST,
         right=22 + 6.5 * max(4, *(len(amount_text(timeline, peak)) for peak in peaks(timeline))),
         scale=scale,
-        lane=lane,
-        memory=memory,
-        gap=gap,
+        heights=heights(len(drawn)),
+        streams=tuple(lane.stream for lane in drawn[0]),
     )
-
-
-class Heights(NamedTuple):
-    """Of what belongs to one rank, in pixels."""
-
-    lane: int
-    memory: int
-    gap: int
 
 
 def heights(ranks: int) -> Heights:
     """The flatter the more ranks there are."""
     if ranks <= 8:
-        return Heights(24, 16, 8)
+        return Heights(24, 10, 16, 8)
     if ranks <= 16:
-        return Heights(20, 12, 6)
-    return Heights(14, 8, 5) if ranks <= 32 else Heights(9, 7, 3)
+        return Heights(20, 8, 12, 6)
+    return Heights(14, 6, 8, 5) if ranks <= 32 else Heights(9, 4, 7, 3)
 
 
 class Block(NamedTuple):
@@ -90,6 +105,11 @@ class Block(NamedTuple):
     span: Span
     first: float
     end: float
+
+    @property
+    def joined(self) -> bool:
+        """Whether it is the first half of a pair, which is a forward."""
+        return self.span.partner is not None and self.span.action.kind is Kind.F
 
 
 def blocks(row: Row, at: Frame) -> list[Block]:

@@ -6,28 +6,19 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import Stream, Value, makes, needs
-from pipeflow.core.span import Row, Span
+from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
+from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.looks import chunks_of, several
-from pipeflow.draw.measures import heading
+from pipeflow.draw.captions import heading
+from pipeflow.draw.colours import hue
+from pipeflow.draw.lanes import Lane, all_lanes, several
 from pipeflow.draw.memory import unit_of
-from pipeflow.draw.painters import NAMES
 
 Event = dict[str, Any]
 
-COLOURS = {  # of the names that chrome://tracing has colours for, the nearest to those of the other drawings
-    Kind.F: "rail_response",
-    Kind.B: "rail_load",
-    Kind.I: "detailed_memory_dump",
-    Kind.W: "rail_idle",
-    Kind.R: "rail_animation",
-}
-
 
 def perfetto(timelines: Timeline | Sequence[Timeline], *, factor: float = 1e6) -> str:
-    """A process per timeline, a thread per rank and one for its reductions, a slice per action, an arrow per value that
+    """A process per timeline, a thread per rank and stream, a slice per action, an arrow per value that
     passes from one thread to another, and a counter per rank for the memory that its forwards keep.
 
     `factor` is microseconds per unit of the timelines' time: as it stands, for seconds.
@@ -42,26 +33,23 @@ def perfetto(timelines: Timeline | Sequence[Timeline], *, factor: float = 1e6) -
         events += _names(timeline, process, thread)
         timed = [*_slices(timeline, process, thread, factor), *_counters(timeline, process, thread, factor)]
         events += sorted(timed, key=lambda event: event["ts"])  # stable: a slice stands before what is bound to it
-        thread += len(list(_tracks(timeline)))
+        thread += len(_tracks(timeline))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
 def _names(timeline: Timeline, process: int, thread: int) -> Iterator[Event]:
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": heading(timeline)}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
-    for number, (name, rank, _) in enumerate(_tracks(timeline)):
+    for number, lane in enumerate(_tracks(timeline)):
         of = {"ph": "M", "pid": process, "tid": thread + number}
+        name = lane.name if lane.stream is Stream.COMPUTE else f"rank {lane.rank} {lane.name}"
         yield {**of, "name": "thread_name", "args": {"name": name}}
-        yield {**of, "name": "thread_sort_index", "args": {"sort_index": rank}}
+        yield {**of, "name": "thread_sort_index", "args": {"sort_index": lane.rank}}
 
 
-def _tracks(timeline: Timeline) -> Iterator[tuple[str, int, Row]]:
-    """A name, a rank and its spans: first the computations of all ranks, then what runs beside them."""
-    for rank, row in enumerate(timeline.on(Stream.COMPUTE)):
-        yield f"rank {rank}", rank, row
-    if Stream.REDUCE in timeline.streams:
-        for rank, row in enumerate(timeline.on(Stream.REDUCE)):
-            yield f"rank {rank} reductions", rank, row
+def _tracks(timeline: Timeline) -> list[Lane]:
+    """First the computations of all ranks, then what runs beside them, stream by stream."""
+    return [lane for of_stream in zip(*all_lanes(timeline), strict=True) for lane in of_stream]
 
 
 def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Iterator[Event]:
@@ -69,14 +57,13 @@ def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Ite
     stages = timeline.placement.num_stages
     arrows: dict[Value, Event] = {}  # per value, the event in its maker's slice
     ends: list[Event] = []
-    for track, (_, rank, row) in enumerate(_tracks(timeline)):
+    for track, lane in enumerate(_tracks(timeline)):
         of = {"pid": process, "tid": thread + track}
-        chunks = chunks_of(timeline, rank)
         free = 0.0
-        for span in row:
+        for span in lane.row:
             start = max(_microseconds(span.start, factor), free)
             free = max(_microseconds(span.end, factor), start)
-            yield {"ph": "X", **of, "ts": start, "dur": free - start, **_described(span, chunks[span.action.stage])}
+            yield {"ph": "X", **of, "ts": start, "dur": free - start, **_described(span, lane.chunk(span))}
             if start == free:
                 continue  # no moment is inside it that an arrow could be bound to
             for value in makes(span.action, stages):
@@ -99,7 +86,7 @@ def _arrows(starts: dict[Value, Event], ends: list[Event]) -> Iterator[Event]:
 def _described(span: Span, chunk: int) -> Event:
     action = span.action
     arguments: Event = {
-        "kind": NAMES[action.kind],
+        "kind": DATAFLOW[action.kind].name,
         "stage": action.stage,
         "chunk": chunk,
         "microbatch": action.microbatch,
@@ -107,7 +94,7 @@ def _described(span: Span, chunk: int) -> Event:
     }
     if span.partner is not None:
         arguments["overlapped with"] = str(span.partner)
-    return {"name": str(action), "cat": "action", "cname": COLOURS[action.kind], "args": arguments}
+    return {"name": str(action), "cat": "action", "cname": hue(action.kind).chrome, "args": arguments}
 
 
 def _counters(timeline: Timeline, process: int, thread: int, factor: float) -> Iterator[Event]:

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import Stream
-from pipeflow.core.span import Row, Span
+from pipeflow.core.dataflow import DATAFLOW, Stream
+from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
+from pipeflow.draw.captions import heading, measures
+from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, shade
 from pipeflow.draw.files.frame import Block, Frame, blocks, frame, steps
-from pipeflow.draw.layout import Piece, num_chunks, pieces
-from pipeflow.draw.looks import DARK, INK, LIGHT, Scheme, chunks_of, escaped, kinds, shade
-from pipeflow.draw.measures import Unit, heading, measures, round_step
+from pipeflow.draw.files.markup import escaped
+from pipeflow.draw.lanes import Lane, kinds, lanes, num_chunks
 from pipeflow.draw.memory import amount_text, peaks, unit_of
-from pipeflow.draw.painters import NAMES
+from pipeflow.draw.pieces import Piece, pieces
+from pipeflow.draw.times import Unit, round_step
 
 MOST = 5000  # blocks that are elements of their own
 FINEST = 2.0  # pixels: of a block that is an element of its own, on average; of a step where blocks are merged
@@ -25,8 +26,8 @@ NUMBERS = (("number", 7.0), ("number tight", 5.2))  # the looks of a number, and
 
 def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0) -> str:
     """One lane a rank, hue for the kind of action, shade for the chunk, number for the microbatch; below each lane
-    what the rank keeps for its backwards, with its peak marked. Gradient reductions are bars at the lower edge of their
-    lane. It scales, and follows a reader's dark scheme.
+    what the rank keeps for its backwards, with its peak marked. What runs beside the computations, as gradient
+    reductions do, has a lower lane for each stream. It scales, and follows a reader's dark scheme.
 
     Times are written multiplied by `factor` and followed by `unit`. Where there are more blocks than a picture can
     show, columns stand for them that keep the proportions, so that the size of the text is bounded.
@@ -37,7 +38,7 @@ def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0) -> str:
     width = PAD + at.left + at.width + at.right
     lines = _wrapped(said.split("  "), width - 2 * PAD)
     at = replace(at, top=PAD + 22 + 17 * len(lines) + 30)
-    bottom = at.y(len(timeline.rows)) - at.gap
+    bottom = at.floor(len(timeline.rows) - 1)
     legend, height = _legend(timeline, width, bottom + 30)
     body = [
         *_header(timeline, lines, width),
@@ -76,78 +77,65 @@ def _axis(timeline: Timeline, at: Frame, unit: Unit, bottom: float) -> Iterator[
 
 
 def _lanes(timeline: Timeline, at: Frame, unit: Unit) -> Iterator[str]:
-    rows, reduced = timeline.on(Stream.COMPUTE), timeline.on(Stream.REDUCE)
+    drawn, most, chunks = lanes(timeline), peaks(timeline), num_chunks(timeline)
+    rows = [lane.row for rank in drawn for lane in rank]
     spans = sum(map(len, rows))
     pixels = sum(span.end - span.start for row in rows for span in row) * at.scale
     apart = spans <= MOST and pixels >= FINEST * spans
-    merged = [] if apart else _merged(timeline, at)
-    most = peaks(timeline)
-    for rank, row in enumerate(rows):
-        y = at.y(rank)
-        yield _text(at.left - 10, y + at.lane / 2 + 4, f"rank {rank}", "label end")
-        yield f'<rect class="lane" x="{_n(at.left)}" y="{_n(y)}" width="{_n(at.width)}" height="{at.lane}"/>'
-        yield from _blocks(timeline, row, at, unit) if apart else merged[rank]
-        yield from _reductions(timeline, reduced[rank], at, unit)
+    merged = [] if apart else pieces(drawn, at.scale / FINEST)
+    for rank, of_rank in enumerate(drawn):
+        for number, lane in enumerate(of_rank):
+            yield from _ground(lane, at)
+            yield from _blocks(lane, chunks, at, unit) if apart else _merged(lane, merged[rank][number], chunks, at)
         yield from _memory(timeline, rank, at, most)
 
 
-def _blocks(timeline: Timeline, row: Row, at: Frame, unit: Unit) -> Iterator[str]:
+def _ground(lane: Lane, at: Frame) -> Iterator[str]:
+    """A lane with its name."""
+    y, height = at.y(lane.rank, lane.stream), at.height(lane.stream)
+    look = "label end" if lane.stream is Stream.COMPUTE else "tiny end"
+    if height >= 8:
+        yield _text(at.left - 10, y + height / 2 + (4 if lane.stream is Stream.COMPUTE else 3), lane.name, look)
+    yield f'<rect class="lane" x="{_n(at.left)}" y="{_n(y)}" width="{_n(at.width)}" height="{height}"/>'
+
+
+def _blocks(lane: Lane, chunks: int, at: Frame, unit: Unit) -> Iterator[str]:
     """One element a span, which says what it is when pointed at."""
-    chunks = num_chunks(timeline)
-    chunk_of = chunks_of(timeline, row[0].rank) if row else {}
-    placed = blocks(row, at)
+    placed = blocks(lane.row, at)
     for block in placed:
-        action = block.span.action
-        yield from _block(block, shade(action.kind, chunk_of[action.stage], chunks), at, unit)
+        yield from _block(block, shade(block.span.action.kind, lane.chunk(block.span), chunks), at, unit)
     for one, other in pairwise(placed):
         if one.span.partner == other.span.action:
-            size = f'x="{_n(one.first + 0.25)}" y="{_n(at.y(row[0].rank) - 0.75)}" height="{at.lane + 1.5}"'
+            y, height = at.y(lane.rank, lane.stream), at.height(lane.stream)
+            size = f'x="{_n(one.first + 0.25)}" y="{_n(y - 0.75)}" height="{height + 1.5}"'
             yield f'<rect class="pair" {size} width="{_n(other.end - one.first - 1.5)}" rx="3"/>'
 
 
 def _block(block: Block, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
     """A thin gap before the next block, but not between the two of a pair; its number where it fits."""
     span, room = block.span, block.end - block.first
-    joined = span.partner is not None and span.action.kind is Kind.F
-    width = room if joined or room < 3 else room - (1 if room > 5 else 0.5)
+    y, height = at.y(span.rank, span.stream), at.height(span.stream)
+    width = room if block.joined or room < 3 else room - (1 if room > 5 else 0.5)
     rounded = ' rx="2"' if width > 6 else ""
     yield (
-        f'<rect class="block" x="{_n(block.first)}" y="{_n(at.y(span.rank))}" width="{_n(width)}" height="{at.lane}"'
+        f'<rect class="block" x="{_n(block.first)}" y="{_n(y)}" width="{_n(width)}" height="{height}"'
         f' fill="{colour}"{rounded}><title>{escaped(_said(span, unit))}</title></rect>'
     )
     number = str(span.action.microbatch)
     look = next((look for look, letter in NUMBERS if len(number) * letter <= width - 0.5), None)
-    if look and at.lane > 12:
-        yield _text(block.first + width / 2, at.y(span.rank) + at.lane / 2 + 4, number, look)
+    if look and height > 12:
+        yield _text(block.first + width / 2, y + height / 2 + 4, number, look)
 
 
-def _reductions(timeline: Timeline, row: Row, at: Frame, unit: Unit) -> Iterator[str]:
-    """A bar each, which says what it is when pointed at."""
-    chunks = num_chunks(timeline)
-    for span, first, end in blocks(row, at):
-        chunk_of, y = chunks_of(timeline, span.rank), at.y(span.rank) + at.lane - at.bar
-        colour = shade(Kind.R, chunk_of[span.action.stage], chunks)
+def _merged(lane: Lane, line: list[Piece], chunks: int, at: Frame) -> Iterator[str]:
+    """One path for each colour, made of columns."""
+    height = at.height(lane.stream)
+    start = f"M{_n(at.left)} {_n(at.y(lane.rank, lane.stream) + height / 2)}"
+    for look in sorted({(piece.kind, piece.chunk) for piece in line}):
         yield (
-            f'<rect class="reduction" x="{_n(first)}" y="{_n(y)}" width="{_n(end - first)}" height="{at.bar}"'
-            f' fill="{colour}"><title>{escaped(_said(span, unit))}</title></rect>'
+            f'<path class="blocks" stroke-width="{height}" stroke="{shade(*look, chunks)}"'
+            f' d="{start}{_dashes(piece for piece in line if (piece.kind, piece.chunk) == look)}"/>'
         )
-
-
-def _merged(timeline: Timeline, at: Frame) -> list[list[str]]:
-    """Per rank, one path for each colour, made of columns."""
-    chunks = num_chunks(timeline)
-    lanes = []
-    for rank, line in enumerate(pieces(timeline, at.scale / FINEST)):
-        looks = sorted({(piece.kind, piece.chunk) for piece in line})
-        start = f"M{_n(at.left)} {_n(at.y(rank) + at.lane / 2)}"
-        lanes.append(
-            [
-                f'<path class="blocks" stroke-width="{at.lane}" stroke="{shade(*look, chunks)}"'
-                f' d="{start}{_dashes(piece for piece in line if (piece.kind, piece.chunk) == look)}"/>'
-                for look in looks
-            ]
-        )
-    return lanes
 
 
 def _dashes(line: Iterable[Piece]) -> str:
@@ -167,17 +155,17 @@ def _dashes(line: Iterable[Piece]) -> str:
 
 def _memory(timeline: Timeline, rank: int, at: Frame, most: tuple[float, ...]) -> Iterator[str]:
     """What the rank keeps, as a hill below its lane; all ranks have one scale."""
-    floor = at.y(rank) + at.lane + at.memory
+    floor = at.floor(rank)
     yield f'<path class="floor" d="M{_n(at.left)} {_n(floor)}h{_n(at.width)}"/>'
     yield _text(at.left + at.width + at.right, floor, amount_text(timeline, most[rank]), "label end")
     curve = steps(timeline.memory(rank), at, FINEST)
     if not curve:
         return
-    tall = (at.memory - 2) / (max(most) or 1.0)
+    tall = (at.heights.memory - 2) / (max(most) or 1.0)
     path = "".join(f"H{_n(x)}V{_n(floor - memory * tall)}" for x, memory in curve)
     yield f'<path class="memory" d="M{_n(curve[0][0])} {_n(floor)}{path}"/>'
     x = next(x for x, memory in curve if memory >= most[rank] * (1 - 1e-9))
-    radius = 2.5 if at.memory > 10 else 1.75
+    radius = 2.5 if at.heights.memory > 10 else 1.75
     yield f'<circle class="peak" cx="{_n(x)}" cy="{_n(floor - most[rank] * tall)}" r="{radius}"/>'
 
 
@@ -197,12 +185,11 @@ def _legend(timeline: Timeline, width: float, y: float) -> tuple[list[str], floa
 
 def _entries(timeline: Timeline, chunks: int) -> Iterator[tuple[list[str], str]]:
     plain = '<rect x="{{x}}" y="{{y}}" width="16" height="12" rx="2" {}/>'
+    low = '<rect x="{{x}}" y="{{y}}" transform="translate(0 6)" width="16" height="6" {}/>'
     for kind in kinds([timeline]):
-        if kind is Kind.R:
-            bar = '<rect class="reduction" x="{{x}}" y="{{y}}" transform="translate(0 6)" width="16" height="6" {}/>'
-            yield [bar.format(f'fill="{shade(kind, chunk, chunks)}"') for chunk in range(chunks)], NAMES[kind]
-            continue
-        yield [plain.format(f'fill="{shade(kind, chunk, chunks)}"') for chunk in range(chunks)], NAMES[kind]
+        swatch = plain if DATAFLOW[kind].stream is Stream.COMPUTE else low
+        colours = [shade(kind, chunk, chunks) for chunk in range(chunks)]
+        yield [swatch.format(f'fill="{colour}"') for colour in colours], DATAFLOW[kind].name
     if chunks > 1:
         yield [], "lighter: later chunk"
     if any(span.partner for span in timeline):
@@ -246,7 +233,7 @@ def _style() -> str:
     return (
         ".pipeflow{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif}"
         ".pipeflow text{font-size:12px}.pipeflow .title{font-size:15px;font-weight:600}"
-        ".pipeflow .label{font-size:11px}.pipeflow .small{font-size:10.5px}"
+        ".pipeflow .label{font-size:11px}.pipeflow .small{font-size:10.5px}.pipeflow .tiny{font-size:9px}"
         f".pipeflow .number{{font-size:11px;fill:{INK};text-anchor:middle}}.pipeflow .tight{{font-size:8.5px}}"
         ".pipeflow .middle{text-anchor:middle}.pipeflow .end{text-anchor:end}"
         ".pipeflow .blocks{fill:none;shape-rendering:crispEdges}"
@@ -262,8 +249,7 @@ def _coloured(scheme: Scheme) -> str:
     return (
         f".pipeflow .ground{{fill:{scheme.background}}}.pipeflow .lane{{fill:{scheme.lane}}}"
         f".pipeflow .title,.pipeflow .label{{fill:{scheme.text}}}"
-        f".pipeflow .said,.pipeflow .small{{fill:{scheme.muted}}}"
+        f".pipeflow .said,.pipeflow .small,.pipeflow .tiny{{fill:{scheme.muted}}}"
         f".pipeflow .grid,.pipeflow .floor{{stroke:{scheme.grid}}}.pipeflow .pair{{stroke:{scheme.text}}}"
-        f".pipeflow .reduction{{stroke:{scheme.background}}}"
         f".pipeflow .memory{{fill:{scheme.memory};stroke:{scheme.memory}}}.pipeflow .peak{{fill:{scheme.memory}}}"
     )

@@ -1,5 +1,5 @@
-"""html: timelines as one page that needs nothing else. What it looks like and does is in the files of `page/`; here is
-what is written into them.
+"""html: timelines as one page that needs nothing else. What it looks like and does is in the files beside this one;
+here they become one file.
 """
 
 from __future__ import annotations
@@ -10,33 +10,19 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.resources import files
-from itertools import pairwise
 from string import Template
-from typing import Any
 
-from pipeflow.analysis.causes import Cause, causes, critical_path
-from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import Stream
-from pipeflow.core.span import Row, Span
+from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.files.frame import heights
-from pipeflow.draw.layout import computations, num_chunks, shortest
-from pipeflow.draw.looks import (
-    DARK,
-    INK,
-    LIGHT,
-    Scheme,
-    chunks_of,
-    escaped,
-    kinds,
-    several,
-    shade,
-)
-from pipeflow.draw.measures import Unit, heading, measures
-from pipeflow.draw.memory import amount_text, peaks, unit_of
-from pipeflow.draw.painters import NAMES
-
-SCRIPTS = ("model.js", "paint.js", "tell.js", "page.js", "input.js")
+from pipeflow.draw.captions import heading, measures
+from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, shade
+from pipeflow.draw.files.markup import escaped
+from pipeflow.draw.lanes import kinds, num_chunks, several
+from pipeflow.draw.memory import unit_of
+from pipeflow.draw.page.bundle import bundle
+from pipeflow.draw.page.data import page_data
+from pipeflow.draw.page.tables import measures_table, ranks_table
+from pipeflow.draw.times import Unit
 
 
 def html(timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: float = 1.0) -> str:
@@ -48,15 +34,15 @@ def html(timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: fl
     """
     drawn = several(timelines)
     times = Unit(unit, factor)
-    script = '"use strict";\n' + "\n".join(_file(name) for name in SCRIPTS)
+    script = bundle("main", lambda name: _file(f"{name}.js"))
     return Template(_file("page.html")).substitute(
         policy=_policy(script),
         title=escaped("; ".join(map(heading, drawn))),
         style=_variables() + _file("page.css"),
         legend="\n".join(f"<li>{entry}</li>" for entry in _legend(drawn)),
         charts="\n".join(_chart(timeline, times) for timeline in drawn),
-        tables=_measures_table(drawn, times) + "".join(_ranks_table(timeline, times) for timeline in drawn),
-        data=_as_script_text(_data(drawn, times)),
+        tables=measures_table(drawn, times) + "".join(ranks_table(timeline, times) for timeline in drawn),
+        data=_as_script_text(page_data(drawn, times)),
         script=script,
     )
 
@@ -79,7 +65,8 @@ def _as_script_text(data: object) -> str:
 
 def _variables() -> str:
     def block(selector: str, scheme: Scheme) -> str:
-        return selector + "{" + ";".join(f"--{name}:{colour}" for name, colour in asdict(scheme).items()) + "}"
+        colours = asdict(scheme) | {"ink": INK}
+        return selector + "{" + ";".join(f"--{name}:{colour}" for name, colour in colours.items()) + "}"
 
     return (
         f":root{{color-scheme:light dark}}{block(':root', LIGHT)}\n"
@@ -88,81 +75,12 @@ def _variables() -> str:
     )
 
 
-def _data(timelines: tuple[Timeline, ...], unit: Unit) -> dict[str, Any]:
-    chunks = max(map(num_chunks, timelines))
-    return {
-        "unit": unit.name,
-        "factor": unit.factor,
-        "shortest": shortest(span for timeline in timelines for span in computations(timeline)),
-        "ink": INK,
-        "kinds": NAMES,
-        "colours": {kind: [shade(kind, chunk, chunks) for chunk in range(chunks)] for kind in Kind},
-        "timelines": [_timeline(timeline) for timeline in timelines],
-    }
-
-
-def _timeline(timeline: Timeline) -> dict[str, Any]:
-    computed, reduced = timeline.on(Stream.COMPUTE), timeline.on(Stream.REDUCE)
-    rows = [(*row, *reductions) for row, reductions in zip(computed, reduced, strict=True)]
-    places = {span: (span.rank, index) for row in rows for index, span in enumerate(row)}  # reductions come last
-    why = {cause.span: cause for row in causes(timeline) for cause in row}
-    most = peaks(timeline)
-    return {
-        "makespan": _short(timeline.makespan),
-        "memory": unit_of(timeline),
-        "highest": _short(max(most)),
-        "heights": heights(len(timeline.rows))._asdict(),
-        "path": [places[cause.span] for cause in critical_path(timeline)],
-        "rows": [
-            {
-                "actions": " ".join(str(span.action) for span in row),
-                "times": [_short(time) for span in row for time in (span.start, span.end)],
-                "chunks": chunks_of(timeline, rank),
-                "pairs": [index for index, (one, other) in enumerate(pairwise(row)) if one.partner == other.action],
-                "waits": [_wait(why[span], places) for span in row if why[span].value],
-                "memory": [_short(number) for step in timeline.memory(rank) for number in step],
-                "peak": amount_text(timeline, most[rank]),
-                **({"reductions": _reductions(reduced[rank], why, places)} if any(reduced) else {}),
-            }
-            for rank, row in enumerate(computed)
-        ],
-    }
-
-
-Places = dict[Span, tuple[int, int]]
-
-
-def _reductions(row: Row, why: dict[Span, Cause], places: Places) -> dict[str, Any]:
-    """A rank's reductions, each with the place of what it began after."""
-    causes = [why[span] for span in row]
-    return {
-        "actions": " ".join(str(span.action) for span in row),
-        "times": [_short(time) for span in row for time in (span.start, span.end)],
-        "after": [cause.after and places[cause.after] for cause in causes],
-        "waits": [_wait(cause, places) for cause in causes if cause.value],
-    }
-
-
-def _wait(cause: Cause, places: Places) -> tuple[int | str, ...]:
-    """The index of a span that waited, the rank and index of the one that it waited for, and the value."""
-    assert cause.after is not None
-    assert cause.value is not None
-    content, stage, microbatch = cause.value
-    return places[cause.span][1], *places[cause.after], content.value, stage, microbatch
-
-
-def _short(number: float) -> float:
-    """A number in as few letters as nine digits take."""
-    rounded = float(f"{number:.9g}")
-    return int(rounded) if rounded.is_integer() else rounded
-
-
 def _legend(timelines: tuple[Timeline, ...]) -> Iterator[str]:
     chunks = max(map(num_chunks, timelines))
     for kind in kinds(timelines):
-        bar = ' class="reduction"' if kind is Kind.R else ""
+        bar = "" if DATAFLOW[kind].stream is Stream.COMPUTE else ' class="beside"'
         swatches = "".join(f'<i{bar} style="background:{shade(kind, chunk, chunks)}"></i>' for chunk in range(chunks))
-        yield f"{swatches} {NAMES[kind]}"
+        yield f"{swatches} {DATAFLOW[kind].name}"
     if chunks > 1:
         yield "lighter: later chunk"
     if any(span.partner for timeline in timelines for span in timeline):
@@ -180,48 +98,4 @@ def _chart(timeline: Timeline, unit: Unit) -> str:
         '<div class="chart"><canvas class="axis" aria-hidden="true"></canvas>'
         '<canvas class="lanes" tabindex="0" role="application" aria-roledescription="timeline"'
         f' aria-label="{title}: {said}" aria-describedby="keys"></canvas></div>\n</section>'
-    )
-
-
-def _measures_table(timelines: tuple[Timeline, ...], unit: Unit) -> str:
-    rows = [
-        (
-            heading(timeline),
-            unit.text(timeline.makespan),
-            unit.text(timeline.span),
-            unit.text(timeline.work),
-            f"{timeline.bubble_ratio:.1%}",
-            f"{amount_text(timeline, max(peaks(timeline)))}{'' if timeline.saved_bytes else ' activations'}",
-        )
-        for timeline in timelines
-    ]
-    return _table("Measures", ("timeline", "makespan", "span", "work of the busiest rank", "bubble", "peak"), rows)
-
-
-def _ranks_table(timeline: Timeline, unit: Unit) -> str:
-    most = peaks(timeline)
-    rows = []
-    reduced = timeline.on(Stream.REDUCE)
-    for rank, row in enumerate(timeline.on(Stream.COMPUTE)):
-        first, last = (row[0].start, row[-1].end) if row else (0.0, 0.0)
-        busy = sum(span.end - span.start for span in row)
-        times = [unit.text(time) for time in (first, last, busy, last - first - busy)]
-        if any(reduced):
-            times.append(unit.text(max((span.end for span in reduced[rank]), default=0.0)))
-        rows.append((f"rank {rank}", str(len(row)), *times, amount_text(timeline, most[rank])))
-    columns = ("rank", "actions", "first start", "last end", "busy", "idle between", *["reduced"] * any(reduced))
-    head = (*columns, f"peak {unit_of(timeline)}")
-    table = _table(heading(timeline), head, rows)
-    return f'<details class="ranks"><summary>Ranks of {escaped(heading(timeline))}</summary>{table}</details>'
-
-
-def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    titles = "".join(f'<th scope="col">{escaped(title)}</th>' for title in head)
-    lines = "".join(
-        f'<tr><th scope="row">{escaped(first)}</th>{"".join(f"<td>{escaped(cell)}</td>" for cell in rest)}</tr>\n'
-        for first, *rest in rows
-    )
-    return (
-        f'<div class="tables"><table><caption>{escaped(caption)}</caption><thead><tr>{titles}</tr></thead>\n'
-        f"<tbody>\n{lines}</tbody></table></div>\n"
     )

@@ -1,123 +1,139 @@
-/* Page: what is seen and what is marked. How things look is in paint.js, what changes them in input.js. */
+/* Page: the timelines in it, what of them is seen and what is marked. What must not live here: how it looks, and which
+ * pointers and keys change it. */
 
-const timelines = written.timelines.map(makeTimeline);
-const horizon = Math.max(...timelines.map((timeline) => timeline.makespan)) || 1;
-const narrowest = Math.max(Math.min(horizon, written.shortest * 1.5), horizon * 1e-7);
-const by = (id) => document.getElementById(id);
+import {prepared, scheme} from "./canvas.js";
+import {wayOf} from "./data.js";
+import {AXIS, layOut} from "./geometry.js";
+import {paintAxis, paintGround, paintLanes, paintLinks} from "./paint.js";
+import {saidTime, saidWay} from "./words.js";
 
-const view = {first: 0, last: horizon};
-const marks = {
-  path: false,
-  way: null, // the microbatch that is followed
+export const by = (id) => document.getElementById(id);
+
+/** What is marked: the critical path, or the `way` of a microbatch. */
+class Marks {
+  path = false;
+  way = null;
+
+  /** Whether something is marked, and a block is no part of it. */
   dims(block) {
     if (!this.path && this.way === null) return false;
-    return !(this.path && block.critical) && block.microbatch !== this.way;
-  },
-};
+    return !(this.path && block.critical) && (this.way === null || block.followed !== this.way);
+  }
 
-/** A timeline's place in the page. */
-function makeChart(timeline, number) {
-  const chart = document.querySelectorAll(".chart")[number];
-  const over = (name) => chart.appendChild(Object.assign(document.createElement("div"), {className: `over ${name}`, hidden: true}));
-  const [axis, lanes] = chart.querySelectorAll("canvas");
-  return {timeline, chart, axis, lanes, place: null, focus: null,
-          cursor: over("cursor"), pointed: over("pointed"), focused: over("focused")};
+  /** From each of some blocks to the next one that others wait for, or that is on a critical path which is marked. */
+  steps(blocks) {
+    const chain = blocks.filter((block) => (block.critical && this.path) || block.kind.passes);
+    return chain.slice(1).map((block, index) => [chain[index], block]);
+  }
 }
 
-const charts = timelines.map(makeChart);
+/** One timeline's place in the document. */
+class Chart {
+  place = null;
+  focus = null;
 
-/* What is seen. */
+  constructor(timeline, element) {
+    const over = (name) => element.appendChild(Object.assign(document.createElement("div"), {className: `over ${name}`, hidden: true}));
+    [this.axis, this.lanes] = element.querySelectorAll("canvas");
+    Object.assign(this, {timeline, element, cursor: over("cursor"), pointed: over("pointed"), focused: over("focused")});
+  }
 
-let waiting = false;
-let density = null; // of the printer; null on the screen
+  /** Puts one of the frames around a block, as far as it is in view. */
+  frame(over, block) {
+    const {place} = this;
+    const first = block && Math.max(place.x(block.start), place.left);
+    const end = block && Math.min(place.x(block.end), place.left + place.width);
+    over.hidden = !block || end < first;
+    if (over.hidden) return;
+    const {height} = place.lanes[block.lane];
+    const [left, top] = [first - 2, AXIS + place.y(block) - 2];
+    Object.assign(over.style, {left: `${left}px`, top: `${top}px`, width: `${end - first + 3}px`, height: `${height + 4}px`});
+  }
 
-function repaint() {
-  if (waiting) return;
-  waiting = true;
-  requestAnimationFrame(() => { waiting = false; paintAll(); });
+  /** Whether a lane was too dense for blocks. */
+  paint({data, view, marks, density}, colours) {
+    const {timeline, element} = this;
+    const wide = element.clientWidth;
+    const place = this.place = layOut(timeline, view, wide);
+    const sharp = density ?? window.devicePixelRatio;
+    paintAxis(prepared(this.axis, wide, AXIS, sharp), data, place, view, colours);
+    const context = prepared(this.lanes, wide, place.height, sharp);
+    paintGround(context, data, timeline, place, view, colours);
+    const dense = paintLanes(context, timeline, place, view, marks, colours);
+    if (marks.way !== null) paintLinks(context, marks.steps(wayOf(timeline, marks.way)), place, colours.text, 1.25);
+    if (marks.path) paintLinks(context, marks.steps(timeline.path), place, colours.accent, 1.75);
+    this.frame(this.focused, document.activeElement === this.lanes ? this.focus : null);
+    return dense;
+  }
 }
 
-function paintAll() {
-  const colours = scheme();
-  document.documentElement.style.setProperty("--bar", `${document.querySelector(".bar").offsetHeight}px`);
-  const dense = charts.map((chart) => paintChart(chart, colours)).some(Boolean);
-  by("view").textContent = `${said(view.first)} to ${said(view.last)}${dense ? "; colours are mixed where blocks are too small" : ""}`;
-}
+/** A page of the data that `read` gives. */
+export class Page {
+  marks = new Marks();
+  density = null; // of the printer; null on the screen
+  #waiting = false;
 
-/** Whether a lane was too dense for blocks. */
-function paintChart(chart, colours) {
-  const {timeline} = chart;
-  const wide = chart.chart.clientWidth;
-  const place = layOut(timeline, wide);
-  place.x = (time) => place.left + ((time - view.first) * place.width) / (view.last - view.first);
-  place.time = (x) => view.first + ((x - place.left) * (view.last - view.first)) / place.width;
-  chart.place = place;
-  const sharp = density ?? window.devicePixelRatio;
-  paintAxis(prepared(chart.axis, wide, AXIS, sharp), place, view, colours);
-  const context = prepared(chart.lanes, wide, place.height, sharp);
-  paintGround(context, timeline, place, view, colours);
-  const dense = paintLanes(context, timeline, place, view, marks, colours);
-  if (marks.way !== null) paintLinks(context, steps(wayOf(timeline, marks.way)), place, colours.text, 1.25);
-  if (marks.path) paintLinks(context, steps(timeline.path), place, colours.accent, 1.75);
-  frameBlock(chart, chart.focused, document.activeElement === chart.lanes ? chart.focus : null);
-  return dense;
-}
+  constructor(data) {
+    this.data = data;
+    this.horizon = Math.max(...data.timelines.map((timeline) => timeline.makespan)) || 1;
+    this.narrowest = Math.max(Math.min(this.horizon, data.shortest * 1.5), this.horizon * 1e-7);
+    this.view = {first: 0, last: this.horizon};
+    const elements = document.querySelectorAll(".chart");
+    this.charts = data.timelines.map((timeline, number) => new Chart(timeline, elements[number]));
+  }
 
-/** From each block to the next one; weight gradients, which nothing waits for, are left out. */
-function steps(blocks) {
-  const chain = blocks.filter((block) => block.critical && marks.path || block.kind !== "W");
-  return chain.slice(1).map((block, index) => [chain[index], block]);
-}
+  get length() {
+    return this.view.last - this.view.first;
+  }
 
-/** Puts a frame around a block, as far as it is in view. */
-function frameBlock(chart, over, block) {
-  const {place} = chart;
-  const first = block && Math.max(place.x(block.start), place.left);
-  const end = block && Math.min(place.x(block.end), place.left + place.width);
-  over.hidden = !block || end < first;
-  if (over.hidden) return;
-  const height = block.kind === "R" ? place.bar : place.lane;
-  const top = AXIS + block.rank * place.pitch + place.lane - height;
-  Object.assign(over.style, {left: `${first - 2}px`, top: `${top - 2}px`, width: `${end - first + 3}px`, height: `${height + 4}px`});
-}
+  repaint() {
+    if (this.#waiting) return;
+    this.#waiting = true;
+    requestAnimationFrame(() => { this.#waiting = false; this.paint(); });
+  }
 
-/* Zoom and move. */
+  paint() {
+    const colours = scheme();
+    document.documentElement.style.setProperty("--bar", `${document.querySelector(".bar").offsetHeight}px`);
+    const dense = this.charts.map((chart) => chart.paint(this, colours)).some(Boolean);
+    const [first, last] = [this.view.first, this.view.last].map((time) => saidTime(this.data, time));
+    by("view").textContent = `${first} to ${last}${dense ? "; colours are mixed where blocks are too small" : ""}`;
+  }
 
-/** Shows from `first` on for `length`, within the step. */
-function show(first, length) {
-  const span = Math.min(Math.max(length, narrowest), horizon);
-  view.first = Math.min(Math.max(first, 0), horizon - span);
-  view.last = view.first + span;
-  repaint();
-}
+  /** Shows from `first` on for `length`, within the step. */
+  show(first, length) {
+    const span = Math.min(Math.max(length, this.narrowest), this.horizon);
+    this.view.first = Math.min(Math.max(first, 0), this.horizon - span);
+    this.view.last = this.view.first + span;
+    this.repaint();
+  }
 
-/** Makes what is seen `factor` times as long, `time` staying where it is. */
-function zoom(factor, time = (view.first + view.last) / 2) {
-  const length = view.last - view.first;
-  const span = Math.min(Math.max(length * factor, narrowest), horizon);
-  show(time - ((time - view.first) * span) / length, span);
-}
+  showAll() {
+    this.show(0, this.horizon);
+  }
 
-function move(part) {
-  show(view.first + part * (view.last - view.first), view.last - view.first);
-}
+  /** Makes what is seen `factor` times as long, `time` staying where it is. */
+  zoom(factor, time = (this.view.first + this.view.last) / 2) {
+    const span = Math.min(Math.max(this.length * factor, this.narrowest), this.horizon);
+    this.show(time - ((time - this.view.first) * span) / this.length, span);
+  }
 
-/* What is marked. */
+  /** Moves what is seen by a part of its length. */
+  move(part) {
+    this.show(this.view.first + part * this.length, this.length);
+  }
 
-function showPath(on) {
-  marks.path = by("path").checked = on;
-  repaint();
-}
+  showPath(on) {
+    this.marks.path = by("path").checked = on;
+    this.repaint();
+  }
 
-function follow(microbatch) {
-  marks.way = microbatch;
-  by("forget").hidden = microbatch === null;
-  by("way").textContent = microbatch === null ? "" : saidWay(microbatch);
-  repaint();
-}
-
-function saidWay(microbatch) {
-  const ends = timelines.map((timeline) => wayOf(timeline, microbatch)).filter((way) => way.length);
-  const times = ends.map((way) => `${said(way[0].start)} to ${said(Math.max(...way.map((block) => block.end)))}`);
-  return `microbatch ${microbatch}: ${times.join("; ")}`;
+  /** Follows a microbatch through the ranks; none when it is null. */
+  follow(microbatch) {
+    this.marks.way = microbatch;
+    by("forget").hidden = microbatch === null;
+    const ways = this.data.timelines.map((timeline) => wayOf(timeline, microbatch));
+    by("way").textContent = microbatch === null ? "" : saidWay(this.data, microbatch, ways);
+    this.repaint();
+  }
 }

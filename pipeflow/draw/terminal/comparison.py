@@ -8,8 +8,9 @@ from typing import final
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.measures import Unit, heading
+from pipeflow.draw.captions import heading
 from pipeflow.draw.terminal.gantt import stacked
+from pipeflow.draw.times import Unit
 
 
 @final

@@ -11,11 +11,12 @@ from rich.text import Text
 
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.layout import fit, heights, lines, num_chunks, round_half_up
-from pipeflow.draw.looks import kinds
-from pipeflow.draw.measures import Unit, axis, heading, measures
+from pipeflow.draw.captions import heading, measures
+from pipeflow.draw.lanes import kinds, lanes, num_chunks
 from pipeflow.draw.memory import Memory, memory_of, same_memory
 from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
+from pipeflow.draw.pieces import fit, heights, pieces, round_half_up
+from pipeflow.draw.times import Unit, axis
 
 
 @final
@@ -23,7 +24,7 @@ from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
 class Gantt:
     """Draws a timeline with one line a rank, time from left to right, scaled to the width there is; and, with `memory`,
     a line below it for what the rank keeps for its backwards: bars or, in plain text, a digit where the amount changes.
-    A rank's gradient reductions are shown where it is idle.
+    What runs beside the computations, as gradient reductions do, has a line of its own, named by its stream.
 
     Where there are colours, hue is the kind of action, shade the chunk and the number the microbatch; where
     there are none, letters say the same. Below stand makespan, bubble and peak activations.
@@ -90,11 +91,13 @@ def painter_for(chunks: int, console: Console, options: ConsoleOptions) -> Paint
 
 
 def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept: Memory | None) -> Iterator[Text]:
-    """Per rank a line of actions and, where memory is shown, a line of what is kept."""
+    """Per rank a line of computations, one for each stream beside them and, with memory, one of what is kept."""
     width = round_half_up(timeline.makespan * scale)
     labels = iter(_labels(timeline, kept))
-    for rank, line in enumerate(lines(timeline, scale)):
-        yield _line(next(labels).ljust(margin), *paint(line, width, painter))
+    drawn = lanes(timeline)
+    for rank, (of_rank, painted) in enumerate(zip(drawn, pieces(drawn, scale), strict=True)):
+        for lane, line in zip(of_rank, painted, strict=True):
+            yield _line(next(labels).ljust(margin), *paint(line, width, painter, lane.stream))
         if kept is not None:
             amounts = heights(timeline.memory(rank), timeline.makespan, scale)
             yield _line((next(labels).ljust(margin), "bright_black"), painter.memory(amounts, kept))
@@ -115,8 +118,8 @@ def _flowed(items: Iterable[list[Painted]], width: int, *, gap: int = 3) -> Iter
 
 def _labels(timeline: Timeline, kept: Memory | None) -> Iterator[str]:
     """What stands before each line."""
-    for rank in range(len(timeline.rows)):
-        yield f"rank {rank}"
+    for rank, of_rank in enumerate(lanes(timeline)):
+        yield from (lane.name for lane in of_rank)
         if kept is not None:
             yield f"peak {kept.text(max((amount for _, amount in timeline.memory(rank)), default=0.0))}"
 

@@ -11,13 +11,15 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from pipeflow.analysis.causes import Cause, critical_path
+from pipeflow.analysis.measures import path_times
 from pipeflow.core.action import Action
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.layout import num_chunks
-from pipeflow.draw.measures import Unit, heading, path_times
+from pipeflow.draw.captions import heading
+from pipeflow.draw.lanes import num_chunks
 from pipeflow.draw.painters import Painter
 from pipeflow.draw.terminal.gantt import painter_for
+from pipeflow.draw.times import Unit
 
 SHOWN = 4  # actions of one stretch that are written out
 
@@ -63,7 +65,7 @@ class CriticalPath:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unit = Unit(self.unit, self.factor)
-        by_rank, reducing, waiting = path_times(self.timeline)
+        by_rank, beside, waiting = path_times(self.timeline)
         painter = painter_for(num_chunks(self.timeline), console, options)
         yield Text(f"critical path of {printable(heading(self.timeline))}", "bold")
         at = f"at {self.unit}".rstrip()
@@ -78,8 +80,8 @@ class CriticalPath:
             if fold.times:
                 again = f"... the same {fold.times} time{'s' * (fold.times > 1)} more, to {fold.last}"
                 yield Text(" " * (sum(widths[:2]) + 2 + 2 * bool(waiting)) + again, "bright_black")
-        reduced = f"reducing {unit.text(reducing)}, " if reducing else ""
-        yield Text(f"computing {unit.text(sum(by_rank))}, {reduced}waiting {unit.text(waiting)}")
+        others = [f"{stream} {unit.text(time)}" for stream, time in beside.items() if time]
+        yield Text(", ".join([f"computing {unit.text(sum(by_rank))}", *others, f"waiting {unit.text(waiting)}"]))
 
     def _row(self, stretch: Stretch, painter: Painter) -> Row:
         start, wait = (f"{time * self.factor:.6g}" for time in (stretch.causes[0].span.start, stretch.wait))

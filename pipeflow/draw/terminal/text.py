@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.layout import lines, num_chunks, round_half_up, shortest
+from pipeflow.draw.lanes import lanes, num_chunks
 from pipeflow.draw.painters import Letters, paint
+from pipeflow.draw.pieces import pieces, round_half_up, shortest
 
 
 def picture(timeline: Timeline) -> str:
@@ -18,14 +19,15 @@ def picture(timeline: Timeline) -> str:
     rank 0  F0 F1 .  .  B0--- .  B1---
     rank 1  .  F0 B0--- F1 B1--- .  .
     """
-    unit = shortest(timeline)
-    chunks = num_chunks(timeline)
-    labels = [Letters(chunks).label(piece) for line in lines(timeline, 1 / unit) for piece in line]
+    unit = shortest([timeline])
+    chunks, drawn = num_chunks(timeline), lanes(timeline)
+    labels = [Letters(chunks).label(piece) for rank in pieces(drawn, 1 / unit) for line in rank for piece in line]
     columns = max(map(len, labels), default=0) + 1
     painter = Letters(chunks, grid=columns, joint=" ")
     width = round_half_up(timeline.makespan / unit * columns)
-    margin = len(f"rank {len(timeline.rows) - 1}  ")
+    margin = max(len(lane.name) for rank in drawn for lane in rank) + 2
     return "\n".join(
-        f"rank {rank}".ljust(margin) + "".join(text for text, _ in paint(line, width, painter)).rstrip()
-        for rank, line in enumerate(lines(timeline, columns / unit))
+        lane.name.ljust(margin) + "".join(text for text, _ in paint(line, width, painter, lane.stream)).rstrip()
+        for rank, painted in zip(drawn, pieces(drawn, columns / unit), strict=True)
+        for lane, line in zip(rank, painted, strict=True)
     )

@@ -127,7 +127,9 @@ class LocalTransport:
             self.hub.closed.add((self.generation, self.rank))
             for key in [key for key in self.hub.channels if key[0] == self.generation and self.rank in key[1:3]]:
                 del self.hub.channels[key]
-            for collective in [key for key in self.hub.collectives if key[0] == self.generation and self.rank in key[1]]:
+            for collective in [
+                key for key in self.hub.collectives if key[0] == self.generation and self.rank in key[1]
+            ]:
                 del self.hub.collectives[collective]
             self.hub.changed.notify_all()
         return first

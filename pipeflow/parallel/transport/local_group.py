@@ -111,9 +111,11 @@ class LocalGroup:
 class _CollectiveWork:
     """A rank's end of a collective."""
 
-    __slots__ = ("_generation", "_hub", "_collective", "_ranks", "_timeout")
+    __slots__ = ("_collective", "_generation", "_hub", "_ranks", "_timeout")
 
-    def __init__(self, hub: Rendezvous, collective: Collective, ranks: Sequence[int], generation: int, timeout: float) -> None:
+    def __init__(
+        self, hub: Rendezvous, collective: Collective, ranks: Sequence[int], generation: int, timeout: float
+    ) -> None:
         self._hub = hub
         self._collective = collective
         self._ranks = ranks

@@ -1,0 +1,48 @@
+"""Captions: what stands in words above and below a drawing."""
+
+from __future__ import annotations
+
+from pipeflow.analysis.measures import stream_times
+from pipeflow.core.text import percent
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.lanes import num_chunks
+from pipeflow.draw.times import Unit
+
+
+def heading(timeline: Timeline) -> str:
+    """What was planned or run: the schedule's name and its size."""
+    sizes = {
+        "rank": len(timeline.rows),
+        "chunk": num_chunks(timeline),
+        "microbatch": len({span.action.microbatch for span in timeline}),
+    }
+    if sizes["chunk"] == 1:
+        del sizes["chunk"]
+    return ", ".join([timeline.name, *(_count(number, word) for word, number in sizes.items())])
+
+
+def _count(number: int, word: str) -> str:
+    plural = "es" if word.endswith("ch") else "s"
+    return f"{number} {word}{'' if number == 1 else plural}"
+
+
+def measures(timeline: Timeline, unit: Unit) -> str:
+    """Makespan, bubble and peak activations in one line; the span where it is not the makespan; and of each stream
+    beside the computations the most that a rank runs there, and what of all comes after the computations.
+    """
+    parts = [f"makespan {unit.text(timeline.makespan)}"]
+    if unit.text(timeline.span) != unit.text(timeline.makespan):
+        parts.append(f"span {unit.text(timeline.span)}")
+    if beside := [f"{stream} {unit.text(time)}" for stream, time in stream_times(timeline).items()]:
+        parts.append(", ".join([*beside, f"exposed {unit.text(timeline.exposed)}"]))
+    parts += [f"bubble {percent(timeline.bubble_ratio)}", f"peak activations {_peaks(timeline.peak_activations)}"]
+    return "  ".join(parts)
+
+
+def _peaks(peaks: tuple[float, ...]) -> str:
+    if len(set(peaks)) == 1:
+        return f"{peaks[0]:.4g} on every rank"
+    if len(peaks) <= 8:
+        return " ".join(f"{peak:.4g}" for peak in peaks)
+    most, least = peaks.index(max(peaks)), peaks.index(min(peaks))
+    return f"{peaks[most]:.4g} (rank {most}) to {peaks[least]:.4g} (rank {least})"

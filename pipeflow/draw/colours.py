@@ -1,0 +1,88 @@
+"""Colours: what the drawings share: hues of kinds and schemes of surfaces that all eyes can tell apart. What must not
+live here: geometry, and how a terminal is given its colours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeflow.core.action import Kind
+
+INK = "#10141c"  # of what is written on blocks of computations, on every ground
+
+
+class Hue(NamedTuple):
+    """A colour as red, green and blue; and the nearest of the 16 that every terminal has, and of those that
+    chrome://tracing has names for.
+    """
+
+    rgb: tuple[int, int, int]
+    terminal: str
+    chrome: str
+
+
+HUES = {
+    Kind.F: Hue((96, 146, 240), "blue", "rail_response"),
+    Kind.B: Hue((40, 170, 100), "green", "rail_load"),
+    Kind.I: Hue((226, 118, 172), "magenta", "detailed_memory_dump"),
+    Kind.W: Hue((242, 182, 52), "yellow", "rail_idle"),
+    Kind.R: Hue((125, 50, 230), "red", "rail_animation"),
+}
+SPARE = (  # for kinds that have none of their own: told apart by all eyes, too
+    Hue((255, 0, 34), "cyan", "terrible"),
+    Hue((153, 136, 34), "white", "olive"),
+    Hue((221, 51, 170), "red", "bad"),
+)
+
+
+def hue(kind: Kind) -> Hue:
+    """The colour of a kind of action."""
+    if kind in HUES:
+        return HUES[kind]
+    others = [each for each in Kind if each not in HUES]
+    return SPARE[others.index(kind) % len(SPARE)]
+
+
+def shade(kind: Kind, chunk: int, chunks: int) -> str:
+    """The colour of a kind of action, mixed with the more white the later the chunk (of `chunks`)."""
+    return mixed(hue(kind), chunk, chunks)
+
+
+def mixed(hue: Hue, chunk: int, chunks: int) -> str:
+    """A colour with the white of a chunk, as CSS writes it."""
+    white = 0.55 * chunk / max(chunks - 1, 1)
+    return "#{:02x}{:02x}{:02x}".format(*(round(part + (255 - part) * white) for part in hue.rgb))
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The colours of what is not a block, as CSS writes them."""
+
+    background: str
+    lane: str
+    grid: str
+    text: str
+    muted: str
+    memory: str
+    accent: str
+
+
+LIGHT = Scheme(
+    background="#ffffff",
+    lane="#e9edf3",
+    grid="#d5dbe3",
+    text="#171c26",
+    muted="#566072",
+    memory="#7c6bb0",
+    accent="#c8102e",
+)
+DARK = Scheme(
+    background="#14171d",
+    lane="#222732",
+    grid="#363d4b",
+    text="#e8ebf0",
+    muted="#a3adbd",
+    memory="#a79bdc",
+    accent="#ff5d52",
+)

@@ -1,0 +1,106 @@
+/* Canvas: what is drawn the same whatever it shows: canvases as sharp as the screen, frames, arrows, mixed colours. */
+
+const LARGEST = 16000; // pixels: what browsers allow a canvas to be high
+export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif';
+
+/** The colours of the scheme that is in force. */
+export function scheme() {
+  const style = getComputedStyle(document.documentElement);
+  const names = ["background", "lane", "grid", "text", "muted", "memory", "accent", "ink"];
+  return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+}
+
+/** A canvas's context, of as many pixels as the screen has, which counts in CSS pixels. */
+export function prepared(canvas, width, height, density) {
+  const ratio = Math.min(density, LARGEST / height);
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return context;
+}
+
+/** Draws what `draw` draws, but only within a rectangle. */
+export function within(context, [x, y, width, height], draw) {
+  context.save();
+  context.beginPath();
+  context.rect(x, y, width, height);
+  context.clip();
+  draw();
+  context.restore();
+}
+
+export function frame(context, x, y, width, height, colour) {
+  context.strokeStyle = colour;
+  context.lineWidth = 1.5;
+  context.beginPath();
+  context.roundRect(x + 0.25, y + 0.25, Math.max(width - 0.5, 1), height - 0.5, 2.5);
+  context.stroke();
+}
+
+/** With round corners where they can be seen: they take their time. */
+export function fillBlock(context, x, y, width, height) {
+  if (width <= 6) {
+    context.fillRect(x, y, width, height);
+    return;
+  }
+  context.beginPath();
+  context.roundRect(x, y, width, height, 2);
+  context.fill();
+}
+
+/** A line with a head at its end. */
+export function arrow(context, [x, y], [end, tip], size) {
+  context.beginPath();
+  context.moveTo(x, y);
+  context.lineTo(end, tip);
+  context.stroke();
+  const angle = Math.atan2(tip - y, end - x);
+  context.beginPath();
+  context.moveTo(end, tip);
+  for (const side of [-0.42, 0.42]) {
+    context.lineTo(end - size * Math.cos(angle + side), tip - size * Math.sin(angle + side));
+  }
+  context.fill();
+}
+
+const known = new Map();
+
+/** Red, green and blue of a colour, as the canvas reads it. */
+function parts(colour) {
+  if (!known.has(colour)) {
+    const context = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d");
+    context.fillStyle = colour;
+    context.fillRect(0, 0, 1, 1);
+    known.set(colour, context.getImageData(0, 0, 1, 1).data);
+  }
+  return known.get(colour);
+}
+
+/** Pieces of colour, as {start, end, colour, weight} in columns, mixed into `width` columns on a ground: an image of
+ * one line. */
+export function mixed(pieces, width, ground) {
+  const sums = new Float32Array(4 * width); // red, green, blue and how much of the column is not idle
+  for (const {start, end, colour, weight} of pieces) {
+    const [red, green, blue] = parts(colour);
+    const [from, to] = [Math.max(start, 0), Math.min(end, width)];
+    for (let column = Math.floor(from); column < to; column++) {
+      const part = weight * (Math.min(to, column + 1) - Math.max(from, column));
+      sums[4 * column] += part * red;
+      sums[4 * column + 1] += part * green;
+      sums[4 * column + 2] += part * blue;
+      sums[4 * column + 3] += part;
+    }
+  }
+  const image = new ImageData(width, 1);
+  const idleColour = parts(ground);
+  for (let at = 0; at < sums.length; at++) {
+    const idle = 1 - Math.min(sums[at | 3], 1);
+    image.data[at] = (at & 3) === 3 ? 255 : sums[at] + idle * idleColour[at & 3];
+  }
+  const strip = Object.assign(document.createElement("canvas"), {width, height: 1});
+  strip.getContext("2d").putImageData(image, 0, 0);
+  return strip;
+}

@@ -1,0 +1,113 @@
+"""Data: what the page's modules are told of timelines: every number and name in it comes from here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeflow.analysis.causes import SENTENCES, Cause, causes, critical_path
+from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import DATAFLOW, VALUE, Content
+from pipeflow.core.span import Row, Span
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.colours import shade
+from pipeflow.draw.files.frame import heights
+from pipeflow.draw.lanes import Lane, all_lanes, num_chunks
+from pipeflow.draw.memory import amount_text, peaks, unit_of
+from pipeflow.draw.pieces import shortest
+from pipeflow.draw.times import Unit
+
+CONTENTS = list(Content)
+PASSED = {content for flow in DATAFLOW.values() for content, offset in flow.needs if offset}  # from stage to stage
+
+Places = dict[Span, tuple[int, int]]  # rank, and index in its row
+
+
+def page_data(timelines: tuple[Timeline, ...], unit: Unit) -> dict[str, Any]:
+    """What a page says of timelines, as values of JSON."""
+    chunks = max(map(num_chunks, timelines))
+    return {
+        "unit": unit.name,
+        "factor": unit.factor,
+        "shortest": shortest(timelines),
+        "kinds": {kind.value: _kind(kind, chunks) for kind in Kind},
+        "sentences": {**SENTENCES, "value": VALUE},
+        "contents": CONTENTS,
+        "timelines": [_timeline(timeline) for timeline in timelines],
+    }
+
+
+def _kind(kind: Kind, chunks: int) -> dict[str, Any]:
+    """`passes` says whether other stages wait for it, `single` whether it is of one microbatch alone."""
+    flow = DATAFLOW[kind]
+    return {
+        "name": flow.name,
+        "stream": flow.stream,
+        "colours": [shade(kind, chunk, chunks) for chunk in range(chunks)],
+        "passes": any(content in PASSED for content, _ in flow.makes),
+        "single": not flow.joint,
+    }
+
+
+def _timeline(timeline: Timeline) -> dict[str, Any]:
+    places = {span: (span.rank, index) for row in timeline.rows for index, span in enumerate(row)}
+    drawn, most, levels = all_lanes(timeline), peaks(timeline), _levels(timeline)
+    level = {amount: index for index, amount in enumerate(levels)}
+    why = {cause.span: cause for row in causes(timeline) for cause in row}
+    return {
+        "makespan": _short(timeline.makespan),
+        "streams": [lane.stream for lane in drawn[0]],
+        "highest": _short(max(most)),
+        "levels": [[_short(amount), text] for amount, text in levels.items()],
+        "heights": heights(len(drawn))._asdict(),
+        "path": [places[cause.span] for cause in critical_path(timeline)],
+        "rows": [
+            {
+                **_row(timeline.rows[rank]),
+                "names": [lane.name for lane in lanes],
+                "chunks": {stage: chunk for chunk, stage in enumerate(lanes[0].stages)},
+                "causes": [cause for lane in lanes for cause in _causes(lane, why, places)],
+                "memory": [(_short(time), level[amount]) for time, amount in timeline.memory(rank)],
+                "peak": amount_text(timeline, most[rank]),
+            }
+            for rank, lanes in enumerate(drawn)
+        ],
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    """The actions with their times, and the indices of the two halves of each pair."""
+    index = {span.action: position for position, span in enumerate(row)}
+    pairs = [(index[span.action], index[span.partner]) for span in row if span.partner in index]
+    return {
+        "actions": " ".join(str(span.action) for span in row),
+        "times": [_short(time) for span in row for time in (span.start, span.end)],
+        "pairs": [pair for pair in pairs if pair[0] < pair[1]],
+    }
+
+
+def _causes(lane: Lane, why: dict[Span, Cause], places: Places) -> Iterator[tuple[int, ...]]:
+    """Of each span that began after something else than the one before it on its lane: its index; rank and index of
+    what it began after, unless it began at once; content, stage and microbatch of the value that it waited for, if any.
+    """
+    for before, span in zip((None, *lane.row), lane.row, strict=False):
+        _, after, value = why[span]
+        if value is None and after is before:
+            continue
+        place = () if after is None else places[after]
+        waited = () if value is None else (CONTENTS.index(value.content), value.stage, value.microbatch)
+        yield places[span][1], *place, *waited
+
+
+def _levels(timeline: Timeline) -> dict[float, str]:
+    """The amounts that any rank keeps at any time, and how they are written."""
+    curves = (timeline.memory(rank) for rank in range(len(timeline.rows)))
+    amounts = dict.fromkeys((0.0, *(amount for curve in curves for _, amount in curve)))
+    counted = "" if timeline.saved_bytes else f" {unit_of(timeline)}"
+    return {amount: f"{amount_text(timeline, amount)}{counted}" for amount in amounts}
+
+
+def _short(number: float) -> float:
+    """A number in as few letters as nine digits take."""
+    rounded = float(f"{number:.9g}")
+    return int(rounded) if rounded.is_integer() else rounded

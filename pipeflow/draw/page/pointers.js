@@ -1,0 +1,117 @@
+/* Pointers: what they point at, and how the wheel, drags, pinches and clicks change a page. */
+
+import {blockAt, laneAt} from "./geometry.js";
+import {tellBlock, tellMemory, tellNothing} from "./tip.js";
+
+/** What lies under a point of the window: a time, a row if it is in the lanes, and the block if there is one. */
+function under(page, chart, event) {
+  const box = chart.lanes.getBoundingClientRect();
+  const {place, timeline} = chart;
+  const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+  const {rank, lane} = laneAt(place, y);
+  const [time, row] = [place.time(x), timeline.rows[rank]];
+  if (!row || x < place.left || x > place.left + place.width) return {time, row: null, block: null};
+  const slack = (2 * page.length) / place.width;
+  return {time, row, lane, block: lane === null ? null : blockAt(row.lanes[lane], time, slack)};
+}
+
+/** Says what lies under the pointer, and shows its time on all lanes. */
+function point(page, chart, event) {
+  const {time, row, lane, block} = under(page, chart, event);
+  for (const {cursor, place} of page.charts) {
+    cursor.hidden = row === null;
+    cursor.style.left = `${place.x(time)}px`;
+  }
+  chart.frame(chart.pointed, block);
+  if (block) tellBlock(page.data, block, event.clientX, event.clientY);
+  else if (row !== null && lane === null) tellMemory(page, chart.timeline, row, time, event.clientX, event.clientY);
+  else tellNothing();
+}
+
+/** Lets go of what was pointed at. */
+export function unpoint(page) {
+  tellNothing();
+  for (const chart of page.charts) chart.cursor.hidden = chart.pointed.hidden = true;
+}
+
+/** The wheel: along the lanes it moves, across it zooms around the pointer. */
+function turn(page, chart, event) {
+  const {time, row} = under(page, chart, event);
+  if (row === null) return; // beside the lanes it scrolls the page
+  event.preventDefault();
+  const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 16 : 1;
+  if (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey) {
+    page.move(((event.deltaX || event.deltaY) * lines) / chart.place.width);
+  } else {
+    page.zoom(Math.exp(event.deltaY * lines * (event.ctrlKey ? 0.01 : 0.002)), time); // a pinch on a touchpad is a wheel with ctrl
+  }
+  point(page, chart, event);
+}
+
+/** One of two fingers moved: the times under both stay under them. */
+function pinch(page, chart, before, now, other) {
+  const apart = (event) => Math.max(Math.hypot(event.clientX - other.clientX, event.clientY - other.clientY), 8);
+  const middle = (event) => ({clientX: (event.clientX + other.clientX) / 2, clientY: (event.clientY + other.clientY) / 2});
+  page.zoom(apart(before) / apart(now), under(page, chart, middle(before)).time);
+  page.move((middle(before).clientX - middle(now).clientX) / chart.place.width);
+}
+
+/** Follows the microbatch of the block under the pointer; none when it is followed already, or when there is no block. */
+function select(page, chart, event) {
+  const {block} = under(page, chart, event);
+  if (block) chart.focus = block;
+  page.follow(block && block.followed !== page.marks.way ? block.followed : null);
+  point(page, chart, event);
+}
+
+/** Without a button a pointer points; with one it drags; two pinch; one that has not moved selects. */
+function listenToDrags(page, chart) {
+  const {lanes} = chart;
+  const down = new Map(); // the pointers that are down, where they were last
+  let travelled = 0;
+
+  lanes.addEventListener("pointerdown", (event) => {
+    lanes.setPointerCapture(event.pointerId);
+    down.set(event.pointerId, event);
+    if (down.size === 1) travelled = 0;
+  });
+
+  lanes.addEventListener("pointermove", (event) => {
+    const before = down.get(event.pointerId);
+    if (!before) {
+      point(page, chart, event);
+      return;
+    }
+    travelled += Math.abs(event.clientX - before.clientX) + Math.abs(event.clientY - before.clientY);
+    if (travelled < 4) return;
+    unpoint(page);
+    lanes.classList.add("moving");
+    const other = [...down.values()].find((one) => one.pointerId !== event.pointerId);
+    if (other) pinch(page, chart, before, event, other);
+    else {
+      page.move((before.clientX - event.clientX) / chart.place.width);
+      if (event.pointerType === "mouse") window.scrollBy(0, before.clientY - event.clientY);
+    }
+    down.set(event.pointerId, event);
+  });
+
+  lanes.addEventListener("pointerup", (event) => {
+    if (down.has(event.pointerId) && travelled < 4) select(page, chart, event);
+  });
+  for (const name of ["pointerup", "pointercancel"]) {
+    lanes.addEventListener(name, (event) => { down.delete(event.pointerId); lanes.classList.remove("moving"); });
+  }
+  lanes.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") unpoint(page); });
+}
+
+/** Lets pointers change a page. */
+export function listenToPointers(page) {
+  for (const chart of page.charts) {
+    const {lanes} = chart;
+    lanes.addEventListener("wheel", (event) => turn(page, chart, event), {passive: false});
+    lanes.addEventListener("dblclick", () => page.showAll());
+    lanes.addEventListener("focus", () => page.repaint());
+    lanes.addEventListener("blur", () => { unpoint(page); page.repaint(); });
+    listenToDrags(page, chart);
+  }
+}

@@ -1,0 +1,68 @@
+"""Tables: the measures of timelines and of their ranks, as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeflow.core.span import Row
+from pipeflow.core.text import percent
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.captions import heading
+from pipeflow.draw.files.markup import escaped
+from pipeflow.draw.lanes import Lane, all_lanes
+from pipeflow.draw.memory import amount_text, peaks, unit_of
+from pipeflow.draw.times import Unit
+
+
+def measures_table(timelines: tuple[Timeline, ...], unit: Unit) -> str:
+    """A line a timeline."""
+    rows = [
+        (
+            heading(timeline),
+            unit.text(timeline.makespan),
+            unit.text(timeline.span),
+            unit.text(timeline.work),
+            percent(timeline.bubble_ratio),
+            f"{amount_text(timeline, max(peaks(timeline)))}{'' if timeline.saved_bytes else ' activations'}",
+        )
+        for timeline in timelines
+    ]
+    return _table("Measures", ("timeline", "makespan", "span", "work of the busiest rank", "bubble", "peak"), rows)
+
+
+def ranks_table(timeline: Timeline, unit: Unit) -> str:
+    """Of every rank when it computes, when what runs beside that ends, and the most that it keeps."""
+    drawn, most = all_lanes(timeline), peaks(timeline)
+    rows = [
+        (lanes[0].name, *_computing(lanes[0].row, unit), *_ends(lanes[1:], unit), amount_text(timeline, peak))
+        for lanes, peak in zip(drawn, most, strict=True)
+    ]
+    beside = [f"last end of {lane.name}" for lane in drawn[0][1:]]
+    head = ("rank", "actions", "first start", "last end", "busy", "idle between", *beside, f"peak {unit_of(timeline)}")
+    table = _table(heading(timeline), head, rows)
+    return f'<details class="ranks"><summary>Ranks of {escaped(heading(timeline))}</summary>{table}</details>'
+
+
+def _computing(row: Row, unit: Unit) -> list[str]:
+    """How many computations there are, when the first one starts and the last one ends, how long they take and what
+    is between them.
+    """
+    first, last = (row[0].start, row[-1].end) if row else (0.0, 0.0)
+    busy = sum(span.end - span.start for span in row)
+    return [str(len(row)), *map(unit.text, (first, last, busy, last - first - busy))]
+
+
+def _ends(lanes: Sequence[Lane], unit: Unit) -> list[str]:
+    return [unit.text(max((span.end for span in lane.row), default=0.0)) for lane in lanes]
+
+
+def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    titles = "".join(f'<th scope="col">{escaped(title)}</th>' for title in head)
+    lines = "".join(
+        f'<tr><th scope="row">{escaped(first)}</th>{"".join(f"<td>{escaped(cell)}</td>" for cell in rest)}</tr>\n'
+        for first, *rest in rows
+    )
+    return (
+        f'<div class="tables"><table><caption>{escaped(caption)}</caption><thead><tr>{titles}</tr></thead>\n'
+        f"<tbody>\n{lines}</tbody></table></div>\n"
+    )

@@ -1,0 +1,46 @@
+/* Tip: the box beside the pointer that says what is there, and the text that is read aloud. */
+
+import {by} from "./page.js";
+import {facts, saidMemory, sentences, spoken} from "./words.js";
+
+function element(name, text, more = {}) {
+  return Object.assign(document.createElement(name), {textContent: text}, more);
+}
+
+function described(data, block) {
+  const title = element("h3", "");
+  const swatch = document.createElement("i");
+  swatch.style.background = block.kind.colours[block.chunk];
+  title.append(swatch, block.action, element("span", block.kind.name));
+  const list = document.createElement("dl");
+  for (const [name, text] of facts(data, block)) list.append(element("dt", name), element("dd", text));
+  const rest = sentences(data, block).map((text) => element("p", text, {className: text.startsWith("On the") ? "critical" : ""}));
+  return [title, list, ...rest];
+}
+
+/** Shows the tip beside a point of the window, where it does not hide it. */
+function tell(content, x, y) {
+  const tip = by("tip");
+  tip.replaceChildren(...content);
+  tip.hidden = false;
+  const {width, height} = tip.getBoundingClientRect();
+  const left = x + 16 + width > innerWidth ? x - 16 - width : x + 16;
+  const top = y + 20 + height > innerHeight ? y - 20 - height : y + 20;
+  Object.assign(tip.style, {left: `${Math.min(Math.max(left, 8), Math.max(innerWidth - width - 8, 8))}px`, top: `${Math.max(top, 8)}px`});
+}
+
+export function tellBlock(data, block, x, y) {
+  tell(described(data, block), x, y);
+}
+
+export function tellMemory({data, view}, timeline, row, time, x, y) {
+  tell([element("div", saidMemory(data, timeline, row, time, view))], x, y);
+}
+
+export function tellNothing() {
+  by("tip").hidden = true;
+}
+
+export function speak(data, block) {
+  by("spoken").textContent = spoken(data, block);
+}

@@ -1,0 +1,71 @@
+/* Words: what there is to say of a block, of memory and of a microbatch. The sentences are Python's. */
+
+import {stepAt} from "./geometry.js";
+
+/** A sentence of Python's, with values for the names in it. */
+function filled(sentence, values) {
+  return sentence.replace(/\{(\w+)\}/g, (_, name) => values[name]);
+}
+
+/** A time as a person reads it, to six digits. */
+export function saidTime(data, time) {
+  const number = Number((time * data.factor).toPrecision(6));
+  return data.unit ? `${number} ${data.unit}` : String(number);
+}
+
+/** What there is to know of a block, as (name, text). */
+export function facts(data, block) {
+  return [
+    ["stage", `${block.stage} (chunk ${block.chunk} of its rank)`],
+    [block.kind.single ? "microbatch" : "last microbatch", block.microbatch],
+    ["rank", block.rank],
+    ["start", saidTime(data, block.start)],
+    ["end", saidTime(data, block.end)],
+    ["duration", saidTime(data, block.end - block.start)],
+  ];
+}
+
+/** Why a block did not begin earlier. */
+function cause({sentences, contents}, {action, rank, after, value}) {
+  if (after === null) return filled(sentences.at_once, {action, rank});
+  if (value === null) return filled(sentences.after, {action, rank, other: after.action});
+  const said = filled(sentences.value, {...value, content: contents[value.content]});
+  return filled(sentences.waited, {action, rank, value: said, source: after.rank});
+}
+
+/** For how long its rank computed nothing before a block; what runs beside computations leaves its rank to them. */
+function idleBefore(block) {
+  return block.lane ? 0 : Math.max(block.start - (block.before ? block.before.end : 0), 0);
+}
+
+/** What a block waited for, and what else there is to say, as sentences. */
+export function sentences(data, block) {
+  const idle = idleBefore(block);
+  const stood = idle > data.shortest * 1e-6 ? `; rank ${block.rank} stood idle for ${saidTime(data, idle)}` : "";
+  const found = [`${cause(data, block)}${stood}.`];
+  if (block.partner) found.push(`Overlapped with ${block.partner.action}.`);
+  if (block.critical) found.push("On the critical path.");
+  return found;
+}
+
+/** All of it as one text, to be read aloud. */
+export function spoken(data, block) {
+  const told = facts(data, block).map(([name, text]) => `${name} ${text}`);
+  return [`${block.action}, ${block.kind.name}, ${told.join(", ")}.`, ...sentences(data, block)].join(" ");
+}
+
+/** What a rank keeps at a time, which is rounded to what a pixel can tell. */
+export function saidMemory(data, timeline, row, time, view) {
+  const step = 10 ** Math.floor(Math.log10((view.last - view.first) / 1000));
+  const kept = stepAt(row.curve, time)?.text ?? timeline.levels[0][1];
+  return `rank ${row.rank} keeps ${kept} at ${saidTime(data, Math.round(time / step) * step)}`;
+}
+
+/** When a microbatch begins and ends, in each timeline: `ways` are its blocks there. */
+export function saidWay(data, microbatch, ways) {
+  const times = ways.filter((way) => way.length).map((way) => {
+    const end = Math.max(...way.map((block) => block.end));
+    return `${saidTime(data, way[0].start)} to ${saidTime(data, end)}`;
+  });
+  return `microbatch ${microbatch}: ${times.join("; ")}`;
+}

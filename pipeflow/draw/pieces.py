@@ -1,0 +1,139 @@
+"""Pieces: from times to columns. What must not live here: colours, letters, and rich."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.dataflow import DATAFLOW, Stream
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.lanes import Lane
+
+
+class Piece(NamedTuple):
+    """Columns `first` to `end` (excluded) of one lane, and what runs there.
+
+    `action` is None when the piece is one column of a lane so dense that a column holds many actions; `kind`
+    and `chunk` are then what the column shows. `joined` says that the piece after it is the other half of its pair.
+    """
+
+    kind: Kind
+    chunk: int
+    first: int
+    end: int
+    action: Action | None
+    joined: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.end - self.first
+
+    @property
+    def is_computation(self) -> bool:
+        return DATAFLOW[self.kind].stream is Stream.COMPUTE
+
+
+def fit(timelines: Iterable[Timeline], width: int) -> float:
+    """The columns per unit of time that make the longest timeline at most `width` columns wide. When all times of
+    computations are multiples of the shortest, a whole number of columns per shortest one, so that equals look equal.
+    """
+    drawn = list(timelines)
+    spans = [span for timeline in drawn for row in timeline.on(Stream.COMPUTE) for span in row]
+    horizon = max((timeline.makespan for timeline in drawn), default=0.0)
+    if not horizon:
+        return 0.0
+    unit = shortest(drawn)
+    columns = math.floor(width * unit / horizon + 1e-6)
+    regular = all(
+        math.isclose(time, round(time), abs_tol=1e-6) for span in spans for time in (span.start / unit, span.end / unit)
+    )
+    return columns / unit if regular and columns else width / horizon
+
+
+def shortest(timelines: Iterable[Timeline]) -> float:
+    """The shortest time that a computation takes; those that take none do not count."""
+    rows = (row for timeline in timelines for row in timeline.on(Stream.COMPUTE))
+    return min((span.end - span.start for row in rows for span in row if span.end > span.start), default=1.0)
+
+
+def pieces(lanes: Iterable[list[Lane]], scale: float) -> list[list[list[Piece]]]:
+    """Per rank and lane its pieces from left to right, at `scale` columns per unit of time. Between them it is idle.
+
+    When a span of a stream is at least a column wide on average, every span is a piece; else every column is one.
+    """
+    ranks = list(lanes)
+    times: defaultdict[Stream, list[float]] = defaultdict(list)
+    for lane in (lane for rank in ranks for lane in rank):
+        times[lane.stream] += (span.end - span.start for span in lane.row)
+    draw = {stream: _blocks if sum(each) * scale >= len(each) else _columns for stream, each in times.items()}
+    return [[draw[lane.stream](lane, scale) for lane in rank] for rank in ranks]
+
+
+def _blocks(lane: Lane, scale: float) -> list[Piece]:
+    """One piece a span; what is narrower than half a column may vanish, and what overlaps is cut."""
+    blocks: list[Piece] = []
+    for span, following in zip(lane.row, (*lane.row[1:], *lane.row[-1:]), strict=True):
+        first, end = round_half_up(span.start * scale), round_half_up(span.end * scale)
+        first = max(first, blocks[-1].end if blocks else 0)
+        if first < end:
+            joined = following.action == span.partner
+            blocks.append(Piece(span.action.kind, lane.chunk(span), first, end, span.action, joined))
+    return blocks
+
+
+def heights(curve: list[tuple[float, float]], makespan: float, scale: float) -> list[float]:
+    """Per column the most of what `curve` says, as (time, amount from then on): a peak is seen however short it is."""
+    line = [0.0] * round_half_up(makespan * scale)
+    for (time, amount), (until, _) in pairwise([*curve, (makespan, 0.0)]):
+        first = round_half_up(time * scale)
+        for column in range(first, min(max(round_half_up(until * scale), first + 1), len(line))):
+            line[column] = max(line[column], amount)
+    return line
+
+
+def round_half_up(number: float) -> int:
+    return math.floor(number + 0.5)
+
+
+Look = tuple[Kind | None, int]  # kind and chunk
+IDLE: Look = (None, 0)
+
+
+def _columns(lane: Lane, scale: float) -> list[Piece]:
+    """One piece a column. Of what runs in a column, each shows what has run the longest without being shown,
+    first the kind and then the chunk, so that a stretch of columns has the colours, and the idle time, of all
+    that ran there.
+    """
+    owed: defaultdict[Look, float] = defaultdict(float)
+    line = []
+    for column, shares in enumerate(_shares(lane, scale)):
+        by_kind: defaultdict[Kind | None, float] = defaultdict(float)
+        for look, share in shares.items():
+            owed[look] += share
+        for (kind, _), debt in owed.items():
+            by_kind[kind] += debt
+        kind, chunk = max(shares, key=lambda look: (by_kind[look[0]], owed[look]))
+        owed[kind, chunk] -= 1
+        if kind is not None:
+            line.append(Piece(kind, chunk, column, column + 1, None))
+    return line
+
+
+def _shares(lane: Lane, scale: float) -> list[dict[Look, float]]:
+    """Per column, which part of it runs what."""
+    width = round_half_up(max((span.end for span in lane.row), default=0.0) * scale)
+    shares: list[dict[Look, float]] = [{} for _ in range(width)]
+    for span in lane.row:
+        look = span.action.kind, lane.chunk(span)
+        start, end = span.start * scale, span.end * scale
+        for column in range(int(start), min(math.ceil(end), width)):
+            part = min(end, column + 1) - max(start, column)
+            shares[column][look] = shares[column].get(look, 0.0) + part
+    for share in shares:
+        if (idle := 1 - sum(share.values())) > 1e-9 or not share:
+            share[IDLE] = idle
+    return shares

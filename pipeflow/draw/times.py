@@ -1,0 +1,39 @@
+"""Times: how they are written, and the axis above a drawing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipeflow.core.text import number
+from pipeflow.draw.pieces import round_half_up
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How times are written: multiplied by `factor`, then followed by `name`."""
+
+    name: str = ""
+    factor: float = 1.0
+
+    def text(self, time: float) -> str:
+        return f"{number(time * self.factor)} {self.name}".rstrip()
+
+
+def axis(horizon: float, scale: float, width: int, unit: Unit) -> str:
+    """The times up to `horizon`, each written from its own column on, as far as `width` columns hold them."""
+    horizon, scale = horizon * unit.factor, scale / unit.factor
+    step = round_step(10 / scale) if scale else 1.0
+    line = ""
+    for index in range(int(horizon / step + 1e-9) + 1):
+        text = f"{index * step:.10g}" + f" {unit.name}" * (index == 0 and bool(unit.name))
+        column = round_half_up(index * step * scale)
+        if column + len(text) <= width:
+            line = line.ljust(column) + text
+    return line
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that is at least `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least)
