@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launch import launch
     from pipeflow.runtime.gradients.shared import PipelineSharedModuleWrapper
+    from pipeflow.runtime.microbatch import Whole
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.step import Output
     from pipeflow.training.data import get_dataloader
@@ -60,6 +61,7 @@ _LATER = {
     "Rename": "checkpoint.renames",
     "Saving": "checkpoint.save",
     "Transform": "checkpoint.renames",
+    "Whole": "runtime.microbatch",
     "Zero": "optim.zero",
     "clip_grad_norm_": "optim.clip",
     "exact": "orders.exact",
@@ -112,6 +114,7 @@ __all__ = [
     "Transform",
     "UsageError",
     "Violation",
+    "Whole",
     "Zero",
     "causes",
     "clip_grad_norm_",

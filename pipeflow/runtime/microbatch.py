@@ -4,8 +4,8 @@ structure of what users pass in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,25 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pipeflow.core.errors import UsageError
+
+
+class Whole:
+    """An entry of a batch that has no samples, such as a mask between positions: every microbatch gets all of it.
+
+    >>> batch = {"tokens": torch.ones(8, 5), "mask": Whole(torch.ones(5, 5))}, None
+
+    Args:
+        value: a tensor, or a tree of tensors.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def _is_whole(tree: object) -> bool:
+    return isinstance(tree, Whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +42,55 @@ class Batch:
     labels: object
     sizes: list[int]
     device: torch.device
+    leaves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of what trains: a part, and the leaf it became
 
     @property
     def named(self) -> dict[str, object]:
         """The entries that go to every stage by name: those of dict inputs."""
         return self.inputs if isinstance(self.inputs, dict) else {}
 
+    def require_taken(self, names: frozenset[str]) -> None:
+        """Raises UsageError for tensors of dict inputs that are not among `names`, those that stages take."""
+        for name in self.named.keys() - names:
+            if any(isinstance(leaf, Tensor | Whole) for leaf in tree_leaves(self.named[name], _is_whole)):
+                raise UsageError(
+                    f"no stage takes the batch's entry {name!r}: stages take {sorted(names)}; name it in the forward "
+                    "of a stage, or leave it out of the inputs"
+                )
+
     def split(self, tree: object) -> list[Any]:
-        """A part of the batch per microbatch: tensors along dim 0; what is no tensor, or has no dimension, whole."""
-        leaves, spec = tree_flatten(tree)
-        parts = [
-            leaf.to(self.device, non_blocking=True).split(self.sizes)
-            if isinstance(leaf, Tensor) and leaf.dim()
-            else [leaf] * len(self.sizes)
-            for leaf in leaves
-        ]
+        """A part of the batch per microbatch: tensors along dim 0; Whole entries, what has no dimension and what is no
+        tensor, whole. Tensors that want a gradient are leaves of each microbatch's own graph.
+        """
+        leaves, spec = tree_flatten(tree, _is_whole)
+        parts = [self._parts(leaf) for leaf in leaves]
         return [tree_unflatten([part[index] for part in parts], spec) for index in range(len(self.sizes))]
+
+    def _parts(self, leaf: object) -> Sequence[object]:
+        moved = tree_map(self._moved, leaf.value if isinstance(leaf, Whole) else leaf)
+        if isinstance(leaf, Tensor) and leaf.dim():
+            parts: Sequence[object] = moved.split(self.sizes)
+        else:
+            parts = [moved] * len(self.sizes)
+        if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(parts[0])):
+            return [tree_map(self._leaf, part) for part in parts]
+        return parts
+
+    def _moved(self, value: object) -> object:
+        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    def _leaf(self, part: object) -> object:
+        if not isinstance(part, Tensor) or not part.requires_grad:
+            return part
+        leaf = part.detach().requires_grad_()
+        self.leaves.append((part, leaf))
+        return leaf
+
+    def backward(self) -> None:
+        """After all microbatches: takes the gradients of what wants one on into the graphs that made it."""
+        reached = [(part, leaf.grad) for part, leaf in self.leaves if leaf.grad is not None]
+        if reached:
+            torch.autograd.backward([part for part, _ in reached], [gradient for _, gradient in reached])
 
 
 def next_batch(data_iter: Iterator[object], microbatches: int, device: torch.device) -> Batch:
@@ -55,10 +107,14 @@ def next_batch(data_iter: Iterator[object], microbatches: int, device: torch.dev
         raise UsageError("data_iter has no batch left: make a new one, iter(loader), for every epoch")
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise UsageError(f"a batch is (inputs, labels), got {type(batch).__name__}; without labels pass (inputs, None)")
-    lengths = {len(leaf) for leaf in tree_leaves(tuple(batch)) if isinstance(leaf, Tensor) and leaf.dim()}
+    leaves = tree_leaves(tuple(batch), _is_whole)
+    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(lengths) != 1:
         found = f"differ in dim 0: {sorted(lengths)}" if lengths else "are missing"
-        raise UsageError(f"the tensors of a batch {found}; every one needs one entry per sample along dim 0")
+        raise UsageError(
+            f"the tensors of a batch {found}; every one needs one entry per sample along dim 0, or to be wrapped "
+            "in pipeflow.Whole"
+        )
     [samples] = lengths
     if not samples:
         raise UsageError("the batch has no samples")
@@ -84,9 +140,13 @@ def _merge_leaf(column: list[object]) -> object:
     return torch.cat(tensors) if tensors[0].dim() else torch.stack(tensors)
 
 
-def detach(tree: object) -> object:
-    """The same tree, its tensors without their history."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+def snapshot(tree: object) -> object:
+    """The same tree, its tensors without their history; copied where they were written in place: they may be again."""
+    return tree_map(lambda leaf: _snapshot(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone() if tensor.is_inference() or tensor._version else tensor.detach()
 
 
 def weights_of(labels: list[object], sizes: list[int], weigh: Callable[..., float] | None) -> tuple[list[float], float]:

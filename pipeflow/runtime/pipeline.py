@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -25,7 +25,7 @@ from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program.cells import Meta
 from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.programs import Programs, digest_of, require_sound
-from pipeflow.runtime.stage import Stage
+from pipeflow.runtime.stage import Keywords, Stage
 from pipeflow.runtime.step import Output, Runner
 
 LOG = logging.getLogger("pipeflow")
@@ -91,7 +91,7 @@ class Pipeline(nn.Module):
             shared = shared_in(self, context.shared)
             self.ties = Ties(shared, copies_of(modules, schedule.placement), context.pipeline_rank)
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
-            _compare(context, self, shape, overlaps=overlap is not None)
+            taken = _compare(context, self, shape, overlaps=overlap is not None, takes=_keywords_of(modules))
             gradients = Gradients(modules, self.ties, schedule.placement, context)
             self.ties.share_values(context.transport)
             share_values(self, context.tensor, without=splits_of(self))
@@ -101,7 +101,7 @@ class Pipeline(nn.Module):
             meta = None if shape is None else Meta.known(*shape)
             programs = Programs(schedule.placement, context, prepared, gradients, meta, overlap)
             loss = None if criterion is None else precise(criterion)
-            self.runner = Runner(schedule.placement, context, prepared, gradients, programs, loss, weigh)
+            self.runner = Runner(schedule.placement, context, prepared, gradients, programs, loss, weigh, taken)
             self.alarm.holders.add(self.runner)
             if any(action.kind is Kind.W for action in schedule.actions(context.pipeline_rank)):
                 for stage, deferral in self.deferrals.items():
@@ -136,8 +136,10 @@ def execute_pipeline(
     iterators, and the batch is those of all replicas together.
 
     Args:
-        data_iter: yields `(inputs, labels)`. Tensors are split into microbatches along dim 0. Entries of dict
-            `inputs` reach every stage as the keywords it names; other `inputs` are the first stage's argument.
+        data_iter: yields `(inputs, labels)`. Tensors are split into microbatches along dim 0, but for what is
+            wrapped in `pipeflow.Whole`. Entries of dict `inputs` reach every stage as the keywords it names; other
+            `inputs` are the first stage's argument. Where inputs want a gradient, each rank gives them the part that
+            its own stages make.
         model: this rank's Pipeline.
         forward_only: evaluate: no graph is built, no gradient touched; labels may be None when there is no loss. A
             batch of fewer samples than the schedule has microbatches is run as that many microbatches.
@@ -195,15 +197,34 @@ def _under_autocast(
     return (lambda function: function) if dtype is None else torch.autocast(device.type, dtype)
 
 
-def _compare(context: Context, pipeline: Pipeline, shape: object, *, overlaps: bool) -> None:
-    """Raises UsageError, on every rank, unless all ranks were given the same."""
+def _keywords_of(modules: Mapping[int, nn.Module]) -> frozenset[str] | None:
+    """The names of the entries that a rank's stages take; None for any."""
+    names = [Keywords.of(module, takes_input=stage > 0).names for stage, module in modules.items()]
+    return _union(names)
+
+
+def _union(names: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
+    union: frozenset[str] = frozenset()
+    for each in names:
+        if each is None:
+            return None
+        union |= each
+    return union
+
+
+def _compare(
+    context: Context, pipeline: Pipeline, shape: object, *, overlaps: bool, takes: frozenset[str] | None
+) -> frozenset[str] | None:
+    """Raises UsageError, on every rank, unless all ranks were given the same. Returns the names of the entries that the
+    stages of all ranks take, None for any.
+    """
     schedule = pipeline.schedule
     plan = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
-    held = [(name, tuple(parameter.shape)) for name, parameter in pipeline.named_parameters()]
+    held = [(name.replace("_orig_mod.", ""), tuple(parameter.shape)) for name, parameter in pipeline.named_parameters()]
     everyone: list[Any] = all_gather_object(
-        context.world, (plan, shape, overlaps, pipeline.ties.describe(), held)
+        context.world, (plan, shape, overlaps, takes, pipeline.ties.describe(), held)
     )
-    plans, shapes, overlapping, tied, parameters = zip(*everyone, strict=True)
+    plans, shapes, overlapping, taken, tied, parameters = zip(*everyone, strict=True)
     for what, given in (("schedule", plans), ("tensor_shape or tensor_dtype", shapes), ("overlap", overlapping)):
         for rank, its in enumerate(given):
             if its != given[0]:
@@ -216,3 +237,4 @@ def _compare(context: Context, pipeline: Pipeline, shape: object, *, overlaps: b
                 raise UsageError(f"rank {rank} is a replica of rank {first}, but has parameter {mine}, not {other}")
     for rank in range(layout.world_size):
         compare_ties([tied[peer] for peer in layout.pipeline_ranks(rank)])
+    return _union(taken)

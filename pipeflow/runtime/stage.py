@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -25,22 +25,33 @@ class Stage:
         self.call = module if call is None else call
         self.deferral = defer_weight_gradients(module)
         self.keywords: list[dict[str, object]] = []
-        self._names = _keywords_of(module, takes_input=index > 0)
+        self.takes = Keywords.of(module, takes_input=index > 0)
 
     def load(self, batch: Batch) -> None:
-        """Keeps, per microbatch, the entries that the module names."""
-        names = self._names
-        self.keywords = batch.split(
-            {name: entry for name, entry in batch.named.items() if names is None or name in names}
-        )
+        """Keeps, per microbatch, the entries that the module takes."""
+        self.keywords = batch.split({name: entry for name, entry in batch.named.items() if name in self.takes})
 
 
-def _keywords_of(module: nn.Module, *, takes_input: bool) -> frozenset[str] | None:
-    """The names that `module.forward` takes, None for any; its first parameter is not one of them when it holds
-    the previous stage's output.
-    """
-    parameters = list(signature(module.forward).parameters.values())
-    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return frozenset(parameter.name for parameter in parameters[int(takes_input) :] if parameter.kind in by_name)
+class Keywords(NamedTuple):
+    """The entries of a batch that a module takes by name: `names`, or where these are None all but `positional`."""
+
+    names: frozenset[str] | None
+    positional: str | None
+
+    @classmethod
+    def of(cls, module: nn.Module, *, takes_input: bool) -> Keywords:
+        """Those of `module.forward`, or of what was compiled; its first parameter is none of them when it holds the
+        previous stage's output.
+        """
+        parameters = list(signature(getattr(module, "_orig_mod", module).forward).parameters.values())
+        first = parameters.pop(0).name if takes_input and parameters and parameters[0].kind in _BY_POSITION else None
+        if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+            return cls(None, first)
+        return cls(frozenset(parameter.name for parameter in parameters if parameter.kind in _BY_NAME), first)
+
+    def __contains__(self, name: object) -> bool:
+        return name != self.positional if self.names is None else name in self.names
+
+
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)

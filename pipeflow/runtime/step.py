@@ -55,6 +55,7 @@ class Runner:
         programs: Programs,
         criterion: Callable[..., Tensor] | None,
         weigh: Callable[..., float] | None,
+        taken: frozenset[str] | None,
     ) -> None:
         self.context = context
         self.transport = context.transport
@@ -63,6 +64,7 @@ class Runner:
         self.programs = programs
         self.criterion = criterion
         self.weigh = weigh
+        self.taken = taken  # the names of the entries that stages of any rank take; None for any
         self._last_stage = placement.num_stages - 1
         self._last_ranks = placement.ranks_of(self._last_stage)
 
@@ -78,11 +80,12 @@ class Runner:
         batch, runnable = self._start(data_iter, schedule, call)
         compiled, results = runnable.compiled, runnable.compiled.results
         told = Told(call.number, runnable.digest, sum(batch.sizes))
-        self._load(compiled, batch, call)
-        if call.training:
-            results.gradient_scale = loss_scale * share_of(results, self.context)
-        measured = Trace(compiled.operations, self.transport) if call.trace else None
-        self._run(runnable, compiled.operations if measured is None else measured.operations)
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training):
+            self._load(compiled, batch, call)
+            if call.training:
+                results.gradient_scale = loss_scale * share_of(results, self.context)
+            measured = Trace(compiled.operations, self.transport) if call.trace else None
+            self._run(runnable, compiled.operations if measured is None else measured.operations, batch)
         outputs = merged(results, self.transport, self._last_ranks, self._last_stage)  # may fail, so before all agree
         loss = agree(told, results, self.context, self._last_ranks, everywhere=call.broadcast_loss)
         timeline = None if measured is None else measured.timeline(schedule.name, schedule.placement)
@@ -91,6 +94,8 @@ class Runner:
 
     def _start(self, data_iter: Iterator[object], schedule: Schedule, call: Call) -> tuple[Batch, Runnable]:
         batch = next_batch(data_iter, schedule.num_microbatches, self.transport.device)
+        if self.taken is not None:
+            batch.require_taken(self.taken)
         microbatches = len(batch.sizes)
         if call.training and microbatches < schedule.num_microbatches:
             raise UsageError(
@@ -99,14 +104,14 @@ class Runner:
             )
         return batch, self.programs.get(schedule, Mode(microbatches, call.training, call.training and call.reduce))
 
-    def _run(self, runnable: Runnable, operations: Sequence[Operation]) -> None:
-        training = runnable.mode.training
-        with torch.set_grad_enabled(training):
-            if training:
-                self.gradients.begin(runnable.orders)
+    def _run(self, runnable: Runnable, operations: Sequence[Operation], batch: Batch) -> None:
+        if not runnable.mode.training:
             run(operations, self.transport)
-            if training:
-                self.gradients.end(reduce=runnable.mode.reduce)
+            return
+        self.gradients.begin(runnable.orders)
+        run(operations, self.transport)
+        batch.backward()
+        self.gradients.end(reduce=runnable.mode.reduce)
 
     def _load(self, compiled: Compiled, batch: Batch, call: Call) -> None:
         for stage in self.stages.values():

@@ -16,7 +16,7 @@ from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
 from pipeflow.deferral.module import Deferral
 from pipeflow.parallel.transport.work import Work
-from pipeflow.runtime.microbatch import detach
+from pipeflow.runtime.microbatch import snapshot
 from pipeflow.runtime.program.cells import Cell, Results, Saved, flatten
 from pipeflow.runtime.stage import Stage
 
@@ -96,7 +96,9 @@ class FromCell:
 
 
 class ToCell:
-    """Where an inner stage's output goes. What stays here is its gradient edge, not the output itself."""
+    """Where an inner stage's output goes. What stays here is its gradient edge, not the output itself. Memory that was
+    written in place may be written again before the next stage reads it, as a static buffer is, so that is copied.
+    """
 
     __slots__ = ("cell", "saved")
 
@@ -108,7 +110,13 @@ class ToCell:
         cell = self.cell
         tensors, cell.spec = flatten(output)
         cell.grads = tuple([tensor.requires_grad for tensor in tensors])
-        cell.tensors = [tensor.detach().contiguous() for tensor in tensors]
+        cell.tensors = [
+            (tensor.detach().clone() if tensor.is_inference() or tensor._version else tensor.detach())
+            .contiguous()
+            .resolve_conj()
+            .resolve_neg()
+            for tensor in tensors
+        ]
         if self.saved is not None:
             self.saved.edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
@@ -134,7 +142,7 @@ class ToResults:
             if self.saved is not None and loss.requires_grad:
                 self.saved.edges = [get_gradient_edge(loss)]
         if results.keep_outputs:
-            results.outputs[microbatch] = detach(output)
+            results.outputs[microbatch] = snapshot(output)
 
 
 class Backward(Compute):
@@ -208,7 +216,7 @@ class Reduce(Operation):
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous().resolve_conj().resolve_neg()
 
 
 class LossGradient:
