@@ -199,7 +199,8 @@ class Weighted(nn.Module):
             self.linear.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        return self.linear(hidden) * mask
+        masked: Tensor = self.linear(hidden) * mask
+        return masked
 
 
 def run_compiled(compiled: bool) -> tuple[float | None, Any]:
@@ -222,7 +223,9 @@ def test_a_compiled_stage_takes_dict_inputs() -> None:
 
 def run_one_replica_compiled() -> None:
     stage: Any = Weighted()
-    Pipeline(torch.compile(stage, backend="eager") if current_context().data_rank else stage, schedule_of())
+    if current_context().data_rank:
+        stage = torch.compile(stage, backend="eager")
+    Pipeline(stage, schedule_of())
 
 
 def test_a_compiled_replica_has_the_names_of_a_plain_one() -> None:
