@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import product
 from typing import TYPE_CHECKING
 
 from pipeflow.core.action import Action, Entry, actions_of
-from pipeflow.core.dataflow import Value, makes, needs
+from pipeflow.core.dataflow import Stream, Value, makes, needs, stream_of
 from pipeflow.core.errors import ScheduleError
-from pipeflow.core.reductions import is_reduction
 from pipeflow.core.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
     """Actions as nodes (with `rank` and `position`), and an edge from each action to those that wait for it.
 
     An edge's `reason` is "row" (the next on the same rank) or the value that passes, as text. The two actions of
-    a pair wait, and are waited for, together. A reduction waits for the computation and the reduction before it, and
-    no computation for it. The schedule can run to its end if and only if every needed value
-    has a maker and this graph has no cycle.
+    a pair wait, and are waited for, together. What runs beside computations, as a reduction does, waits for the
+    computation before it and for what is before it on its stream, and holds up only what needs what it makes. The
+    schedule can run to its end if and only if every needed value has a maker and this graph has no cycle.
 
     Raises ScheduleError for an action of a stage that does not exist.
     """
@@ -33,30 +33,29 @@ def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
         if foreign := next((action for action in schedule.actions(rank) if action.stage >= stages), None):
             raise ScheduleError(f"rank {rank}: there is no {foreign} in this schedule; see verify()")
     graph: networkx.DiGraph[Action] = networkx.DiGraph()
-    makers: dict[Value, Entry] = {}
+    makers: dict[Value, list[Entry]] = defaultdict(list)
     for rank, row in enumerate(schedule.rows):
         for position, entry in enumerate(row):
             graph.add_nodes_from(actions_of(entry), rank=rank, position=position)
-            makers.update((value, entry) for action in actions_of(entry) for value in makes(action, stages))
+            for value in (value for action in actions_of(entry) for value in makes(action, stages)):
+                makers[value].append(entry)
         for before, after in _in_row(row):
             graph.add_edges_from(product(actions_of(before), actions_of(after)), reason="row")
     for entry in (entry for row in schedule.rows for entry in row):
         for value in (value for action in actions_of(entry) for value in needs(action, stages)):
-            if value in makers:
-                graph.add_edges_from(product(actions_of(makers[value]), actions_of(entry)), reason=str(value))
+            if makers[value]:  # each use takes what was made first and is not used yet
+                maker = makers[value].pop(0)
+                graph.add_edges_from(product(actions_of(maker), actions_of(entry)), reason=str(value))
     return graph
 
 
 def _in_row(row: tuple[Entry, ...]) -> Iterator[tuple[Entry, Entry]]:
-    """What waits for what because it stands after it."""
-    computation: Entry | None = None
-    reduction: Entry | None = None
+    """What waits for what because it stands after it: all for the computation before it, and for what is before it on
+    its stream.
+    """
+    last: dict[Stream, Entry] = {}
     for entry in row:
-        if computation is not None:
-            yield computation, entry
-        if is_reduction(entry):
-            if reduction is not None:
-                yield reduction, entry
-            reduction = entry
-        else:
-            computation = entry
+        stream = stream_of(entry)
+        for before in {Stream.COMPUTE, stream} & last.keys():
+            yield last[before], entry
+        last[stream] = entry

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import NamedTuple
 
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Entry, Pair, actions_of
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import Content, Stream, Value, flows
+from pipeflow.core.dataflow import PASSING, Content, Ends, Stream, Value, flows, stream_of
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
-from pipeflow.core.reductions import is_reduction
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 
@@ -23,14 +23,14 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     Receives are posted ahead, so that the transfer overlaps computation: each one action before the one that its
     rank runs when the value is sent, in a simulation under `cost`; real times are never quite those. Between an
     ordered pair of ranks, activations keep the sender's order on both ends, and so do gradients. A Release follows
-    as soon as a value made after the use of the sent one has come back. A reduction follows the sends of the entry
-    before it; but for these, programs are those of `schedule.without_reductions()`.
+    as soon as a value made after the use of the sent one has come back. What runs beside computations follows the sends
+    of the computation before it, and changes nothing else of the program.
 
     Raises ScheduleError when the schedule cannot run to its end.
     """
     rows = simulate(schedule, cost).on(Stream.COMPUTE)  # and so it can run to its end
-    reductions = list(map(_reductions, schedule.rows))
-    schedule = schedule.without_reductions()
+    beside = list(map(_beside, schedule.rows))
+    schedule = replace(schedule, rows=tuple(map(_computations, schedule.rows)))
     times = [_times(row, spans) for row, spans in zip(schedule.rows, rows, strict=True)]
     del rows  # the garbage collector would walk it again and again
     channels = _channels(schedule)
@@ -39,21 +39,27 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     return tuple(
         Program(
             rank,
-            _instructions(row, posts[rank], sends[rank], reductions[rank], releases[rank]),
+            _instructions(row, posts[rank], sends[rank], beside[rank], releases[rank]),
             _buffers(row, posts[rank]),
         )
         for rank, row in enumerate(schedule.rows)
     )
 
 
-def _reductions(row: tuple[Entry, ...]) -> dict[int, list[Compute]]:
-    """Per position of what is no reduction, counted without these, the reductions that follow it."""
-    reductions: dict[int, list[Compute]] = defaultdict(list)
-    for position, entry in enumerate(row):
-        if is_reduction(entry):
-            before = position - 1 - sum(map(len, reductions.values()))
-            reductions[before].append(Compute(entry))
-    return reductions
+def _computations(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    return tuple(entry for entry in row if stream_of(entry) is Stream.COMPUTE)
+
+
+def _beside(row: tuple[Entry, ...]) -> dict[int, list[Compute]]:
+    """Per position among the computations, what else is begun after the one there."""
+    beside: dict[int, list[Compute]] = defaultdict(list)
+    computed = -1
+    for entry in row:
+        if stream_of(entry) is Stream.COMPUTE:
+            computed += 1
+        else:
+            beside[computed].append(Compute(entry))
+    return beside
 
 
 class _Transfer(NamedTuple):
@@ -91,8 +97,8 @@ def _channels(schedule: Schedule) -> Channels:
     return channels
 
 
-def _passing(ends: tuple[tuple[Content, int], ...]) -> tuple[tuple[Content, int], ...]:
-    return tuple(end for end in ends if end[0] in (Content.ACTIVATION, Content.GRADIENT))
+def _passing(ends: Ends) -> Ends:
+    return tuple(end for end in ends if end[0] in PASSING)
 
 
 def _posts(times: list[_Times], channels: Channels) -> list[dict[int, list[Recv]]]:
@@ -167,7 +173,7 @@ def _instructions(
     row: tuple[Entry, ...],
     posts: dict[int, list[Recv]],
     sends: dict[int, list[Send]],
-    reductions: dict[int, list[Compute]],
+    beside: dict[int, list[Compute]],
     releases: dict[int, list[Release]],
 ) -> tuple[Instruction, ...]:
     instructions: list[Instruction] = []
@@ -175,7 +181,7 @@ def _instructions(
         instructions += posts.get(position, ())
         instructions.append(Compute(entry))
         instructions += sends.get(position, ())
-        instructions += reductions.get(position, ())
+        instructions += beside.get(position, ())
         instructions += releases.get(position, ())
     return tuple(instructions)
 
@@ -191,7 +197,7 @@ def _buffers(row: tuple[Entry, ...], posts: dict[int, list[Recv]]) -> int:
     ends: Counter[int] = Counter()
     for position in range(len(row)):
         for recv in posts.get(position, ()):
-            user = recv.value.stage + (1 if recv.value.content is Content.ACTIVATION else -1)
+            user = recv.value.stage + PASSING[recv.value.content]
             alive += 1
             ends[last[user, recv.value.microbatch]] += 1
         peak = max(peak, alive)

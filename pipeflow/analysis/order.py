@@ -57,6 +57,8 @@ class Order:
                         break
                 else:
                     yield turn
+                    for value in turn.needs:  # used, and gone until it is made again
+                        made[value] = 0
                     for value in turn.makes:
                         made[value] = 1
                         if value in waiting:

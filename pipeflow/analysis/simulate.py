@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import DATAFLOW, Content, Stream
+from pipeflow.core.dataflow import DATAFLOW, PASSING, Content, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
@@ -79,7 +79,8 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     for span in _joint(reached, cost, beside):
         spans[span.rank].append(span)
     rows = (sorted(row, key=attrgetter("start")) for row in spans) if reached or beside else spans
-    return Timeline(schedule.name, schedule.placement, tuple(map(tuple, rows)), cost.saved_bytes, cost.deferred_bytes)
+    memory = cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes
+    return Timeline(schedule.name, schedule.placement, tuple(map(tuple, rows)), *memory)
 
 
 _BESIDE = {kind: flow.stream for kind, flow in DATAFLOW.items() if flow.stream is not Stream.COMPUTE}
@@ -120,13 +121,6 @@ def _delays(schedule: Schedule, cost: CostModel, content: Content, stage: int) -
     """Per microbatch, the time for a value to reach the rank of its user; a gradient is as large as the activation it
     belongs to.
     """
-    match content:
-        case Content.ACTIVATION:
-            size, user = stage, stage + 1
-        case Content.GRADIENT:
-            size, user = stage - 1, stage - 1
-        case Content.SAVED | Content.DEFERRED | Content.WEIGHT_GRADIENT:
-            return [0.0] * schedule.num_microbatches
-    paths = schedule.placement.paths
-    by_path = [cost.transfer(size, path[stage], path[user]) for path in paths]
+    paths, user = schedule.placement.paths, stage + PASSING.get(content, 0)
+    by_path = [cost.transfer(min(stage, user), path[stage], path[user]) if user != stage else 0.0 for path in paths]
     return [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]

@@ -10,8 +10,8 @@ from pipeflow.core.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does. Backward is either whole (B) or in two halves (I, then W). All but R compute: R sums the
-    weight gradients of a stage over the ranks that hold it, and goes on beside the computations that follow.
+    """What an action does; the table of `pipeflow.core.dataflow` says what it needs and makes. Backward is either whole
+    (B) or in two halves (I, then W). R sums the weight gradients of a stage over the ranks that hold it.
 
     The zero-bubble papers write I as "B".
     """
@@ -23,7 +23,7 @@ class Kind(StrEnum):
     R = "R"  # reduction of a stage's weight gradients; its microbatch is the last one that it waits for
 
 
-_ACTION = re.compile(r"(\d{1,9})([FBIWR])(\d{1,9})", re.ASCII)
+_ACTION = re.compile(rf"(\d{{1,9}})([{''.join(Kind)}])(\d{{1,9}})", re.ASCII)
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B", re.ASCII)
 
 
@@ -55,7 +55,8 @@ class Action:
         """Reads an action's text. Raises ScheduleError unless it is exactly that."""
         match = _ACTION.fullmatch(text)
         if match is None:
-            raise ScheduleError(f"{text!r} is not an action: write stage, one of F B I W R, microbatch, like 2F0")
+            letters = " ".join(Kind)
+            raise ScheduleError(f"{text!r} is not an action: write stage, one of {letters}, microbatch, like 2F0")
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import DATAFLOW, Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 
@@ -30,6 +31,7 @@ class CostModel:
 
     Per stage, a forward keeps `saved_bytes` for its backward; between its two halves a backward keeps `deferred_bytes`.
     Per stage, reducing its weight gradients over the ranks that hold it takes `reduce`, once per step; empty, nothing.
+    `times` has those of kinds of action for which there is no argument here, `kept_bytes` those of what else is kept.
 
     Raises UsageError for tuples of different lengths and for numbers that are negative or not finite.
     """
@@ -45,12 +47,13 @@ class CostModel:
     saved_bytes: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
+    times: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
-        for name in ("forward", "backward_input", "backward_weight", *_OPTIONAL):
-            numbers: tuple[float, ...] = getattr(self, name)
-            if len(numbers) != stages and (numbers or name not in _OPTIONAL):
+        for name, numbers in self._per_stage():
+            if len(numbers) != stages:
                 raise UsageError(f"costs are per stage: {name} has {len(numbers)} of them, forward {stages}")
             for stage, number in enumerate(numbers):
                 _require_cost(f"{name} of stage {stage}", number)
@@ -60,6 +63,18 @@ class CostModel:
                 raise UsageError(f"bandwidth must be positive, got {link.bandwidth}")
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is a part of the shorter half, from 0 to 1, got {self.overlap}")
+
+    def _per_stage(self) -> Iterator[tuple[str, tuple[float, ...]]]:
+        """What there are numbers of for each stage, by its name."""
+        for name in ("forward", "backward_input", "backward_weight"):
+            yield name, getattr(self, name)
+        for name in ("activation_bytes", "saved_bytes", "deferred_bytes", "reduce"):
+            if numbers := getattr(self, name):
+                yield name, numbers
+        for kind, numbers in self.times.items():
+            yield f"times of {kind}", numbers
+        for content, numbers in self.kept_bytes.items():
+            yield f"kept_bytes of {content}", numbers
 
     @classmethod
     def even(
@@ -98,17 +113,8 @@ class CostModel:
         """The time of a `kind` of action on `stage`. Raises UsageError for a stage without a cost."""
         if stage >= len(self.forward):
             raise UsageError(f"the cost model has {len(self.forward)} stages; stage {stage} has no cost")
-        match kind:
-            case Kind.F:
-                return self.forward[stage]
-            case Kind.B:
-                return self.backward_input[stage] + self.backward_weight[stage]
-            case Kind.I:
-                return self.backward_input[stage]
-            case Kind.W:
-                return self.backward_weight[stage]
-            case Kind.R:
-                return self.reduce[stage] if self.reduce else 0.0
+        parts: list[tuple[float, ...]] = [getattr(self, name) for name in DATAFLOW[kind].takes]
+        return sum((part[stage] for part in parts or [self.times.get(kind, ())] if part), 0.0)
 
     def pair(self, forward: int, backward: Kind, stage: int) -> float:
         """The time of a forward on stage `forward` overlapped with a `backward` (B or I) on `stage`."""
@@ -121,9 +127,6 @@ class CostModel:
         if sender is not None and receiver is not None:
             link = self.links.get((sender, receiver), link)
         return link.latency + (self.activation_bytes[stage] / link.bandwidth if self.activation_bytes else 0.0)
-
-
-_OPTIONAL = ("activation_bytes", "saved_bytes", "deferred_bytes", "reduce")
 
 
 def _require_cost(what: str, number: float) -> None:

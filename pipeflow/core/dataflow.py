@@ -1,14 +1,16 @@
-"""The dataflow, said once: what every kind of action needs and makes, and where on its rank it runs. Verify, simulate,
-lower and memory read this table; nothing else knows it, and a new kind of action is a new row.
+"""The dataflow, said once: what every kind of action needs and makes, where on its rank it runs, and so what it keeps
+in memory and what passes between ranks. Everything else reads this table: a new kind of action is a new row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
+from itertools import combinations
 from typing import NamedTuple
 
-from pipeflow.core.action import Action, Kind
+from pipeflow.core.action import Action, Entry, Kind
 
 
 class Content(StrEnum):
@@ -25,8 +27,9 @@ VALUE = "{content} of stage {stage}, microbatch {microbatch}"
 
 
 class Value(NamedTuple):
-    """One value of a run: made once and used once, but for weight gradients: a reduction stands for all microbatches
-    before its own, and without reductions nobody uses them. As text: `activation 2F0`'s maker and content.
+    """One value of a run, there from when it is made to when it is used. What stays on its rank may be made again after
+    its use. Of weight gradients a reduction uses the last one, which stands for all before it; without reductions
+    nobody uses them. As text: `activation 2F0`'s maker and content.
     """
 
     content: Content
@@ -46,17 +49,28 @@ class Stream(StrEnum):
     REDUCE = "reductions"
 
 
+Ends = tuple[tuple[Content, int], ...]
+
+
 class Flow(NamedTuple):
-    """A row of the table: the name of one kind of action; what it needs and makes, as (content, offset from its own
-    stage); the stream of its rank that it runs on; and whether it is `joint`: done by all ranks that hold the stage at
-    once.
+    """A row of the table.
+
+    Attributes:
+        name: what people call such an action.
+        needs, makes: values, as (content, offset from its own stage).
+        takes: those of `CostModel`'s times that it takes together; without any its time is in `CostModel.times`.
+        stream: on which it runs. Only computations need or make what passes between ranks.
+        joint: whether all ranks that hold the stage do it at once, for all microbatches; it makes nothing.
+        in_place: whether what it makes comes in the place of what it uses, when it ends; else both are there meanwhile.
     """
 
     name: str
-    needs: tuple[tuple[Content, int], ...]
-    makes: tuple[tuple[Content, int], ...]
+    needs: Ends
+    makes: Ends
+    takes: tuple[str, ...] = ()
     stream: Stream = Stream.COMPUTE
     joint: bool = False
+    in_place: bool = False
 
 
 DATAFLOW: dict[Kind, Flow] = {
@@ -64,46 +78,65 @@ DATAFLOW: dict[Kind, Flow] = {
         "forward",
         needs=((Content.ACTIVATION, -1),),
         makes=((Content.ACTIVATION, 0), (Content.SAVED, 0)),
+        takes=("forward",),
     ),
     Kind.B: Flow(
         "backward",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
         makes=((Content.GRADIENT, 0), (Content.WEIGHT_GRADIENT, 0)),
+        takes=("backward_input", "backward_weight"),
     ),
     Kind.I: Flow(
         "input gradient",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
         makes=((Content.GRADIENT, 0), (Content.DEFERRED, 0)),
+        takes=("backward_input",),
+        in_place=True,
     ),
     Kind.W: Flow(
         "weight gradient",
         needs=((Content.DEFERRED, 0),),
         makes=((Content.WEIGHT_GRADIENT, 0),),
+        takes=("backward_weight",),
     ),
     Kind.R: Flow(
         "gradient reduction",
         needs=((Content.WEIGHT_GRADIENT, 0),),
         makes=(),
+        takes=("reduce",),
         stream=Stream.REDUCE,
         joint=True,
     ),
 }
 
+PASSING: dict[Content, int] = {
+    content: -offset for flow in DATAFLOW.values() for content, offset in flow.needs if offset
+}
+"""What passes between stages, and so between ranks: from its maker's stage, how far it is to that of its user."""
+
+KEPT = frozenset(
+    content for flow in DATAFLOW.values() if not flow.joint for content, offset in flow.needs if not offset
+)
+"""What a rank keeps from the action that makes it to the one that uses it."""
+
+MAKERS: dict[Content, tuple[Kind, ...]] = {
+    content: tuple(kind for kind, flow in DATAFLOW.items() if (content, 0) in flow.makes) for content in Content
+}
+"""The kinds of action that make a content."""
+
 
 @lru_cache(maxsize=64)
 def flows(num_stages: int) -> dict[tuple[Kind, int], Flow]:
-    """The table for a pipeline of `num_stages`: per (kind, stage), its needs and makes as (content, stage).
+    """The table for a pipeline of `num_stages`: per (kind, stage), its row with needs and makes as (content, stage).
 
     The first stage's input and the last stage's gradient come from the batch and the loss, and nobody uses the
     last stage's activation or the first stage's gradient: these are not values of the plan.
     """
-    inner = {(Content.ACTIVATION, stage) for stage in range(num_stages - 1)}
-    inner |= {(Content.GRADIENT, stage) for stage in range(1, num_stages)}
-    kept = (Content.SAVED, Content.DEFERRED, Content.WEIGHT_GRADIENT)
-    inner |= {(content, stage) for content in kept for stage in range(num_stages)}
+    stages = frozenset(range(num_stages))
 
-    def at(stage: int, ends: tuple[tuple[Content, int], ...]) -> tuple[tuple[Content, int], ...]:
-        return tuple((content, stage + offset) for content, offset in ends if (content, stage + offset) in inner)
+    def at(stage: int, ends: Ends) -> Ends:
+        found = ((content, stage + offset) for content, offset in ends)
+        return tuple((content, maker) for content, maker in found if {maker, maker + PASSING.get(content, 0)} <= stages)
 
     return {
         (kind, stage): flow._replace(needs=at(stage, flow.needs), makes=at(stage, flow.makes))
@@ -122,3 +155,42 @@ def makes(action: Action, num_stages: int) -> list[Value]:
     """The values `action` makes."""
     flow = flows(num_stages)[action.kind, action.stage]
     return [Value(content, stage, action.microbatch) for content, stage in flow.makes]
+
+
+def stream_of(entry: Entry) -> Stream:
+    """The stream that a row's entry runs on; a pair computes."""
+    return DATAFLOW[entry.kind].stream if isinstance(entry, Action) else Stream.COMPUTE
+
+
+Place = tuple[Kind, int]  # kind and stage
+
+
+def sources(kinds: Iterable[Kind], num_stages: int) -> dict[Place, Place | None]:
+    """Of a pipeline in which each stage runs each of `kinds` once per microbatch: what makes the value that an action
+    waits for, from another stage if there is such a value, else from its own; None for what waits for the batch alone.
+    """
+    among, table = tuple(kinds), flows(num_stages)
+    found: dict[Place, Place | None] = {}
+    for place in ((kind, stage) for kind in among for stage in range(num_stages)):
+        ends = sorted(table[place].needs, key=lambda end: end[0] not in PASSING)
+        makers = ((kind, stage) for content, stage in ends for kind in MAKERS[content] if kind in among)
+        found[place] = next(makers, None)
+    return found
+
+
+def _is_whole(kinds: tuple[Kind, ...]) -> bool:
+    """Whether one of each of `kinds` is a microbatch's whole way through a stage: what passes on to other stages is
+    made once, and what is kept is made as often as it is used.
+    """
+    made = [content for kind in kinds for content, _ in DATAFLOW[kind].makes]
+    used = [content for kind in kinds for content, _ in DATAFLOW[kind].needs]
+    return all(made.count(content) == 1 for content in PASSING) and all(
+        made.count(content) == used.count(content) for content in KEPT
+    )
+
+
+_EACH = [kind for kind, flow in DATAFLOW.items() if not flow.joint]  # of every stage and microbatch
+WHOLE: tuple[tuple[Kind, ...], ...] = tuple(
+    kinds for number in range(len(_EACH) + 1) for kinds in combinations(_EACH, number) if _is_whole(kinds)
+)
+"""The kinds of action that a microbatch may go through on a stage in training, in the order of the table."""

@@ -18,7 +18,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run one entry of the row; a reduction is only begun, and the program ends when it has ended."""
+    """Run one entry of the row; what runs beside computations is only begun, and the program ends when it has ended."""
 
     entry: Entry
 

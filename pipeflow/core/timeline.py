@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import DATAFLOW, Stream
+from pipeflow.core.dataflow import DATAFLOW, Content, Stream
 from pipeflow.core.errors import UsageError
+from pipeflow.core.liveness import Curve, kept
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Row, Span
@@ -22,7 +22,7 @@ class Timeline(Shown):
 
     What runs beside computations, as gradient reductions do, counts for makespan and span, not for work.
 
-    `saved_bytes` and `deferred_bytes` are the cost model's, per stage; empty when it says nothing of memory.
+    `saved_bytes`, `deferred_bytes` and `kept_bytes` are the cost model's; empty when it says nothing of memory.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Timeline(Shown):
     rows: tuple[Row, ...]
     saved_bytes: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
+    kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def __iter__(self) -> Iterator[Span]:
         for row in self.rows:
@@ -78,33 +79,35 @@ class Timeline(Shown):
         model. An activation lives from its F to the end of its B or I; without backwards nobody keeps it, and
         there is the one being made.
         """
-        ones = (1.0,) * self.placement.num_stages
+        ones = {Content.SAVED: (1.0,) * self.placement.num_stages}
         share = self.placement.chunks_per_rank
-        return tuple(_highest(_curve(_changes(row, ones))) / share for row in self.rows)
+        return tuple(_highest(kept(row, ones)) / share for row in self.rows)
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank, the most bytes that forwards keep for backwards at once, what waiting weight-gradient halves
-        hold included. Raises UsageError when the cost model has no `saved_bytes`.
+        """Per rank, the most bytes kept at once: what forwards keep for backwards, what waiting weight-gradient halves
+        hold, and what else has a size. Raises UsageError when the cost model has no `saved_bytes`.
         """
         if not self.saved_bytes:
             raise UsageError("bytes are not known: give the CostModel saved_bytes (and deferred_bytes) per stage")
         return tuple(_highest(self.memory(rank)) for rank in range(len(self.rows)))
 
-    def memory(self, rank: int) -> list[tuple[float, float]]:
+    def memory(self, rank: int) -> Curve:
         """What `rank` keeps for its backwards, as (time, amount from then on), in order of time: in bytes where the
         cost model knows them, else in activations as `peak_activations` counts them.
         """
         if self.saved_bytes:
-            return _curve(_changes(self.rows[rank], self.saved_bytes, self.deferred_bytes))
+            known = {Content.SAVED: self.saved_bytes, Content.DEFERRED: self.deferred_bytes, **self.kept_bytes}
+            return kept(self.rows[rank], {content: sizes for content, sizes in known.items() if sizes})
         share = self.placement.chunks_per_rank
-        return _curve(_changes(self.rows[rank], (1 / share,) * self.placement.num_stages))
+        return kept(self.rows[rank], {Content.SAVED: (1 / share,) * self.placement.num_stages})
 
     def to_json(self) -> str:
         """The timeline as text, to be kept in a file: `Timeline.from_json` gives back an equal one."""
         from pipeflow.core.timeline_json import Fields, to_json  # json is loaded by those who need it
 
-        return to_json(Fields(self.name, self.placement, self.rows, self.saved_bytes, self.deferred_bytes))
+        memory = self.saved_bytes, self.deferred_bytes, self.kept_bytes
+        return to_json(Fields(self.name, self.placement, self.rows, *memory))
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
@@ -114,39 +117,5 @@ class Timeline(Shown):
         return cls(*from_json(text))
 
 
-def _changes(row: Row, saved: tuple[float, ...], deferred: tuple[float, ...] = ()) -> list[tuple[float, float]]:
-    """What is kept on one rank, as (time, change). Without backwards nobody keeps anything for long."""
-    keeps = any(span.action.kind is not Kind.F for span in row)
-    changes: list[tuple[float, float]] = []
-    for span in row:
-        stage = span.action.stage
-        held = deferred[stage] if deferred else 0.0
-        match span.action.kind:
-            case Kind.F:
-                changes.append((span.start, saved[stage]))
-                if not keeps:
-                    changes.append((span.end, -saved[stage]))
-            case Kind.B:
-                changes.append((span.end, -saved[stage]))
-            case Kind.I:
-                changes.append((span.end, held - saved[stage]))
-            case Kind.W:
-                changes.append((span.end, -held))
-    return changes
-
-
-def _curve(changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The changes added up; those of one moment are one."""
-    curve: list[tuple[float, float]] = []
-    amount = 0.0
-    for time, change in changes:
-        amount += change
-        if curve and curve[-1][0] == time:
-            curve.pop()
-        if not curve or curve[-1][1] != amount:
-            curve.append((time, amount))
-    return curve
-
-
-def _highest(curve: list[tuple[float, float]]) -> float:
+def _highest(curve: Curve) -> float:
     return max((amount for _, amount in curve), default=0.0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pipeflow.core.action import Action
+from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Row, Span
@@ -20,6 +22,7 @@ class Fields(NamedTuple):
     rows: tuple[Row, ...]
     saved_bytes: tuple[float, ...]
     deferred_bytes: tuple[float, ...]
+    kept_bytes: Mapping[Content, tuple[float, ...]]
 
 
 def to_json(timeline: Fields) -> str:
@@ -29,6 +32,7 @@ def to_json(timeline: Fields) -> str:
         "paths": timeline.placement.paths,
         "saved_bytes": timeline.saved_bytes,
         "deferred_bytes": timeline.deferred_bytes,
+        **({"kept_bytes": timeline.kept_bytes} if timeline.kept_bytes else {}),
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in fields.items()]
     rows = ",\n".join("  [" + ",\n   ".join(json.dumps(_cells(span)) for span in row) + "]" for row in timeline.rows)
@@ -48,7 +52,7 @@ def from_json(text: str) -> Fields:
         raise UsageError(f"this is not JSON: {error}") from None
     if not isinstance(fields, dict) or not {"paths", "rows"} <= set(fields):
         raise UsageError("this is not a timeline: Timeline.to_json writes one, with paths and rows")
-    if unknown := sorted(set(fields) - {"name", "paths", "rows", "saved_bytes", "deferred_bytes"}):
+    if unknown := sorted(set(fields) - {"name", "paths", "rows", "saved_bytes", "deferred_bytes", "kept_bytes"}):
         raise UsageError(f"a timeline has no {', '.join(unknown)}")
     paths = tuple(
         tuple(_whole(rank, "paths") for rank in _list(path, "paths")) for path in _list(fields["paths"], "paths")
@@ -60,6 +64,7 @@ def from_json(text: str) -> Fields:
         _rows(fields["rows"], placement),
         _bytes(fields, "saved_bytes", placement),
         _bytes(fields, "deferred_bytes", placement),
+        _kept_bytes(fields.get("kept_bytes", {}), placement),
     )
 
 
@@ -106,6 +111,14 @@ def _bytes(fields: dict[str, Any], name: str, placement: Placement) -> tuple[flo
     if len(numbers) not in (0, placement.num_stages):
         raise UsageError(f"{name}: there are {len(numbers)} for {placement.num_stages} stages")
     return numbers
+
+
+def _kept_bytes(value: object, placement: Placement) -> dict[Content, tuple[float, ...]]:
+    if not isinstance(value, dict):
+        raise UsageError(f"kept_bytes: {value!r} is not an object")
+    if unknown := sorted(set(value) - set(Content)):
+        raise UsageError(f"kept_bytes: nothing is kept that is called {', '.join(unknown)}")
+    return {Content(name): _bytes(value, name, placement) for name in value}
 
 
 def _list(value: object, where: str) -> list[Any]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from pipeflow.core.action import Entry, Kind, actions_of
-from pipeflow.core.dataflow import Content, Value, flows
+from pipeflow.core.action import Action, Entry, actions_of
+from pipeflow.core.dataflow import DATAFLOW, KEPT, PASSING, Content, Value, flows
 from pipeflow.core.program import Compute, Program, Recv, Release, Send
 from pipeflow.core.violation import Violation
 from pipeflow.soundness.deadlock import Place
@@ -19,7 +19,8 @@ def verify_programs(programs: Sequence[Program]) -> list[Violation]:
     """Every violation of the programs of a step, one a rank; an empty list proves that their transfers are sound:
 
     - every value is made once and used once, on the rank that made it or on the one that it is sent to (without
-      backwards, what forwards save is not used, and of weight gradients, those that a reduction waits for);
+      backwards, what forwards save is not used, and of weight gradients, those that a reduction waits for); but what is
+      kept on a rank may be made again by another action, once it was used;
     - it is sent after it was made, released after it was sent, and received before it is used, each of them once;
     - between each ordered pair of ranks, the activations that one sends and those for which the other posts
       receives are the same, in the same order; and so for gradients;
@@ -30,7 +31,8 @@ def verify_programs(programs: Sequence[Program]) -> list[Violation]:
     """
     table = _flows(programs)
     made: dict[Value, Place] = {}
-    violations = [violation for program in programs for violation in _Walk(program, table, made).violations()]
+    ran: set[Action] = set()
+    violations = [violation for program in programs for violation in _Walk(program, table, made, ran).violations()]
     return [*violations, *_mismatches(programs)] or list(waiting_for_ever(programs, table))
 
 
@@ -46,21 +48,20 @@ def _flows(programs: Sequence[Program]) -> Table:
         for action in actions_of(step.entry)
     }
     table = flows(max((stage for _, stage in kinds), default=-1) + 1)
-    made = {Content.ACTIVATION}
-    if any(kind is not Kind.F for kind, _ in kinds):
-        made |= {Content.SAVED, Content.GRADIENT, Content.DEFERRED}
-    if any(kind is Kind.R for kind, _ in kinds):
-        made.add(Content.WEIGHT_GRADIENT)
-    return {key: flow._replace(makes=tuple(end for end in flow.makes if end[0] in made)) for key, flow in table.items()}
+    used = {content for kind, _ in kinds for content, _ in DATAFLOW[kind].needs}
+    if used & KEPT:  # with a backward all that it may need has to be used
+        used |= KEPT | PASSING.keys()
+    return {key: flow._replace(makes=tuple(end for end in flow.makes if end[0] in used)) for key, flow in table.items()}
 
 
 class _Walk:
     """One pass over a program, with where each value came from and what has become of it."""
 
-    def __init__(self, program: Program, table: Table, made: dict[Value, Place]) -> None:
+    def __init__(self, program: Program, table: Table, made: dict[Value, Place], ran: set[Action]) -> None:
         self.program = program
         self.table = table
         self.made = made  # on all ranks so far
+        self.ran = ran  # on all ranks so far
         self.kept: dict[Value, int] = {}  # made or received, and neither used nor sent yet
         self.known: set[Value] = set()  # made or received
         self.sent: dict[tuple[Value, int], int] = {}  # and not released yet
@@ -100,12 +101,14 @@ class _Walk:
         for action in actions:
             for content, stage in self.table[action.kind, action.stage].makes:
                 value = Value(content, stage, action.microbatch)
-                if value in self.made or value in self.known:
+                back = content in KEPT and value not in self.kept and action not in self.ran
+                if not back and (value in self.made or value in self.known):
                     yield self._wrong(position, f"{action} makes the {value} again", "every value made once")
                     continue
                 self.made[value] = self.program.rank, position
                 self.kept[value] = position
                 self.known.add(value)
+        self.ran.update(actions)
 
     def _recv(self, position: int, value: Value, peer: int) -> Iterator[Violation]:
         if value in self.known:

@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from pipeflow.analysis.memory_cap import MemoryCap
 from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind, actions_of
-from pipeflow.core.dataflow import Value, makes, needs
+from pipeflow.core.dataflow import DATAFLOW, WHOLE, Value, makes, needs
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
 from pipeflow.soundness.deadlock import Place, deadlocks
-from pipeflow.soundness.memory import Cap, over_cap
+from pipeflow.soundness.memory import over_cap
 from pipeflow.soundness.programs import verify_programs
 from pipeflow.soundness.reductions import wrong_reductions
 
@@ -21,12 +22,12 @@ __all__ = ["Violation", "verify", "verify_programs"]
 Ran = dict[tuple[int, int], list[tuple[Kind, int, int]]]  # (stage, microbatch) -> (kind, rank, position)
 
 
-def verify(schedule: Schedule, *, memory_cap: Cap | None = None) -> list[Violation]:
+def verify(schedule: Schedule, *, memory_cap: MemoryCap | None = None) -> list[Violation]:
     """Every violation of `schedule`; an empty list proves that it is sound:
 
     - every action is on the rank that holds its stage, within the stages and microbatches there are;
     - every (stage, microbatch) runs forward once, and backward once, whole or in two halves (or the schedule
-      has forwards alone);
+      has forwards alone), and what one action keeps another one uses;
     - no stage is reduced; or each one once on each rank that makes weight gradients of it, after the last of these,
       whose microbatch the reduction names;
     - no rank waits for ever: the order has no cycle;
@@ -65,35 +66,35 @@ def _misplaced(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
             continue
         holder = paths[microbatch % len(paths)][stage]
         for kind, rank, position in runs:
-            if rank != holder and kind is not Kind.R:
+            if rank != holder and not DATAFLOW[kind].joint:
                 wants = f"it on rank {holder}, which holds its stage"
                 yield Violation(f"{Action(kind, stage, microbatch)} is on rank {rank}", wants, rank, position)
 
 
 def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
-    whole: tuple[list[Kind], ...] = ([Kind.B, Kind.F], [Kind.F, Kind.I, Kind.W])
-    if schedule.is_forward_only:
-        whole = ([Kind.F],)
+    whole = ((Kind.F,),) if schedule.is_forward_only else WHOLE
+    wanted = [frozenset(kinds) for kinds in whole]
     for stage in range(schedule.placement.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            runs = ran.get((stage, microbatch), [])
-            kinds = sorted([kind for kind, _, _ in runs if kind is not Kind.R])
-            if kinds in whole:
-                continue
+            runs = [run for run in ran.get((stage, microbatch), ()) if not DATAFLOW[run[0]].joint]
             seen: set[Kind] = set()
             for kind, rank, position in runs:
-                if kind is Kind.R:
-                    continue
                 if kind in seen:
                     yield Violation(
                         f"{Action(kind, stage, microbatch)} runs again", "every action once", rank, position
                     )
                 seen.add(kind)
-            if sorted(seen) not in whole:
+            if seen not in wanted:
                 has = ", ".join(str(Action(kind, stage, microbatch)) for kind in sorted(seen)) or "nothing"
-                wants = "its forward alone" if schedule.is_forward_only else "F and B, or F, I and W"
+                wants = "its forward alone" if schedule.is_forward_only else ", or ".join(map(_listed, WHOLE))
                 holder = schedule.placement.rank_of(stage, microbatch)
                 yield Violation(f"of stage {stage}, microbatch {microbatch} runs {has}", wants, holder)
+
+
+def _listed(kinds: Sequence[Kind]) -> str:
+    """As in "F, I and W"."""
+    *first, last = kinds
+    return f"{', '.join(first)} and {last}"
 
 
 def _deadlock(schedule: Schedule) -> Iterator[Violation]:
@@ -108,8 +109,9 @@ def _deadlock(schedule: Schedule) -> Iterator[Violation]:
         def waits_for(place: Place) -> Place:
             """Where the first value is made that is not there yet."""
             entry = schedule.rows[place[0]][place[1]]
-            needed = [makers[value] for action in actions_of(entry) for value in needs(action, stages)]
-            return next(maker for maker in needed if maker[1] >= at.get(maker[0], maker[1] + 1))
+            needed = (value for action in actions_of(entry) for value in needs(action, stages))
+            places = (maker for value in needed for maker in makers[value])
+            return next(maker for maker in places if maker[1] >= at.get(maker[0], maker[1] + 1))
 
         def text(place: Place) -> str:
             return str(schedule.rows[place[0]][place[1]])
@@ -117,13 +119,12 @@ def _deadlock(schedule: Schedule) -> Iterator[Violation]:
         yield from deadlocks(order.stuck, waits_for, text, "an order in which no action waits for itself")
 
 
-def _makers(schedule: Schedule) -> dict[Value, Place]:
-    """Where every value is made."""
+def _makers(schedule: Schedule) -> dict[Value, list[Place]]:
+    """Where every value is made, and made again."""
     stages = schedule.placement.num_stages
-    return {
-        value: (rank, position)
-        for rank, row in enumerate(schedule.rows)
-        for position, entry in enumerate(row)
-        for action in actions_of(entry)
-        for value in makes(action, stages)
-    }
+    found: dict[Value, list[Place]] = {}
+    for rank, row in enumerate(schedule.rows):
+        for position, entry in enumerate(row):
+            for value in (value for action in actions_of(entry) for value in makes(action, stages)):
+                found.setdefault(value, []).append((rank, position))
+    return found

@@ -319,8 +319,8 @@ def test_what_is_wrong_besides_is_listed_with_what_is_over_the_cap() -> None:
     ("cap", "message"),
     [
         ((4, 4, 4), "one number, or one for each of 4 ranks; got 3"),
-        (0, "must be positive, got 0 for rank 0: this schedule needs 4 there"),
-        ((4, 3, 2, -1), "must be positive, got -1 for rank 3: this schedule needs 1 there"),
+        (0, "must be positive, got 0 for rank 0: it needs 4 there"),
+        ((4, 3, 2, -1), "must be positive, got -1 for rank 3: it needs 1 there"),
         (float("nan"), "must be positive, got nan"),
     ],
 )

@@ -1,0 +1,22 @@
+"""Memory caps: how many activations a rank may keep, as users write it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeflow.core.errors import UsageError
+
+MemoryCap = float | Sequence[float]
+
+
+def cap_per_rank(memory_cap: MemoryCap, least: Sequence[float]) -> list[float]:
+    """The cap of every rank; `least` is what each needs. Raises UsageError unless there is one number, or one for each,
+    and all are positive.
+    """
+    caps = list(memory_cap) if isinstance(memory_cap, Sequence) else [memory_cap] * len(least)
+    if len(caps) != len(least):
+        raise UsageError(f"memory_cap is one number, or one for each of {len(least)} ranks; got {len(caps)} of them")
+    for rank, cap in enumerate(caps):
+        if not cap > 0:
+            raise UsageError(f"memory_cap must be positive, got {cap} for rank {rank}: it needs {least[rank]:g} there")
+    return caps
