@@ -27,8 +27,8 @@ def launch(
     timeout: float = 60.0,
     device: torch.device | str | None = None,
 ) -> Context:
-    """Joins this process to the others and returns its place, which all of its threads see. Tensor ranks are neighbours, then come the ranks of a
-    pipeline; what is left of the world are replicas, for data parallelism.
+    """Joins this process to the others and returns its place, which all of its threads see. Tensor ranks are
+    neighbours, then come the ranks of a pipeline; what is left of the world are replicas, for data parallelism.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); without it, this process
     is a world of its own. Initializes torch.distributed's default process group unless that was done.
