@@ -12,7 +12,8 @@ from pipeflow.cli.columns import COLUMNS, Column
 from pipeflow.cli.files import write
 from pipeflow.cli.options import cost_options, schedule_options
 from pipeflow.cli.outputs import show
-from pipeflow.cli.plans import Asked, Plan, sound_plan
+from pipeflow.cli.request import Request
+from pipeflow.cli.sources import Source, sound_source
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import SCHEDULES
 
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json and arguments.svg == "-":
         raise UsageError("standard output can take one output, not --json and --svg")
     names = list(dict.fromkeys(arguments.schedules)) or list(SCHEDULES)
-    found, refused = _measured(names, Asked.of(arguments))
+    found, refused = _measured(names, Request.of(arguments))
     if not found:
         raise UsageError("; ".join(_grouped(refused)))
     found = _sorted(found, arguments.sort)
@@ -62,15 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured(names: list[str], asked: Asked) -> tuple[Found, dict[str, str]]:
+def _measured(names: list[str], request: Request) -> tuple[Found, dict[str, str]]:
     """The measures of those schedules that take what was asked, and why the others do not. A name that stands for
     nothing is an error, and so is a file that does not fit.
     """
     found, refused = {}, {}
-    for name, part in asked.among(names).items():
+    for name, part in request.among(names).items():
         try:
-            plan = Plan(sound_plan(name, part).schedule)  # a timeline's own times are left out: the costs are the same
-            found[name] = Measures.of(plan.schedule, plan.timeline(part.costs))
+            source = Source(sound_source(name, part).schedule)  # without its own times: all have the same costs
+            found[name] = Measures.of(source.schedule, source.timeline(part.costs))
         except UsageError as error:
             if name not in SCHEDULES:
                 raise

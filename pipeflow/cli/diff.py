@@ -13,7 +13,8 @@ from pipeflow.cli.costs import Costs
 from pipeflow.cli.differences import difference_lines
 from pipeflow.cli.options import cost_options, schedule_options, unit_options
 from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
-from pipeflow.cli.plans import Asked, Plan, is_file, sound_plan
+from pipeflow.cli.request import Request, is_file
+from pipeflow.cli.sources import Source, sound_source
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 
@@ -42,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Shows what differs, then both timelines on one time scale."""
     paths = files_named(arguments, *FORMATS)
     names = [arguments.first, arguments.second]
-    asked = Asked.of(arguments)
-    plans = _plans(names, asked)
-    timelines = _timelines(plans, asked.costs)
-    measured = [plan.measured is not None for plan in plans]
+    request = Request.of(arguments)
+    sources = _sources(names, request)
+    timelines = _timelines(sources, request.costs)
+    measured = [source.measured is not None for source in sources]
     titles = ("planned", "measured") if measured == [False, True] else ("first", "second")
     unit, factor = arguments.unit, arguments.factor
     if paths:
@@ -56,20 +57,20 @@ def run(arguments: argparse.Namespace) -> int:
     from pipeflow.draw import Comparison
     from pipeflow.draw.times import Unit
 
-    lines = difference_lines(plans[0].schedule, plans[1].schedule)
-    table = _table(names, plans, timelines, Unit(unit, factor))
+    lines = difference_lines(sources[0].schedule, sources[1].schedule)
+    table = _table(names, sources, timelines, Unit(unit, factor))
     picture = Comparison(*timelines, unit, factor, titles, arguments.memory)
     show(*lines, "", table, *_ratio(timelines, measured), "", picture)
     return 0
 
 
-def _plans(names: list[str], asked: Asked) -> list[Plan]:
-    """Both plans. A named schedule has the sizes of the file that it is compared with, where none are given, and
+def _sources(names: list[str], request: Request) -> list[Source]:
+    """Both sources. A named schedule has the sizes of the file that it is compared with, where none are given, and
     reductions where that has them.
     """
-    parts = [asked.among(names)[name] for name in names]
-    plans = {index: sound_plan(name, parts[index]) for index, name in enumerate(names) if is_file(name)}
-    for file in list(plans.values()):
+    parts = [request.among(names)[name] for name in names]
+    sources = {index: sound_source(name, parts[index]) for index, name in enumerate(names) if is_file(name)}
+    for file in list(sources.values()):
         ranks, microbatches = file.schedule.placement.num_ranks, file.schedule.num_microbatches
         parts = [
             replace(
@@ -79,42 +80,43 @@ def _plans(names: list[str], asked: Asked) -> list[Plan]:
             )
             for part in parts
         ]
-    reduces = any(file.schedule != file.schedule.without_reductions() for file in plans.values())
+    reduces = any(file.schedule != file.schedule.without_reductions() for file in sources.values())
     for index, name in enumerate(names):
-        if index not in plans:
-            schedule = sound_plan(name, parts[index]).schedule
-            plans[index] = Plan(schedule.with_reductions() if reduces else schedule)
-    return [plans[index] for index in range(len(names))]
+        if index not in sources:
+            schedule = sound_source(name, parts[index]).schedule
+            sources[index] = Source(schedule.with_reductions() if reduces else schedule)
+    return [sources[index] for index in range(len(names))]
 
 
-def _timelines(plans: list[Plan], costs: Costs) -> tuple[Timeline, Timeline]:
+def _timelines(sources: list[Source], costs: Costs) -> tuple[Timeline, Timeline]:
     """Both timelines. A plan beside a measured timeline is simulated under the costs that were measured, unless costs
     are given.
     """
-    measured = [plan.measured for plan in plans if plan.measured is not None]
+    measured = [source.measured for source in sources if source.measured is not None]
     if len(measured) == 2 and costs.given is not None:
         raise UsageError(f"{costs.given} is for schedules; the times of a timeline are its own")
     if not measured or costs.given is not None:
-        first, second = (plan.measured or plan.timeline(costs) for plan in plans)
+        first, second = (source.measured or source.timeline(costs) for source in sources)
         return first, second
     from pipeflow.analysis.measured import measured_costs
     from pipeflow.analysis.simulate import simulate
 
     model = measured_costs(measured[0])
-    for schedule in (plan.schedule for plan in plans if plan.measured is None):
+    for schedule in (source.schedule for source in sources if source.measured is None):
         if (stages := schedule.placement.num_stages) != len(model.forward):
             raise UsageError(
                 f"{schedule.name} has {stages} stages and what was measured {len(model.forward)}, so its costs do "
                 "not fit: give costs, as in --forward 1"
             )
-    first, second = (plan.measured or simulate(plan.schedule, model) for plan in plans)
+    first, second = (source.measured or simulate(source.schedule, model) for source in sources)
     return first, second
 
 
-def _table(names: list[str], plans: list[Plan], timelines: tuple[Timeline, Timeline], unit: Unit) -> Table:
+def _table(names: list[str], sources: list[Source], timelines: tuple[Timeline, Timeline], unit: Unit) -> Table:
     from pipeflow.draw import Table
 
-    first, second = (Measures.of(plan.schedule, timeline) for plan, timeline in zip(plans, timelines, strict=True))
+    both = zip(sources, timelines, strict=True)
+    first, second = (Measures.of(source.schedule, timeline) for source, timeline in both)
     rows = []
     for key, column in COLUMNS.items():
         before, after = column.of(first), column.of(second)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from pipeflow.cli.files import STANDARD_OUTPUT
 from pipeflow.cli.options import cost_options, schedule_argument, schedule_options, unit_options
 from pipeflow.cli.outputs import FORMATS, add_outputs, files_named, show, write_drawings
-from pipeflow.cli.plans import Asked, sound_plan
+from pipeflow.cli.request import Request
+from pipeflow.cli.sources import sound_source
 from pipeflow.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     paths = files_named(arguments, *FORMATS)
     if arguments.critical_path and STANDARD_OUTPUT in paths.values():
         raise UsageError("standard output can take one output, not a file and --critical-path")
-    asked = Asked.of(arguments)
-    timeline = sound_plan(arguments.schedule, asked).timeline(asked.costs)
+    request = Request.of(arguments)
+    timeline = sound_source(arguments.schedule, request).timeline(request.costs)
     unit, factor = arguments.unit, arguments.factor
     if paths:
         write_drawings(paths, timeline, unit=unit, factor=factor)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipeflow.cli.files import write
 from pipeflow.cli.options import cost_options, schedule_argument, schedule_options
-from pipeflow.cli.plans import Asked, plan
+from pipeflow.cli.request import Request
+from pipeflow.cli.sources import source
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
@@ -23,5 +24,5 @@ def add_to(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the table."""
-    write({arguments.csv: plan(arguments.schedule, Asked.of(arguments)).schedule.to_csv()})
+    write({arguments.csv: source(arguments.schedule, Request.of(arguments)).schedule.to_csv()})
     return 0

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.options import family_options, flag
 from pipeflow.cli.outputs import show
-from pipeflow.cli.plans import Asked, is_file, sound_plan
+from pipeflow.cli.request import Request, is_file
+from pipeflow.cli.sources import sound_source
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import bytes_text, number, percent
@@ -91,7 +92,7 @@ def _schedule(arguments: argparse.Namespace, model: GPT, setup: Setup) -> Schedu
     if is_file(name):
         if arguments.pipeline is not None:
             raise UsageError(f"--pipeline is for named schedules; {name} has its own ranks")
-        return sound_plan(name, Asked(Costs({}), None, arguments.microbatches, tuple(options.items()))).schedule
+        return sound_source(name, Request(Costs({}), None, arguments.microbatches, tuple(options.items()))).schedule
     ranks = 4 if arguments.pipeline is None else arguments.pipeline
     microbatches = 8 if arguments.microbatches is None else arguments.microbatches
     if name in SCHEDULES and "cost" in options_of(name):  # it is made for its costs, which are per stage

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipeflow.analysis.measures import path_times, stream_times
 from pipeflow.cli.options import cost_options, schedule_argument, schedule_options, unit_options
-from pipeflow.cli.plans import Asked, sound_plan
+from pipeflow.cli.request import Request
+from pipeflow.cli.sources import sound_source
 from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.core.timeline import Timeline
 
@@ -25,8 +26,8 @@ def add_to(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the measures."""
-    asked = Asked.of(arguments)
-    timeline = sound_plan(arguments.schedule, asked).timeline(asked.costs)
+    request = Request.of(arguments)
+    timeline = sound_source(arguments.schedule, request).timeline(request.costs)
     if arguments.json:
         import json
 

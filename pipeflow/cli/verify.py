@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeflow.cli.options import cost_options, family_options, schedule_argument, schedule_options
-from pipeflow.cli.plans import Asked, plan, violations_of
+from pipeflow.cli.request import Request
+from pipeflow.cli.sources import source, violations_of
 from pipeflow.core.text import printable
 from pipeflow.schedules import SCHEDULES, options_of
 
@@ -28,10 +29,10 @@ def add_to(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the proof's result, or one line a violation."""
     name: str = arguments.schedule
-    asked = Asked.of(arguments)
+    request = Request.of(arguments)
     if name not in SCHEDULES or "memory_cap" not in options_of(name):
-        asked = replace(asked, options=tuple(each for each in asked.options if each[0] != "memory_cap"))
-    schedule = plan(name, asked).schedule
+        request = replace(request, options=tuple(each for each in request.options if each[0] != "memory_cap"))
+    schedule = source(name, request).schedule
     violations = violations_of(schedule, arguments.memory_cap)
     for violation in violations:
         print(printable(str(violation)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pipeflow.draw
-from pipeflow.cli import main, plans
+from pipeflow.cli import main, sources
 from pipeflow.cli.files import write
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
@@ -122,7 +122,7 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     def interrupted(*_: object) -> Timeline:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plans, "simulate", interrupted)
+    monkeypatch.setattr(sources, "simulate", interrupted)
     assert main(["draw", "1f1b"]) == 130
     assert capsys.readouterr().err == ""
 
@@ -144,7 +144,13 @@ def test_a_schedule_that_is_made_for_costs_gets_them(
         seen.update(cost=cost, memory_cap=memory_cap)
         return replace(make_schedule("zb-h1", ranks=ranks, microbatches=microbatches), name="zb-auto")
 
-    for module in ("pipeflow.schedules.registry", "pipeflow.cli.options", "pipeflow.cli.plans", "pipeflow.cli.verify"):
+    for module in (
+        "pipeflow.schedules.registry",
+        "pipeflow.cli.options",
+        "pipeflow.cli.request",
+        "pipeflow.cli.sources",
+        "pipeflow.cli.verify",
+    ):
         monkeypatch.setattr(f"{module}.SCHEDULES", {**SCHEDULES, "zb-auto": searched})
     assert "zb-auto" in out(capsys, "draw", "zb-auto", "--forward", 3, "--memory-cap", 2.5, "--microbatches", 5)
     assert seen["memory_cap"] == 2.5
@@ -161,6 +167,6 @@ def test_verify_takes_a_memory_cap(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         seen.update(options)
         return []
 
-    monkeypatch.setattr(plans, "verify", verify)
+    monkeypatch.setattr(sources, "verify", verify)
     assert "is sound" in out(capsys, "verify", "1f1b", "--memory-cap", 2.5)
     assert seen == {"memory_cap": 2.5}

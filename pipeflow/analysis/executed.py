@@ -1,0 +1,41 @@
+"""Executed: the schedule that a timeline ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeflow.core.action import Action, Entry, Kind, Pair
+from pipeflow.core.dataflow import DATAFLOW, Value, makes, needs
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.span import Row
+from pipeflow.core.timeline import Timeline
+
+
+def executed_schedule(timeline: Timeline) -> Schedule:
+    """The schedule whose rows are what each rank ran, in the order in which it began.
+
+    What ranks do jointly begins when the last of them is there, so it stands where its own rank came to it: after the
+    action that made what it needs.
+
+    Raises UsageError when the numbers of microbatches cannot be right.
+    """
+    actions = [span.action for span in timeline]
+    microbatches = max((action.microbatch for action in actions), default=0) + 1
+    if microbatches > max(len(actions), 1):
+        raise UsageError(f"{len(actions)} actions are too few for {microbatches} microbatches")
+    rows = tuple(tuple(_entries(row, timeline.placement.num_stages)) for row in timeline.rows)
+    return Schedule(timeline.name, timeline.placement, microbatches, rows)
+
+
+def _entries(row: Row, num_stages: int) -> Iterator[Entry]:
+    """Joint actions whose values nothing in the row made stand at the end."""
+    joint = [span.action for span in row if DATAFLOW[span.action.kind].joint]
+    waiting: dict[Value, Action] = {value: action for action in joint for value in needs(action, num_stages)}
+    for span in (span for span in row if not DATAFLOW[span.action.kind].joint):
+        if span.partner is None:
+            yield span.action
+        elif span.action.kind is Kind.F:
+            yield Pair(span.action, span.partner)
+        yield from (waiting.pop(value) for value in makes(span.action, num_stages) if value in waiting)
+    yield from dict.fromkeys(waiting.values())

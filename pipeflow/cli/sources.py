@@ -1,0 +1,108 @@
+"""Sources: what a SCHEDULE argument stands for: a schedule of the registry, a CSV file, or a timeline kept as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from pipeflow.analysis.executed import executed_schedule
+from pipeflow.analysis.lower import lower
+from pipeflow.analysis.simulate import simulate
+from pipeflow.cli.costs import Costs
+from pipeflow.cli.files import read
+from pipeflow.cli.options import flag
+from pipeflow.cli.request import Request, is_file
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
+from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.soundness.schedule import Violation, verify, verify_programs
+
+MAKE_PLACEMENT = {"linear": Placement.linear, "vee": Placement.vee, "bidirectional": Placement.bidirectional}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A schedule and, when it was read from a timeline, that."""
+
+    schedule: Schedule
+    measured: Timeline | None = None
+
+    def timeline(self, costs: Costs) -> Timeline:
+        """When everything runs: as it was measured, else under `costs`."""
+        if self.measured is None:
+            return simulate(self.schedule, costs.model(self.schedule.placement))
+        if costs.given is not None:
+            raise UsageError(f"{costs.given} is for schedules; the times of a timeline are its own")
+        return self.measured
+
+
+def sound_source(name: str, request: Request) -> Source:
+    """As `source`, and raises UsageError for a file whose schedule is unsound."""
+    found = source(name, request)
+    if name not in SCHEDULES and (violations := violations_of(found.schedule)):
+        many = f"{len(violations)} violation{'s' * (len(violations) > 1)}, the first"
+        raise UsageError(f"{name} is unsound, {many}: {violations[0]}; see pipeflow verify")
+    return found
+
+
+def violations_of(schedule: Schedule, memory_cap: float | None = None) -> list[Violation]:
+    """What is wrong with a schedule or, when nothing is, with its programs."""
+    options: dict[str, Any] = {} if memory_cap is None else {"memory_cap": memory_cap}
+    return verify(schedule, **options) or verify_programs(lower(schedule))
+
+
+def source(name: str, request: Request) -> Source:
+    """What an argument stands for. Raises UsageError saying which part of what was asked it does not fit."""
+    found = _from_file(name, request) if is_file(name) else Source(_from_name(name, request))
+    if request.costs.reduce and found.measured is None:
+        found = replace(found, schedule=found.schedule.with_reductions())
+    return replace(found, schedule=found.schedule.forward_only()) if request.forward_only else found
+
+
+def _from_name(name: str, request: Request) -> Schedule:
+    if request.placement is not None:
+        raise UsageError(f"--placement is for CSV files; schedule {name!r} has its own")
+    ranks, microbatches = request.ranks, request.microbatches
+    ranks, microbatches = 4 if ranks is None else ranks, 8 if microbatches is None else microbatches
+    options: dict[str, object] = dict(request.options)
+    if name in SCHEDULES and "cost" in options_of(name):  # it is made for its costs, which are per stage
+        options["cost"] = request.costs.model(make_schedule(name, ranks=ranks, microbatches=1).placement)
+    return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
+
+
+def _from_file(name: str, request: Request) -> Source:
+    for option, value in (("ranks", request.ranks), *request.options):
+        if value is not None:
+            raise UsageError(f"{flag(option)} is for named schedules; {name} has its own")
+    text = read(name)
+    try:
+        if name.endswith(".json") or text.lstrip().startswith("{"):
+            return _from_timeline(Timeline.from_json(text), request)
+        make_placement = MAKE_PLACEMENT.get(request.placement or "looped")
+        placement = make_placement(len(text.strip("\n").split("\n"))) if make_placement else None
+        schedule = Schedule.from_csv(text, placement, request.microbatches, name=name)
+        return Source(_in_waves(schedule) if request.placement == "vee" else schedule)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
+
+
+def _in_waves(schedule: Schedule) -> Schedule:
+    """With the stages down the ranks and back up as often as there are stages for it."""
+    ranks = len(schedule.rows)
+    stages = 1 + max(action.stage for rank in range(ranks) for action in schedule.actions(rank))
+    return replace(schedule, placement=Placement.zigzag(ranks, max(stages // (2 * ranks), 1)))
+
+
+def _from_timeline(timeline: Timeline, request: Request) -> Source:
+    given = {
+        "microbatches": request.microbatches,
+        "placement": request.placement,
+        "forward_only": request.forward_only or None,
+    }
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(f"{flag(option)} is for schedules; a timeline says it itself")
+    return Source(executed_schedule(timeline), timeline)
