@@ -31,7 +31,7 @@ FLOORS: dict[str, set[str]] = {
     "optim": {"core", "parallel", "runtime", "torch"},
     "checkpoint": {"core", "parallel", "tensor", "runtime", "optim", "torch", "safetensors"},
     "training": {"core", "parallel", "runtime", "optim", "torch", "rich"},
-    "colossalai": {"core", "torch", *ENGINE},
+    "colossalai": {"core", "planning", "torch", *ENGINE},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {*PLANS, *ENGINE},
 }

@@ -1,13 +1,14 @@
-"""The global context under the names that ColossalAI's tutorials use: a face on `current_context()`, without a state
-of its own but the configuration.
-"""
+"""ColossalAI's `colossalai.core`: the global context, a face of `current_context()` and `current_config()`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipeflow.colossalai.context.parallel_mode import ParallelMode
-from pipeflow.parallel.context import Context, current_context, is_launched, keep, kept
+from pipeflow.parallel.context import current_context, is_launched
+from pipeflow.parallel.layout import Layout
+from pipeflow.training.launch import current_config, keep_config
 
 
 class GlobalContext:
@@ -16,11 +17,11 @@ class GlobalContext:
     @property
     def config(self) -> Any:
         """What the job was configured with; None when it was launched without a configuration."""
-        return kept(_CONFIG) if is_launched() else None
+        return current_config() if is_launched() else None
 
     def load_config(self, config: object) -> None:
         """Sets `config`; for launchers."""
-        keep(_CONFIG, config)
+        keep_config(config)
 
     def is_initialized(self, mode: ParallelMode) -> bool:
         """Whether the ranks of that mode are known: of all, once launched."""
@@ -32,7 +33,8 @@ class GlobalContext:
 
     def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
         """Their ranks in the world, this one's among them, in order."""
-        return list(_ranks(current_context(), mode))
+        context = current_context()
+        return list(_RANKS[mode](context.layout, context.rank))
 
     def get_world_size(self, mode: ParallelMode) -> int:
         """How many there are."""
@@ -76,22 +78,12 @@ class GlobalContext:
             current_context().close()
 
 
-def _ranks(context: Context, mode: ParallelMode) -> tuple[int, ...] | range:
-    layout, rank = context.layout, context.rank
-    match mode:
-        case ParallelMode.GLOBAL:
-            return range(layout.world_size)
-        case ParallelMode.DATA:
-            return layout.data_ranks(rank)
-        case ParallelMode.PIPELINE:
-            return layout.pipeline_ranks(rank)
-        case ParallelMode.TENSOR | ParallelMode.PARALLEL_1D:
-            return layout.tensor_ranks(rank)
-        case ParallelMode.MODEL:
-            one = layout.pipeline * layout.tensor
-            return range(rank // one * one, (rank // one + 1) * one)
-
-
-_CONFIG = "configuration"
+_RANKS: Mapping[ParallelMode, Callable[[Layout, int], Sequence[int]]] = {
+    ParallelMode.GLOBAL: lambda layout, _: range(layout.world_size),
+    ParallelMode.DATA: Layout.data_ranks,
+    ParallelMode.PIPELINE: Layout.pipeline_ranks,
+    ParallelMode.TENSOR: Layout.tensor_ranks,
+    ParallelMode.MODEL: Layout.replica_ranks,
+}
 
 global_context = GlobalContext()

@@ -1,9 +1,8 @@
-"""Launch from a configuration, as ColossalAI's tutorials do: its layout, its seed, its log."""
+"""ColossalAI's `colossalai.initialize`: launches, and the parser of what they take."""
 
 from __future__ import annotations
 
 import os
-import random
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 
 import torch
 
-from pipeflow.colossalai.core import global_context
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel import launch as parallel
 from pipeflow.parallel.context import Context
-from pipeflow.training.config import Config, read_config
-from pipeflow.training.logging import get_dist_logger
+from pipeflow.training.config import Config
+from pipeflow.training.launch import launch_from_config
 
 Source = Config | Mapping[str, Any] | str | Path
+_BACKENDS = ("nccl", "gloo")
 
 
 def get_default_parser() -> ArgumentParser:
@@ -34,42 +32,21 @@ def get_default_parser() -> ArgumentParser:
     return parser
 
 
-_BACKENDS = ("nccl", "gloo")
-
-
 def launch_from_torch(
-    config: Source,
+    config: Source | None = None,
     backend: str | None = None,
     seed: int = 1024,
     verbose: bool = True,
     *,
     timeout: float = 60.0,
 ) -> Context:
-    """Launches as torchrun's environment and `config` say; without that environment, a world of this process alone.
+    """`launch_from_config`, by default of an empty configuration. `backend` "gloo" computes on the CPU, "nccl" on GPUs;
+    by default it is what the machine has.
 
-    Python's and torch's random numbers start from the configuration's seed, or `seed`, the same on all ranks of a
-    stage and another one on each stage. With LOG_PATH each rank keeps a log there.
-
-    Args:
-        config: a dict, or the path of a Python file; see `Config`. Then `global_context.config`.
-        backend: "gloo" computes on the CPU, "nccl" on GPUs; by default what the machine has.
-        seed: where the configuration has none.
-        verbose: whether rank 0 says how the ranks are laid out.
-        timeout: seconds after which a wait for another rank gives up.
-
-    Raises UsageError for a configuration or a world that cannot work.
+    Raises UsageError for a backend that is not there, and as `launch_from_config`.
     """
-    checked = read_config(config)
-    context = parallel.launch(checked.pipeline, checked.tensor, timeout=timeout, device=_device_for(backend))
-    global_context.load_config(checked)
-    _seed((seed if checked.seed is None else checked.seed) + 1024 * context.pipeline_rank)
-    logger = get_dist_logger()
-    if checked.log_path is not None:
-        logger.log_to_file(checked.log_path)
-    if verbose:
-        sizes = f"data {context.data_size} x pipeline {context.pipeline_size} x tensor {context.tensor_size}"
-        logger.info(f"{context.world_size} ranks: {sizes}, on {context.device.type}", ranks=[0])
-    return context
+    source, device = {} if config is None else config, _device_for(backend)
+    return launch_from_config(source, seed=seed, verbose=verbose, timeout=timeout, device=device)
 
 
 def launch(
@@ -100,8 +77,3 @@ def _device_for(backend: str | None) -> str | None:
     if backend == "nccl" and not torch.cuda.is_available():
         raise UsageError("backend 'nccl' needs a GPU: use 'gloo', or leave it out")
     return "cpu" if backend == "gloo" else None
-
-
-def _seed(number: int) -> None:
-    random.seed(number)
-    torch.manual_seed(number)

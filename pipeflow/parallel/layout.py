@@ -70,6 +70,11 @@ class Layout:
         place = self.place(rank)
         return tuple(self.rank(place._replace(pipeline=index)) for index in range(self.pipeline))
 
+    def replica_ranks(self, rank: int) -> range:
+        """Those that hold one copy of the whole model together."""
+        size = self.pipeline * self.tensor
+        return range(rank // size * size, (rank // size + 1) * size)
+
     def tensor_ranks(self, rank: int) -> tuple[int, ...]:
         """Those that hold the other parts of the same layers."""
         place = self.place(rank)

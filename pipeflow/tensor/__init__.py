@@ -1,13 +1,12 @@
 """Tensor parallelism in one dimension: layers of which every rank of a group holds a part.
 
-Names are Megatron's; those of ColossalAI stand for the same layers. `pipeflow.colossalai.nn` has the layers under the
-names of torch.nn.
+Names are Megatron's.
 """
 
 from __future__ import annotations
 
 from pipeflow.tensor.classifier import Classifier, VocabParallelClassifier
-from pipeflow.tensor.cross_entropy import VocabParallelCrossEntropy, vocab_parallel_cross_entropy
+from pipeflow.tensor.cross_entropy import CrossEntropy, VocabParallelCrossEntropy, vocab_parallel_cross_entropy
 from pipeflow.tensor.division import cut, divide
 from pipeflow.tensor.dropout import Dropout
 from pipeflow.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
@@ -29,39 +28,19 @@ from pipeflow.tensor.regions import (
     scatter_to_tensor_region,
 )
 
-Linear1D_Col = ColumnParallelLinear
-Linear1D_Row = RowParallelLinear
-VocabParallelEmbedding1D = VocabParallelEmbedding
-Embedding1D = HiddenParallelEmbedding
-PatchEmbedding1D = PatchEmbedding
-Classifier1D = Classifier
-VocabParallelClassifier1D = VocabParallelClassifier
-LayerNorm1D = LayerNorm
-Dropout1D = Dropout
-VocabParallelCrossEntropyLoss1D = VocabParallelCrossEntropy
-
 __all__ = [
     "Classifier",
-    "Classifier1D",
     "ColumnParallelLinear",
+    "CrossEntropy",
     "Dropout",
-    "Dropout1D",
-    "Embedding1D",
     "HiddenParallelEmbedding",
     "LayerNorm",
-    "LayerNorm1D",
-    "Linear1D_Col",
-    "Linear1D_Row",
     "PatchEmbedding",
-    "PatchEmbedding1D",
     "RandomTracker",
     "RowParallelLinear",
     "VocabParallelClassifier",
-    "VocabParallelClassifier1D",
     "VocabParallelCrossEntropy",
-    "VocabParallelCrossEntropyLoss1D",
     "VocabParallelEmbedding",
-    "VocabParallelEmbedding1D",
     "checkpoint",
     "copy_to_tensor_region",
     "current_tracker",

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.transport.group import Group
+from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.tensor.division import real_rows, require_indices
 from pipeflow.tensor.layer import TensorLayer, group_of
 
@@ -40,6 +40,9 @@ class VocabParallelCrossEntropy(TensorLayer):
         self.reduction: Reduction = reduction
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self._compute(logits, labels, self.group)
+
+    def _compute(self, logits: Tensor, labels: Tensor, group: Group) -> Tensor:
         return vocab_parallel_cross_entropy(
             logits,
             labels,
@@ -47,7 +50,7 @@ class VocabParallelCrossEntropy(TensorLayer):
             label_smoothing=self.label_smoothing,
             ignore_index=self.ignore_index,
             reduction=self.reduction,
-            group=self.group,
+            group=group,
         )
 
     @classmethod
@@ -64,6 +67,17 @@ class VocabParallelCrossEntropy(TensorLayer):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)}" for name in ("vocab_size", *_OPTIONS))
+
+
+class CrossEntropy(VocabParallelCrossEntropy):
+    """nn.CrossEntropyLoss of logits that are whole or split over the vocabulary: the last dimension are the classes.
+    Logits of vocab_size columns are whole, of ceil(vocab_size / T) split; anything else is refused. Without a
+    vocab_size they are taken as whole.
+    """
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        is_whole = self.vocab_size in (None, logits.shape[-1])
+        return self._compute(logits, labels, Alone() if is_whole else self.group)
 
 
 _OPTIONS = ("label_smoothing", "ignore_index", "reduction")

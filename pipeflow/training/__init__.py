@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pipeflow.training.config import Config, read_config
 from pipeflow.training.data import DataParallelLoader, endless, get_dataloader
+from pipeflow.training.launch import current_config, launch_from_config
 from pipeflow.training.logging import DistributedLogger, disable_existing_loggers, get_dist_logger
 
 __all__ = [
     "Config",
     "DataParallelLoader",
     "DistributedLogger",
+    "current_config",
     "disable_existing_loggers",
     "endless",
     "get_dataloader",
     "get_dist_logger",
+    "launch_from_config",
     "read_config",
 ]

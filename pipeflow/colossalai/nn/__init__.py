@@ -1,21 +1,17 @@
-"""The layers under the names that ColossalAI's tutorials use, as `from pipeflow.colossalai import nn as col_nn`. Which
-layer a name stands for follows from its arguments alone, never from what was made before.
+"""ColossalAI's `colossalai.nn`, in tutorials `from colossalai import nn as col_nn`. Which layer a name stands for
+follows from its arguments alone, never from what was made before.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.tensor.classifier import Classifier as RowClassifier
 from pipeflow.tensor.classifier import VocabParallelClassifier
-from pipeflow.tensor.cross_entropy import Reduction, vocab_parallel_cross_entropy
+from pipeflow.tensor.cross_entropy import CrossEntropy
 from pipeflow.tensor.dropout import Dropout
 from pipeflow.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-from pipeflow.tensor.layer import TensorLayer
 from pipeflow.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from pipeflow.tensor.norm import LayerNorm
 from pipeflow.tensor.patches import PatchEmbedding
@@ -66,42 +62,6 @@ def Classifier(  # noqa: N802
     return layer(in_features, num_classes, bias, **options)
 
 
-class CrossEntropyLoss(TensorLayer):
-    """nn.CrossEntropyLoss of logits that are whole or split over the vocabulary: the last dimension are the classes.
-
-    Args:
-        num_classes: logits of so many columns are whole, of ceil(num_classes / T) split; anything else is refused.
-            Without it logits are taken as whole.
-        group: by default the tensor group of the context, and without a launch the group of one.
-
-    Raises UsageError for logits of another size, and for labels as `vocab_parallel_cross_entropy`.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_classes: int | None = None,
-        label_smoothing: float = 0.0,
-        ignore_index: int = -100,
-        reduction: Reduction = "mean",
-        group: Group | None = None,
-    ) -> None:
-        super().__init__()
-        self.join(group)
-        self.num_classes = num_classes
-        self.options: dict[str, Any] = {
-            "label_smoothing": label_smoothing,
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-        }
-
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        columns = logits.shape[-1]
-        if self.num_classes is None or columns == self.num_classes:
-            return vocab_parallel_cross_entropy(logits, labels, group=Alone(), **self.options)
-        return vocab_parallel_cross_entropy(
-            logits, labels, vocab_size=self.num_classes, group=self.group, **self.options
-        )
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in {"num_classes": self.num_classes, **self.options}.items())
+def CrossEntropyLoss(*, num_classes: int | None = None, **options: Any) -> CrossEntropy:  # noqa: N802
+    """A CrossEntropy of logits that are whole, or split over `num_classes`. Further options are that layer's."""
+    return CrossEntropy(vocab_size=num_classes, **options)

@@ -1,0 +1,7 @@
+"""ColossalAI's `colossalai.nn.layer.wrapper`."""
+
+from __future__ import annotations
+
+from pipeflow.runtime.gradients.shared import PipelineSharedModuleWrapper
+
+__all__ = ["PipelineSharedModuleWrapper"]

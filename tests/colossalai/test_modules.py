@@ -1,0 +1,84 @@
+"""`colossalai.x` is `pipeflow.colossalai.x`: the module trees are the same, and each name is one of pipeflow's own."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import pipeflow.colossalai
+from pipeflow.colossalai.utils import get_current_device, is_using_pp
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import current_context
+from pipeflow.testing import run_threads
+
+ROOT = Path(pipeflow.colossalai.__file__).parent
+ONE_DIMENSIONAL = {
+    "Linear1D_Col": "pipeflow.tensor.ColumnParallelLinear",
+    "Linear1D_Row": "pipeflow.tensor.RowParallelLinear",
+    "VocabParallelEmbedding1D": "pipeflow.tensor.VocabParallelEmbedding",
+    "Embedding1D": "pipeflow.tensor.HiddenParallelEmbedding",
+    "PatchEmbedding1D": "pipeflow.tensor.PatchEmbedding",
+    "Classifier1D": "pipeflow.tensor.Classifier",
+    "VocabParallelClassifier1D": "pipeflow.tensor.VocabParallelClassifier",
+    "LayerNorm1D": "pipeflow.tensor.LayerNorm",
+    "Dropout1D": "pipeflow.tensor.Dropout",
+    "VocabParallelCrossEntropyLoss1D": "pipeflow.tensor.VocabParallelCrossEntropy",
+}
+OURS = {  # by module: each name, and what it is here
+    "amp": {"AMP_TYPE": "pipeflow.optim.AMP_TYPE"},
+    "builder.pipeline": {
+        "partition_uniform": "pipeflow.partition_uniform",
+        "partition_balanced": "pipeflow.partition_balanced",
+    },
+    "context": {"Config": "pipeflow.training.Config"},
+    "logging": {
+        "disable_existing_loggers": "pipeflow.training.disable_existing_loggers",
+        "get_dist_logger": "pipeflow.training.get_dist_logger",
+    },
+    "nn": {name: f"pipeflow.tensor.{name}" for name in ("LayerNorm", "PatchEmbedding", "Dropout")},
+    "nn.layer.parallel_1d": ONE_DIMENSIONAL,
+    "nn.layer.wrapper": {"PipelineSharedModuleWrapper": "pipeflow.PipelineSharedModuleWrapper"},
+    "shardformer.layer": ONE_DIMENSIONAL,
+    "utils": {"get_dataloader": "pipeflow.get_dataloader"},
+}
+ADAPTERS = {
+    "": ("get_default_parser", "launch", "launch_from_torch"),
+    "context": ("ParallelMode",),
+    "context.parallel_mode": ("ParallelMode",),
+    "core": ("global_context",),
+    "nn": ("Classifier", "CrossEntropyLoss", "Embedding", "Linear"),
+    "utils": ("get_current_device", "is_using_pp"),
+}
+
+
+def named(path: str) -> object:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+@pytest.mark.parametrize("module", OURS)
+def test_a_name_is_one_of_ours(module: str) -> None:
+    for name, path in OURS[module].items():
+        assert named(f"pipeflow.colossalai.{module}.{name}") is named(path)
+
+
+@pytest.mark.parametrize("module", ADAPTERS)
+def test_adapters_are_where_the_tutorials_look(module: str) -> None:
+    for name in ADAPTERS[module]:
+        assert named(".".join(filter(None, ["pipeflow.colossalai", module, name])))
+
+
+def test_a_face_is_thin() -> None:
+    """What is more than a few lines belongs to a floor below."""
+    for path in ROOT.rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 110, path
+
+
+def test_questions_about_this_process() -> None:
+    assert run_threads(is_using_pp, 2) == [True, True]
+    assert run_threads(is_using_pp, 2, tensor=2) == [False, False]
+    assert run_threads(lambda: get_current_device() == current_context().device, 1) == [True]
+    with pytest.raises(UsageError, match="there is no context"):
+        get_current_device()
