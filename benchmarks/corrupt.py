@@ -206,13 +206,17 @@ def _saved(value: object) -> bytes:
 
 
 _DIGEST = {"size": 1, "sha256": "0" * 64}
+ODD: dict[str, list[Any]] = {
+    "format": [0, -1, 99, "2", None, True, 2.0],
+    "step": ["x", float("nan"), -1, 1.5, [], True],
+    "sequence": ["x", None, -1],
+    "files": [{}, [], None, {"../x": _DIGEST}, {"/etc/passwd": _DIGEST}, {"": _DIGEST}],
+    "layout": [{}, None, {"pipeline": 0, "tensor": 1, "data": 1}, [1, 1, 1]],
+}
+TEXTS = ["", "[" * 10**5, "null", "[]", "\x00", "{}", '"text"', "9" * 10**5]
 MANIFESTS: list[tuple[str | None, Any]] = [
-    *(("format", value) for value in (0, -1, 99, "2", None, True, 2.0)),
-    *(("step", value) for value in ("x", float("nan"), -1, 1.5, [], True)),
-    *(("sequence", value) for value in ("x", None, -1)),
-    *(("files", value) for value in ({}, [], None, {"../x": _DIGEST}, {"/etc/passwd": _DIGEST}, {"": _DIGEST})),
-    *(("layout", value) for value in ({}, None, {"pipeline": 0, "tensor": 1, "data": 1}, [1, 1, 1])),
-    *((None, text) for text in ("", "[" * 10**5, "null", "[]", "\x00", "{}", '"text"', "9" * 10**5)),
+    *((field, value) for field, values in ODD.items() for value in values),
+    *((None, text) for text in TEXTS),
 ]
 ACCIDENTS: tuple[Callable[[Forger], None], ...] = (
     *(Forger.flip, Forger.truncate, Forger.append, Forger.overwrite, Forger.remove, Forger.add, Forger.swap),

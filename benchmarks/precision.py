@@ -81,13 +81,9 @@ def train(steps: int, precision: Any, microbatches: int = 8) -> list[float]:
         ids = corpus.batch(BATCH, LENGTH, seed=0, step=step)
         optimizer.zero_grad()
         output = pipeflow.execute_pipeline(iter([({"input_ids": ids}, ids)]), model, broadcast_loss=True)
-        if precision is None:
-            pipeflow.clip_grad_norm_(model, 1.0)
-        else:
-            optimizer.clip_grad_norm_(1.0)
-        skipped = getattr(optimizer, "skipped", 0)
+        pipeflow.clip_grad_norm_(model, 1.0)
         optimizer.step()
-        if getattr(optimizer, "skipped", 0) == skipped:  # else the same batch again, at a smaller loss scale
+        if not getattr(optimizer, "step_was_skipped", False):  # else the same batch again, at a smaller loss scale
             rate.step()
             losses.append(float(output.loss))
             step += 1

@@ -25,7 +25,6 @@ import pipeflow
 from pipeflow.colossalai import get_default_parser, launch_from_torch
 from pipeflow.colossalai.context import ParallelMode
 from pipeflow.colossalai.core import global_context as gpc
-from pipeflow.optim import MasterWeights
 from pipeflow.tensor import manual_seed
 from pipeflow.training import Config, DataParallelLoader, get_dataloader, get_dist_logger, read_config
 
@@ -178,10 +177,7 @@ def train_epoch(
             output = pipeflow.execute_pipeline(batches, pipeline, broadcast_loss=True, reduce=left == 0)
             loss += float(output.loss)
         if config.clip_grad_norm:
-            if isinstance(optimizer, MasterWeights):
-                optimizer.clip_grad_norm_(config.clip_grad_norm)
-            else:
-                pipeflow.clip_grad_norm_(pipeline, config.clip_grad_norm)
+            pipeflow.clip_grad_norm_(pipeline, config.clip_grad_norm)
         optimizer.step()
         yield loss, perf_counter() - start
 

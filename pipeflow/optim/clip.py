@@ -3,64 +3,67 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import Context
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.pipeline import Pipeline
 
 
-def grad_norm(model: Pipeline) -> Tensor:
-    """The 2-norm of the whole model's gradient, `model.loss_scale` taken out: a float64 scalar, the same bits on every
-    rank of the world. All of them call it together.
+def grad_norm(model: Pipeline, norm_type: float = 2.0) -> Tensor:
+    """The norm of the whole model's gradient as one vector, `model.loss_scale` taken out: a float64 scalar, the same
+    bits on every rank of the world. All of them call it together.
 
-    Every weight counts once: one that is split over tensor ranks, or by fully_shard, by its parts, a tied one by the
-    copy on its lowest rank, and those that replicas share by the first replica's. Where any gradient of any rank of
-    the world is not finite, neither is the norm.
+    Every weight counts once: one that is split over tensor ranks, by fully_shard or as torch's DTensor, by its parts,
+    a tied one by the copy on its lowest rank, and those that replicas share by the first replica's. A complex entry
+    counts by its magnitude. Where any gradient of any rank of the world is not finite, neither is the norm.
 
-    Raises PipelineError as `execute_pipeline` does.
+    Args:
+        norm_type: the norm's order, such as 1, 2 or math.inf for the largest magnitude.
+
+    Raises UsageError for a `norm_type` that is not positive, PipelineError as `execute_pipeline` does.
     """
-    layout = model.context.layout
     with model.alarm.raised_everywhere():
-        rows = all_gather(model.context.world, _squares(model))
-    if not all(math.isfinite(square) for row in rows for square in row):
+        if not norm_type > 0:
+            raise UsageError(f"norm_type must be positive, such as 2.0 or math.inf, got {norm_type}")
+        rows = all_gather(model.context.world, _norms(model, norm_type))
+    if not all(math.isfinite(norm) for row in rows for norm in row):
         return torch.tensor(math.inf, dtype=torch.float64)
-    total = 0.0
-    for rank, row in enumerate(rows):
-        place = layout.place(rank)
-        for (over_tensor, over_data), square in zip(_SPREADS, row, strict=True):
-            if (over_tensor or place.tensor == 0) and (over_data or place.data == 0):
-                total += square
-    return torch.tensor(math.sqrt(total) / model.loss_scale, dtype=torch.float64)
+    counted = torch.tensor([counted for counted, _ in rows], dtype=torch.float64)
+    return _combined(counted, norm_type) / model.loss_scale
 
 
-def clip_grad_norm_(model: Pipeline, max_norm: float) -> Tensor:
-    """Scales the gradients of all ranks so that their global 2-norm is at most `max_norm`, and returns the norm
-    before, as `grad_norm` does. Gradients stay multiplied by `model.loss_scale`, which the norm leaves out; a norm
-    that is not finite leaves them as they are. All ranks call it together.
+def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scales the gradients of all ranks so that their global norm is at most `max_norm`, and returns the norm before,
+    as `grad_norm` does. All ranks call it together, whatever steps the model: where that is a MasterWeights, its next
+    step scales the float32 gradients instead, so that those in 16 bits lose nothing.
 
-    With a MasterWeights optimizer call its own `clip_grad_norm_`, which scales the float32 gradients instead.
+    Gradients stay multiplied by `model.loss_scale`, which the norm leaves out; a norm that is not finite leaves them
+    as they are.
 
-    Raises UsageError for a `max_norm` that is not positive, PipelineError as `execute_pipeline` does.
+    Raises UsageError for a `max_norm` or `norm_type` that is not positive, PipelineError as `execute_pipeline` does.
     """
-    norm = grad_norm(model)
-    factor = clip_factor(norm, max_norm)
+    norm = grad_norm(model, norm_type)
+    factor = _clip_factor(norm, max_norm)
+    later: set[nn.Parameter] = set()
+    for clipping in model.clippings:
+        clipping.norm, clipping.factor = norm, factor
+        later |= clipping.parameters
     if factor < 1:
         for parameter in model.parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter not in later:
                 parameter.grad.mul_(factor)
     return norm
 
 
-def clip_factor(norm: Tensor, max_norm: float) -> float:
-    """What to multiply gradients of that norm by; 1 where the norm is small enough, or not finite.
-
-    Raises UsageError for a `max_norm` that is not positive.
-    """
+def _clip_factor(norm: Tensor, max_norm: float) -> float:
+    """What to multiply gradients of that norm by; 1 where the norm is small enough, or not finite."""
     if not max_norm > 0:
         raise UsageError(f"max_norm must be positive, got {max_norm}")
     if not norm.isfinite():
@@ -68,21 +71,50 @@ def clip_factor(norm: Tensor, max_norm: float) -> float:
     return min(1.0, max_norm / (norm.item() + 1e-6))  # torch adds it too: a pipeline changes no digit
 
 
-# Whether a weight is split over the tensor ranks, and whether over the data ranks, as fully_shard does.
-_SPREADS = [(False, False), (False, True), (True, False), (True, True)]
-
-
-def _squares(model: Pipeline) -> list[float]:
-    """The sum of squares of what this rank has of the gradients, for each of _SPREADS."""
+def _norms(model: Pipeline, norm_type: float) -> list[float]:
+    """The norm of what of this rank's gradients counts, and that of the rest, which another rank counts."""
     split, elsewhere = splits_of(model), model.ties.counted_elsewhere
-    sums = list(torch.zeros(len(_SPREADS), dtype=torch.float64, device=model.context.device))
+    norms: tuple[list[Tensor], list[Tensor]] = ([], [])
     for parameter in model.parameters():
         gradient = parameter.grad
-        if gradient is None or id(parameter) in elsewhere:
-            continue
-        over_data = isinstance(gradient, DTensor)
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        norm = torch.linalg.vector_norm(local.detach(), dtype=torch.float64)
-        sums[_SPREADS.index((id(parameter) in split, over_data))] += norm.square()
-    squares: list[float] = torch.stack(sums).tolist()  # one look at the device's memory
-    return squares
+        if gradient is not None and (local := _local(gradient)).numel():
+            first = id(parameter) not in elsewhere and _is_first(gradient, id(parameter) in split, model.context)
+            dtype = torch.complex128 if local.is_complex() else torch.float64
+            norms[not first].append(torch.linalg.vector_norm(local, norm_type, dtype=dtype))
+    device = model.context.device
+    both: list[float] = torch.stack([_combined(_stacked(each, device), norm_type) for each in norms]).tolist()
+    return both  # by one look at the device's memory
+
+
+def _stacked(norms: Iterable[Tensor], device: torch.device) -> Tensor:
+    return torch.stack([torch.zeros((), dtype=torch.float64, device=device), *norms])
+
+
+def _combined(norms: Tensor, norm_type: float) -> Tensor:
+    """The norm of a vector whose parts have these, scaled by the largest, whose powers could overflow."""
+    largest = norms.max()
+    scaled = torch.linalg.vector_norm(norms / largest, norm_type)
+    return torch.where(largest > 0, largest * scaled, largest)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """The entries of a gradient that this rank holds."""
+    gradient = gradient.detach()
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local.coalesce().values() if local.is_sparse else local
+
+
+def _is_first(gradient: Tensor, split: bool, context: Context) -> bool:
+    """Whether this is the lowest of the ranks that hold the same part of a gradient. One that is `split` is so over
+    the tensor ranks; a DTensor over the ranks of its mesh.
+    """
+    layout, rank = context.layout, context.rank
+    spread = {rank}
+    if isinstance(gradient, DTensor):
+        mesh = gradient.device_mesh
+        here = mesh.get_coordinate() or ()
+        if any(index and placement.is_replicate() for placement, index in zip(gradient.placements, here, strict=True)):
+            return False
+        spread = set(mesh.mesh.flatten().tolist())
+    groups = ([] if split else [layout.tensor_ranks(rank)]) + [layout.data_ranks(rank)]
+    return all(group[0] == rank or len(spread.intersection(group)) > 1 for group in groups)

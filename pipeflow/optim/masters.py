@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from pipeflow.optim.clip import clip_factor, grad_norm
+from pipeflow.optim.clip import grad_norm
 from pipeflow.optim.optimizer import Wrapper, give_states, innermost
 from pipeflow.optim.scaler import LossScaler
+from pipeflow.runtime.clipping import Clipping
 from pipeflow.runtime.pipeline import Pipeline
 
 LOG = logging.getLogger("pipeflow")
@@ -22,7 +23,8 @@ LOG = logging.getLogger("pipeflow")
 
 class MasterWeights(Wrapper):
     """Gives `optimizer` float32 masters to step in place of the model's bfloat16 or float16 parameters, which are
-    rounded from them after each step. What is float32 or float64 already is its own master.
+    rounded from them after each step. What is float32 or float64 already is its own master. Weights that something else
+    changes, such as a checkpoint that is loaded without this optimizer, are taken for masters in the next step.
 
     With a scaler, gradients are `model.loss_scale` times too large until `step` divides them, in float32. When any
     gradient on any rank of the world is not finite, no rank steps, and the scale is the same on all of them. All
@@ -34,7 +36,8 @@ class MasterWeights(Wrapper):
         scaler: needed for float16, whose smallest gradients would be zero.
 
     Attributes:
-        skipped: how many steps were left out.
+        skipped: how many steps were left out. `step_was_skipped` says it of the last one:
+            `if not optimizer.step_was_skipped: scheduler.step()`.
 
     Raises UsageError when `optimizer` steps other parameters.
     """
@@ -45,9 +48,11 @@ class MasterWeights(Wrapper):
         super().__init__(model, optimizer)
         self.scaler = scaler
         self.skipped = 0
-        self._norm: Tensor | None = None
-        self._factor = 1.0
+        self._clipping = Clipping(self.parameters)
+        model.clippings.add(self._clipping)
+        self._versions: dict[nn.Parameter, int] = {}
         self._put_masters()
+        self._note_versions()
         self._tell_scale()
 
     def _put_masters(self) -> None:
@@ -60,29 +65,19 @@ class MasterWeights(Wrapper):
         give_states(plain, states)  # some have them from the start
         self.share()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Has the next `step` scale its float32 gradients so that their global 2-norm is at most `max_norm`; returns
-        the norm before, as `pipeflow.clip_grad_norm_` does, the loss scale taken out. All ranks call it together.
-
-        Raises UsageError for a `max_norm` that is not positive, PipelineError as `execute_pipeline` does.
-        """
-        norm = grad_norm(self.model)
-        self._factor = clip_factor(norm, max_norm)
-        self._norm = norm
-        return norm
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Steps the masters and rounds the parameters from them, or skips the step where a gradient overflowed.
         Raises PipelineError as `execute_pipeline` does.
         """
         self.refuse_closure(closure)
-        norm, factor = self._norm, self._factor / self.model.loss_scale
-        self._norm, self._factor = None, 1.0
+        norm, factor = self._clipping.taken()
+        factor /= self.model.loss_scale
         if self.scaler is None:
             self._step(factor)
             return
         overflow = not (grad_norm(self.model) if norm is None else norm).isfinite()
+        self.step_was_skipped = overflow
         if overflow:
             self.skipped += 1
             if self.model.context.rank == 0:
@@ -93,6 +88,7 @@ class MasterWeights(Wrapper):
         self._tell_scale()
 
     def _step(self, factor: float) -> None:
+        self._read_changed()
         for parameter, held in self.stepped.items():
             if held is not parameter:
                 held.grad = None if parameter.grad is None else parameter.grad.float()
@@ -103,15 +99,23 @@ class MasterWeights(Wrapper):
             if held is not parameter:
                 parameter.copy_(held)
                 held.grad = None
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = {each: each._version for each, held in self.stepped.items() if held is not each}
 
     @torch.no_grad()
-    def read_weights(self) -> None:
-        """Takes the model's weights as they are now for masters: call it when others were loaded into the model."""
-        for parameter, held in self.stepped.items():
-            held.copy_(parameter)
+    def _read_changed(self) -> None:
+        """Takes weights that others than this optimizer have changed for masters."""
+        for parameter, version in self._versions.items():
+            held = self.stepped[parameter]
+            if parameter._version != version and not torch.equal(parameter, held.to(parameter.dtype)):
+                held.copy_(parameter)
+        self._note_versions()
 
     def state_dict(self) -> dict[str, Any]:
         """As any Wrapper's, with the scaler's under "scaler"."""
+        self._read_changed()
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
         return {**super().state_dict(), **scaler}
 
@@ -120,6 +124,7 @@ class MasterWeights(Wrapper):
         does not fit.
         """
         super().load_state_dict(state_dict)
+        self._note_versions()
         if self.scaler is not None and "scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["scaler"])
         self._tell_scale()

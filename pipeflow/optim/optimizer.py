@@ -24,9 +24,13 @@ class Wrapper(Optimizer):
         model: whose parameters are stepped.
         inner: the optimizer within.
         parameters: all that `inner` was made for.
+        step_was_skipped: whether the last `step` changed nothing, since a gradient overflowed: ask before a scheduler
+            of the learning rate takes its step.
         stepped: what the innermost optimizer steps in place of each parameter that this rank steps: the parameter
             itself, or its master. One dict for a chain of wrappers.
     """
+
+    step_was_skipped = False
 
     def __init__(self, model: nn.Module, inner: Optimizer) -> None:
         known = {id(parameter) for parameter in model.parameters()}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from pipeflow.parallel.context import Context, current_context
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.runtime.call import Call
+from pipeflow.runtime.clipping import Clipping
 from pipeflow.runtime.gradients.replicas import share_values
 from pipeflow.runtime.gradients.shared import Ties, compare_ties, copies_of, shared_in
 from pipeflow.runtime.gradients.step_end import Gradients
@@ -53,6 +55,7 @@ class Pipeline(nn.Module):
 
     Attributes:
         loss_scale: what the gradients of a step are multiplied by, so that those of half precision do not vanish.
+        clippings: what clipping leaves to optimizers that scale gradients themselves.
 
     What every replica, or every tensor rank, holds whole is made the same here: as on the first of them.
 
@@ -85,6 +88,7 @@ class Pipeline(nn.Module):
         self.context = context
         self.alarm = context.alarm
         self.loss_scale = 1.0
+        self.clippings: WeakSet[Clipping] = WeakSet()
         with self.alarm.raised_everywhere():
             held = _fitting_stages(self.chunks, schedule, context, stages)
             modules = dict(zip(held, self.chunks, strict=True))

@@ -110,7 +110,7 @@ def pipelined(configuration: Configuration, phase: int, folder: Path) -> Trained
         return None if output.loss is None else output.loss.item()
 
     def clip(max_norm: float) -> float:
-        return (clip_grad_norm_(model, max_norm) if masters is None else masters.clip_grad_norm_(max_norm)).item()
+        return clip_grad_norm_(model, max_norm).item()
 
     def train(phase: int, call: int, reduce: bool) -> float | None:
         return run(call, reduce=reduce)

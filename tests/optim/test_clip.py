@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pipeflow import (
     Pipeline,
@@ -191,3 +193,92 @@ def run_overflow(bad: int, value: float) -> tuple[float, bool]:
 @pytest.mark.parametrize(("bad", "value"), [(0, float("inf")), (3, float("nan")), (7, -float("inf"))])
 def test_a_norm_that_is_not_finite_is_so_everywhere(bad: int, value: float) -> None:
     assert run_threads(run_overflow, 8, bad, value, tensor=2, data=2) == [(float("inf"), True)] * 8
+
+
+ORDERS = [1.0, 2.0, 3.5, 60.0, math.inf]
+
+
+def run_orders(order: float, max_norm: float) -> tuple[float, float]:
+    """The clipped gradients are this rank's parts of the whole's."""
+    pipeline = blocks.build()
+    execute_pipeline(blocks.mine(0), pipeline)
+    norm = clip_grad_norm_(pipeline, max_norm, order)
+    module = blocks.whole()
+    inputs, labels = blocks.together(current_context().data_size, 0)
+    torch.nn.functional.mse_loss(module(inputs), labels).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, order)
+    expected = {name: parameter.grad for name, parameter in module.named_parameters()}
+    names = blocks.names_in_whole(pipeline)
+    for name, parameter in pipeline.named_parameters():
+        whole = expected[names[name]]
+        assert whole is not None
+        torch.testing.assert_close(parameter.grad, blocks.part_of(names[name], whole), rtol=1e-5, atol=1e-12)
+    return norm.item(), wanted.item()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_norms_of_any_order(order: float) -> None:
+    results = run_threads(run_orders, 8, order, 1e-3, tensor=2, data=2)
+    assert len(set(results)) == 1
+    assert results[0][0] == pytest.approx(results[0][1], rel=1e-12)
+
+
+def refuse_orders() -> None:
+    pipeline = blocks.build()
+    for order in (0.0, -2.0, math.nan):
+        with pytest.raises(UsageError, match="norm_type must be positive"):
+            clip_grad_norm_(pipeline, 1.0, order)
+
+
+def test_orders_without_sense() -> None:
+    run_threads(refuse_orders, 1)
+
+
+class Other(nn.Module):
+    """Complex weights, a sparse gradient and one without entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+        self.words = nn.Parameter(torch.zeros(5, 2))
+        self.none = nn.Parameter(torch.zeros(0, 3))
+
+
+def clip_others(order: float) -> None:
+    module = Other()
+    pipeline = Pipeline(module, make_schedule("1f1b", ranks=1, microbatches=1))
+    wave, rows = torch.randn(4, dtype=torch.complex64), torch.randn(3, 2)
+    module.wave.grad, module.none.grad = wave.clone(), torch.zeros(0, 3)
+    module.words.grad = torch.sparse_coo_tensor(torch.tensor([[1, 4, 1]]), rows, (5, 2), check_invariants=True)
+    dense = module.words.grad.to_dense()
+    expected = torch.cat([wave.abs().double(), dense.flatten().double()]).norm(order)
+    norm = clip_grad_norm_(pipeline, 0.1, order)
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(module.wave.grad, wave * (0.1 / norm).float(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(module.words.grad.to_dense(), dense * (0.1 / norm).float(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_complex_and_sparse_gradients(order: float) -> None:
+    run_threads(clip_others, 1, order)
+
+
+def norm_of_distributed() -> float:
+    """Of 2 replicas of 2 tensor ranks: a weight in torch's parts over the tensor ranks, one that torch holds whole."""
+    context = current_context()
+    module = Tables()
+    pipeline = Pipeline(module, make_schedule("1f1b", ranks=1, microbatches=1))
+    mesh = context.mesh["tensor"]
+    for name, placement in (("table", Shard(0)), ("bias", Replicate())):
+        whole = torch.arange(8.0).to(torch.float64)
+        local = whole.chunk(2)[context.tensor_rank] if isinstance(placement, Shard) else whole
+        parameter = nn.Parameter(DTensor.from_local(torch.zeros_like(local), mesh, [placement]))
+        module.register_parameter(name, parameter)
+        parameter.grad = DTensor.from_local(local, mesh, [placement])
+    module.splits = dict  # type: ignore[method-assign]
+    return grad_norm(pipeline).item()
+
+
+def test_what_torch_holds_in_parts_counts_once() -> None:
+    expected = math.sqrt(2) * torch.arange(8.0).double().norm().item()
+    assert run_processes(norm_of_distributed, 4, tensor=2, data=2) == [pytest.approx(expected, rel=1e-12)] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
-from pipeflow import Pipeline, UsageError, execute_pipeline
+from pipeflow import Pipeline, UsageError, execute_pipeline, load_checkpoint, save_checkpoint
 from pipeflow.optim import AMP_TYPE, HalfPrecision, LossScaler, MasterWeights, clip_grad_norm_, grad_norm
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
@@ -36,7 +37,7 @@ def one_step(dtype: torch.dtype, scale: float, max_norm: float) -> None:
         assert pipeline.loss_scale == scaler.scale == scale * 2**step
         optimizer.zero_grad()
         execute_pipeline(blocks.mine(step, dtype), pipeline)
-        norm = optimizer.clip_grad_norm_(max_norm)
+        norm = clip_grad_norm_(pipeline, max_norm)
         assert norm == grad_norm(pipeline)
         for parameter, value in zip(plain, pipeline.parameters(), strict=True):
             value_grad = value.grad
@@ -107,8 +108,9 @@ def overflow(bad: int, clip: bool) -> list[tuple[int, float, bool]]:
         before = [parameter.detach().clone() for parameter in pipeline.parameters()]
         masters = [master.detach().clone() for master in optimizer.stepped.values()]
         if clip:
-            assert optimizer.clip_grad_norm_(0.1).isfinite() == (step != 1)
+            assert clip_grad_norm_(pipeline, 0.1).isfinite() == (step != 1)
         optimizer.step()
+        assert optimizer.step_was_skipped == (step == 1)
         same = [torch.equal(*pair) for pair in zip(before, pipeline.parameters(), strict=True)]
         same += [torch.equal(*pair) for pair in zip(masters, optimizer.stepped.values(), strict=True)]
         told.append((optimizer.skipped, pipeline.loss_scale, not all(same)))
@@ -129,7 +131,7 @@ def tied(dtype: torch.dtype) -> tuple[list[torch.Tensor], float]:
     for seed in range(4):
         optimizer.zero_grad()
         execute_pipeline(iter([model.batch(7, seed=seed)]), pipeline)
-        norm = optimizer.clip_grad_norm_(0.5).item()
+        norm = clip_grad_norm_(pipeline, 0.5).item()
         optimizer.step()
     [words] = [module for module in pipeline.modules() if isinstance(module, Words)]
     return [words.weight.detach(), optimizer.stepped[words.weight].detach()], norm
@@ -153,10 +155,7 @@ def under_autocast(dtype: torch.dtype | None) -> tuple[dict[str, Any], float, fl
     for step in range(3):
         optimizer.zero_grad()
         execute_pipeline(blocks.mine(step, torch.float32), pipeline)
-        if isinstance(optimizer, MasterWeights):
-            norm = optimizer.clip_grad_norm_(0.5)
-        else:
-            norm = clip_grad_norm_(pipeline, 0.5)
+        norm = clip_grad_norm_(pipeline, 0.5)
         optimizer.step()
     weights = {name: value.detach() for name, value in pipeline.named_parameters()}
     assert {value.dtype for value in weights.values()} == {torch.float32}
@@ -210,10 +209,41 @@ def load_other_weights() -> None:
     with torch.no_grad():
         for parameter in pipeline.parameters():
             parameter.fill_(0.5)
-    optimizer.read_weights()
     execute_pipeline(blocks.mine(0, torch.bfloat16), pipeline)
     optimizer.step()
     assert all((parameter > 0.4).all() and (parameter < 0.6).all() for parameter in pipeline.parameters())
+
+
+def save_and_load_without_the_optimizer(folder: Path) -> list[torch.Tensor]:
+    """What was loaded is trained on, and saved again; a weight that was changed and put back keeps its master."""
+    pipeline = blocks.build(torch.bfloat16)
+    optimizer = MasterWeights(pipeline, adamw(pipeline))
+    with torch.no_grad():
+        for parameter in pipeline.parameters():
+            parameter.fill_(7)
+    save_checkpoint(folder / "other", pipeline)
+    with torch.no_grad():
+        for parameter in pipeline.parameters():
+            parameter.fill_(1)
+    load_checkpoint(folder / "other", pipeline)
+    assert all((state["master"] == 7).all() for state in optimizer.state_dict()["state"].values())
+    execute_pipeline(blocks.mine(0, torch.bfloat16), pipeline)
+    optimizer.step()
+    assert all((parameter > 6.9).all() for parameter in pipeline.parameters())
+    masters = [held.clone() for held in optimizer.stepped.values()]
+    with torch.no_grad():
+        for parameter in pipeline.parameters():
+            before = parameter.clone()
+            parameter.zero_()
+            parameter.copy_(before)
+    optimizer.state_dict()
+    for held, before in zip(optimizer.stepped.values(), masters, strict=True):
+        assert torch.equal(held, before)
+    return masters
+
+
+def test_weights_that_are_loaded_without_the_optimizer_are_its_masters(tmp_path: Path) -> None:
+    run_threads(save_and_load_without_the_optimizer, 1, tmp_path)
 
 
 def misuse() -> None:
@@ -227,7 +257,7 @@ def misuse() -> None:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     execute_pipeline(blocks.mine(0, torch.bfloat16), pipeline)
     with pytest.raises(UsageError, match="max_norm must be positive"):
-        optimizer.clip_grad_norm_(0.0)
+        clip_grad_norm_(pipeline, 0.0)
 
 
 def refuse_other_parameters() -> None:

@@ -61,10 +61,7 @@ def take_step(pipeline: Pipeline, optimizer: Optimizer, step: int, dtype: torch.
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in pipeline.parameters())
     execute_pipeline(blocks.mine(step, dtype), pipeline)
-    if isinstance(optimizer, MasterWeights):
-        optimizer.clip_grad_norm_(0.1)
-    else:
-        clip_grad_norm_(pipeline, 0.1)
+    clip_grad_norm_(pipeline, 0.1)
     optimizer.step()
 
 
@@ -251,7 +248,7 @@ def step_masters(pipeline: Pipeline) -> tuple[float, float, Weights]:
     for step in range(2):
         optimizer.zero_grad()
         execute_pipeline(blocks.mine(step, torch.bfloat16), pipeline)
-        norms.append(optimizer.clip_grad_norm_(0.5).item())
+        norms.append(clip_grad_norm_(pipeline, 0.5).item())
         optimizer.step()
     masters = {name: entry["master"] for name, entry in named_state(optimizer, pipeline).items()}
     whole = {name: m.full_tensor() if isinstance(m, DTensor) else m for name, m in masters.items()}
