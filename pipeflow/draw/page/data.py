@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeflow.analysis.causes import SENTENCES, Cause, causes, critical_path
 from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import DATAFLOW, VALUE, Content
+from pipeflow.core.dataflow import DATAFLOW, PASSING, VALUE, Content
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.colours import shade
@@ -18,7 +18,7 @@ from pipeflow.draw.pieces import shortest
 from pipeflow.draw.times import Unit
 
 CONTENTS = list(Content)
-PASSED = {content for flow in DATAFLOW.values() for content, offset in flow.needs if offset}  # from stage to stage
+
 
 Places = dict[Span, tuple[int, int]]  # rank, and index in its row
 
@@ -44,7 +44,7 @@ def _kind(kind: Kind, chunks: int) -> dict[str, Any]:
         "name": flow.name,
         "stream": flow.stream,
         "colours": [shade(kind, chunk, chunks) for chunk in range(chunks)],
-        "passes": any(content in PASSED for content, _ in flow.makes),
+        "passes": any(content in PASSING for content, _ in flow.makes),
         "single": not flow.joint,
     }
 
