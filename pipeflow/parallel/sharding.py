@@ -1,20 +1,24 @@
-"""Split: how parameters lie over the tensor ranks, as the layers that hold them say it. Norms, ties, reductions and
-checkpoints ask here; nobody else knows which layer splits what.
+"""Split: how parameters and buffers lie over the ranks, as the layers that hold them say it, or torch's DTensor does.
+Norms, ties, reductions and checkpoints ask here; nobody else knows which layer splits what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipeflow.parallel.layout import Layout, Place
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A parameter of which every tensor rank holds an equal part along `dim`, one after the other. `size` is that of
-    the whole along `dim`, without what was padded at its end to make the parts equal.
+    """A parameter or buffer of which every tensor rank holds an equal part along `dim`, one after the other. `size` is
+    that of the whole along `dim`, without what was padded at its end to make the parts equal.
     """
 
     dim: int
@@ -26,19 +30,37 @@ class Divided(Protocol):
     """A layer that knows how its own parameters lie over the tensor ranks."""
 
     def splits(self) -> Mapping[str, Split]:
-        """Those that are split, by name; of all others every rank has the whole."""
+        """Those that are split, by name, and buffers that are; of all others every rank has the whole."""
 
     def partial_gradients(self) -> Collection[str]:
         """The names of whole parameters whose gradient on one rank is its part of a sum over the tensor ranks."""
 
 
+@runtime_checkable
+class Individual(Protocol):
+    """A layer with buffers that are every tensor rank's own, like the first index of its part of a vocabulary."""
+
+    def own_buffers(self) -> Collection[str]:
+        """Their names. What follows from the layout is no part of a checkpoint: register them with persistent=False."""
+
+
 def splits_of(module: nn.Module) -> dict[int, Split]:
-    """The split parameters of `module` and its children, by their id."""
+    """The split parameters and buffers of `module` and its children, by their id."""
     return {
-        id(layer.get_parameter(name)): split
+        id(_tensor_of(layer, name)): split
         for layer in module.modules()
         if isinstance(layer, Divided)
         for name, split in layer.splits().items()
+    }
+
+
+def own_buffers_of(module: nn.Module) -> set[int]:
+    """The ids of the buffers of `module` and its children that are every tensor rank's own."""
+    return {
+        id(layer.get_buffer(name))
+        for layer in module.modules()
+        if isinstance(layer, Individual)
+        for name in layer.own_buffers()
     }
 
 
@@ -51,3 +73,36 @@ def partial_in(module: nn.Module) -> list[nn.Parameter]:
         for name in layer.partial_gradients()
     }
     return list(found.values())
+
+
+def _tensor_of(layer: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    module = layer.get_submodule(owner)
+    return module.get_buffer(leaf) if leaf in module._buffers else module.get_parameter(leaf)
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether torch knows of parts of it on other ranks."""
+    return isinstance(tensor, DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the memory where it lies."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def like(part: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor that lies over the ranks as `tensor` does, of which this rank holds `part`."""
+    if not isinstance(tensor, DTensor):
+        return part
+    shape, stride = tensor.shape, tensor.stride()
+    return DTensor.from_local(part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient that lies over the ranks as its parameter does; where it came as parts of a sum, these are added up.
+    The ranks that hold the parameter call it together.
+    """
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient

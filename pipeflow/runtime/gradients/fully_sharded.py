@@ -1,14 +1,15 @@
-"""Stages under torch's fully_shard (FSDP2): it averages their gradients itself, after the last backward of a step."""
+"""Stages under torch's fully_shard (FSDP2): it averages their gradients itself, after the last backward of a step. All
+that the engine knows of it is here; how a DTensor lies over the ranks is in `parallel/sharding`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from pipeflow.core.errors import UsageError
+from pipeflow.parallel.sharding import is_distributed
 from pipeflow.runtime.program.operations import Operation
 
 
@@ -17,18 +18,26 @@ def fully_sharded_in(module: nn.Module) -> list[FSDPModule]:
     return [child for child in module.modules() if isinstance(child, FSDPModule)]
 
 
-def is_fully_sharded(parameter: nn.Parameter) -> bool:
-    """Whether torch holds it in parts, so that it is torch that averages its gradient."""
-    return isinstance(parameter, DTensor)
+def fully_sharded_parameters(module: nn.Module) -> set[int]:
+    """The ids of the parameters in `module` that fully_shard holds in parts, of which it averages the gradients."""
+    roots = fully_sharded_in(module)
+    for root in roots:
+        root.reshard()  # one that was evaluated last may still be whole
+    return {
+        id(parameter)
+        for root in roots
+        if isinstance(root, nn.Module)
+        for parameter in root.parameters()
+        if is_distributed(parameter)
+    }
 
 
-def require_untied(parameters: Iterable[nn.Parameter]) -> None:
-    """Raises UsageError for a tied weight that is sharded: its copies could not be summed before the average."""
-    if any(map(is_fully_sharded, parameters)):
-        raise UsageError(
-            "a weight that other ranks hold too (tied, or of a bidirectional schedule) cannot be under fully_shard: "
-            "leave its module out, as with fully_shard on each block and not on the stage"
-        )
+def others_in(module: nn.Module) -> Iterator[nn.Module]:
+    """`module` and its children, but for what is under fully_shard, which replaces parameters as it needs them."""
+    if not isinstance(module, FSDPModule):
+        yield module
+        for child in module.children():
+            yield from others_in(child)
 
 
 class Averaging(Operation):

@@ -1,73 +1,171 @@
-"""Gradients beyond their own rank: what is done with them, and in which order, to end a step."""
+"""Gradients beyond their own rank: what is done with them in a step, for the parameters that there are."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pipeflow.core.placement import Placement
 from pipeflow.parallel.context import Context
-from pipeflow.parallel.sharding import partial_in
+from pipeflow.parallel.sharding import is_distributed, own_buffers_of, splits_of
+from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.parallel.transport.work import Work
-from pipeflow.runtime.gradients.copies import Copies, Orders
-from pipeflow.runtime.gradients.fully_sharded import is_fully_sharded, require_untied
-from pipeflow.runtime.gradients.replicas import Replicas
-from pipeflow.runtime.gradients.shared import Ties
-from pipeflow.runtime.gradients.sums import Parts, in_buckets
+from pipeflow.runtime.gradients.buffers import Buffers
+from pipeflow.runtime.gradients.description import Description, Looks, compare
+from pipeflow.runtime.gradients.orders import Orders
+from pipeflow.runtime.gradients.sums import Sums
+from pipeflow.runtime.gradients.ties import tie
+from pipeflow.runtime.gradients.values import named_tensors, share_in_group, share_in_pipeline
+from pipeflow.runtime.gradients.watch import Watch
+from pipeflow.runtime.gradients.weights import Weight, weights_of
+
+LOG = logging.getLogger("pipeflow")
+
+
+class Change(IntEnum):
+    """What happened to a rank's parameters since the ranks compared theirs."""
+
+    NONE = 0
+    TRAINED = 1  # frozen, or unfrozen
+    REPLACED = 2
 
 
 class Gradients:
-    """Copies of stages and tied weights are summed over their ranks, then parts over the tensor ranks, then all
-    are averaged over the replicas. Two things begin before the end of the step, as soon as a stage's last backward is
-    done: the exchange with the stage's other copy, and the average of the stage's own parameters, those of which this
-    rank has the whole gradient by then: no other stage of it has them.
+    """The gradients of a pipeline's stages on this rank. All ranks make theirs together: they compare what they hold,
+    and what several hold is given the same values, those of the lowest.
+
+    A step runs the sums that the ranks agreed on. Where parameters were replaced or unfrozen since, this rank tells so in
+    the agreement that ends the step, then all compare again, and what is new is summed, too. So a step without a change
+    costs a look at the parameters and nothing between ranks.
+
+    Args:
+        model: the root of the names.
+        stages: by index; what has parameters beside them belongs to the module of the stage that uses it.
+        placement: of all stages.
+        context: this rank's.
+
+    Attributes:
+        change: of this rank's parameters, since the ranks compared theirs; as of the last `begin`.
+
+    Raises UsageError where ranks hold unlike things.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], ties: Ties, placement: Placement, context: Context) -> None:
-        parts = [parameter for module in stages.values() for parameter in partial_in(module)]
-        self._ties = ties
-        self._parts = Parts(parts, context.tensor)
-        self._copies = Copies(ties.copied, placement, context.transport)
-        self._transport = context.transport
-        self._replicas = Replicas(context.data)
-        require_untied(p for module in stages.values() for p in module.parameters() if id(p) in ties.tied)
-        held = {stage: list(filter(_is_averaged, module.parameters())) for stage, module in stages.items()}
-        times_held = Counter(id(parameter) for parameters in held.values() for parameter in parameters)
-        late = ties.tied | {id(parameter) for parameter in parts} | {key for key in times_held if times_held[key] > 1}
-        self._own = {
-            stage: in_buckets(parameter for parameter in parameters if id(parameter) not in late)
-            for stage, parameters in held.items()
-        }
-        others = {id(p): p for parameters in held.values() for p in parameters if id(p) in late}
-        self._others = in_buckets(others.values())
+    def __init__(
+        self, model: nn.Module, stages: Mapping[int, nn.Module], placement: Placement, context: Context
+    ) -> None:
+        self._model = model
+        self._stages = stages
+        self._placement = placement
+        self._context = context
+        self.change = Change.NONE
+        self._agree()
+
+    @property
+    def counted_elsewhere(self) -> set[int]:
+        """The ids of the parameters whose copy on a lower rank of the pipeline stands for them."""
+        return {id(weight.parameter) for weight in self._weights if weight.ranks[0] != self._context.pipeline_rank}
+
+    def prepare(self) -> None:
+        """Before any step. Where parameters were on the meta device when ranks compared theirs, they do so again."""
+        if self._unmade:
+            self._agree()
 
     def begin(self, orders: Orders) -> None:
         """Before the first backward of a step, whose ranks reduce their stages in `orders`."""
-        self._parts.begin()  # first, as it ends last: what it sets aside is no part of any sum
-        self._copies.begin(orders)
-        self._ties.begin()
+        self.change, self._new = Change.NONE, None
+        if self._watch.notices():
+            weights = self._survey()
+            replaced = {id(weight.parameter) for weight in weights} - {id(each.parameter) for each in self._weights}
+            self.change = Change.REPLACED if replaced else Change.TRAINED
+            self._new = Sums([each for each in weights if each.parameter not in self._sums.parameters], self._context)
+            self._new.begin(orders)
+        self._sums.begin(orders)
+        self._buffers.begin()
 
     def reduce(self, stage: int) -> list[Work]:
-        """Starts what can begin for a stage of which all backwards are done."""
-        return [*self._copies.start(stage), *self._replicas.start(self._own[stage])]
+        """Starts what can begin for a stage of which all backwards are done: nothing in a step after a change."""
+        return [] if self.change else self._sums.start(stage)
 
     def end(self, *, reduce: bool) -> None:
         """After the last backward; `reduce` unless each replica is to go on adding up its own. Raises LinkError."""
-        self._copies.end()
-        self._ties.end(self._transport)
-        self._parts.end()
-        if reduce:
-            self._replicas.start(self._others)
-        self._replicas.finish()
+        self._sums.end(reduce=reduce)
+        self._buffers.end()
+
+    def renew(self, change: Change, *, reduce: bool) -> None:
+        """After the agreement that ends a step, on all ranks, when the largest `change` of a rank is not NONE: compares
+        and sums what is new. Raises UsageError where ranks hold unlike things by now.
+        """
+        self._weights = self._survey()
+        self._compare(values=change is Change.REPLACED)
+        if self._new is not None:
+            self._new.end(reduce=reduce)
+        self._adopt()
+        all_gather(self._context.world, [0.0])
 
     def forget(self) -> None:
         """Drops what is under way."""
-        self._copies.forget()
-        self._replicas.forget()
+        self._sums.forget()
 
+    def _survey(self) -> list[Weight]:
+        self._ties = tie(self._model)
+        return weights_of(self._model, self._stages, self._ties, self._placement)
 
-def _is_averaged(parameter: nn.Parameter) -> bool:
-    """Whether its gradient is averaged here."""
-    return parameter.requires_grad and not is_fully_sharded(parameter)
+    def _agree(self) -> None:
+        self._weights = self._survey()
+        self._compare(values=False)
+        self._share_values()
+        self._adopt()
+
+    def _adopt(self) -> None:
+        self._sums = Sums(self._weights, self._context)
+        self._watch = Watch(self._model)
+        self._buffers = Buffers({stage: self._stages[stage] for stage in self._copied})
+        self.change, self._new = Change.NONE, None
+
+    @property
+    def _copied(self) -> list[int]:
+        """The stages of which another rank has a copy."""
+        return [stage for stage in self._stages if len(self._placement.ranks_of(stage)) > 1]
+
+    def _compare(self, *, values: bool) -> None:
+        look = partial(Looks.of, values=values)
+        described = Description(
+            [look(name, tensor) for name, tensor in named_tensors(self._model)],
+            [look(name, tensor) for name, tensor in self._whole()],
+            {stage: [look(*named) for named in named_tensors(self._stages[stage])] for stage in self._copied},
+            [(tie.ranks, [look(f"copy {index}", p) for index, p in enumerate(tie.parameters)]) for tie in self._ties],
+        )
+        everyone: list[Any] = all_gather_object(self._context.world, described)
+        compare(everyone, self._context.layout)
+        self._unmade = any(looks.is_meta for each in everyone for looks in each.all)
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """What every tensor rank has the whole of."""
+        own = splits_of(self._model).keys() | own_buffers_of(self._model)
+        for name, tensor in named_tensors(self._model):
+            if id(tensor) not in own and not is_distributed(tensor):
+                yield name, tensor
+
+    @torch.no_grad()
+    def _share_values(self) -> None:
+        context = self._context
+        for weight in sorted(self._weights, key=lambda weight: (weight.ranks, weight.order)):
+            if len(weight.ranks) > 1:
+                share_in_pipeline(weight.parameter, weight.ranks, context.transport)
+        for stage in self._copied:
+            for buffer in self._stages[stage].buffers():
+                share_in_pipeline(buffer, self._placement.ranks_of(stage), context.transport)
+        for name in share_in_group(dict(self._whole()), context.tensor):
+            if name in dict(self._model.named_buffers()):
+                LOG.warning(
+                    "buffer %r had other values than on the first tensor rank, and has those now; where every tensor "
+                    "rank is to keep its own, name it in the layer's own_buffers()", name
+                )
+        sharded = {id(weight.parameter) for weight in self._weights if weight.is_sharded}
+        share_in_group({name: each for name, each in named_tensors(self._model) if id(each) not in sharded}, context.data)

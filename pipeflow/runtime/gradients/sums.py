@@ -1,86 +1,234 @@
-"""Gradients of which a rank has one part of a sum over ranks; and buckets, in which gradients travel together."""
+"""Sums: the gradients of which a rank has one part, or one of several, in the order in which a step ends them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import TypeVar
+from threading import Lock
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import finish, start
 from pipeflow.parallel.transport.group import Group
-
-BUCKET = 2**22  # bytes of gradients that are exchanged at once
-
-Item = TypeVar("Item")
-
-
-def buckets(
-    items: Iterable[Item], parameter: Callable[[Item], nn.Parameter], size: int = BUCKET
-) -> Iterator[list[Item]]:
-    """Neighbouring `items` whose parameters are of one dtype and device, as far as they fit into `size` bytes."""
-    for _, alike in groupby(items, key=lambda item: (parameter(item).dtype, parameter(item).device)):
-        bucket: list[Item] = []
-        filled = 0
-        for item in alike:
-            filled += parameter(item).nbytes
-            if bucket and filled > size:
-                yield bucket
-                bucket, filled = [], parameter(item).nbytes
-            bucket.append(item)
-        yield bucket
+from pipeflow.parallel.transport.protocol import Lane, Transport
+from pipeflow.parallel.transport.work import Work
+from pipeflow.runtime.gradients.bucket import Bucket, in_buckets
+from pipeflow.runtime.gradients.orders import Orders
+from pipeflow.runtime.gradients.weights import Weight
 
 
-def in_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET) -> list[list[nn.Parameter]]:
-    """Parameters themselves as `buckets`."""
-    return list(buckets(parameters, lambda parameter: parameter, size))
+class Sum(ABC):
+    """What happens to the gradients of one bucket over several ranks, beside what the rank computes meanwhile.
 
-
-@dataclass(slots=True)
-class Summand:
-    """A parameter whose gradient is a sum over ranks. Its part of this step alone is summed: what earlier steps left,
-    which was summed then, is set aside meanwhile.
+    Args:
+        bucket: of which gradients.
+        after: the stage whose last weight gradient it begins with; None for what begins at the end of the step.
     """
 
-    parameter: nn.Parameter
-    before: Tensor | None = None
+    __slots__ = ("after", "bucket", "row", "works")
 
-    def begin(self) -> None:
-        self.before, self.parameter.grad = self.parameter.grad, None
+    def __init__(self, bucket: Bucket, after: int | None) -> None:
+        self.bucket = bucket
+        self.after = after
+        self.row: Tensor | None = None  # this rank's gradients, once it has started
+        self.works: list[Work] = []
 
-    def gradient(self) -> Tensor:
-        """This step's part, in a row."""
-        grad = self.parameter.grad
-        return (torch.zeros_like(self.parameter) if grad is None else grad).flatten()
+    @abstractmethod
+    def start(self) -> None:
+        """Starts with the gradients that there are now. Raises LinkError."""
 
-    def end(self, total: Tensor) -> None:
-        """Takes the sum, in a row, and adds what was set aside."""
-        gradient = total.view(self.parameter.shape)
-        self.parameter.grad = gradient if self.before is None else self.before.add_(gradient)
-        self.before = None
+    @abstractmethod
+    def result(self, row: Tensor) -> Tensor:
+        """What all ranks' rows were made into, when nothing is under way any more."""
+
+    def finish(self) -> None:
+        """Waits, and puts the result where the gradients were. Raises LinkError."""
+        for work in self.works:
+            work.wait()
+        if self.row is not None:
+            self.bucket.unpack(self.result(self.row))
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what is under way."""
+        self.row, self.works = None, []
 
 
-class Parts:
-    """The parameters whose gradient on a tensor rank is its part of a sum, as under sequence parallelism."""
+class GroupSum(Sum):
+    """The sum over a group, or with `mean` the average."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], group: Group) -> None:
-        self._group = group
-        self._summands = [Summand(parameter) for parameter in parameters if parameter.requires_grad]
-        if group.size == 1:
-            self._summands = []
-        self._buckets = list(buckets(self._summands, lambda summand: summand.parameter))
+    __slots__ = ("group", "mean")
 
-    def begin(self) -> None:
-        for summand in self._summands:
-            summand.begin()
+    def __init__(self, bucket: Bucket, group: Group, after: int | None, *, mean: bool) -> None:
+        super().__init__(bucket, after)
+        self.group = group
+        self.mean = mean
 
-    def end(self) -> None:
-        """Sums over the tensor ranks. Raises LinkError."""
-        for bucket in self._buckets:
-            total = torch.cat([summand.gradient() for summand in bucket])
-            self._group.all_reduce(total).wait()
-            sizes = [summand.parameter.numel() for summand in bucket]
-            for summand, part in zip(bucket, total.split(sizes), strict=True):
-                summand.end(part)
+    def start(self) -> None:
+        self.row = self.bucket.pack()
+        if self.mean:
+            self.row /= self.group.size
+        self.works.append(self.group.all_reduce(self.row))
+
+    def result(self, row: Tensor) -> Tensor:
+        return row
+
+
+class TiedSum(Sum):
+    """The sum over the ranks of the pipeline that hold the same weights, in the order of these ranks."""
+
+    __slots__ = ("arriving", "peers", "queue", "ranks", "transport")
+
+    def __init__(self, bucket: Bucket, transport: Transport, after: int | None, ranks: tuple[int, ...]) -> None:
+        super().__init__(bucket, after)
+        self.transport = transport
+        self.ranks = ranks
+        self.peers = [rank for rank in ranks if rank != transport.rank]
+        self.queue: Sequence[TiedSum] = (self,)  # what arrives from the same peers, in the order in which they send
+        self.arriving: dict[int, Tensor] = {}
+
+    def start(self) -> None:
+        for each in self.queue:
+            each.post()
+        self.row = self.bucket.pack()
+        self.works += [_Once(self.transport, peer, self.row, sending=True) for peer in self.peers]
+
+    def post(self) -> None:
+        """Posts the receives, once."""
+        if not self.arriving:
+            self.arriving = {peer: self.bucket.empty() for peer in self.peers}
+            self.works += [_Once(self.transport, peer, row, sending=False) for peer, row in self.arriving.items()]
+
+    def result(self, row: Tensor) -> Tensor:
+        rows = {self.transport.rank: row, **self.arriving}
+        total = rows[self.ranks[0]]
+        for rank in self.ranks[1:]:
+            total += rows[rank]
+        return total
+
+    def forget(self) -> None:
+        super().forget()
+        self.arriving = {}
+
+
+class _Once:
+    """A transfer that two threads may wait for, as when a step is traced: a channel tells one of them only."""
+
+    __slots__ = ("_done", "_lock", "_peer", "_work")
+
+    def __init__(self, transport: Transport, peer: int, row: Tensor, *, sending: bool) -> None:
+        self._work = start(transport, peer, Lane.TIED, row, sending=sending)
+        self._peer = transport.world_rank(peer)
+        self._done = False
+        self._lock = Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            if not self._done:
+                finish(self._work, self._peer, "waiting for the gradient of a tied weight")
+                self._done = True
+
+
+class Sums:
+    """All sums of this rank, in the order in which they end: over the ranks of the pipeline that hold a weight, over the
+    tensor ranks that have a part of its gradient, and the average over the replicas. Each begins as soon as the one
+    before it has left a whole gradient. Made anew when the weights change; a step makes none.
+
+    Attributes:
+        parameters: all of `weights` that take part.
+    """
+
+    def __init__(self, weights: Iterable[Weight], context: Context) -> None:
+        trained = [weight for weight in weights if weight.parameter.requires_grad and not weight.parameter.is_meta]
+        tied = [weight for weight in trained if len(weight.ranks) > 1]
+        parts = [weight for weight in trained if weight.is_part and context.tensor.size > 1]
+        averaged = [weight for weight in trained if not weight.is_sharded and context.data.size > 1]
+        self.parameters = {weight.parameter for weight in trained}
+        self._rank = context.pipeline_rank
+        self._tied = [
+            TiedSum(bucket, context.transport, alike[0].after, alike[0].ranks)
+            for alike in _grouped(tied, lambda weight: (weight.after is None, weight.after, weight.ranks))
+            for bucket in _buckets(sorted(alike, key=lambda weight: weight.order))
+        ]
+        self._parts = [GroupSum(bucket, context.tensor, None, mean=False) for bucket in _buckets(parts)]
+        self._averages = [
+            GroupSum(bucket, context.data, alike[0].averaged_after, mean=True)
+            for alike in _grouped(averaged, lambda weight: (weight.averaged_after is None, weight.averaged_after))
+            for bucket in _buckets(alike)
+        ]
+        self._early: list[Sum] = [each for each in (*self._tied, *self._averages) if each.after is not None]
+        self._added = list(dict.fromkeys(weight.parameter for weight in (*tied, *parts)))
+        self._earlier: list[Tensor | None] = []
+        self._orders: Orders = ()
+
+    def begin(self, orders: Orders) -> None:
+        """Before the first backward of a step, whose ranks reduce their stages in `orders`. Sets the gradients of
+        earlier steps aside where this step's are summed: those were summed then.
+        """
+        if orders is not self._orders:
+            self._arrange(orders)
+        self._earlier = [parameter.grad for parameter in self._added]
+        for parameter in self._added:
+            parameter.grad = None
+
+    def start(self, stage: int) -> list[Work]:
+        """Starts what can begin for a stage of which all backwards are done. Raises LinkError."""
+        started = [each for each in self._early if each.after == stage]
+        for each in started:
+            each.start()
+        return [work for each in started for work in each.works]
+
+    def end(self, *, reduce: bool) -> None:
+        """After the last backward; `reduce` unless each replica is to go on adding up its own. Raises LinkError."""
+        _finish(self._tied)
+        _finish(self._parts)
+        for parameter, earlier in zip(self._added, self._earlier, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._earlier = []
+        if reduce:
+            _finish(self._averages)
+
+    def forget(self) -> None:
+        """Drops what is under way."""
+        for each in (*self._tied, *self._parts, *self._averages):
+            each.forget()
+        self._earlier = []
+
+    def _arrange(self, orders: Orders) -> None:
+        """Has every rank send what two ranks exchange as early as it can, and the other one await it in that order."""
+        self._orders = orders
+        for sums in (self._tied, self._averages):
+            sums.sort(key=lambda each: _turn(each, orders[self._rank]))
+        self._early.sort(key=lambda each: _turn(each, orders[self._rank]))
+        pairs = [each for each in self._tied if each.after is not None]
+        for each in pairs:
+            [peer] = each.peers
+            queue = sorted((other for other in pairs if other.peers == [peer]), key=lambda it: _turn(it, orders[peer]))
+            each.queue = queue
+
+
+def _turn(each: Sum, order: Sequence[int]) -> int:
+    return len(order) if each.after is None else order.index(each.after)
+
+
+def _finish(sums: Sequence[Sum]) -> None:
+    """Waits for all of them, those that nobody started included."""
+    for each in sums:
+        if each.row is None:
+            each.start()
+    for each in sums:
+        each.finish()
+
+
+def _grouped(weights: Iterable[Weight], key: Callable[[Weight], tuple[Any, ...]]) -> Iterator[list[Weight]]:
+    """Those of one key together, in the order of the keys."""
+    for _, alike in groupby(sorted(weights, key=key), key=key):
+        yield list(alike)
+
+
+def _buckets(weights: Iterable[Weight]) -> Iterator[Bucket]:
+    return map(Bucket, in_buckets(weight.parameter for weight in weights))

@@ -1,0 +1,103 @@
+"""Buckets: the gradients of neighbouring parameters in one row, so that they travel together. What must not live here:
+who sums what with whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.sharding import local_part, whole_again
+
+BUCKET = 2**22  # bytes of gradients that are exchanged at once
+
+
+class Bucket:
+    """Parameters of one dtype and device, whose gradients are packed into one row and unpacked from it. Behind the
+    gradients the row says which of the parameters have one, so that nobody takes none for zeros.
+    """
+
+    __slots__ = ("dtype", "parameters", "sizes")
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.dtype = gradient_dtype(self.parameters[0])
+        self.sizes = [local_part(parameter).numel() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def pack(self) -> Tensor:
+        """This rank's gradients as they are now, zeros where it has none; of complex numbers, their parts. Raises
+        UsageError for a gradient that is neither dense nor sparse rows.
+        """
+        rows = [self._row(parameter, size) for parameter, size in zip(self.parameters, self.sizes, strict=True)]
+        there = [float(parameter.grad is not None) for parameter in self.parameters]
+        row = torch.cat([*rows, torch.tensor(there, dtype=self.dtype, device=rows[0].device)])
+        return torch.view_as_real(row).flatten() if row.is_complex() else row
+
+    def empty(self) -> Tensor:
+        """Memory for such a row of another rank."""
+        parameter = self.parameters[0]
+        numbers = (sum(self.sizes) + len(self.sizes)) * (2 if self.dtype.is_complex else 1)
+        return torch.empty(numbers, dtype=self.dtype.to_real(), device=parameter.device)
+
+    @torch.no_grad()
+    def unpack(self, row: Tensor) -> None:
+        """Gives each parameter its gradient out of a row that several ranks' were made into. One of which no rank has
+        a gradient keeps none.
+        """
+        row = torch.view_as_complex(row.view(-1, 2)) if self.dtype.is_complex else row
+        *parts, there = row.split([*self.sizes, len(self.sizes)])
+        missing = any(parameter.grad is None for parameter in self.parameters)
+        somewhere = there.tolist() if missing else self.sizes  # a look at the device's memory, where it is needed
+        for parameter, part, has_one in zip(self.parameters, parts, somewhere, strict=True):
+            if parameter.grad is not None:
+                _replace(parameter.grad, part)
+            elif has_one:
+                parameter.grad = whole_again(part.clone().view(local_part(parameter).shape), parameter)
+
+    def _row(self, parameter: nn.Parameter, size: int) -> Tensor:
+        if parameter.grad is None:
+            return torch.zeros(size, dtype=self.dtype, device=parameter.device)
+        gradient = local_part(parameter.grad)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is laid out as {gradient.layout}, which "
+                "cannot be summed over ranks: make it dense, or sparse as nn.Embedding does"
+            )
+        return gradient.flatten().to(self.dtype)
+
+
+def in_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET) -> Iterator[list[nn.Parameter]]:
+    """Neighbouring parameters whose gradients are of one dtype and device, as far as they fit into `size` bytes."""
+    for _, alike in groupby(parameters, key=lambda parameter: (gradient_dtype(parameter), parameter.device)):
+        bucket: list[nn.Parameter] = []
+        filled = 0
+        for parameter in alike:
+            filled += parameter.nbytes
+            if bucket and filled > size:
+                yield bucket
+                bucket, filled = [], parameter.nbytes
+            bucket.append(parameter)
+        yield bucket
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """That of the parameter's gradient, which may be wider than its own."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def _replace(gradient: Tensor, by: Tensor) -> None:
+    """Puts other numbers into a gradient, which stays what it is: sparse, a part, laid out as it was."""
+    local = local_part(gradient)
+    dense = by.view(local.shape)
+    if local.is_sparse:
+        rows = dense.to_sparse(local.sparse_dim())
+        local.copy_(rows)
+    else:
+        local.copy_(dense)

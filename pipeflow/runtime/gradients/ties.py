@@ -1,0 +1,193 @@
+"""Ties: one weight of which several ranks of the pipeline, or several modules of one, hold a copy, like a word embedding
+that is also the head. What must not live here: what is done with their values and gradients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import current_context
+
+_MARK = "_pipeflow_copies"  # what a registered module, or parameter, is a copy of: it has no other place to be found
+_NUMBERS = count()
+
+
+class PipelineSharedModuleWrapper:
+    """Ties weights across ranks of the pipeline: one wrapper per tied module or parameter.
+
+    Each of `ranks` registers its copy before the `Pipeline` is made; the lowest rank's values win, and after every
+    step each copy's gradient is the sum over the copies. The Pipeline makes all copies that one rank registers (as when
+    `ranks` is `[0, 0]`, or in a bidirectional schedule) one object, the first. Make the optimizer from the Pipeline's
+    parameters.
+
+    Args:
+        ranks: the pipeline ranks that hold a copy.
+
+    Raises UsageError for ranks that the pipeline does not have.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        context = current_context()
+        if not ranks or not set(ranks) <= set(range(context.pipeline_size)):
+            raise UsageError(f"ranks {list(ranks)} must be among those of the pipeline, 0..{context.pipeline_size - 1}")
+        self._shared = _Shared(tuple(ranks))
+        self._rank = context.pipeline_rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that hold a copy, ascending."""
+        return self._shared.ranks
+
+    def register_module(self, module: nn.Module) -> None:
+        """Ties the parameters of `module`, those that it has when it is used: they may be replaced.
+
+        Raises UsageError on a rank that is not in `ranks`, and for a copy that is unlike the first.
+        """
+        vars(module).setdefault(_MARK, []).append(self._copy(list(module.parameters())))
+
+    def register_parameter(self, parameter: nn.Parameter) -> None:
+        """Ties `parameter`, which must be in the model when the Pipeline is made: register its module where it may be
+        replaced before. Raises UsageError as `register_module` does.
+        """
+        vars(parameter).setdefault(_MARK, []).append(self._copy([parameter]))
+
+    def _copy(self, parameters: list[nn.Parameter]) -> _Copy:
+        looks = [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
+        if self._rank not in self.ranks:
+            raise UsageError(f"rank {self._rank} is not among the ranks {list(self.ranks)} that share this weight")
+        shared = self._shared
+        if shared.copies and looks != shared.looks:
+            raise UsageError(f"a copy of {_told(looks)} cannot be tied to one of {_told(shared.looks)}")
+        shared.looks = looks
+        shared.copies += 1
+        return _Copy(shared, shared.copies)
+
+
+def _told(looks: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    dtypes = sorted({str(dtype) for _, dtype in looks})
+    return f"shapes {[shape for shape, _ in looks]} in {', '.join(dtypes)}"
+
+
+@dataclass(eq=False)
+class _Shared:
+    """What one wrapper ties on this rank; all of its copies know it, and copies of these too."""
+
+    named: tuple[int, ...]
+    number: int = field(default_factory=lambda: next(_NUMBERS))
+    looks: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    copies: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self.named)))
+
+    def __deepcopy__(self, memo: object) -> _Shared:
+        return self
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The mark of a copy, `index` in the order in which this rank registered them; `name` where it is not all of the
+    module's parameters.
+    """
+
+    shared: _Shared
+    index: int
+    name: str | None = None
+
+    def parameters(self, module: nn.Module) -> list[nn.Parameter]:
+        return list(module.parameters()) if self.name is None else [module.get_parameter(self.name)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A tied weight, or the weights of a tied module, as this rank holds them."""
+
+    ranks: tuple[int, ...]
+    parameters: list[nn.Parameter]
+
+
+def tie(model: nn.Module) -> list[Tie]:
+    """The ties that `model` has part in, in the order in which they were made; further copies of a weight on this rank
+    become the first.
+
+    Raises UsageError for a wrapper of a single rank to which one copy was given, and for copies that are unlike by now.
+    """
+    _move_marks_to_modules(model)
+    found = _copies_in(model)
+    first: dict[int, nn.Parameter] = {}
+    for shared, copies in found.items():
+        if len(shared.ranks) == 1 and len({index for index, _ in copies}) == 1:
+            raise UsageError(
+                f"PipelineSharedModuleWrapper({list(shared.named)}) ties nothing, since one copy was registered: on a "
+                "single rank register all of them"
+            )
+        for _, copy in copies[1:]:
+            _require_alike(shared, copies[0][1], copy)
+            first |= {id(old): new for old, new in zip(copy, copies[0][1], strict=True)}
+    for owner in model.modules():
+        for name, parameter in owner._parameters.items():
+            if id(parameter) in first:
+                owner._parameters[name] = first[id(parameter)]
+    return [Tie(shared.ranks, copies[0][1]) for shared, copies in found.items()]
+
+
+def ranks_of_tied(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """By the id of each parameter of `model` that users tied, the ranks of the pipeline that hold it."""
+    return {
+        id(parameter): shared.ranks
+        for shared, copies in _copies_in(model).items()
+        for _, copy in copies
+        for parameter in copy
+    }
+
+
+def _require_alike(shared: _Shared, first: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> None:
+    mine, its = (
+        [(tuple(parameter.shape), parameter.dtype, parameter.requires_grad) for parameter in copy]
+        for copy in (first, other)
+    )
+    if mine != its:
+        raise UsageError(
+            f"PipelineSharedModuleWrapper({list(shared.named)}): the copies on one rank become the first, but that has "
+            f"(shape, dtype, requires_grad) {mine}, and another {its}: make them alike"
+        )
+
+
+def _copies_in(model: nn.Module) -> dict[_Shared, list[tuple[int, list[nn.Parameter]]]]:
+    """Every copy with its index, in the order in which the wrappers were made and the copies registered."""
+    found: dict[_Shared, list[tuple[int, list[nn.Parameter]]]] = defaultdict(list)
+    for owner in model.modules():
+        for mark in _marks_of(owner):
+            found[mark.shared].append((mark.index, mark.parameters(owner)))
+    return {
+        shared: sorted(found[shared], key=lambda copy: copy[0])
+        for shared in sorted(found, key=lambda shared: shared.number)
+    }
+
+
+def _marks_of(owner: nn.Module) -> list[_Copy]:
+    """Those of a module and of its own parameters, each once."""
+    of_parameters = [
+        _Copy(mark.shared, mark.index, name)
+        for name, parameter in owner._parameters.items()
+        if parameter is not None
+        for mark in vars(parameter).get(_MARK, ())
+    ]
+    return list(dict.fromkeys([*vars(owner).get(_MARK, ()), *of_parameters]))
+
+
+def _move_marks_to_modules(model: nn.Module) -> None:
+    """Parameters may be replaced; the modules that hold them stay."""
+    for owner in model.modules():
+        if marks := _marks_of(owner):
+            vars(owner)[_MARK] = marks
+    for parameter in model.parameters():
+        vars(parameter).pop(_MARK, None)

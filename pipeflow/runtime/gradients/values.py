@@ -1,0 +1,53 @@
+"""Values: what several ranks hold starts the same on all of them. Numbers travel as bytes, of whatever dtype they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.parallel.sharding import local_part
+from pipeflow.parallel.transport.agreement import exchange
+from pipeflow.parallel.transport.group import Group
+from pipeflow.parallel.transport.protocol import Lane, Transport
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Its parameters and buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def share_in_group(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
+    """Gives every rank of `group` what its rank 0 has, or its part of it; what is on the meta device has no values.
+    Returns the names of those that had others here. Raises LinkError.
+    """
+    if group.size == 1:
+        return []
+    parts = {name: local_part(tensor) for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
+    arrived = {name: part.clone(memory_format=torch.contiguous_format) for name, part in parts.items()}
+    works = [group.broadcast(_bytes_of(values), 0) for values in arrived.values()]
+    for work in works:
+        work.wait()
+    others = [name for name, part in parts.items() if not torch.equal(_bytes_of(part.contiguous()), _bytes_of(arrived[name]))]
+    for name, part in parts.items():
+        part.copy_(arrived[name])
+    return others
+
+
+def share_in_pipeline(tensor: Tensor, ranks: tuple[int, ...], transport: Transport) -> None:
+    """Gives `tensor` on all of `ranks`, this one among them, the values that the lowest has. Raises LinkError."""
+    if tensor.is_meta or not tensor.numel():
+        return
+    values = local_part(tensor).clone(memory_format=torch.contiguous_format)
+    row, (first, *others) = _bytes_of(values), ranks
+    sent = dict.fromkeys(others, row) if transport.rank == first else {}
+    arriving = {} if transport.rank == first else {first: row}
+    exchange(transport, Lane.TIED, sent, arriving, "waiting for the first values of a tied weight")
+    local_part(tensor).copy_(values)
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """The same memory."""
+    return values.view(-1).view(torch.uint8)

@@ -1,0 +1,117 @@
+"""Weights: the parameters of this rank, and who else holds each. Whatever is done with gradients follows from this list,
+and what ranks must agree on is said by it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.parallel.sharding import partial_in, splits_of
+from pipeflow.runtime.gradients.fully_sharded import fully_sharded_in
+from pipeflow.runtime.gradients.ties import Tie
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """A parameter of this rank.
+
+    Attributes:
+        name: in the Pipeline.
+        stages: those of this rank that hold it.
+        ranks: those of the pipeline that hold it, one of them this one.
+        order: the same on all of `ranks`, another one for every other weight that they hold.
+        is_tied: whether users tied it.
+        is_split: whether a tensor rank has a part of it.
+        is_part: whether its gradient on a tensor rank is a part of a sum.
+        is_sharded: whether fully_shard holds it in parts, and averages its gradient.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    order: tuple[int, ...]
+    is_tied: bool
+    is_split: bool
+    is_part: bool
+    is_sharded: bool
+
+    @property
+    def after(self) -> int | None:
+        """The stage after whose last backward this rank has all that it will add to the gradient; None where that is
+        known at the end of the step alone.
+        """
+        return self.stages[0] if len(self.stages) == 1 and not self.is_tied else None
+
+    @property
+    def averaged_after(self) -> int | None:
+        """As `after`, for the whole gradient."""
+        return self.after if len(self.ranks) == 1 and not self.is_part else None
+
+
+def weights_of(
+    model: nn.Module, stages: Mapping[int, nn.Module], ties: Sequence[Tie], placement: Placement
+) -> list[Weight]:
+    """Every parameter of `stages` once, in their order, named as in `model`.
+
+    Raises UsageError for a weight that is tied to ranks of which neither are all, or that other ranks hold too and that
+    is under fully_shard.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    splits, parts, sharded = splits_of(model), set(map(id, partial_in(model))), fully_sharded_in(model)
+    claims: dict[int, list[_Claim]] = defaultdict(list)
+    for number, tie in enumerate(ties):
+        for index, parameter in enumerate(tie.parameters):
+            claims[id(parameter)].append(_Claim(tie.ranks, (0, number, index)))
+    tied = set(claims)
+    parameters: dict[int, nn.Parameter] = {}
+    held: dict[int, list[int]] = defaultdict(list)
+    for stage, module in stages.items():
+        for index, parameter in enumerate(module.parameters()):
+            parameters[id(parameter)] = parameter
+            held[id(parameter)].append(stage)
+            claims[id(parameter)].append(_Claim(placement.ranks_of(stage), (1, stage, index)))
+    return [
+        Weight(
+            names[key],
+            parameter,
+            tuple(held[key]),
+            *_widest(names[key], claims[key], is_sharded=key in sharded),
+            is_tied=key in tied,
+            is_split=key in splits,
+            is_part=key in parts,
+            is_sharded=key in sharded,
+        )
+        for key, parameter in parameters.items()
+    ]
+
+
+class _Claim(NamedTuple):
+    """The ranks that hold a weight for one reason, and its order there."""
+
+    ranks: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+def _widest(name: str, claims: Sequence[_Claim], *, is_sharded: bool) -> _Claim:
+    """The one with all ranks of the others."""
+    widest = max(claims, key=lambda claim: len(claim.ranks))
+    for ranks, _ in claims:
+        if not set(ranks) <= set(widest.ranks):
+            raise UsageError(
+                f"{name!r} is shared by ranks {list(widest.ranks)} and has copies on ranks {list(ranks)}: share it among "
+                "all of them"
+            )
+    if is_sharded and len(widest.ranks) > 1:
+        raise UsageError(
+            f"{name!r}, which other ranks hold too (tied, or of a bidirectional schedule), cannot be under fully_shard: "
+            "leave its module out, as with fully_shard on each block and not on the stage"
+        )
+    return widest
