@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pipeflow.orders.search import Found, search
     from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launch import launch
-    from pipeflow.runtime.gradients.shared import PipelineSharedModuleWrapper
+    from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
     from pipeflow.runtime.microbatch import Whole
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.step import Output
@@ -57,7 +57,7 @@ _LATER = {
     "MasterWeights": "optim.masters",
     "Output": "runtime.step",
     "Pipeline": "runtime.pipeline",
-    "PipelineSharedModuleWrapper": "runtime.gradients.shared",
+    "PipelineSharedModuleWrapper": "runtime.gradients.ties",
     "Rename": "checkpoint.renames",
     "Saving": "checkpoint.save",
     "Transform": "checkpoint.renames",

@@ -16,6 +16,7 @@ from pipeflow.checkpoint.task import context_here
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.sharding import Split, splits_of
+from pipeflow.runtime.gradients.ties import ranks_of_tied
 from pipeflow.runtime.pipeline import Pipeline
 
 Names = Callable[[int, str], str]
@@ -103,7 +104,7 @@ def local_tensors(model: nn.Module, context: Context, names: Names | None) -> li
     Raises UsageError when two of this rank's stages use one name for two tensors.
     """
     splits = splits_of(model)
-    tied = {id(parameter): shared.ranks for shared in context.shared for parameter in shared.parameters}
+    tied = ranks_of_tied(model)
     found: dict[str, LocalTensor] = {}
     for stage, module in _stages(model, context):
         for own, tensor in module.state_dict(keep_vars=True).items():

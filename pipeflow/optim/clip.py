@@ -73,7 +73,7 @@ def _clip_factor(norm: Tensor, max_norm: float) -> float:
 
 def _norms(model: Pipeline, norm_type: float) -> list[float]:
     """The norm of what of this rank's gradients counts, and that of the rest, which another rank counts."""
-    split, elsewhere = splits_of(model), model.ties.counted_elsewhere
+    split, elsewhere = splits_of(model), model.gradients.counted_elsewhere
     norms: tuple[list[Tensor], list[Tensor]] = ([], [])
     for parameter in model.parameters():
         gradient = parameter.grad

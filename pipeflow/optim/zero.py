@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.optimizer import Wrapper
 from pipeflow.parallel.transport.work import Work
-from pipeflow.runtime.gradients.sums import in_buckets
+from pipeflow.runtime.gradients.bucket import in_buckets
 from pipeflow.runtime.pipeline import Pipeline
 
 BUCKET = 2**25  # bytes of weights that are sent at once

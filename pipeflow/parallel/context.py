@@ -10,11 +10,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeflow.core.errors import UsageError
@@ -23,22 +22,6 @@ from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.transport.group import Group
 from pipeflow.parallel.transport.protocol import Transport
 from pipeflow.parallel.transport.subset import Subset
-
-
-@dataclass(eq=False)
-class SharedWeight:
-    """A weight that `ranks` share, with the copies that this rank registered, each a list of parameters: one copy, but
-    for a weight of a single rank, whose further copies become the first. It keeps no parameter alive.
-    """
-
-    ranks: tuple[int, ...]
-    copies: list[list[ref[nn.Parameter]]] = field(default_factory=list)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The first copy; empty when it was not registered, or is gone."""
-        found = [reference() for reference in self.copies[0]] if self.copies else []
-        return [parameter for parameter in found if parameter is not None]
 
 
 @dataclass(eq=False)
@@ -53,7 +36,6 @@ class Context:
         transport: that of this rank's pipeline.
         tensor: the group that holds the other parts of the same layers.
         data: the group that holds the same weights for other data.
-        shared: the tied weights that were registered.
         alarm: tells every rank of a failure on one.
     """
 
@@ -61,7 +43,6 @@ class Context:
     layout: Layout
     device: torch.device
     world: Transport
-    shared: list[SharedWeight] = field(default_factory=list)
     transport: Transport = field(init=False)
     tensor: Group = field(init=False)
     data: Group = field(init=False)

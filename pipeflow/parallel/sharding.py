@@ -4,15 +4,12 @@ Norms, ties, reductions and checkpoints ask here; nobody else knows which layer 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-from pipeflow.parallel.layout import Layout, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,8 @@ def is_distributed(tensor: Tensor) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, in the memory where it lies."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather, exchange
 from pipeflow.parallel.transport.protocol import Lane, Transport
 from pipeflow.runtime.call import Call
+from pipeflow.runtime.gradients.step_end import Change
 from pipeflow.runtime.program.cells import Results
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -31,6 +32,14 @@ class Told(NamedTuple):
     dtype: float = -1.0  # of the loss: an index; -1 where there is none to tell
     weight: float = 0.0  # of its replica's batch
     loss: float = 0.0  # its replica's mean
+    change: float = 0.0  # of its parameters, since the ranks compared theirs
+
+
+class Agreed(NamedTuple):
+    """What all ranks know when a step ends: the loss where it is to be known, and the largest change of parameters."""
+
+    loss: Tensor | None
+    change: Change
 
 
 def share_of(results: Results, context: Context) -> float:
@@ -49,9 +58,9 @@ def share_of(results: Results, context: Context) -> float:
     return results.weight * len(weights) / sum(weights)
 
 
-def agree(told: Told, results: Results, context: Context, last: Sequence[int], *, everywhere: bool) -> Tensor | None:
-    """Ends a step: no rank goes on before all have come this far. Returns the loss where it is to be known: on the
-    ranks that have the last stage, or `everywhere`. `last` are these ranks, in the pipeline.
+def agree(told: Told, results: Results, context: Context, last: Sequence[int], *, everywhere: bool) -> Agreed:
+    """Ends a step: no rank goes on before all have come this far. The loss is known on the ranks that have the last
+    stage, or `everywhere`. `last` are these ranks, in the pipeline.
 
     Raises UsageError, on all ranks, when they did different things, or when nothing in the batch counts.
     """
@@ -64,9 +73,9 @@ def agree(told: Told, results: Results, context: Context, last: Sequence[int], *
         told = told._replace(dtype=_DTYPES.index(loss.dtype), weight=results.weight, loss=loss.item())
     rows = [Told(*row) for row in all_gather(context.world, told)]
     require_alike(rows, context)
-    if loss is not None and not any(row.dtype >= 0 for row in rows):
-        return loss
-    return _mean(rows, context) if everywhere or results.weights else None
+    if loss is None or any(row.dtype >= 0 for row in rows):
+        loss = _mean(rows, context) if everywhere or results.weights else None
+    return Agreed(loss, Change(int(max(row.change for row in rows))))
 
 
 def require_alike(rows: Sequence[Told], context: Context) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 from weakref import WeakSet
 
@@ -17,12 +16,9 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.deferral.products import Deferral
 from pipeflow.parallel.context import Context, current_context
-from pipeflow.parallel.sharding import splits_of
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.clipping import Clipping
-from pipeflow.runtime.gradients.replicas import share_values
-from pipeflow.runtime.gradients.shared import Ties, compare_ties, copies_of, shared_in
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program.cells import Meta
 from pipeflow.runtime.program.pairs import Overlap
@@ -92,20 +88,15 @@ class Pipeline(nn.Module):
         with self.alarm.raised_everywhere():
             held = _fitting_stages(self.chunks, schedule, context, stages)
             modules = dict(zip(held, self.chunks, strict=True))
-            shared = shared_in(self, context.shared)
-            self.ties = Ties(shared, copies_of(modules, schedule.placement), context.pipeline_rank)
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
             taken = _compare(context, self, shape, overlaps=overlap is not None, takes=_keywords_of(modules))
-            gradients = Gradients(modules, self.ties, schedule.placement, context)
-            self.ties.share_values(context.transport)
-            share_values(self, context.tensor, without=splits_of(self))
-            share_values(self, context.data)
+            self.gradients = Gradients(self, modules, schedule.placement, context)
             precise = _under_autocast(autocast, context.device)
             prepared = {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()}
             meta = None if shape is None else Meta.known(*shape)
-            programs = Programs(schedule.placement, context, prepared, gradients, meta, overlap)
+            programs = Programs(schedule.placement, context, prepared, self.gradients, meta, overlap)
             loss = None if criterion is None else precise(criterion)
-            self.runner = Runner(schedule.placement, context, prepared, gradients, programs, loss, weigh, taken)
+            self.runner = Runner(schedule.placement, context, prepared, self.gradients, programs, loss, weigh, taken)
             self.alarm.holders.add(self.runner)
             if any(action.kind is Kind.W for action in schedule.actions(context.pipeline_rank)):
                 for stage, deferral in self.deferrals.items():
@@ -224,21 +215,10 @@ def _compare(
     """
     schedule = pipeline.schedule
     plan = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
-    held = [(name.replace("_orig_mod.", ""), tuple(parameter.shape)) for name, parameter in pipeline.named_parameters()]
-    everyone: list[Any] = all_gather_object(
-        context.world, (plan, shape, overlaps, takes, pipeline.ties.describe(), held)
-    )
-    plans, shapes, overlapping, taken, tied, parameters = zip(*everyone, strict=True)
+    everyone: list[Any] = all_gather_object(context.world, (plan, shape, overlaps, takes))
+    plans, shapes, overlapping, taken = zip(*everyone, strict=True)
     for what, given in (("schedule", plans), ("tensor_shape or tensor_dtype", shapes), ("overlap", overlapping)):
         for rank, its in enumerate(given):
             if its != given[0]:
                 raise UsageError(f"rank {rank} was given another {what} than rank 0: {its}, not {given[0]}")
-    layout = context.layout
-    for rank, its in enumerate(parameters):
-        first = layout.data_ranks(rank)[0]
-        for mine, other in zip_longest(its, parameters[first]):
-            if mine != other:
-                raise UsageError(f"rank {rank} is a replica of rank {first}, but has parameter {mine}, not {other}")
-    for rank in range(layout.world_size):
-        compare_ties([tied[peer] for peer in layout.pipeline_ranks(rank)])
     return _union(taken)

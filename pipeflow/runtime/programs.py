@@ -13,7 +13,7 @@ from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
-from pipeflow.runtime.gradients.copies import Orders, orders_of
+from pipeflow.runtime.gradients.orders import Orders, orders_of
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program.cells import Meta
 from pipeflow.runtime.program.compile import Compiled, compile_program

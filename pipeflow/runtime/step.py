@@ -77,17 +77,20 @@ class Runner:
         """Runs one step; all ranks call it together."""
         if call.training and self.criterion is None:
             raise UsageError("training needs a loss: give the Pipeline a criterion, or pass forward_only=True")
+        self.gradients.prepare()
         batch, runnable = self._start(data_iter, schedule, call)
         compiled, results = runnable.compiled, runnable.compiled.results
-        told = Told(call.number, runnable.digest, sum(batch.sizes))
         with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training):
             self._load(compiled, batch, call)
             if call.training:
                 results.gradient_scale = loss_scale * share_of(results, self.context)
             measured = Trace(compiled.operations, self.transport) if call.trace else None
             self._run(runnable, compiled.operations if measured is None else measured.operations, batch)
+        told = Told(call.number, runnable.digest, sum(batch.sizes), change=self.gradients.change)
         outputs = merged(results, self.transport, self._last_ranks, self._last_stage)  # may fail, so before all agree
-        loss = agree(told, results, self.context, self._last_ranks, everywhere=call.broadcast_loss)
+        loss, change = agree(told, results, self.context, self._last_ranks, everywhere=call.broadcast_loss)
+        if change:
+            self.gradients.renew(change, reduce=call.reduce)
         timeline = None if measured is None else measured.timeline(schedule.name, schedule.placement)
         self._unload(compiled)
         return Output(loss, outputs, timeline)

@@ -109,7 +109,7 @@ def build_dying(when: str, note: Path) -> Pipeline:
     MODEL.tie(chunks, schedule)
     seen = 2 * MICROBATCHES
 
-    def die(*_: object) -> None:
+    def die(*_: object, **__: object) -> None:
         kill(note)
 
     def criterion(output: Tensor, labels: Tensor) -> Tensor:
@@ -122,9 +122,9 @@ def build_dying(when: str, note: Path) -> Pipeline:
     forward, backward = (2 * MICROBATCHES + 3 if when == kind else 0 for kind in ("forward", "backward"))
     pipeline = Pipeline(Dying(chunks[0], die, forward, backward), schedule, criterion=criterion)
     if when == "tied exchange":
-        end = pipeline.ties.end
+        end = pipeline.gradients.end
         steps: Iterator[Callable[..., None]] = iter([end, end, die])
-        pipeline.ties.end = lambda transport: next(steps)(transport)  # type: ignore[method-assign]
+        pipeline.gradients.end = lambda **options: next(steps)(**options)  # type: ignore[method-assign]
     return pipeline
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.sharding import local_part, whole_again
+from pipeflow.parallel.sharding import like, local_part, settled
 
 BUCKET = 2**22  # bytes of gradients that are exchanged at once
 
@@ -57,18 +57,19 @@ class Bucket:
             if parameter.grad is not None:
                 _replace(parameter.grad, part)
             elif has_one:
-                parameter.grad = whole_again(part.clone().view(local_part(parameter).shape), parameter)
+                parameter.grad = like(part.clone().view(local_part(parameter).shape), parameter)
 
     def _row(self, parameter: nn.Parameter, size: int) -> Tensor:
         if parameter.grad is None:
             return torch.zeros(size, dtype=self.dtype, device=parameter.device)
+        parameter.grad = settled(parameter.grad, parameter)
         gradient = local_part(parameter.grad)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if gradient.layout is not torch.strided:
             raise UsageError(
-                f"the gradient of a parameter of shape {tuple(parameter.shape)} is laid out as {gradient.layout}, which "
-                "cannot be summed over ranks: make it dense, or sparse as nn.Embedding does"
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is laid out as {gradient.layout}, "
+                "which cannot be summed over ranks: make it dense, or sparse as nn.Embedding does"
             )
         return gradient.flatten().to(self.dtype)
 

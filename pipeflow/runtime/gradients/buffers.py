@@ -33,11 +33,14 @@ class Buffers:
         for (stage, path, layer, _), before, now in zip(self._places, self._versions, self._now(), strict=True):
             if before != now:
                 raise UsageError(
-                    f"stage {stage} changed its buffer {path!r}, of a {type(layer).__name__}, and under a bidirectional "
+                    f"stage {stage} changed its buffer {path!r}, of a {type(layer).__name__}: under a bidirectional "
                     "schedule the two copies of a stage see different microbatches, so they would drift apart: use a "
                     "layer without running statistics (LayerNorm, GroupNorm, track_running_stats=False), its eval(), "
                     "or a schedule that has each stage once"
                 )
 
     def _now(self) -> list[tuple[int, int]]:
-        return [(id(layer._buffers[name]), getattr(layer._buffers[name], "_version", 0)) for _, _, layer, name in self._places]
+        return [
+            (id(layer._buffers[name]), getattr(layer._buffers[name], "_version", 0))
+            for _, _, layer, name in self._places
+        ]

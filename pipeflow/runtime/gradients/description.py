@@ -18,7 +18,7 @@ from pipeflow.parallel.sharding import local_part
 
 
 class Looks(NamedTuple):
-    """A parameter or buffer. `values` is a digest of its numbers, where these cannot be made the same any more."""
+    """A parameter or buffer, named as before torch.compile. `values` is a digest of its numbers, where these cannot be made the same any more."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,14 @@ class Looks(NamedTuple):
     @classmethod
     def of(cls, name: str, tensor: Tensor, *, values: bool = False) -> Looks:
         digest = _digest(tensor) if values and not tensor.is_meta else ""
-        return cls(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.is_meta, digest)
+        return cls(
+            name.replace("_orig_mod.", ""),
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.requires_grad,
+            tensor.is_meta,
+            digest,
+        )
 
     def __str__(self) -> str:
         told = [f"shape {self.shape}", str(self.dtype), f"requires_grad={self.requires_grad}"]
@@ -83,13 +90,16 @@ def _compare_ties(ranks: tuple[int, ...], holders: Mapping[int, Description]) ->
         mine, its = ([[looks.shape for looks in tie] for tie in each] for each in (first, ties))
         if mine != its:
             raise UsageError(
-                f"ranks {list(ranks)} share a weight, but rank {ranks[0]} registered shapes {mine} and rank {rank} {its}"
+                f"ranks {list(ranks)} share a weight, but rank {ranks[0]} registered shapes {mine} and rank {rank} "
+                f"{its}"
             )
         for one, other in zip(chain(*first), chain(*ties), strict=True):
             if one[1:] != other[1:]:
-                raise UsageError(f"ranks {list(ranks)} share a weight, but rank {ranks[0]} has {one}, rank {rank} {other}")
+                raise UsageError(
+                    f"ranks {list(ranks)} share a weight, but rank {ranks[0]} has {one}, rank {rank} {other}"
+                )
 
 
 def _digest(tensor: Tensor) -> str:
     values = local_part(tensor).to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return hashlib.sha256(values.view(-1).view(torch.uint8).numpy()).hexdigest()[:16]
+    return hashlib.sha256(values.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -40,9 +40,9 @@ class Gradients:
     """The gradients of a pipeline's stages on this rank. All ranks make theirs together: they compare what they hold,
     and what several hold is given the same values, those of the lowest.
 
-    A step runs the sums that the ranks agreed on. Where parameters were replaced or unfrozen since, this rank tells so in
-    the agreement that ends the step, then all compare again, and what is new is summed, too. So a step without a change
-    costs a look at the parameters and nothing between ranks.
+    A step runs the sums that the ranks agreed on. Where parameters were replaced or unfrozen since, this rank tells so
+    in the agreement that ends the step; then all compare again, and what is new is summed, too. So a step without a
+    change costs a look at the parameters and nothing between ranks.
 
     Args:
         model: the root of the names.
@@ -165,7 +165,10 @@ class Gradients:
             if name in dict(self._model.named_buffers()):
                 LOG.warning(
                     "buffer %r had other values than on the first tensor rank, and has those now; where every tensor "
-                    "rank is to keep its own, name it in the layer's own_buffers()", name
+                    "rank is to keep its own, name it in the layer's own_buffers()",
+                    name,
                 )
         sharded = {id(weight.parameter) for weight in self._weights if weight.is_sharded}
-        share_in_group({name: each for name, each in named_tensors(self._model) if id(each) not in sharded}, context.data)
+        share_in_group(
+            {name: each for name, each in named_tensors(self._model) if id(each) not in sharded}, context.data
+        )

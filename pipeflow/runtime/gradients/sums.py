@@ -133,9 +133,9 @@ class _Once:
 
 
 class Sums:
-    """All sums of this rank, in the order in which they end: over the ranks of the pipeline that hold a weight, over the
-    tensor ranks that have a part of its gradient, and the average over the replicas. Each begins as soon as the one
-    before it has left a whole gradient. Made anew when the weights change; a step makes none.
+    """All sums of this rank, in the order in which they end: over the ranks of the pipeline that hold a weight, over
+    the tensor ranks that have a part of its gradient, and the average over the replicas. Each begins as soon as the
+    one before it has left a whole gradient. Made anew when the weights change; a step makes none.
 
     Attributes:
         parameters: all of `weights` that take part.

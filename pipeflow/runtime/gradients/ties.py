@@ -1,15 +1,15 @@
-"""Ties: one weight of which several ranks of the pipeline, or several modules of one, hold a copy, like a word embedding
-that is also the head. What must not live here: what is done with their values and gradients.
+"""Ties: one weight of which several ranks of the pipeline, or several modules of one, hold a copy, like a word
+embedding that is also the head. What must not live here: what is done with their values and gradients.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
-import torch
 from torch import nn
 
 from pipeflow.core.errors import UsageError
@@ -23,8 +23,8 @@ class PipelineSharedModuleWrapper:
     """Ties weights across ranks of the pipeline: one wrapper per tied module or parameter.
 
     Each of `ranks` registers its copy before the `Pipeline` is made; the lowest rank's values win, and after every
-    step each copy's gradient is the sum over the copies. The Pipeline makes all copies that one rank registers (as when
-    `ranks` is `[0, 0]`, or in a bidirectional schedule) one object, the first. Make the optimizer from the Pipeline's
+    step each copy's gradient is the sum over the copies. All copies that one rank registers (as when `ranks` is
+    `[0, 0]`, or in a bidirectional schedule) become one object, the first. Make the optimizer from the Pipeline's
     parameters.
 
     Args:
@@ -39,6 +39,7 @@ class PipelineSharedModuleWrapper:
             raise UsageError(f"ranks {list(ranks)} must be among those of the pipeline, 0..{context.pipeline_size - 1}")
         self._shared = _Shared(tuple(ranks))
         self._rank = context.pipeline_rank
+        self._first: nn.Module | None = None  # that was registered
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -51,6 +52,8 @@ class PipelineSharedModuleWrapper:
         Raises UsageError on a rank that is not in `ranks`, and for a copy that is unlike the first.
         """
         vars(module).setdefault(_MARK, []).append(self._copy(list(module.parameters())))
+        self._first = self._first or module
+        _replace_in(module, dict(zip(map(id, module.parameters()), self._first.parameters(), strict=True)))
 
     def register_parameter(self, parameter: nn.Parameter) -> None:
         """Ties `parameter`, which must be in the model when the Pipeline is made: register its module where it may be
@@ -59,20 +62,19 @@ class PipelineSharedModuleWrapper:
         vars(parameter).setdefault(_MARK, []).append(self._copy([parameter]))
 
     def _copy(self, parameters: list[nn.Parameter]) -> _Copy:
-        looks = [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
+        shared = self._shared
+        looks: dict[str, list[Any]] = {
+            "shapes": [tuple(parameter.shape) for parameter in parameters],
+            "dtypes": [parameter.dtype for parameter in parameters],
+        }
         if self._rank not in self.ranks:
             raise UsageError(f"rank {self._rank} is not among the ranks {list(self.ranks)} that share this weight")
-        shared = self._shared
-        if shared.copies and looks != shared.looks:
-            raise UsageError(f"a copy of {_told(looks)} cannot be tied to one of {_told(shared.looks)}")
+        for what, of_first in shared.looks.items():
+            if looks[what] != of_first:
+                raise UsageError(f"a copy of {what} {looks[what]} cannot be tied to one of {what} {of_first}")
         shared.looks = looks
         shared.copies += 1
         return _Copy(shared, shared.copies)
-
-
-def _told(looks: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    dtypes = sorted({str(dtype) for _, dtype in looks})
-    return f"shapes {[shape for shape, _ in looks]} in {', '.join(dtypes)}"
 
 
 @dataclass(eq=False)
@@ -81,7 +83,7 @@ class _Shared:
 
     named: tuple[int, ...]
     number: int = field(default_factory=lambda: next(_NUMBERS))
-    looks: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    looks: Mapping[str, list[Any]] = field(default_factory=dict)  # of the first copy
     copies: int = 0
 
     @property
@@ -132,10 +134,7 @@ def tie(model: nn.Module) -> list[Tie]:
         for _, copy in copies[1:]:
             _require_alike(shared, copies[0][1], copy)
             first |= {id(old): new for old, new in zip(copy, copies[0][1], strict=True)}
-    for owner in model.modules():
-        for name, parameter in owner._parameters.items():
-            if id(parameter) in first:
-                owner._parameters[name] = first[id(parameter)]
+    _replace_in(model, first)
     return [Tie(shared.ranks, copies[0][1]) for shared, copies in found.items()]
 
 
@@ -147,6 +146,14 @@ def ranks_of_tied(model: nn.Module) -> dict[int, tuple[int, ...]]:
         for _, copy in copies
         for parameter in copy
     }
+
+
+def _replace_in(module: nn.Module, by: Mapping[int, nn.Parameter]) -> None:
+    """Puts other parameters in the places of those with these ids."""
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if id(parameter) in by:
+                owner._parameters[name] = by[id(parameter)]
 
 
 def _require_alike(shared: _Shared, first: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""Values: what several ranks hold starts the same on all of them. Numbers travel as bytes, of whatever dtype they are."""
+"""Values: what several ranks hold starts the same on all of them. They travel as bytes, of whatever dtype they are."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def share_in_group(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
     works = [group.broadcast(_bytes_of(values), 0) for values in arrived.values()]
     for work in works:
         work.wait()
-    others = [name for name, part in parts.items() if not torch.equal(_bytes_of(part.contiguous()), _bytes_of(arrived[name]))]
+    others = [
+        name for name, part in parts.items() if not torch.equal(_bytes_of(part.contiguous()), _bytes_of(arrived[name]))
+    ]
     for name, part in parts.items():
         part.copy_(arrived[name])
     return others

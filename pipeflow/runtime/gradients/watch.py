@@ -5,7 +5,7 @@ layer. Asked before every step, so no line of Python runs once per parameter.
 from __future__ import annotations
 
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 
 from torch import nn
 
@@ -35,4 +35,4 @@ class Watch:
         return list(map(_is_trained, self._parameters)) != self._trained
 
     def _now(self) -> list[nn.Parameter | nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._held)))
+        return list(chain.from_iterable(map(methodcaller("values"), self._held)))

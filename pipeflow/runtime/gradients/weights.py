@@ -1,6 +1,4 @@
-"""Weights: the parameters of this rank, and who else holds each. Whatever is done with gradients follows from this list,
-and what ranks must agree on is said by it.
-"""
+"""Weights: the parameters of this rank, and who else holds each. Whatever is done with gradients follows from it."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch import nn
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.parallel.sharding import partial_in, splits_of
-from pipeflow.runtime.gradients.fully_sharded import fully_sharded_in
+from pipeflow.runtime.gradients.fully_sharded import fully_sharded_parameters
 from pipeflow.runtime.gradients.ties import Tie
 
 
@@ -65,7 +63,7 @@ def weights_of(
     is under fully_shard.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    splits, parts, sharded = splits_of(model), set(map(id, partial_in(model))), fully_sharded_in(model)
+    splits, parts, sharded = splits_of(model), set(map(id, partial_in(model))), fully_sharded_parameters(model)
     claims: dict[int, list[_Claim]] = defaultdict(list)
     for number, tie in enumerate(ties):
         for index, parameter in enumerate(tie.parameters):
@@ -106,12 +104,12 @@ def _widest(name: str, claims: Sequence[_Claim], *, is_sharded: bool) -> _Claim:
     for ranks, _ in claims:
         if not set(ranks) <= set(widest.ranks):
             raise UsageError(
-                f"{name!r} is shared by ranks {list(widest.ranks)} and has copies on ranks {list(ranks)}: share it among "
-                "all of them"
+                f"{name!r} is shared by ranks {list(widest.ranks)} and has copies on ranks {list(ranks)}: share it "
+                "among all of them"
             )
     if is_sharded and len(widest.ranks) > 1:
         raise UsageError(
-            f"{name!r}, which other ranks hold too (tied, or of a bidirectional schedule), cannot be under fully_shard: "
-            "leave its module out, as with fully_shard on each block and not on the stage"
+            f"{name!r}, which other ranks hold too (tied, or of a bidirectional schedule), cannot be under "
+            "fully_shard: leave its module out, as with fully_shard on each block and not on the stage"
         )
     return widest
