@@ -18,7 +18,9 @@ from pipeflow.parallel.sharding import local_part
 
 
 class Looks(NamedTuple):
-    """A parameter or buffer, named as before torch.compile. `values` is a digest of its numbers, where these cannot be made the same any more."""
+    """A parameter or buffer, named as without torch.compile. `values` is a digest of its numbers, where these cannot be
+    made the same any more.
+    """
 
     name: str
     shape: tuple[int, ...]
