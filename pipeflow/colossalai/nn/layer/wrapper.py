@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pipeflow.runtime.gradients.shared import PipelineSharedModuleWrapper
+from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
 
 __all__ = ["PipelineSharedModuleWrapper"]
