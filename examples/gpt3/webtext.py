@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from gpt3.data import END, DataError, documents, train_tokenizer, whole_file
 
+BYTES = 256  # a tokenizer of no more tokens has not learned any: transformers makes one where it finds no files
 Sample = tuple[dict[str, Tensor], Tensor]
 
 
@@ -29,7 +30,7 @@ class WebtextDataset(Dataset[Sample]):
     at most `vocabulary` tokens.
 
     The cache is made anew when it is of another length, older than the text, damaged, or has tokens that `vocabulary`
-    does not. Raises DataError for text that cannot be read, with the line.
+    does not. Raises DataError for text that cannot be read, with the line, and for a folder `gpt2` without a tokenizer.
     """
 
     def __init__(self, path: str | Path, seq_len: int = 1024, *, vocabulary: int = 50257) -> None:
@@ -62,7 +63,7 @@ def _load(cache: Path, text: Path, seq_len: int, vocabulary: int) -> tuple[Tenso
         length, ids, mask = torch.load(cache, weights_only=True)
     except (FileNotFoundError, RuntimeError, EOFError, ValueError, TypeError, pickle.UnpicklingError):
         return None
-    if length != seq_len or ids.shape != mask.shape or int(ids.max()) >= vocabulary:
+    if length != seq_len or ids.shape != mask.shape or not 0 < int(ids.max()) < vocabulary:
         return None
     return ids, mask
 
@@ -90,9 +91,14 @@ def _gpt2_tokenizer(text: Path):
         return None
     folder = text.with_name("gpt2")
     try:
-        return GPT2Tokenizer.from_pretrained(str(folder) if folder.is_dir() else "gpt2", local_files_only=True)
+        tokenizer = GPT2Tokenizer.from_pretrained(str(folder) if folder.is_dir() else "gpt2", local_files_only=True)
     except OSError:
-        return None
+        tokenizer = None
+    if tokenizer is not None and len(tokenizer) > BYTES:
+        return tokenizer
+    if folder.is_dir():
+        raise DataError(f"{folder}: has no tokenizer of GPT-2's: put its vocab.json and merges.txt there, or remove it")
+    return None
 
 
 def _encode_ourselves(text: Path, texts: list[str], seq_len: int, vocabulary: int) -> tuple[Tensor, Tensor]:

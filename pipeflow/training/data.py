@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
@@ -65,22 +65,45 @@ def get_dataloader(
 
 
 class _Part(DistributedSampler[Any]):
-    """torch's sampler, which can leave out the first samples."""
+    """torch's sampler, which can leave out the first samples of an epoch's order: what is left is dealt out anew, so
+    that any number of ranks can go on from there.
+    """
 
-    start = 0  # samples
+    start = 0  # samples of all ranks
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(super().__iter__(), self.start, None)
+        order, ranks = self._order(), self.num_replicas
+        each = self.left(self.start)
+        padded = islice(chain(order[self.start :], cycle(order)), each * ranks)
+        return islice(padded, self.rank, None, ranks)
+
+    def left(self, start: int) -> int:
+        """How many samples each rank has from there on."""
+        left = max(0, self._length - start)
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+    @property
+    def _length(self) -> int:
+        assert isinstance(self.dataset, Sized)
+        return len(self.dataset)
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self._length))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order: list[int] = torch.randperm(self._length, generator=generator).tolist()
+        return order
 
 
 class DataParallelLoader(DataLoader[Any]):
-    """A loader that knows where it is: `state_dict` after any batch tells how to go on with the next one. Made by
-    `get_dataloader`. Every pass to the end ends an epoch, and the next one has the next epoch's order.
+    """A loader that knows where it is: `state_dict` after any batch tells how to go on with the next one, on as many
+    data ranks as one likes. Made by `get_dataloader`. Every pass to the end ends an epoch, and the next one has the
+    next epoch's order.
     """
 
     epoch = 0
-    _position = 0  # batches of this epoch that were handed out
-    _start = 0  # the first batch of the next pass
+    _position = 0  # samples of this epoch that all data ranks together were handed
+    _start = 0  # the first of the next pass
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass. The epoch that the loader is in already goes on where it was loaded."""
@@ -88,14 +111,11 @@ class DataParallelLoader(DataLoader[Any]):
             self.epoch, self._position, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        part = self.sampler
-        assert isinstance(part, _Part)
-        assert self.batch_size is not None
+        part = self._part
         assert self.generator is not None
         start, self._start = self._start, 0
         part.set_epoch(self.epoch)
-        part.start = start * self.batch_size
-        self._position = start
+        part.start = self._position = start
         self.generator.manual_seed(_mixed(part.seed, self.epoch, part.rank))  # of the workers
         batches = super().__iter__()
         while True:
@@ -103,9 +123,19 @@ class DataParallelLoader(DataLoader[Any]):
                 batch = next(batches, _END)
             if batch is _END:
                 break
-            self._position += 1
+            self._position += self._size * part.num_replicas
             yield batch
         self.epoch, self._position = self.epoch + 1, 0
+
+    @property
+    def _part(self) -> _Part:
+        assert isinstance(self.sampler, _Part)
+        return self.sampler
+
+    @property
+    def _size(self) -> int:
+        assert self.batch_size is not None
+        return self.batch_size
 
     @contextmanager
     def _own_random_numbers(self, part: _Part) -> Iterator[None]:
@@ -124,13 +154,23 @@ class DataParallelLoader(DataLoader[Any]):
             random.setstate(others)
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its batches were handed out."""
-        return {"epoch": self.epoch, "batch": self._position}
+        """The epoch, and how many of its samples all data ranks together were handed; after an epoch's last batch the
+        next epoch's beginning.
+        """
+        return self._normal(self.epoch, self._position)
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Goes on there with the next pass, reading nothing of what came before."""
-        self.epoch, self._position = state_dict["epoch"], state_dict["batch"]
-        self._start = self._position
+        """Goes on there with the next pass, reading nothing of what came before. The number of data ranks and the
+        batch's size may be others than when it was saved: no sample is lost, none is seen twice.
+        """
+        state = self._normal(state_dict["epoch"], state_dict["sample"])
+        self.epoch = state["epoch"]
+        self._position = self._start = state["sample"]
+
+    def _normal(self, epoch: int, sample: int) -> dict[str, int]:
+        left = self._part.left(sample)
+        has_batch = left >= (self._size if self.drop_last else 1)
+        return {"epoch": epoch, "sample": sample} if has_batch else {"epoch": epoch + 1, "sample": 0}
 
 
 _END = object()

@@ -123,6 +123,9 @@ def test_the_tokenizer_of_gpt_2_is_used_where_it_is(text: Path, monkeypatch: pyt
             asked.append((name, local_files_only))
             return cls()
 
+        def __len__(self) -> int:
+            return 50257
+
         def __call__(self, texts: list[str], **options: Any) -> dict[str, Any]:
             asked.append((self.pad_token, options))
             ids = torch.arange(len(texts) * LENGTH).view(len(texts), LENGTH) % 100
@@ -139,3 +142,31 @@ def test_the_tokenizer_of_gpt_2_is_used_where_it_is(text: Path, monkeypatch: pyt
     folder.mkdir()
     opened(text, LENGTH * 2 - LENGTH // 2)
     assert asked[2] == (str(folder), True)
+
+
+def test_a_tokenizer_that_has_no_tokens_is_not_used(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers makes one where it finds no files: every id would be 0."""
+
+    class Empty:
+        unk_token = pad_token = "?"
+
+        @classmethod
+        def from_pretrained(cls, *_: object, **__: object) -> Empty:
+            return cls()
+
+        def __len__(self) -> int:
+            return 1
+
+        def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
+            ids = torch.zeros(len(texts), LENGTH, dtype=torch.int64)
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    module: Any = ModuleType("transformers")
+    module.GPT2Tokenizer = Empty
+    monkeypatch.setitem(sys.modules, "transformers", module)
+    ids = torch.zeros(3, LENGTH, dtype=torch.int64)
+    torch.save((LENGTH, ids, torch.ones_like(ids)), text.with_name(f"gpt_webtext_{LENGTH}.pt"))  # as it once was made
+    assert len(opened(text).data.unique()) > 1
+    text.with_name("gpt2").mkdir()
+    with pytest.raises(gpt3.data.DataError, match=r"gpt2: has no tokenizer .*put its vocab\.json"):
+        opened(text, LENGTH + 1)

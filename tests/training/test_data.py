@@ -116,11 +116,54 @@ def test_it_goes_on_where_it_was(workers: int, read: int) -> None:
     for _ in range(read):
         next(stream)
     state = loader.state_dict()
-    assert state == ({"epoch": 0, "batch": read} if read <= 4 else {"epoch": 1, "batch": read - 4})
+    assert state == {"epoch": read // 4, "sample": read % 4 * 6}  # of both ranks
     expected = [batch[0].tolist() for batch in islice(stream, 6)]
     again.load_state_dict(state)
     again.set_epoch(state["epoch"])  # as a loop over epochs does
     assert [batch[0].tolist() for batch in islice(endless(again), 6)] == expected
+
+
+def read_batches(count: int, layout: Layout, size: int, state: dict[str, int] | None, drop_last: bool) -> Any:
+    """What all ranks of a layout read in so many batches, or to the end of the epoch, and where rank 0 is then."""
+    read, where = [], None
+    for rank in range(layout.world_size):
+        at(rank, layout)
+        loader = get_dataloader(Numbers(64), size, shuffle=True, drop_last=drop_last)
+        if state is not None:
+            loader.load_state_dict(state)
+        for numbers, _, _ in islice(loader, count):
+            read += numbers.tolist()
+            where = where if rank else loader.state_dict()
+    return read, where
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("before", "after"), [((2, 4), (4, 2)), ((4, 2), (1, 8)), ((1, 3), (2, 4)), ((2, 5), (3, 2))])
+def test_another_number_of_data_ranks_goes_on_there(
+    before: tuple[int, int], after: tuple[int, int], drop_last: bool
+) -> None:
+    """No sample is lost or seen twice, but for what the last batches need or leave out."""
+    first, state = read_batches(3, Layout(data=before[0]), before[1], None, drop_last)
+    assert state == {"epoch": 0, "sample": len(first)}
+    rest, _ = read_batches(99, Layout(data=after[0]), after[1], state, drop_last)
+    assert set(first).isdisjoint(rest) or len(first + rest) > 64
+    spare = after[0] * after[1]
+    if drop_last:
+        assert len(set(first + rest)) == len(first + rest) > 64 - spare
+    else:
+        assert set(first + rest) == set(range(64))
+        assert len(first + rest) < 64 + spare
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_after_the_last_batch_comes_the_next_epoch(drop_last: bool) -> None:
+    """Also where fewer samples are left than another layout needs for a batch."""
+    _, state = read_batches(8, Layout(data=2), 4, None, drop_last)
+    assert state == {"epoch": 1, "sample": 0}
+    _, state = read_batches(7, Layout(data=2), 4, None, drop_last)
+    assert state == {"epoch": 0, "sample": 56}
+    rest, _ = read_batches(1, Layout(data=4), 4, state, drop_last)
+    assert len(rest) == (16 if drop_last else 8)
 
 
 def test_a_pass_that_was_left_starts_over() -> None:
