@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakSet
 
@@ -12,6 +12,8 @@ from pipeflow.core.action import Action
 from pipeflow.core.errors import Failure, PipeflowError, PipelineError
 from pipeflow.parallel.transport.protocol import Transport
 from pipeflow.parallel.transport.work import LinkError
+
+_SLOWER = 10.0  # times
 
 
 class ActionError(Exception):
@@ -26,7 +28,7 @@ class Holder(Protocol):
     """Whatever holds on to a transport's channels."""
 
     def forget(self) -> None:
-        """Drops them."""
+        """Drops them: they are broken."""
 
 
 class Alarm:
@@ -52,44 +54,33 @@ class Alarm:
         the cause of a PipelineError; all other ranks raise that PipelineError. After one, the next use starts
         afresh; but when a rank died there is no next one.
         """
-        if self._dead is None:
-            self._dead = self._start_afresh()
         if self._dead is not None:
             raise PipelineError(self._dead)
+        transport, outside = self._transport, self._transport.patience
+        transport.patience = transport.timeout
         try:
+            transport.reopen()
             yield
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, ActionError) else error
-            mine = self._locate(error)
-            _forget_frames(error)
+            first = transport.report(error if isinstance(error, LinkError) else self._locate(error))
             for holder in self.holders:
                 holder.forget()
-            first = self._transport.report(mine)
             if first.died is not None:
                 self._dead = first
             if isinstance(cause, PipeflowError) or not isinstance(cause, Exception):
                 raise (cause or error) from None
             raise PipelineError(first) from (None if isinstance(error, LinkError) else cause)
+        finally:
+            transport.patience = outside
 
-    def _start_afresh(self) -> Failure | None:
-        """Opens the channels again after a failure; not all ranks may come to that."""
-        try:
-            self._transport.reopen()
-        except RuntimeError as error:
-            rank, seconds = self._transport.rank, self._transport.timeout
-            reason = f"not every rank came to try again within {seconds:g} s ({error}); restart the job"
-            return Failure(rank, reason)
-        return None
+    def expect_slow(self) -> None:
+        """Has the others wait ten times as long for this rank in the call that it makes: it compiles first."""
+        self._transport.patience = self._transport.timeout * _SLOWER
 
     def _locate(self, error: BaseException) -> Failure:
         rank = self._transport.rank
         match error:
-            case LinkError(timed_out=True):
-                reason = f"gave up after {self._transport.timeout:g} s {error.doing} (rank {error.peer})"
-                return Failure(rank, reason)
-            case LinkError():
-                reason = f"its connection closed while rank {rank} was {error.doing}; restart the job"
-                return Failure(error.peer, reason, died=error.peer)
             case ActionError():
                 action, cause = error.action, error.__cause__
                 assert cause is not None
@@ -106,20 +97,3 @@ def _reason(error: BaseException) -> str:
 def _trace(error: BaseException) -> str:
     """The origin's traceback, for those who cannot see it; what pipeflow says itself needs none."""
     return "" if isinstance(error, PipeflowError) else "".join(traceback.format_exception(error))
-
-
-_OURS = ("pipeflow.parallel", "pipeflow.runtime", "pipeflow.tensor", "pipeflow.training")
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Empties the engine's own frames along the chain of errors: they hold transfers under way, and those keep
-    channels open. The user's frames stay as they are, for a debugger.
-    """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_globals.get("__name__", "").startswith(_OURS):
-                with suppress(RuntimeError):  # it still runs
-                    frame.clear()
-        error = error.__cause__ or error.__context__

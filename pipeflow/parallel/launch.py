@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import secrets
 import socket
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from pipeflow.parallel.context import Context, set_process_context
+from pipeflow.parallel.control.coordinator import Coordinator
+from pipeflow.parallel.control.monitor import Monitor, grace_of
 from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.network import address_towards, resolve, use_interface_of
+from pipeflow.parallel.rendezvous import did_not_come, find_each_other, missing
 from pipeflow.parallel.transport.distributed import DistributedTransport
 from pipeflow.parallel.transport.local import Hub, LocalTransport
 from pipeflow.parallel.transport.protocol import Transport
 
-_PATIENCE = timedelta(minutes=5)  # processes do not all start at the same moment
+_OF_TORCH = timedelta(minutes=30)  # for the collectives of torch's own groups, as torch has it
 
 
 def launch(
@@ -36,10 +42,13 @@ def launch(
     Args:
         pipeline: ranks of a pipeline; by default there is one pipeline, through the whole world.
         tensor: processes that share every layer.
-        timeout: seconds after which a wait for another rank gives up.
+        timeout: seconds that launch waits for all ranks to come, and after which a wait gives up for another rank that
+            makes the same call; ten times as long where it may have to compile first. A rank that is between calls,
+            as in a long upload of its own, is waited for as long as its process answers.
         device: by default this process's own GPU where there is one, else the CPU.
 
-    Raises UsageError, before any process group exists, when the world does not fit.
+    Raises UsageError, before any process group exists, when the world does not fit, and PipelineError that names the
+    ranks that do not come.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     layout = Layout.of(world_size, pipeline, tensor)
@@ -61,20 +70,54 @@ def _device() -> torch.device:
 
 
 def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> DistributedTransport:
-    """Meets the other processes; rank 0 serves the store on which failures are told and channels are made."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=_PATIENCE)
-        atexit.register(_leave)
-    host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    meet = partial(dist.TCPStore, host, world_size=world_size, wait_for_workers=False, timeout=_PATIENCE)
-    served = meet(port=0, is_master=True) if rank == 0 else None
-    port = torch.tensor([0 if served is None else served.port])
-    dist.broadcast(port, src=0)
-    store = served or meet(port=int(port), is_master=False)
-    transport = DistributedTransport(store, rank=rank, size=world_size, device=device, timeout=timeout)
-    atexit.register(transport.leave)
+    """Meets the other processes; rank 0 has the coordinator, to which all others connect."""
+    address = _initialize(rank, world_size, device, timeout)
+    secret, coordinator = secrets.token_bytes(32), None
+    if rank == 0:
+        coordinator = Coordinator(address_towards(address), world_size, secret, grace_of(timeout))
+    secret, address, port = _told_by_rank_0(secret, address, 0 if coordinator is None else coordinator.port)
+    monitor = Monitor(address, port, rank=rank, size=world_size, secret=secret, timeout=timeout)
+    transport = DistributedTransport(
+        monitor,
+        rank=rank,
+        size=world_size,
+        device=device,
+        timeout=timeout,
+        address=address_towards(address),
+        leave=lambda: None if coordinator is None else coordinator.close(),
+    )
+    atexit.register(transport.close)
     return transport
+
+
+def _initialize(rank: int, world_size: int, device: torch.device, timeout: float) -> str:
+    """Makes torch's default process group unless there is one. Returns the address of rank 0's machine."""
+    if dist.is_initialized():
+        return resolve(os.environ.get("MASTER_ADDR") or socket.gethostname())
+    found = find_each_other(rank, world_size, timeout)
+    use_interface_of(address_towards(found.address))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    patience = timedelta(seconds=timeout)
+    try:
+        dist.init_process_group(backend, store=found.store, rank=rank, world_size=world_size, timeout=patience)
+        dist.all_reduce(torch.zeros(1, device="cpu"))  # with all of them
+    except RuntimeError:
+        if absent := missing(found.store, rank, world_size, grace_of(timeout)):
+            raise did_not_come(absent, timeout) from None
+        raise
+    _set_pg_timeout(_OF_TORCH)
+    atexit.register(_leave)
+    return found.address
+
+
+def _told_by_rank_0(secret: bytes, address: str, port: int) -> tuple[bytes, str, int]:
+    """What rank 0 passed, on all ranks: by torch's group and not by its store, which anybody can read."""
+    told = torch.zeros(256, dtype=torch.uint8, device="cpu")
+    body = json.dumps([secret.hex(), address, port]).encode()
+    told[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    dist.broadcast(told, src=0)
+    found, address, port = json.loads(bytes(told.tolist()).rstrip(b"\0"))
+    return bytes.fromhex(found), address, port
 
 
 def _leave() -> None:

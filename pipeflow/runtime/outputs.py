@@ -46,6 +46,6 @@ def _exchange(results: Results, transport: Transport, peer: int, stage: int) -> 
             cell.tensors = [tensor.contiguous() for tensor in tensors]
             sends.append(SendDescribed(value, peer, cell, sending))
             releases.append(Release(value, peer, cell))
-    run([*posts, *sends, *waits, *releases], transport)
+    run([*posts, *sends, *waits, *releases])
     for microbatch, cell in arriving.items():
         results.outputs[microbatch] = cell.tensors[0] if cell.spec is None else tree_unflatten(cell.tensors, cell.spec)

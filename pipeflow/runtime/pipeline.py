@@ -86,6 +86,7 @@ class Pipeline(nn.Module):
         self.loss_scale = 1.0
         self.clippings: WeakSet[Clipping] = WeakSet()
         with self.alarm.raised_everywhere():
+            self.alarm.expect_slow()
             held = _fitting_stages(self.chunks, schedule, context, stages)
             modules = dict(zip(held, self.chunks, strict=True))
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)

@@ -80,6 +80,7 @@ class Programs:
                 if position:
                     self._kept.insert(0, self._kept.pop(position))
                 return kept
+        self._context.alarm.expect_slow()  # stages may be compiled, too
         require_sound(schedule, self._placement)
         made = Runnable(schedule, mode, digest_of(schedule), orders_of(schedule), self._compile(schedule, mode))
         self._kept = [made, *self._kept[: KEPT - 1]]

@@ -109,10 +109,10 @@ class Runner:
 
     def _run(self, runnable: Runnable, operations: Sequence[Operation], batch: Batch) -> None:
         if not runnable.mode.training:
-            run(operations, self.transport)
+            run(operations)
             return
         self.gradients.begin(runnable.orders)
-        run(operations, self.transport)
+        run(operations)
         batch.backward()
         self.gradients.end(reduce=runnable.mode.reduce)
 

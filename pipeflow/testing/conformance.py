@@ -1,7 +1,5 @@
 """What the engine asks of a transport, as checks. Each is called on every rank together, with that rank's transport,
 and raises AssertionError where a promise is broken. Give the transport a timeout of a few seconds.
-
-Before a channel is broken a check lets go of every Start and Work, as the engine does: they may keep it open.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from torch import Tensor
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.parallel.transport.protocol import Lane, Transport
-from pipeflow.parallel.transport.work import Work
+from pipeflow.parallel.transport.work import LinkError, Work
 
 _SOON = 1.0  # seconds
 _MANY = 8  # transfers
@@ -102,17 +100,54 @@ def moves_any_tensor(transport: Transport) -> None:
 
 
 def gives_up(transport: Transport) -> None:
-    """A wait for what nobody sends ends when the timeout is over, and says so."""
+    """A wait for a rank that makes the same call ends when the timeout is over; it names that rank, which lives."""
     all_gather(transport, [0.0])
+    transport.patience = transport.timeout
     started = time.monotonic()
+    first = Failure(transport.rank, "late")
     if transport.rank == 0:
-        reason = _reason(transport, 1)
+        error = _broken(transport, 1)
         waited = time.monotonic() - started
-        assert "timed out" in reason.lower(), reason
+        assert error.expired, f"{error}"
         assert 0.5 * transport.timeout <= waited < transport.timeout + _SOON, f"gave up after {waited:.1f} s"
+        first = transport.report(error)
+        assert (first.rank, first.died) == (1, None), first
     else:
-        time.sleep(transport.timeout + _SOON / 2)
-    transport.report(Failure(transport.rank, "timed out"))
+        time.sleep(transport.timeout + _SOON)
+        assert transport.report(first).rank == 1
+    transport.patience = None
+    transport.reopen()
+    all_gather(transport, [0.0])
+
+
+def waits_for_who_is_between_calls(transport: Transport) -> None:
+    """A wait for a rank that lives and makes no call does not end before it comes."""
+    all_gather(transport, [0.0])
+    if transport.rank > 0:
+        time.sleep(2.2 * transport.timeout)
+    all_gather(transport, [0.0])
+
+
+def tells_own_mistakes_apart(transport: Transport) -> None:
+    """What is wrong with a rank's own tensor is no failure of a channel; the channels may be opened afresh."""
+    all_gather(transport, [0.0])
+    if transport.rank == 0:
+        try:
+            transport.sender(1, Lane.ACTIVATION)([torch.ones(2, device="meta")]).wait()
+        except LinkError as error:
+            raise AssertionError(f"a tensor without memory is told as a broken channel: {error}") from None
+        except Exception as error:
+            reason = f"{error}"
+        else:
+            reason = "it was sent"
+        transport.report(Failure(0, reason))
+    else:
+        try:
+            transport.receiver(0, Lane.ACTIVATION)([torch.zeros(2)]).wait()
+        except Exception:
+            transport.report(Failure(transport.rank, "woke up"))
+        else:
+            transport.report(Failure(transport.rank, "it was received"))
     transport.reopen()
     all_gather(transport, [0.0])
 
@@ -125,7 +160,7 @@ def tells_the_first_failure(transport: Transport) -> None:
     if transport.rank == last:
         time.sleep(0.2)
     else:
-        _reason(transport, transport.rank + 1)
+        _broken(transport, transport.rank + 1)
         waited = time.monotonic() - started
         assert waited < 0.2 + min(_SOON, 0.9 * transport.timeout), f"woke up after {waited:.1f} s"
     mine = Failure(transport.rank, f"of rank {transport.rank}", "0F1", 0, 1, trace="a\ntrace")
@@ -141,7 +176,7 @@ def tells_latecomers(transport: Transport) -> None:
     if transport.rank > 0:
         time.sleep(0.2)
         transport.reopen()
-        _reason(transport, 0)
+        _broken(transport, 0)
     first = transport.report(Failure(transport.rank, "on purpose"))
     assert first.rank == 0, first
     transport.reopen()
@@ -178,6 +213,8 @@ CHECKS = (
     sends_without_waiting,
     moves_any_tensor,
     gives_up,
+    waits_for_who_is_between_calls,
+    tells_own_mistakes_apart,
     tells_the_first_failure,
     tells_latecomers,
     starts_afresh,
@@ -213,10 +250,10 @@ def _require_equal(arrived: Tensor, expected: Tensor, what: str) -> None:
     assert torch.equal(arrived, expected), f"{what} brought {arrived}, expected {expected}"
 
 
-def _reason(transport: Transport, peer: int) -> str:
-    """Why a receive fails for which nothing is sent. Keeps nothing of it."""
+def _broken(transport: Transport, peer: int) -> LinkError:
+    """How a receive fails for which nothing is sent."""
     try:
         transport.receiver(peer, Lane.CONTROL)([torch.empty(1)]).wait()
-    except RuntimeError as error:
-        return str(error)
+    except LinkError as error:
+        return error
     raise AssertionError(f"rank {peer} sent nothing, and yet something was received")

@@ -103,13 +103,14 @@ def run_processes(
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "pipeflow.testing"])
     port, layout = _free_port(), Layout.of(ranks, ranks // (tensor * data), tensor)
+    together = context.Barrier(ranks)  # processes start one after the other; `timeout` is for what comes then
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
         processes: list[BaseProcess] = []
         for rank in range(ranks):
             here, there = context.Pipe(duplex=False)
             place = (rank, layout, port, timeout, str(Path(folder, f"{rank}.stack")))
-            process = context.Process(target=_run_rank, args=(there, place, function, arguments), daemon=True)
+            process = context.Process(target=_run_rank, args=(there, together, place, function, arguments), daemon=True)
             process.start()
             there.close()
             connections.append(here)
@@ -126,6 +127,7 @@ def run_processes(
 
 def _run_rank(
     connection: Connection,
+    together: Any,
     place: tuple[int, Layout, int, float, str],
     function: Callable[..., Any],
     arguments: tuple[object, ...],
@@ -136,6 +138,7 @@ def _run_rank(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     try:
+        together.wait()
         launch(layout.pipeline, layout.tensor, timeout=timeout)
         connection.send((True, function(*arguments)))
     except BaseException:

@@ -11,7 +11,7 @@ from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.local import LocalTransport
 from pipeflow.parallel.transport.protocol import Lane, Start
-from pipeflow.parallel.transport.work import Work
+from pipeflow.parallel.transport.work import LinkError, Work
 from pipeflow.testing import RankError, conformance, run_processes, run_threads
 
 
@@ -72,7 +72,8 @@ class Rendezvous(LocalTransport):
 class Stale(LocalTransport):
     """Channels are never made afresh."""
 
-    def report(self, failure: Failure) -> Failure:
+    def report(self, failure: Failure | LinkError) -> Failure:
+        assert isinstance(failure, Failure)
         with self.hub.changed:
             first = self.hub.failures.setdefault(self.generation, failure)
             self.hub.changed.notify_all()
@@ -85,7 +86,8 @@ class Stale(LocalTransport):
 class Deaf(LocalTransport):
     """Tells a rank its own failure."""
 
-    def report(self, failure: Failure) -> Failure:
+    def report(self, failure: Failure | LinkError) -> Failure:
+        assert isinstance(failure, Failure)
         super().report(failure)
         return failure
 

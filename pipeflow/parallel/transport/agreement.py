@@ -21,11 +21,11 @@ def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
     called. Raises LinkError naming the peer that did not answer.
     """
     rank, size = transport.rank, transport.size
-    known = torch.tensor([list(row)], dtype=torch.float64)  # of rank, rank + 1, ...
+    known = torch.tensor([list(row)], dtype=torch.float64, device="cpu")  # of rank, rank + 1, ...
     while len(known) < size:
         distance = len(known)
         count = min(distance, size - distance)
-        arriving = torch.empty(count, len(row), dtype=torch.float64)
+        arriving = torch.empty(count, len(row), dtype=torch.float64, device="cpu")
         to, of = (rank - distance) % size, (rank + distance) % size
         sent = start(transport, to, Lane.CONTROL, known[:count].clone(), sending=True)
         received = start(transport, of, Lane.CONTROL, arriving, sending=False)
@@ -40,7 +40,7 @@ def all_gather_object(transport: Transport, value: object) -> list[object]:
     body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [int(size) for [size] in all_gather(transport, [len(body)])]
     peers = [peer for peer in range(transport.size) if peer != transport.rank]
-    arriving = {peer: torch.empty(sizes[peer], dtype=torch.uint8) for peer in peers}
+    arriving = {peer: torch.empty(sizes[peer], dtype=torch.uint8, device="cpu") for peer in peers}
     exchange(transport, Lane.CONTROL, dict.fromkeys(peers, body), arriving, "gathering what every rank measured")
     bodies = {**arriving, transport.rank: body}
     return [pickle.loads(bytes(bodies[rank].tolist())) for rank in range(transport.size)]
@@ -59,15 +59,12 @@ def exchange(
 
 def start(transport: Transport, peer: int, lane: Lane, tensor: Tensor, *, sending: bool) -> Work:
     """Starts one transfer. Raises LinkError when the channel is broken already."""
-    try:
-        return (transport.sender if sending else transport.receiver)(peer, lane)([tensor])
-    except RuntimeError as error:
-        raise LinkError(transport.world_rank(peer), "starting a transfer", error) from None
+    return (transport.sender if sending else transport.receiver)(peer, lane)([tensor])
 
 
 def finish(work: Work, peer: int, doing: str) -> None:
-    """Waits for one transfer, with `peer` of the world. Raises LinkError when it fails."""
+    """Waits for one transfer. Raises LinkError that says what this rank was `doing` when it breaks."""
     try:
         work.wait()
-    except RuntimeError as error:
-        raise LinkError(peer, doing, error) from None
+    except LinkError as error:
+        raise error.during(doing) from None

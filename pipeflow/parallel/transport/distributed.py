@@ -4,113 +4,104 @@ and lane, so that a send never queues behind a receive. Headers and agreements a
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import timedelta
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from pipeflow.core.errors import Failure
+from pipeflow.parallel.control.monitor import Monitor
+from pipeflow.parallel.transport.channels import Channels
 from pipeflow.parallel.transport.distributed_group import DistributedGroup
 from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.parallel.transport.protocol import Lane, Start
-
-_LINGER = 30.0  # seconds; a rank in a long action hears of a failure at its end
+from pipeflow.parallel.transport.work import LinkError
 
 
 class DistributedTransport:
-    """Channels between the processes of a world, and groups of them.
+    """Channels between the processes of a world, and groups of them. Every rank makes its own at the same time.
 
     Args:
-        store: reachable by every rank, empty under its prefix; `store_host` is the rank whose process serves it.
+        monitor: joined to the world's coordinator.
         rank, size: this process's place.
         device: where activations live; a CUDA device selects NCCL.
         timeout: seconds until a wait gives up.
+        address: of this machine, for the others.
+        leave: called at the end.
+
+    Raises LinkError when not all ranks come.
     """
 
     def __init__(
-        self, store: dist.Store, *, rank: int, size: int, device: torch.device, timeout: float, store_host: int = 0
+        self,
+        monitor: Monitor,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout: float,
+        address: str,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.device = device
         self.timeout = timeout
-        self._store = store
-        self._store_host = store_host
+        self.monitor = monitor
+        self._address = address
+        self._leave = leave
         self._generation = 0
         self._told: Failure | None = None
+        self._channels: Channels | None = None
+        monitor.breaks(self._break)
         self._open()
 
+    @property
+    def patience(self) -> float | None:
+        return self.monitor.patience
+
+    @patience.setter
+    def patience(self, seconds: float | None) -> None:
+        self.monitor.patience = seconds
+
     def _open(self) -> None:
-        # One group for what goes to higher ranks and one for what goes to lower ones: a gloo connection with traffic
-        # both ways keeps its thread spinning. Typed Any since torch's stubs know neither send nor recv of a group.
-        self._gloo: list[Any] = [self._group(direction) for direction in ("down", "up")]
-        self._nccl: dict[tuple[int, int, Lane], Any] = {}
-        self._collective: dict[tuple[int, ...], Any] = {}
+        self.monitor.open(self._generation)
+        try:
+            self._channels = Channels(
+                self.monitor, self._address, rank=self.rank, size=self.size, device=self.device, timeout=self.timeout
+            )
+        except RuntimeError as error:
+            raise LinkError((self.rank + 1) % self.size, "opening channels", why=str(error)) from None
+        if self.monitor.has_failed(self._generation):  # while they were made
+            self._channels.break_all()
 
-    def _group(self, name: str) -> Any:
-        return dist.ProcessGroupGloo(
-            self._store_of(f"gloo-{name}"), self.rank, self.size, timedelta(seconds=self.timeout)
-        )
-
-    def _store_of(self, name: str) -> dist.Store:
-        return dist.PrefixStore(f"generation-{self._generation}/{name}", self._store)
+    def _break(self, generation: int) -> None:
+        """Called on the monitor's thread."""
+        channels = self._channels
+        if channels is not None and generation == self._generation:
+            channels.break_all()
 
     def world_rank(self, peer: int) -> int:
         return peer
 
     def sender(self, peer: int, lane: Lane) -> Start:
-        if self.device.type == "cuda" and not lane.on_host:
-            return partial(self._communicator(self.rank, peer, lane).send, dstRank=1, tag=0)
-        return partial(self._gloo[peer > self.rank].send, dstRank=peer, tag=lane)
+        return self.channels.lane(self.rank, peer, lane)
 
     def receiver(self, peer: int, lane: Lane) -> Start:
-        if self.device.type == "cuda" and not lane.on_host:
-            return partial(self._communicator(peer, self.rank, lane).recv, srcRank=0, tag=0)
-        return partial(self._gloo[self.rank > peer].recv, srcRank=peer, tag=lane)
+        return self.channels.lane(peer, self.rank, lane)
 
-    def _communicator(self, source: int, destination: int, lane: Lane) -> Any:
-        """The NCCL communicator of an ordered pair, in which the source is rank 0 and the destination rank 1."""
-        key = (source, destination, lane)
-        if key not in self._nccl:
-            store = self._store_of(f"nccl-{source}-{destination}-{lane.name}")
-            self._nccl[key] = self._nccl_group(store, int(self.rank == destination), 2)
-        return self._nccl[key]
-
-    def _nccl_group(self, store: dist.Store, rank: int, size: int) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self.timeout)
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+    @property
+    def channels(self) -> Channels:
+        """The open ones. Raises LinkError where there are none, after a failure."""
+        if self._channels is None or self._channels.is_broken:
+            raise LinkError((self.rank + 1) % self.size)
+        return self._channels
 
     def group(self, ranks: Sequence[int]) -> Group:
         return DistributedGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
 
-    def collective(self, ranks: tuple[int, ...]) -> Any:
-        """What torch computes collectives of `ranks` with; made when it is first asked for after a (re)opening."""
-        if ranks not in self._collective:
-            store, rank = self._store_of(f"group-{'-'.join(map(str, ranks))}"), ranks.index(self.rank)
-            if self.device.type == "cuda":
-                self._collective[ranks] = self._nccl_group(store, rank, len(ranks))
-            else:
-                timeout = timedelta(seconds=self.timeout)
-                self._collective[ranks] = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
-        return self._collective[ranks]
-
-    def report(self, failure: Failure) -> Failure:
-        key = f"failure-{self._generation}"
-        try:
-            first = self._store.compare_set(key, "", json.dumps(asdict(failure)))
-            self._told = Failure(**json.loads(first))
-            self._store.add(f"heard-{self._generation}", 1)
-        except Exception:  # the store fails in its own ways, all of which mean that its host is gone
-            reason = f"the store that it served no longer answers (seen by rank {self.rank})"
-            self._told = Failure(rank=self._store_host, reason=reason, died=self._store_host)
-        self.close()
+    def report(self, failure: Failure | LinkError) -> Failure:
+        self._told = self.monitor.report(self._generation, failure)
+        self._close_channels()
         return self._told
 
     def reopen(self) -> None:
@@ -119,18 +110,12 @@ class DistributedTransport:
             self._generation += 1
             self._open()
 
-    def leave(self) -> None:
-        """Closes at the end of the process. The store's host stays until all have read why the step failed."""
-        self.close()
-        if self._told is None or self._told.died is not None or self.rank != self._store_host:
-            return
-        deadline = time.monotonic() + _LINGER
-        while self._store.add(f"heard-{self._generation}", 0) < self.size and time.monotonic() < deadline:
-            time.sleep(0.01)
-
     def close(self) -> None:
-        if self.device.type == "cuda":  # gloo's are closed when nobody holds them
-            for communicator in (*self._nccl.values(), *self._collective.values()):
-                communicator.abort()
-        self._nccl, self._collective = {}, {}
-        self._gloo = []
+        self.monitor.close()
+        self._close_channels()
+        self._leave()
+
+    def _close_channels(self) -> None:
+        channels, self._channels = self._channels, None
+        if channels is not None:
+            channels.break_all()

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
+from pipeflow.parallel.control.diagnosis import Blame
 from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.parallel.transport.local_group import LocalGroup, Rendezvous
 from pipeflow.parallel.transport.protocol import Lane, Start
+from pipeflow.parallel.transport.work import LinkError
 
 
 class Hub(Rendezvous):
     """What the ranks of one in-process world share."""
 
     def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
+        super().__init__(size)
         self.channels: dict[tuple[int, int, int, Lane], _Channel] = defaultdict(_Channel)
         self.failures: dict[int, Failure] = {}  # by generation
 
@@ -38,20 +39,19 @@ class _Channel:
 class _Transfer:
     """One end's work: done when the tensor has been copied from the sender's to the receiver's memory."""
 
-    def __init__(self, hub: Hub, far: tuple[int, int], timeout: float, tensor: Tensor) -> None:
-        self.hub = hub
-        self.far = far  # the generation and rank of the other end
-        self.timeout = timeout
+    def __init__(self, transport: LocalTransport, peer: int, tensor: Tensor) -> None:
+        self.transport = transport
+        self.generation = transport.generation
+        self.peer = peer
         self.tensor = tensor  # kept until the engine lets go of this work
         self.done = False
         self.ready = _record(tensor)  # on a GPU, when the tensor may be read or written
         self.copied: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        with self.hub.changed:
-            awake = self.hub.changed.wait_for(lambda: self.done or self.far in self.hub.closed, timeout=self.timeout)
-            if not self.done:
-                raise RuntimeError("the channel is closed" if awake else f"timed out after {self.timeout} s")
+        transport = self.transport
+        with transport.hub.changed:
+            transport.hub.wait(transport, self.generation, (self.peer,), lambda: self.done)
         if self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
 
@@ -92,11 +92,10 @@ class LocalTransport:
 
     def _start(self, key: tuple[int, int, int, Lane], sending: bool, tensors: list[Tensor]) -> _Transfer:
         generation, source, destination, _ = key
-        far = (generation, destination if sending else source)
-        transfer = _Transfer(self.hub, far, self.timeout, tensors[0])
+        transfer = _Transfer(self, destination if sending else source, tensors[0])
         with self.hub.changed:
-            if far in self.hub.closed:
-                raise RuntimeError("the channel is closed")
+            if (generation, transfer.peer) in self.hub.closed:
+                raise LinkError(transfer.peer)
             channel = self.hub.channels[key]
             mine, other = (channel.sends, channel.receives) if sending else (channel.receives, channel.sends)
             if not other:
@@ -113,16 +112,29 @@ class LocalTransport:
         if self._stream is not None and source.ready is not None and target.ready is not None:
             self._stream.wait_event(source.ready)
             self._stream.wait_event(target.ready)
-            with torch.cuda.stream(self._stream), torch.no_grad():
+            with torch.cuda.stream(self._stream), torch.inference_mode():
                 target.tensor.copy_(source.tensor, non_blocking=True)
             source.copied = target.copied = self._stream.record_event()
         else:
-            with torch.no_grad():
+            with torch.inference_mode():  # which may write into its own tensors, and into all others
                 target.tensor.copy_(source.tensor)
         source.done = target.done = True
 
-    def report(self, failure: Failure) -> Failure:
+    @property
+    def patience(self) -> float | None:
+        return self.hub.patience.get(self.rank)
+
+    @patience.setter
+    def patience(self, seconds: float | None) -> None:
+        self.hub.patience[self.rank] = seconds
+
+    def report(self, failure: Failure | LinkError) -> Failure:
         with self.hub.changed:
+            if isinstance(failure, LinkError):
+                blame = self.hub.blames.get((self.generation, self.rank)) or Blame(
+                    failure.peer, "it closed its channels"
+                )
+                failure = blame.failure(failure.story(self.rank, self.timeout))
             first = self.hub.failures.setdefault(self.generation, failure)
             self.hub.closed.add((self.generation, self.rank))
             for key in [key for key in self.hub.channels if key[0] == self.generation and self.rank in key[1:3]]:
@@ -139,4 +151,6 @@ class LocalTransport:
             self.generation += 1
 
     def close(self) -> None:
-        """Nothing to give back: the channels go with the hub."""
+        """Tells the others that this rank leaves; the channels go with the hub."""
+        with self.hub.changed:
+            self.hub.gone.add(self.rank)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Condition
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, left
 from pipeflow.parallel.transport.work import LinkError, Work
 
 Inputs = list[tuple[Tensor, ...]]  # per rank of the group, the tensors that its call was given
@@ -27,7 +29,7 @@ class Collective:
         """Called by the last to come, whose stream, on a GPU, waits for the others' first."""
         for event in self.ready:
             torch.cuda.current_stream().wait_event(event)
-        with torch.no_grad():
+        with torch.inference_mode():  # which may write into its own tensors, and into all others
             what([self.inputs[rank] for rank in range(len(self.inputs))])
         self.inputs.clear()
         if self.ready:
@@ -36,12 +38,48 @@ class Collective:
 
 
 class Rendezvous:
-    """What the threads of a world share for their collectives."""
+    """What the threads of a world share: how they wait for each other, and their collectives."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.changed = Condition()
         self.collectives: dict[tuple[int, tuple[int, ...], int], Collective] = {}  # by generation, ranks and number
         self.closed: set[tuple[int, int]] = set()  # (generation, rank) of those that were told of a failure
+        self.gone: set[int] = set()
+        self.waits_for: dict[int, tuple[int, ...]] = {}
+        self.patience: dict[int, float | None] = {}
+        self.blames: dict[tuple[int, int], Blame] = {}  # by generation, and by the rank that gives up for it
+
+    def wait(self, by: Participant, generation: int, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
+        """Waits, as rank `by`, with `changed` held, until `done` or a rank of `ranks` has closed its channels. Raises
+        LinkError.
+        """
+        waited = 0.0
+        self.waits_for[by.rank] = ranks
+        try:
+            while not self.changed.wait_for(lambda: done() or self._closed(generation, ranks), by.timeout):
+                waited += by.timeout
+                if blame := diagnose(by.rank, waited, self._statuses()):
+                    self.blames[generation, by.rank] = blame
+                    raise LinkError(ranks[0], expired=True)
+        finally:
+            del self.waits_for[by.rank]
+        if not done():
+            raise LinkError(self._closed(generation, ranks)[0])
+
+    def require_open(self, generation: int, ranks: tuple[int, ...]) -> None:
+        """Raises LinkError when a rank has given its channels up."""
+        for rank in self._closed(generation, ranks):
+            raise LinkError(rank)
+
+    def _closed(self, generation: int, ranks: tuple[int, ...]) -> list[int]:
+        return [rank for rank in ranks if (generation, rank) in self.closed]
+
+    def _statuses(self) -> dict[int, Status | Blame]:
+        return {
+            rank: left(rank) if rank in self.gone else Status(self.waits_for.get(rank, ()), self.patience.get(rank))
+            for rank in range(self.size)
+        }
 
 
 class Participant(Protocol):
@@ -89,15 +127,14 @@ class LocalGroup:
         return self._join(copy, tensor)
 
     def _join(self, what: Callable[[Inputs], None], *tensors: Tensor) -> Work:
-        hub, generation = self._transport.hub, self._transport.generation
+        transport, hub, generation = self._transport, self._transport.hub, self._transport.generation
         if generation != self._generation:
             self._generation, self._count = generation, 0
         key = (generation, self._ranks, self._count)
         self._count += 1
-        with hub.changed:
+        with hub.changed, _saying(f"in a collective of ranks {list(self._ranks)}"):
+            hub.require_open(generation, self._ranks)
             collective = hub.collectives.setdefault(key, Collective())
-            waiting = _CollectiveWork(hub, collective, self._ranks, generation, self._transport.timeout)
-            waiting.require_open()
             collective.inputs[self.rank] = tensors
             if tensors[0].is_cuda:
                 collective.ready.append(torch.cuda.current_stream().record_event())
@@ -105,44 +142,36 @@ class LocalGroup:
                 del hub.collectives[key]
                 collective.compute(what)
                 hub.changed.notify_all()
-        return waiting
+        return _CollectiveWork(transport, collective, self._ranks)
 
 
 class _CollectiveWork:
     """A rank's end of a collective."""
 
-    __slots__ = ("_collective", "_generation", "_hub", "_ranks", "_timeout")
+    __slots__ = ("_collective", "_generation", "_others", "_ranks", "_transport")
 
-    def __init__(
-        self, hub: Rendezvous, collective: Collective, ranks: Sequence[int], generation: int, timeout: float
-    ) -> None:
-        self._hub = hub
+    def __init__(self, transport: Participant, collective: Collective, ranks: tuple[int, ...]) -> None:
+        self._transport = transport
+        self._generation = transport.generation
         self._collective = collective
         self._ranks = ranks
-        self._generation = generation
-        self._timeout = timeout
+        self._others = tuple(rank for rank in ranks if rank != transport.rank)
 
     def wait(self) -> None:
-        with self._hub.changed:
-            awake = self._hub.changed.wait_for(lambda: self._collective.done or self._closed(), timeout=self._timeout)
-            if not awake:
-                missing = [rank for index, rank in enumerate(self._ranks) if index not in self._collective.inputs]
-                raise self._error(missing[0], f"timed out after {self._timeout} s")
-            if not self._collective.done:
-                self.require_open()
-        if self._collective.computed is not None:
-            torch.cuda.current_stream().wait_event(self._collective.computed)
+        transport, collective = self._transport, self._collective
+        with transport.hub.changed, _saying(f"in a collective of ranks {list(self._ranks)}"):
+            transport.hub.wait(transport, self._generation, self._others, lambda: collective.done)
+        if collective.computed is not None:
+            torch.cuda.current_stream().wait_event(collective.computed)
 
-    def require_open(self) -> None:
-        """Raises LinkError when a rank has given its channels up."""
-        for rank in self._closed():
-            raise self._error(rank, "the channel is closed")
 
-    def _closed(self) -> list[int]:
-        return [rank for rank in self._ranks if (self._generation, rank) in self._hub.closed]
-
-    def _error(self, rank: int, why: str) -> LinkError:
-        return LinkError(rank, f"in a collective of ranks {list(self._ranks)}", RuntimeError(why))
+@contextmanager
+def _saying(doing: str) -> Iterator[None]:
+    """A LinkError in it says that."""
+    try:
+        yield
+    except LinkError as error:
+        raise error.during(doing) from None
 
 
 def _require_pieces(whole: Tensor, part: Tensor, size: int) -> None:

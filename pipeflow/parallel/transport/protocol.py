@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.transport.group import Group
-from pipeflow.parallel.transport.work import Work
+from pipeflow.parallel.transport.work import LinkError, Work
 
 
 class Lane(IntEnum):
@@ -32,7 +32,7 @@ class Lane(IntEnum):
 
 Start = Callable[[list[Tensor]], Work]
 """Starts to move one tensor, given as a list of one. The tensor must be contiguous; the other end must move one
-of the same size."""
+of the same size. Raises LinkError where the channel is broken, and whatever else is wrong with the tensor."""
 
 
 class Transport(Protocol):
@@ -41,7 +41,10 @@ class Transport(Protocol):
     rank: int
     size: int
     device: torch.device
-    timeout: float  # seconds; the deadline of every wait
+    timeout: float  # seconds
+    patience: float | None
+    """How many seconds others wait at most for this rank, while it makes a call that all ranks make together. None
+    between such calls: then they wait as long as its process lives."""
 
     def sender(self, peer: int, lane: Lane) -> Start:
         """What sends on `lane` to `peer`. Sending never blocks."""
@@ -55,13 +58,15 @@ class Transport(Protocol):
     def group(self, ranks: Sequence[int]) -> Group:
         """What computes together with `ranks`, this one among them; each of them asks for it."""
 
-    def report(self, failure: Failure) -> Failure:
-        """Tells every rank of `failure` and breaks all channels, so that whoever waits wakes up. Returns the
-        failure that was told first, which is the one to raise.
+    def report(self, failure: Failure | LinkError) -> Failure:
+        """Tells every rank of `failure` and breaks all channels, so that whoever waits wakes up; of a LinkError finds
+        out first what is behind it. Returns the failure that was told first, which is the one to raise.
         """
 
     def reopen(self) -> None:
-        """Makes fresh channels after a failure; every rank calls it. Nothing to do when none was reported."""
+        """Makes fresh channels after a failure; every rank calls it. Nothing to do when none was reported. Raises
+        LinkError when not all ranks come.
+        """
 
     def close(self) -> None:
         """Gives the channels back at the end."""

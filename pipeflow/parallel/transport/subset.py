@@ -9,6 +9,7 @@ import torch
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.transport.group import Group
 from pipeflow.parallel.transport.protocol import Lane, Start, Transport
+from pipeflow.parallel.transport.work import LinkError
 
 
 class Subset:
@@ -37,7 +38,15 @@ class Subset:
     def group(self, ranks: Sequence[int]) -> Group:
         return self._whole.group([self._ranks[rank] for rank in ranks])
 
-    def report(self, failure: Failure) -> Failure:
+    @property
+    def patience(self) -> float | None:
+        return self._whole.patience
+
+    @patience.setter
+    def patience(self, seconds: float | None) -> None:
+        self._whole.patience = seconds
+
+    def report(self, failure: Failure | LinkError) -> Failure:
         return self._whole.report(failure)
 
     def reopen(self) -> None:

@@ -1,0 +1,260 @@
+"""The coordinator: a thread of rank 0 that every rank is connected to. It sees who dies, asks who lives, decides which
+failure was the first, and keeps the addresses by which ranks find each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+import threading
+from asyncio import StreamReader, StreamWriter
+from collections import defaultdict
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from pipeflow.core.errors import Failure
+from pipeflow.parallel.control import wire
+from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, left, silent
+from pipeflow.parallel.control.wire import Message, forget_in_children
+
+_TO_PROVE = 5.0  # seconds
+_STRANGERS = 64  # connections that have proved nothing yet
+_TO_HEAR = 1.0  # seconds, at the end, for the ranks to read what they were sent
+
+
+class Coordinator:
+    """Serves a world until `close`, on a thread of its own. Takes one connection of each rank, then no more.
+
+    Args:
+        address: of this machine, by which the others reach it; the only one that it listens on.
+        size: how many ranks there are.
+        secret: who does not know it is not listened to.
+        grace: seconds in which a rank that lives answers.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(self, address: str, size: int, secret: bytes, grace: float) -> None:
+        self._size = size
+        self._secret = secret
+        self._grace = grace
+        self._socket = socket.create_server((address, 0), backlog=min(size, 1024))
+        self.port: int = self._socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._strangers = 0
+        self._writers: dict[int, StreamWriter] = {}
+        self._gone: dict[int, Blame] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._values: dict[str, str] = {}
+        self._wanted: defaultdict[str, list[int]] = defaultdict(list)  # by key, the ranks that wait for it
+        self._arrived: defaultdict[int, set[int]] = defaultdict(set)  # by generation
+        self._generation = 0  # the last that all ranks have opened
+        self._failures: dict[int, Failure] = {}  # by generation, the first
+        self._blames: dict[tuple[int, int], Blame] = {}  # by generation, and by the rank that gives up for it
+        self._rounds: dict[int, dict[int, Status]] = {}  # by number, what ranks have answered
+        self._complete: dict[int, asyncio.Event] = {}
+        self._asked = 0
+        forget_in_children(self)
+        self._thread = threading.Thread(target=self._run, name="pipeflow coordinator", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tells the ranks that still are there that it goes, and ends the thread."""
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
+
+    def sockets(self) -> list[int]:
+        """The descriptors of all connections."""
+        found = [self._socket, *(writer.get_extra_info("socket") for writer in self._writers.values())]
+        return [each.fileno() for each in found]
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        self._server = await asyncio.start_server(self._meet, sock=self._socket)
+        await self._closing.wait()
+        self._server.close()
+        self._broadcast({"op": "closing"})
+        writers, self._writers = self._writers, {}
+        for writer in writers.values():
+            writer.write_eof()
+        if writers:  # each rank hangs up when it has read all
+            hearing = [asyncio.create_task(writer.wait_closed()) for writer in writers.values()]
+            await asyncio.wait(hearing, timeout=_TO_HEAR)
+        remaining = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in remaining:
+            task.cancel()
+        await asyncio.gather(*remaining, return_exceptions=True)
+
+    async def _meet(self, reader: StreamReader, writer: StreamWriter) -> None:
+        unpacker, rank = wire.Unpacker(wire.GREETING), None
+        try:
+            rank = await self._recognize(reader, writer, unpacker)
+            while data := await reader.read(1 << 16):
+                for message in unpacker.feed(data):
+                    self._handle(rank, message)
+        except (OSError, ValueError, KeyError, TypeError, TimeoutError):
+            pass  # as good as gone
+        finally:
+            if rank is not None:
+                self._lose(rank)
+                self._writers.pop(rank, None)
+            writer.close()
+
+    async def _recognize(self, reader: StreamReader, writer: StreamWriter, unpacker: wire.Unpacker) -> int:
+        """Which rank it is. Raises ValueError for anybody who cannot prove it."""
+        self._strangers += 1
+        try:
+            if self._strangers > _STRANGERS:
+                raise ValueError("too many strangers")
+            challenge = secrets.token_hex(16)
+            writer.write(wire.pack({"challenge": challenge}))
+            async with asyncio.timeout(_TO_PROVE):
+                greeting: Message | None = None
+                while greeting is None:
+                    if not (data := await reader.read(1 << 10)):
+                        raise ValueError("nothing was said")
+                    greeting = next(unpacker.feed(data), None)
+        finally:
+            self._strangers -= 1
+        rank = int(greeting["rank"])
+        proof = wire.prove(self._secret, challenge, rank)
+        if not hmac.compare_digest(proof, str(greeting["proof"])) or rank in self._writers:
+            raise ValueError("no rank of this job")
+        unpacker.longest = wire.LONGEST
+        self._writers[rank] = writer
+        writer.write(wire.pack({"op": "welcome"}))
+        if len(self._writers) == self._size:
+            self._server.close()
+        return rank
+
+    def _handle(self, rank: int, message: Message) -> None:
+        match message["op"]:
+            case "set":
+                self._set(message["key"], message["value"])
+            case "get":
+                self._get(rank, message["key"])
+            case "open":
+                self._open(rank, message["generation"])
+            case "report":
+                self._settle(message["generation"], Failure(**message["failure"]))
+            case "lost":
+                self._spawn(self._investigate(rank, message))
+            case "late":
+                self._spawn(self._examine(rank, message))
+            case "alive":
+                self._answer(rank, message)
+            case "bye":
+                self._let_go(rank, left(rank))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send(self, rank: int, message: Message) -> None:
+        if rank in self._writers:
+            self._writers[rank].write(wire.pack(message))
+
+    def _broadcast(self, message: Message) -> None:
+        for rank in self._writers:
+            self._send(rank, message)
+
+    def _set(self, key: str, value: str) -> None:
+        self._values[key] = value
+        for rank in self._wanted.pop(key, ()):
+            self._get(rank, key)
+
+    def _get(self, rank: int, key: str) -> None:
+        if key in self._values:
+            self._send(rank, {"op": "value", "key": key, "value": self._values[key]})
+        else:
+            self._wanted[key].append(rank)
+
+    def _open(self, rank: int, generation: int) -> None:
+        """When the last has come, all may go on; where one cannot come, none."""
+        self._arrived[generation].add(rank)
+        if generation in self._failures:
+            self._settle(generation, self._failures[generation])
+        elif self._gone:
+            self._settle(generation, next(iter(self._gone.values())).failure(""))
+        elif len(self._arrived[generation]) == self._size:
+            del self._arrived[generation]
+            self._generation = generation
+            self._values.clear()
+            self._broadcast({"op": "opened", "generation": generation})
+
+    def _lose(self, rank: int) -> None:
+        """A rank that hangs up without a word has died: that ends what is under way."""
+        if rank not in self._gone:
+            blame = Blame(rank, "its process is gone; restart the job", died=rank)
+            self._let_go(rank, blame)
+            self._settle(self._generation, blame.failure(""))
+
+    def _let_go(self, rank: int, blame: Blame) -> None:
+        """Ends what can only go on with `rank`."""
+        self._gone[rank] = blame
+        for generation in self._arrived:
+            self._settle(generation, blame.failure(""))
+        for number in self._rounds:
+            self._check(number)
+
+    def _settle(self, generation: int, failure: Failure) -> None:
+        first = self._failures.setdefault(generation, failure)
+        self._broadcast({"op": "told", "generation": generation, "failure": asdict(first)})
+
+    async def _investigate(self, by: int, message: Message) -> None:
+        """A rank's channel broke, or it gave up. Whoever broke it has told why, has died, or tells soon."""
+        generation, peer, waited = message["generation"], message["peer"], message["waited"]
+        blame = self._blames.get((generation, by)) or self._gone.get(peer)
+        if blame is None and generation not in self._failures:
+            statuses = await self._ask_everybody()
+            blames = [status for status in statuses.values() if isinstance(status, Blame)]
+            blames += [blame for (when, _), blame in self._blames.items() if when == generation]
+            blame = (
+                blames[0]
+                if blames
+                else Blame(peer, f"its connection to rank {by} broke, though both live ({message['why']})")
+            )
+        if blame is not None:
+            self._settle(generation, blame.failure(waited))
+        else:
+            self._settle(generation, self._failures[generation])
+
+    async def _examine(self, by: int, message: Message) -> None:
+        """A rank waits longer than it likes: whom for, in the end?"""
+        generation = message["generation"]
+        statuses = await self._ask_everybody()
+        blame = diagnose(by, message["seconds"], statuses)
+        if blame is not None and generation not in self._failures:
+            self._blames[generation, by] = blame
+            self._send(by, {"op": "expire", "generation": generation, "number": message["number"]})
+
+    async def _ask_everybody(self) -> dict[int, Status | Blame]:
+        """What every rank does, or what is to be said of it."""
+        self._asked += 1
+        number, answers, complete = self._asked, dict[int, Status](), asyncio.Event()
+        self._rounds[number], self._complete[number] = answers, complete
+        self._broadcast({"op": "ask", "round": number})
+        with suppress(TimeoutError):
+            await asyncio.wait_for(complete.wait(), self._grace)
+        del self._rounds[number], self._complete[number]
+        return {rank: answers.get(rank) or self._gone.get(rank) or silent(rank) for rank in range(self._size)}
+
+    def _answer(self, rank: int, message: Message) -> None:
+        answers = self._rounds.get(message["round"])
+        if answers is not None:
+            answers[rank] = Status(tuple(message["waits_for"]), message["patience"])
+            self._check(message["round"])
+
+    def _check(self, number: int) -> None:
+        if len(self._rounds[number].keys() | self._gone.keys()) == self._size:
+            self._complete[number].set()

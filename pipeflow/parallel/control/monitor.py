@@ -1,0 +1,242 @@
+"""The monitor: each rank's end of what the ranks tell each other. Its thread answers for this rank whatever this rank
+computes, hears at once when another fails, and notices when this one waits too long.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Protocol
+
+from pipeflow.core.errors import Failure
+from pipeflow.parallel.control import wire
+from pipeflow.parallel.control.diagnosis import Blame, left, silent
+from pipeflow.parallel.control.wire import Message, forget_in_children
+from pipeflow.parallel.transport.work import LinkError
+
+HOST = 0  # the rank whose process has the coordinator
+
+
+class Awaited(Protocol):
+    """What a rank may wait for."""
+
+    ranks: tuple[int, ...]  # one of these has to do something first
+
+
+class _AllOthers:
+    def __init__(self, rank: int, size: int) -> None:
+        self.ranks = tuple(other for other in range(size) if other != rank)
+
+
+def grace_of(timeout: float) -> float:
+    """Seconds in which a rank that lives answers, where waits give up after `timeout`."""
+    return min(max(timeout / 4, 0.5), 10.0)
+
+
+class Monitor:
+    """Joins the coordinator at (`address`, `port`) as `rank`. Raises OSError where it is not reached in time.
+
+    Attributes:
+        waiting: what this rank waits for now; set by whoever waits, who counts `waits` first.
+        patience: as a Status has it.
+        expired: whether channels were broken since this rank had waited too long.
+    """
+
+    def __init__(self, address: str, port: int, *, rank: int, size: int, secret: bytes, timeout: float) -> None:
+        self.waiting: Awaited | None = None
+        self.waits = 0
+        self.patience: float | None = None
+        self.expired = False
+        self._rank = rank
+        self._others = _AllOthers(rank, size)
+        self._timeout = timeout
+        self._generation = 0
+        self._opened = -1
+        self._verdicts: dict[int, Failure] = {}  # by generation
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._owed_since: float | None = None  # the coordinator has been asked, and is silent
+        self._host: Blame | None = None  # once it is gone
+        self._leaving = False
+        self._ended = threading.Event()
+        self._break: Callable[[int], None] = lambda _: None
+        self._sending = threading.Lock()
+        self._unpacker = wire.Unpacker()
+        self._socket = self._join(address, port, secret)
+        forget_in_children(self)
+        self._thread = threading.Thread(target=self._watch, name=f"pipeflow monitor of rank {rank}", daemon=True)
+        self._thread.start()
+
+    def _join(self, address: str, port: int, secret: bytes) -> socket.socket:
+        connection = socket.create_connection((address, port), self._timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        challenge = self._receive_one(connection)["challenge"]
+        connection.sendall(wire.pack({"rank": self._rank, "proof": wire.prove(secret, challenge, self._rank)}))
+        self._receive_one(connection)
+        return connection
+
+    def _receive_one(self, connection: socket.socket) -> Message:
+        while data := connection.recv(1 << 16):
+            for message in self._unpacker.feed(data):
+                return message
+        raise ConnectionError("rank 0 has hung up")
+
+    def sockets(self) -> list[int]:
+        """The descriptor of the connection."""
+        return [self._socket.fileno()]
+
+    def breaks(self, function: Callable[[int], None]) -> None:
+        """`function(generation)` is to break that generation's channels, on another thread than the rank's."""
+        self._break = function
+
+    def open(self, generation: int) -> None:
+        """Returns when all ranks have opened this generation. Raises LinkError where one cannot."""
+        self._generation, self.expired = generation, False
+        self._send({"op": "open", "generation": generation})
+        self._wait_until(lambda: self._opened >= generation)
+
+    def set(self, key: str, value: bytes) -> None:
+        """Keeps a value for all ranks, until the next generation."""
+        self._send({"op": "set", "key": f"{self._generation}/{key}", "value": value.decode("latin-1")})
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, once some rank has set it. Raises LinkError."""
+        full = f"{self._generation}/{key}"
+        if full not in self._values:
+            self._send({"op": "get", "key": full})
+            self._wait_until(lambda: full in self._values)
+        return self._values[full].encode("latin-1")
+
+    def report(self, generation: int, failure: Failure | LinkError) -> Failure:
+        """Tells all ranks of a failure; returns the one that was told first."""
+        if self._host is not None:
+            self._tell(generation, self._without_host(failure))
+        elif isinstance(failure, Failure):
+            self._send({"op": "report", "generation": generation, "failure": asdict(failure)}, owed=True)
+        else:
+            lost = {"peer": failure.peer, "why": failure.why, "waited": failure.story(self._rank, self._timeout)}
+            self._send({"op": "lost", "generation": generation, **lost}, owed=True)
+        with self._changed:
+            self._changed.wait_for(lambda: generation in self._verdicts)
+        return self._verdicts[generation]
+
+    def _without_host(self, failure: Failure | LinkError) -> Failure:
+        if isinstance(failure, Failure):
+            return failure
+        assert self._host is not None
+        blame = self._host if failure.peer == HOST else Blame(failure.peer, "it is gone, as is rank 0", failure.peer)
+        return blame.failure(failure.story(self._rank, self._timeout))
+
+    def has_failed(self, generation: int) -> bool:
+        """Whether a failure was told."""
+        return generation in self._verdicts
+
+    def close(self) -> None:
+        """Says that this rank leaves, and ends the thread."""
+        if not self._leaving:
+            self._leaving = True
+            self._ended.set()
+            self._send({"op": "bye"})
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+            self._thread.join(2 * grace_of(self._timeout))
+            self._socket.close()
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        generation = self._generation
+        self.waits += 1
+        self.waiting = self._others
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: ready() or self.expired or generation in self._verdicts)
+        finally:
+            self.waiting = None
+        if not ready():
+            raise LinkError(self._others.ranks[0], "opening channels", expired=self.expired)
+
+    def _send(self, message: Message, *, owed: bool = False) -> None:
+        if owed and self._owed_since is None:
+            self._owed_since = time.monotonic()
+        with suppress(OSError), self._sending:  # the thread sees it, too, when the connection is gone
+            self._socket.sendall(wire.pack(message))
+
+    def _watch(self) -> None:
+        tick = min(max(self._timeout / 8, 0.05), 1.0)
+        watched, since, complaints = -1, 0.0, 0
+        while self._hears(tick):
+            now = time.monotonic()
+            if self._owed_since is not None and now - self._owed_since > 2 * grace_of(self._timeout):
+                self._owed_since = None
+                self._tell(self._generation, silent(HOST).failure(""))
+            if self.waiting is None or self.waits != watched:
+                watched, since, complaints = self.waits, now, 0
+            elif now - since > self._timeout * (1 + complaints):
+                complaints += 1
+                self._complain(watched, now - since)
+
+    def _hears(self, seconds: float) -> bool:
+        """Handles what comes in that time; whether to go on watching."""
+        if self._host is not None:
+            return not self._ended.wait(seconds)
+        try:
+            readable, _, _ = select.select([self._socket], [], [], seconds)
+            if not readable:
+                return True
+            data = self._socket.recv(1 << 16)
+            self._owed_since = None
+            for message in self._unpacker.feed(data):
+                self._handle(message)
+        except (OSError, ValueError):
+            data = b""
+        if not data and self._host is None and not self._leaving:
+            self._host = Blame(HOST, "its process is gone; restart the job", died=HOST)
+            self._tell(self._generation, self._host.failure(""))
+        return not self._leaving or bool(data)
+
+    def _complain(self, number: int, seconds: float) -> None:
+        if self._host is None:
+            late = {"op": "late", "generation": self._generation, "number": number, "seconds": seconds}
+            self._send(late, owed=True)
+        else:
+            self._expire(self._generation)
+
+    def _expire(self, generation: int) -> None:
+        with self._changed:
+            self.expired = True
+            self._changed.notify_all()
+        self._break(generation)
+
+    def _handle(self, message: Message) -> None:
+        match message["op"]:
+            case "ask":
+                ranks = () if (waiting := self.waiting) is None else waiting.ranks
+                self._send({"op": "alive", "round": message["round"], "waits_for": ranks, "patience": self.patience})
+            case "told":
+                self._tell(message["generation"], Failure(**message["failure"]))
+            case "expire":
+                if self.waiting is not None and self.waits == message["number"]:
+                    self._expire(message["generation"])
+            case "value":
+                with self._changed:
+                    self._values[message["key"]] = message["value"]
+                    self._changed.notify_all()
+            case "opened":
+                with self._changed:
+                    self._opened = message["generation"]
+                    self._values.clear()
+                    self._changed.notify_all()
+            case "closing":
+                self._host = left(HOST)
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_WR)
+
+    def _tell(self, generation: int, failure: Failure) -> None:
+        with self._changed:
+            self._verdicts.setdefault(generation, failure)
+            self._changed.notify_all()
+        self._break(generation)

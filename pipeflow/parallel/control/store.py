@@ -1,0 +1,32 @@
+"""A torch store over the monitor: how the channels of a generation find each other. No call outlasts a failure."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pipeflow.parallel.control.monitor import Monitor
+from pipeflow.parallel.transport.work import LinkError
+
+
+class MonitorStore(dist.Store):
+    """Values under `prefix`, of the monitor's generation. Has what backends need to find each other, no more."""
+
+    def __init__(self, monitor: Monitor, prefix: str) -> None:
+        super().__init__()
+        self._monitor = monitor
+        self._prefix = prefix
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._monitor.set(f"{self._prefix}/{key}", value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._monitor.get(f"{self._prefix}/{key}")
+        except LinkError as error:
+            raise RuntimeError(str(error)) from None
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)

@@ -1,0 +1,55 @@
+"""Network: which address of this machine the other ranks reach."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+
+
+def resolve(host: str) -> str:
+    """The address that this machine knows `host` by. Raises OSError."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is reached from its own machine alone."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def address_towards(address: str) -> str:
+    """This machine's own address on the way to another, or to itself. Sends nothing."""
+    if is_loopback(address):
+        return address
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0])
+
+
+def use_interface_of(address: str) -> None:
+    """Has torch's own gloo groups use the interface of `address`, too, unless GLOO_SOCKET_IFNAME says another: they
+    would take that of the machine's name, which on many machines is 127.0.1.1.
+    """
+    name = "lo" if is_loopback(address) and sys.platform == "linux" else _interface(address)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _interface(address: str) -> str | None:
+    """What Linux calls the interface that has this IPv4 address."""
+    if sys.platform != "linux" or ":" in address:
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                found = fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24]  # SIOCGIFADDR
+                if socket.inet_ntoa(found) == address:
+                    return name
+    return None

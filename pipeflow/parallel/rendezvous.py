@@ -1,0 +1,172 @@
+"""Rendezvous: how the processes of a job find each other, on the store that torchrun's environment names. Each life of
+a job has a name of its own, so that processes that torchrun restarts do not meet what their predecessors left there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from pipeflow.core.errors import Failure, PipelineError, UsageError
+from pipeflow.parallel.network import is_loopback, resolve
+
+_PAUSE = 0.01  # seconds between two looks
+_MARGIN = 2.0  # seconds by which rank 0 decides earlier than the others
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks have found: a store for this life of the job, and the address of rank 0's machine."""
+
+    store: dist.Store
+    address: str
+
+
+def find_each_other(rank: int, size: int, timeout: float) -> Found:
+    """Returns when all ranks have come. Raises PipelineError, naming those that have not, after `timeout` seconds,
+    and UsageError where the environment does not say where to meet.
+    """
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise UsageError("a world of several processes needs MASTER_ADDR and MASTER_PORT, as torchrun sets") from None
+    return _abandonable(lambda: _Meeting(host, port, rank, size, timeout).hold(), timeout + 2 * _MARGIN, host)
+
+
+def missing(store: dist.Store, rank: int, size: int, seconds: float) -> list[int]:
+    """The ranks that do not come here within so many seconds after something went wrong."""
+    store.set(f"after/{rank}", "")
+    deadline = time.monotonic() + seconds
+    while (absent := _absent(store, "after", range(size))) and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+    return absent
+
+
+def did_not_come(ranks: Sequence[int], seconds: float) -> PipelineError:
+    """The error that names them."""
+    listed = "it" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    reason = (
+        f"{listed} did not come within {seconds:g} s of launch: see that rank's own output, and whether its machine "
+        "reaches MASTER_ADDR; launch(timeout=) says how long to wait"
+    )
+    return PipelineError(Failure(ranks[0], reason))
+
+
+def _abandonable(function: Callable[[], T], seconds: float, host: str) -> T:
+    """What it returns or raises; torch's stores may wait forever for one that hangs."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="pipeflow rendezvous", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise PipelineError(Failure(0, f"the store at {host} does not answer within {seconds:g} s"))
+    return results[0]
+
+
+class _Meeting:
+    """One rank's part in it."""
+
+    def __init__(self, host: str, port: int, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        self.seen = resolve(host)  # what this machine calls rank 0's
+        self.ticket = secrets.token_hex(8)
+        self.store = self._join(host, port)
+
+    def _join(self, host: str, port: int) -> dist.Store:
+        """The store of torchrun, or one that rank 0 serves."""
+        patience = timedelta(seconds=self.timeout)
+        serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        options: dict[str, Any] = {"is_master": serves, "wait_for_workers": False, "timeout": patience}
+        try:
+            if serves:
+                listening = _listen(host, self.seen, port)
+                options["master_listen_fd"] = listening.detach()
+            return dist.TCPStore(host, port, self.size, **options)
+        except (OSError, RuntimeError) as error:
+            if serves:
+                raise UsageError(f"rank 0 cannot serve a store at {host}:{port}: {error}") from None
+            raise did_not_come([0], self.timeout) from None
+
+    def hold(self) -> Found:
+        return self._call() if self.rank == 0 else self._answer()
+
+    def _call(self) -> Found:
+        """Rank 0 names the life, waits for the others, and says who is there."""
+        life, absent = self.ticket, list(range(1, self.size))
+        self.store.set("pipeflow/life", life)
+        while absent and time.monotonic() < self.deadline:
+            absent = _absent(self.store, f"pipeflow/{life}", absent)
+            if absent:
+                time.sleep(_PAUSE)
+        here = [rank for rank in range(1, self.size) if rank not in absent]
+        said = {rank: json.loads(self.store.get(f"pipeflow/{life}/{rank}")) for rank in here}
+        seen = [self.seen, *(each["seen"] for each in said.values())]
+        address = next((each for each in seen if not is_loopback(each)), self.seen)
+        tickets = {str(rank): each["ticket"] for rank, each in said.items()}
+        self.store.set(f"pipeflow/{life}/go", json.dumps({"tickets": tickets, "address": address, "absent": absent}))
+        return self._found(life, address, absent)
+
+    def _answer(self) -> Found:
+        """What lies there may be of an earlier life: it does not know this rank's ticket."""
+        life = ""
+        while time.monotonic() < self.deadline + _MARGIN:
+            if self.store.check(["pipeflow/life"]):
+                named = self.store.get("pipeflow/life").decode()
+                if named != life:
+                    life = named
+                    self.store.set(
+                        f"pipeflow/{life}/{self.rank}", json.dumps({"ticket": self.ticket, "seen": self.seen})
+                    )
+                elif self.store.check([f"pipeflow/{life}/go"]):
+                    go = json.loads(self.store.get(f"pipeflow/{life}/go"))
+                    if go["tickets"].get(str(self.rank)) == self.ticket:
+                        return self._found(life, go["address"], go["absent"])
+            time.sleep(_PAUSE)
+        raise did_not_come([0], self.timeout)
+
+    def _found(self, life: str, address: str, absent: list[int]) -> Found:
+        if absent:
+            raise did_not_come(absent, self.timeout)
+        return Found(dist.PrefixStore(f"pipeflow/{life}", self.store), address)
+
+
+def _absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
+    return [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
+
+
+def _listen(host: str, address: str, port: int) -> socket.socket:
+    """Where `host` is, and nowhere else; where this machine knows its own name as a loopback address, which others do
+    not, everywhere.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    hidden = is_loopback(address) and host not in (address, "localhost")
+    try:
+        return socket.create_server(("" if hidden else address, port), family=family, backlog=1024)
+    except OSError as error:
+        if hidden or error.errno != 99:  # the address is another machine's, such as a gateway's
+            raise
+        return socket.create_server(("", port), family=family, backlog=1024)

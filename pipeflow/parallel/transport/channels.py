@@ -1,0 +1,188 @@
+"""Channels of one generation over torch.distributed: made together, broken at once, from whichever thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeflow.parallel.control.monitor import Monitor
+from pipeflow.parallel.control.store import MonitorStore
+from pipeflow.parallel.transport.protocol import Lane, Start
+from pipeflow.parallel.transport.work import LinkError
+
+_FOREVER = timedelta(days=7)  # the monitor says when time is up; a gloo wait that ends by itself breaks its channels
+_UNUSED_TAG = len(Lane)
+
+
+class Channels:
+    """The process groups of one generation.
+
+    Args:
+        monitor: by which the ranks find each other.
+        address: of this machine, on which it listens for the others, unless GLOO_SOCKET_IFNAME names an interface.
+    """
+
+    def __init__(
+        self, monitor: Monitor, address: str, *, rank: int, size: int, device: torch.device, timeout: float
+    ) -> None:
+        self.monitor = monitor
+        self.rank = rank
+        self.device = device
+        self.is_broken = False
+        self._address = address
+        self._timeout = timedelta(seconds=timeout)
+        self._nccl: dict[tuple[int, int, Lane], Any] = {}
+        self._collective: dict[tuple[int, ...], Any] = {}
+        self._breaking = threading.Lock()
+        # One group for what goes to higher ranks and one for what goes to lower ones: a gloo connection with traffic
+        # both ways keeps its thread spinning. Typed Any since torch's stubs know neither send nor recv of a group.
+        self._gloo: list[Any] = [self._gloo_group(f"gloo-{way}", rank, size) for way in ("down", "up")]
+
+    def _gloo_group(self, name: str, rank: int, size: int) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = self._timeout  # of finding each other
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        where = {"interface": interfaces[0]} if interfaces[0] else {"hostname": self._address}
+        options._devices = [gloo.create_device(**where)]
+        group = gloo(MonitorStore(self.monitor, name), rank, size, options)
+        group.set_timeout(_FOREVER)
+        return group
+
+    def _nccl_group(self, name: str, rank: int, size: int) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(MonitorStore(self.monitor, name), rank, size, options)
+
+    def lane(self, source: int, destination: int, lane: Lane) -> Start:
+        """What starts to send on a lane where this rank is the source, else what starts to receive."""
+        sends = source == self.rank
+        far = destination if sends else source
+        if on_gpu := self.device.type == "cuda" and not lane.on_host:
+            group, peer, tag = self._communicator(source, destination, lane), int(sends), 0
+        else:
+            group, peer, tag = self._gloo[destination > source], far, int(lane)
+        end = End(self, group, {far: peer}, "exchanging tensors", on_gpu=on_gpu)
+        move, begin = group.send if sends else group.recv, end.begin
+        return lambda tensors: begin(move, tensors, peer, tag)
+
+    def _communicator(self, source: int, destination: int, lane: Lane) -> Any:
+        """The NCCL communicator of an ordered pair, in which the source is rank 0 and the destination rank 1."""
+        key = (source, destination, lane)
+        if key not in self._nccl:
+            name = f"nccl-{source}-{destination}-{lane.name}"
+            self._nccl[key] = self._nccl_group(name, int(self.rank == destination), 2)
+        return self._nccl[key]
+
+    def collective(self, ranks: tuple[int, ...]) -> Any:
+        """What torch computes collectives of `ranks` with; made when it is first asked for. Raises LinkError."""
+        if ranks not in self._collective:
+            name, rank = f"group-{'-'.join(map(str, ranks))}", ranks.index(self.rank)
+            make = self._nccl_group if self.device.type == "cuda" else self._gloo_group
+            try:
+                self._collective[ranks] = make(name, rank, len(ranks))
+            except RuntimeError as error:
+                expired = self.monitor.expired
+                raise LinkError(ranks[rank - 1], in_collective(ranks), expired=expired, why=str(error)) from None
+        return self._collective[ranks]
+
+    def break_all(self) -> None:
+        """Closes every connection, so that whoever waits, here or at the other end, wakes up."""
+        with self._breaking:
+            if not self.is_broken:
+                self.is_broken = True
+                on_gpu = self.device.type == "cuda"
+                for group in (*self._nccl.values(), *(self._collective.values() if on_gpu else ())):
+                    group.abort()
+                for group in (*self._gloo, *(() if on_gpu else self._collective.values())):
+                    _expire(group)
+
+
+def _expire(group: Any) -> None:
+    """Closes a group: gloo closes all of its connections when a wait expires, so one is made to."""
+    if group.size() > 1:
+        try:
+            peer = (group.rank() + 1) % group.size()
+            group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+
+
+class End:
+    """This rank's end of a lane, or of a group.
+
+    Args:
+        peers: who is at the other ends, with what `group` calls them.
+        doing: what is done here, for people.
+    """
+
+    __slots__ = ("_channels", "_doing", "_group", "_peers", "deadline", "monitor", "ranks")
+
+    def __init__(self, channels: Channels, group: Any, peers: dict[int, int], doing: str, *, on_gpu: bool) -> None:
+        self.monitor = channels.monitor
+        self.ranks = tuple(peers)
+        self.deadline = () if on_gpu else (_FOREVER,)  # with one, NCCL would hold up the host
+        self._channels = channels
+        self._group = group
+        self._peers = peers
+        self._doing = doing
+
+    def begin(self, start: Callable[..., Any], *arguments: object) -> Exchange:
+        """Starts a transfer or a collective. Raises LinkError, or what is wrong with the arguments."""
+        try:
+            return Exchange(self, start(*arguments))
+        except RuntimeError as error:
+            raise self.lost(error) from None
+
+    def lost(self, error: RuntimeError) -> BaseException:
+        """What to raise for an error of torch's: a LinkError where a channel is broken, else the error itself, which
+        then is about this rank's own tensor.
+        """
+        if self._channels.is_broken:
+            return LinkError(self.ranks[0], self._doing, expired=self.monitor.expired)
+        if isinstance(error, dist.DistError):
+            return LinkError(self.ranks[0], self._doing, why=str(error))
+        closed = (rank for rank, index in self._peers.items() if _is_closed(self._group, index))
+        return next((LinkError(rank, self._doing, why=str(error)) for rank in closed), error)
+
+
+def in_collective(ranks: tuple[int, ...]) -> str:
+    """What a rank is doing there, for people."""
+    return f"in a collective of ranks {list(ranks)}"
+
+
+def _is_closed(group: Any, index: int) -> bool:
+    """Whether the other end has closed. Leaves a receive behind: after an error all channels are given up."""
+    try:
+        group.recv([torch.empty(1, device="cpu")], index, _UNUSED_TAG)
+    except RuntimeError:
+        return True
+    return False
+
+
+class Exchange:
+    """A transfer or a collective under way."""
+
+    __slots__ = ("_end", "_work")
+
+    def __init__(self, end: End, work: Any) -> None:
+        self._end = end
+        self._work = work
+
+    def wait(self) -> None:
+        end = self._end
+        monitor = end.monitor
+        monitor.waits += 1
+        monitor.waiting = end
+        try:
+            self._work.wait(*end.deadline)
+        except RuntimeError as error:
+            raise end.lost(error) from None
+        finally:
+            monitor.waiting = None
