@@ -9,11 +9,14 @@ from typing import Any, final
 
 from pipeflow.cli.files import read
 from pipeflow.cli.options import EVEN_COSTS, flag
+from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 
 NUMBERS = ("latency", "bandwidth", "overlap")
+TABLES: dict[str, type[Kind | Content]] = {"times": Kind, "kept_bytes": Content}
 
 
 @final
@@ -84,9 +87,20 @@ def _field(name: str, value: object) -> Any:
         return _links(value)
     if name in NUMBERS:
         return _number(value, name)
+    return _table(name, TABLES[name], value) if name in TABLES else _per_stage(name, value)
+
+
+def _per_stage(name: str, value: object) -> tuple[float, ...]:
     if not isinstance(value, list):
         raise UsageError(f"{name} must be a list with one number per stage, got {value!r}")
     return tuple(_number(number, f"{name} of stage {stage}") for stage, number in enumerate(value))
+
+
+def _table(name: str, keys: type[Kind | Content], value: object) -> dict[Kind | Content, tuple[float, ...]]:
+    if not isinstance(value, dict) or set(value) - set(keys):
+        some = ", ".join(keys)
+        raise UsageError(f"{name} must be an object with a list per stage for some of {some}, got {value!r}")
+    return {keys(key): _per_stage(f"{name} of {key}", numbers) for key, numbers in value.items()}
 
 
 def _links(value: object) -> dict[tuple[int, int], Link]:

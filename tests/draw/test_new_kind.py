@@ -50,10 +50,15 @@ with open("drawings.json", "w") as file:
     json.dump(drawings, file)
 with open("timeline.json", "w") as file:
     file.write(timeline.to_json())
+with open("table.csv", "w") as file:
+    file.write("0F0,0O0,0B0")
+with open("costs.json", "w") as file:
+    json.dump({"forward": [1], "backward_input": [1], "backward_weight": [1], "times": {"O": [5]}}, file)
 assert main(["draw", "timeline.json", "--svg", "drawn.svg", "--html", "drawn.html", "--perfetto", "trace.json"]) == 0
 assert main(["draw", "timeline.json", "--critical-path"]) == 0
 assert main(["simulate", "timeline.json"]) == 0
 assert main(["diff", "timeline.json", "1f1b", "--forward", "1"]) == 0
+assert main(["simulate", "table.csv", "--costs", "costs.json"]) == 0
 """
 
 
@@ -105,3 +110,7 @@ def test_a_new_kind_has_a_track_of_its_stream_and_a_slice_an_action(drawings: di
 def test_the_command_says_how_long_a_stream_runs_and_what_of_it_is_exposed(drawings: dict[str, str]) -> None:
     assert "copies            2.25, exposed 0\n" in drawings["command"]
     assert "copies 2.25, exposed 0 " in drawings["command"]
+
+
+def test_a_file_of_costs_prices_a_new_kind(drawings: dict[str, str]) -> None:
+    assert "copies            5, exposed 3\n" in drawings["command"]
