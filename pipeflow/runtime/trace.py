@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import defaultdict
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 
+from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.parallel.transport.protocol import Transport
 from pipeflow.parallel.transport.work import Work
-from pipeflow.runtime.program.operations import Compute, Operation, Reduce
+from pipeflow.runtime.program.operations import Await, Beside, Compute, Operation
 from pipeflow.runtime.program.pairs import Both
 
 
@@ -51,20 +53,23 @@ class Timed(Compute):
         return event
 
 
-class TimedReduction(Operation):
-    """A reduction that notes when it started, and when what it started was done: a thread waits for that."""
+class TimedBeside(Operation):
+    """What runs beside computations, noting when it started, and when what it started was done: a thread waits for
+    that.
+    """
 
-    __slots__ = ("device", "end", "reduce", "start", "thread")
+    __slots__ = ("beside", "device", "end", "start", "thread")
 
-    def __init__(self, reduce: Reduce, device: torch.device) -> None:
-        self.reduce = reduce
+    def __init__(self, beside: Beside, device: torch.device) -> None:
+        self.beside = beside
         self.device = device
         self.start = self.end = 0.0
         self.thread: Thread | None = None
 
     def __call__(self) -> None:
         self.start = time.perf_counter()
-        self.thread = Thread(target=self._wait, args=(self.reduce.start(self.reduce.action.stage),), daemon=True)
+        self.beside()
+        self.thread = Thread(target=self._wait, args=(self.beside.works,), daemon=True)
         self.thread.start()
 
     def _wait(self, works: list[Work]) -> None:
@@ -99,22 +104,26 @@ class Trace:
 
         Ranks on one machine share its clock; those on other machines count from the moment at which all started.
         """
-        host, mine = socket.gethostname(), sorted(self._spans() + self._reductions(), key=attrgetter("start"))
+        host, mine = socket.gethostname(), sorted(self._spans() + self._beside(), key=attrgetter("start"))
         everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine))
         first_host, first_zero, _ = everyone[0]
         shifts = [zero - first_zero if of == first_host else 0.0 for of, zero, _ in everyone]
         rows = [_shifted(spans, shift) for (_, _, spans), shift in zip(everyone, shifts, strict=True)]
         return Timeline(name, placement, tuple(rows))
 
-    def _reductions(self) -> list[Span]:
-        timed = [operation for operation in self.operations if isinstance(operation, TimedReduction)]
+    def _beside(self) -> list[Span]:
+        timed = [operation for operation in self.operations if isinstance(operation, TimedBeside)]
         for one in timed:
             if one.thread is not None:
                 one.thread.join()
         spans: list[Span] = []
+        free: defaultdict[Stream, float] = defaultdict(float)
         for one in timed:  # one after the other, as a plan has them: what began behind another shares its time
-            start = max(one.start - self.zero, spans[-1].end if spans else 0.0)
-            spans.append(Span(one.reduce.action, self.transport.rank, start, max(start, one.end - self.zero)))
+            action = one.beside.action
+            stream = DATAFLOW[action.kind].stream
+            start = max(one.start - self.zero, free[stream])
+            free[stream] = max(start, one.end - self.zero)
+            spans.append(Span(action, self.transport.rank, start, free[stream]))
         return spans
 
     def _spans(self) -> list[Span]:
@@ -133,10 +142,12 @@ class Trace:
 
 def _timed(operation: Operation, device: torch.device) -> Operation:
     match operation:
+        case Await():
+            return operation
         case Compute():
             return Timed(operation, on_gpu=device.type == "cuda")
-        case Reduce():
-            return TimedReduction(operation, device)
+        case Beside():
+            return TimedBeside(operation, device)
         case _:
             return operation
 

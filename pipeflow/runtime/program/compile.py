@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from pipeflow.core.action import Action, Kind, Pair
-from pipeflow.core.dataflow import Content, Value
+from pipeflow.core.action import Action, Pair
+from pipeflow.core.dataflow import DATAFLOW, Content, Value, makes, needs
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.transport.protocol import Lane, Transport
@@ -17,7 +15,8 @@ from pipeflow.runtime.gradients.fully_sharded import Averaging, fully_sharded_in
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program import operations as ops
 from pipeflow.runtime.program import transfers
-from pipeflow.runtime.program.cells import Cell, Meta, Results, Saved
+from pipeflow.runtime.program.actions import OPERATIONS, Shared
+from pipeflow.runtime.program.cells import Cell, Meta, Results
 from pipeflow.runtime.program.described import Arrival, Lanes, PostDescribed, SendDescribed, WaitDescribed
 from pipeflow.runtime.program.pairs import Both, Half, Overlap
 from pipeflow.runtime.stage import Stage
@@ -58,11 +57,13 @@ def compile_program(
         reduce: whether they are averaged over replicas.
     """
     num_stages, num_microbatches = schedule.placement.num_stages, schedule.num_microbatches
-    compiler = _Compiler(stages, num_stages, transport, meta, training, overlap, gradients, num_microbatches)
-    operations = [operation for instruction in program.instructions for operation in compiler.lower(instruction)]
+    results = Results(num_microbatches)
+    positionals: list[tuple[object, ...]] = [()] * num_microbatches
+    shared = Shared(stages, num_stages, training, gradients, results, positionals)
+    operations = _Compiler(shared, transport, meta, overlap).program(program.instructions)
     if training:
         operations = _averaged(operations, stages, reduce)
-    return Compiled(operations, compiler.results, compiler.positionals)
+    return Compiled(operations, results, positionals)
 
 
 def _averaged(operations: list[ops.Operation], stages: Mapping[int, Stage], reduce: bool) -> list[ops.Operation]:
@@ -83,25 +84,18 @@ def _is_backward_of(stage: int, operation: ops.Operation) -> bool:
 
 @dataclass(slots=True)
 class _Compiler:
-    stages: Mapping[int, Stage]
-    num_stages: int
+    shared: Shared
     transport: Transport
     meta: Meta | None
-    training: bool
     overlap: Overlap | None
-    gradients: Gradients
-    num_microbatches: int
-    results: Results = field(init=False)
-    positionals: list[tuple[object, ...]] = field(init=False)
-    cells: dict[Value, Cell] = field(default_factory=dict)
-    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
     sends: dict[Value, transfers.Described] = field(default_factory=dict)
-    waits: dict[Value, ops.Operation] = field(default_factory=dict)
     inboxes: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque))
+    begun: dict[Value, ops.Beside] = field(default_factory=dict)  # what makes it beside the computations
 
-    def __post_init__(self) -> None:
-        self.results = Results(self.num_microbatches)
-        self.positionals = [()] * self.num_microbatches
+    def program(self, instructions: Iterable[Instruction]) -> list[ops.Operation]:
+        """All of them; the last ones wait for what was begun beside the computations."""
+        operations = [operation for instruction in instructions for operation in self.lower(instruction)]
+        return [*operations, *(ops.Await(each) for each in operations if isinstance(each, ops.Beside))]
 
     def lower(self, instruction: Instruction) -> list[ops.Operation]:
         match instruction:
@@ -112,12 +106,12 @@ class _Compiler:
             case Send(value, peer):
                 return [self.send(value, peer)]
             case Release(value, peer):
-                return [transfers.Release(value, peer, self.cells[value])]
+                return [transfers.Release(value, peer, self.shared.cells[value])]
 
     def post(self, value: Value, peer: int) -> ops.Operation:
-        cell = self.cells[value] = Cell(() if self.meta is None else self.meta.grads)
+        cell = self.shared.cells[value] = Cell(() if self.meta is None else self.meta.grads)
         device = self.transport.device
-        self.waits[value] = transfers.Wait(value, peer, cell)
+        self.shared.waits[value] = transfers.Wait(value, peer, cell)
         if value.content is Content.GRADIENT:
             start = self.transport.receiver(peer, Lane.GRADIENT)
             sent = self.sends[Value(Content.ACTIVATION, value.stage - 1, value.microbatch)]
@@ -126,11 +120,11 @@ class _Compiler:
             start = self.transport.receiver(peer, Lane.ACTIVATION)
             return transfers.Post(value, peer, cell, start, self.meta, device)
         arrival = Arrival(cell, Lanes.receiving(self.transport, peer), device)
-        self.waits[value] = WaitDescribed(value, peer, arrival, self.inboxes[peer])
+        self.shared.waits[value] = WaitDescribed(value, peer, arrival, self.inboxes[peer])
         return PostDescribed(value, peer, arrival, self.inboxes[peer])
 
     def send(self, value: Value, peer: int) -> ops.Operation:
-        cell = self.cells[value]
+        cell = self.shared.cells[value]
         if value.content is Content.GRADIENT:
             return transfers.SendGradient(value, peer, cell, self.transport.sender(peer, Lane.GRADIENT))
         if self.meta is None:
@@ -142,57 +136,21 @@ class _Compiler:
         return send
 
     def compute(self, action: Action) -> list[ops.Operation]:
-        match action.kind:
-            case Kind.F:
-                return self.forward(action)
-            case Kind.B | Kind.I:
-                return self.backward(action)
-            case Kind.W:
-                return [ops.BackwardWeight(action, self.saved[action.stage, action.microbatch])]
-            case Kind.R:
-                return [ops.Reduce(action, self.gradients.reduce)]
+        """The operations of an action, behind waits for what is made for it on other streams of the rank."""
+        *before, operation = OPERATIONS[action.kind](self.shared, action)
+        stream, stages = DATAFLOW[action.kind].stream, self.shared.num_stages
+        begun = [self.begun.pop(value) for value in needs(action, stages) if value in self.begun]
+        others = [each for each in begun if DATAFLOW[each.action.kind].stream is not stream]
+        if isinstance(operation, ops.Beside):
+            self.begun.update(dict.fromkeys(makes(action, stages), operation))
+        return [*map(ops.Await, others), *before, operation]
 
     def both(self, pair: Pair) -> list[ops.Operation]:
         """Both halves' inputs first, then the halves."""
-        *before, forward = self.forward(pair.forward)
-        *also, backward = self.backward(pair.backward)
+        *before, forward = self.compute(pair.forward)
+        *also, backward = self.compute(pair.backward)
         assert isinstance(forward, ops.Forward)
         assert isinstance(backward, ops.Backward)
         assert self.overlap is not None
-        return [*before, *also, Both(forward, backward, self.overlap, self.stages[pair.backward.stage].module)]
-
-    def forward(self, action: Action) -> list[ops.Operation]:
-        stage, microbatch = action.stage, action.microbatch
-        saved = self.saved.setdefault((stage, microbatch), Saved()) if self.training else None
-        before: list[ops.Operation] = []
-        source: Callable[[], tuple[object, ...]] = ops.FromBatch(self.positionals, microbatch)
-        if stage > 0:
-            value = Value(Content.ACTIVATION, stage - 1, microbatch)
-            before = self.awaited(value)
-            source = ops.FromCell(self.cells[value], saved)
-        sink: Callable[[object], None] = ops.ToResults(self.results, microbatch, saved)
-        if stage < self.num_stages - 1:
-            sink = ops.ToCell(self.cell(Value(Content.ACTIVATION, stage, microbatch)), saved)
-        return [*before, ops.Forward(action, self.stages[stage], source, sink)]
-
-    def backward(self, action: Action) -> list[ops.Operation]:
-        stage, microbatch = action.stage, action.microbatch
-        before: list[ops.Operation] = []
-        source: Callable[[], list[torch.Tensor]] = ops.LossGradient(self.results, microbatch)
-        if stage < self.num_stages - 1:
-            value = Value(Content.GRADIENT, stage + 1, microbatch)
-            before = self.awaited(value)
-            source = ops.CellGradients(self.cells[value])
-        sink = self.cell(Value(Content.GRADIENT, stage, microbatch)) if stage > 0 else None
-        saved = self.saved[stage, microbatch]
-        if action.kind is Kind.I:
-            return [*before, ops.BackwardInput(action, saved, source, sink, self.stages[stage].deferral)]
-        return [*before, ops.Backward(action, saved, source, sink)]
-
-    def cell(self, value: Value) -> Cell:
-        """The cell of a value that is made on this rank."""
-        return self.cells.setdefault(value, Cell())
-
-    def awaited(self, value: Value) -> list[ops.Operation]:
-        """The wait for a value from another rank; nothing for one that was made here."""
-        return [self.waits[value]] if value in self.waits else []
+        module = self.shared.stages[pair.backward.stage].module
+        return [*before, *also, Both(forward, backward, self.overlap, module)]

@@ -202,17 +202,57 @@ class BackwardWeight(Compute):
         self.saved.deferred = []
 
 
-class Reduce(Operation):
-    """R: starts to reduce a stage's weight gradients, which goes on beside what follows."""
+class Beside(Operation):
+    """An action that is only begun where it stands, and goes on beside what follows until its works are done."""
 
-    __slots__ = ("action", "start")
+    __slots__ = ("action", "works")
 
-    def __init__(self, action: Action, start: Callable[[int], list[Work]]) -> None:
+    def __init__(self, action: Action) -> None:
         self.action = action
-        self.start = start
+        self.works: list[Work] = []
 
     def __call__(self) -> None:
-        self.start(self.action.stage)
+        self.works = self.begin()
+
+    @abstractmethod
+    def begin(self) -> list[Work]:
+        """Begins it; what is under way then."""
+
+    def end(self) -> None:
+        """Returns when it is done."""
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+class Await(Compute):
+    """The wait for what was begun beside the computations."""
+
+    __slots__ = ("beside",)
+
+    def __init__(self, beside: Beside) -> None:
+        super().__init__(beside.action)
+        self.beside = beside
+
+    def __call__(self) -> None:
+        self.beside.end()
+
+
+class Reduce(Beside):
+    """R: the reduction of a stage's weight gradients."""
+
+    __slots__ = ("reduce",)
+
+    def __init__(self, action: Action, reduce: Callable[[int], list[Work]]) -> None:
+        super().__init__(action)
+        self.reduce = reduce
+
+    def begin(self) -> list[Work]:
+        return self.reduce(self.action.stage)
+
+    def end(self) -> None:
+        """It ends with the step, when all gradients are put in their places."""
+        self.works = []
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""Actions: the operations that an action of each kind becomes, in one table. What moves values between ranks is the
+business of `compile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.dataflow import Content, Value
+from pipeflow.runtime.gradients.step_end import Gradients
+from pipeflow.runtime.program import operations as ops
+from pipeflow.runtime.program.cells import Cell, Results, Saved
+from pipeflow.runtime.stage import Stage
+
+
+@dataclass(slots=True)
+class Shared:
+    """What the operations of one rank's program share, found by value while they are made."""
+
+    stages: Mapping[int, Stage]
+    num_stages: int
+    training: bool
+    gradients: Gradients
+    results: Results
+    positionals: list[tuple[object, ...]]  # per microbatch, what the first stage gets
+    cells: dict[Value, Cell] = field(default_factory=dict)
+    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
+    waits: dict[Value, ops.Operation] = field(default_factory=dict)
+
+    def cell(self, value: Value) -> Cell:
+        """The cell of a value that is made on this rank."""
+        return self.cells.setdefault(value, Cell())
+
+    def awaited(self, value: Value) -> list[ops.Operation]:
+        """The wait for a value from another rank; nothing for one that was made here."""
+        return [self.waits[value]] if value in self.waits else []
+
+
+def forward(shared: Shared, action: Action) -> list[ops.Operation]:
+    stage, microbatch = action.stage, action.microbatch
+    saved = shared.saved.setdefault((stage, microbatch), Saved()) if shared.training else None
+    before: list[ops.Operation] = []
+    source: Callable[[], tuple[object, ...]] = ops.FromBatch(shared.positionals, microbatch)
+    if stage > 0:
+        value = Value(Content.ACTIVATION, stage - 1, microbatch)
+        before = shared.awaited(value)
+        source = ops.FromCell(shared.cells[value], saved)
+    sink: Callable[[object], None] = ops.ToResults(shared.results, microbatch, saved)
+    if stage < shared.num_stages - 1:
+        sink = ops.ToCell(shared.cell(Value(Content.ACTIVATION, stage, microbatch)), saved)
+    return [*before, ops.Forward(action, shared.stages[stage], source, sink)]
+
+
+def backward(shared: Shared, action: Action) -> list[ops.Operation]:
+    before, saved, source, sink = _backward(shared, action)
+    return [*before, ops.Backward(action, saved, source, sink)]
+
+
+def backward_input(shared: Shared, action: Action) -> list[ops.Operation]:
+    before, saved, source, sink = _backward(shared, action)
+    return [*before, ops.BackwardInput(action, saved, source, sink, shared.stages[action.stage].deferral)]
+
+
+def backward_weight(shared: Shared, action: Action) -> list[ops.Operation]:
+    return [ops.BackwardWeight(action, shared.saved[action.stage, action.microbatch])]
+
+
+def reduction(shared: Shared, action: Action) -> list[ops.Operation]:
+    return [ops.Reduce(action, shared.gradients.reduce)]
+
+
+def _backward(
+    shared: Shared, action: Action
+) -> tuple[list[ops.Operation], Saved, Callable[[], list[Tensor]], Cell | None]:
+    """What is awaited first, what the forward saved, where the gradients come from and where they go."""
+    stage, microbatch = action.stage, action.microbatch
+    before: list[ops.Operation] = []
+    source: Callable[[], list[Tensor]] = ops.LossGradient(shared.results, microbatch)
+    if stage < shared.num_stages - 1:
+        value = Value(Content.GRADIENT, stage + 1, microbatch)
+        before = shared.awaited(value)
+        source = ops.CellGradients(shared.cells[value])
+    sink = shared.cell(Value(Content.GRADIENT, stage, microbatch)) if stage > 0 else None
+    return before, shared.saved[stage, microbatch], source, sink
+
+
+OPERATIONS: dict[Kind, Callable[[Shared, Action], list[ops.Operation]]] = {
+    Kind.F: forward,
+    Kind.B: backward,
+    Kind.I: backward_input,
+    Kind.W: backward_weight,
+    Kind.R: reduction,
+}
+"""Of each kind, what makes its operations; the last one of them runs the action, the others wait for what it needs."""
