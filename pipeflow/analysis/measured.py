@@ -7,6 +7,7 @@ from statistics import fmean, median
 from pipeflow.analysis.causes import waits
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.timeline import Timeline
 
 
@@ -32,6 +33,7 @@ def measured_costs(timeline: Timeline) -> CostModel:
         return both * part, both * (1 - part)
 
     stages = range(timeline.placement.num_stages)
+    further = [kind for kind in Kind if not DATAFLOW[kind].takes and any(kind is ran for ran, _ in times)]
     backward_input, backward_weight = zip(*map(halves, stages), strict=True)
     reduces = any(kind is Kind.R for kind, _ in times)
     return CostModel(
@@ -40,4 +42,5 @@ def measured_costs(timeline: Timeline) -> CostModel:
         backward_weight=backward_weight,
         latency=median(waits(timeline) or [0.0]),
         reduce=tuple(min(times.get((Kind.R, stage), [0.0])) for stage in stages) if reduces else (),
+        times={kind: tuple(mean(kind, stage) for stage in stages) for kind in further},
     )
