@@ -34,6 +34,7 @@ def block(kind: str, start: str = "") -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_the_gallery_is_what_the_command_says(tmp_path: Path) -> None:
     run(str(ROOT / "docs" / "gallery.py"), str(tmp_path), cwd=tmp_path)
     for name in ("schedules.md", "schedules.svg"):
@@ -43,6 +44,7 @@ def test_the_gallery_is_what_the_command_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [["verify", "draw"], ["draw", "export"]])
+@pytest.mark.slow
 def test_a_schedule_as_a_file(names: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(block("csv"))
     console = block("console", f"$ pipeflow {names[0]} mine.csv")
@@ -52,6 +54,7 @@ def test_a_schedule_as_a_file(names: list[str], tmp_path: Path) -> None:
         assert run("-m", "pipeflow", *shlex.split(command), cwd=tmp_path).strip() == shown.strip()
 
 
+@pytest.mark.slow
 def test_a_schedule_as_a_function_runs_and_is_compared(tmp_path: Path) -> None:
     script = block("python")
     start = script.index("def grouped")

@@ -187,6 +187,7 @@ for name in pipeflow.__all__:
 """
 
 
+@pytest.mark.slow
 def test_plans_and_the_command_need_no_torch() -> None:
     """And the command starts without what only some of its parts need."""
     argv = [sys.executable, "-W", "error", "-c", WITHOUT_TORCH]

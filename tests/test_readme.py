@@ -18,6 +18,7 @@ def test_the_plans_of_the_readme() -> None:
     assert doctest.testfile(str(README), module_relative=False).failed == 0
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_readme_is_the_commands() -> None:
     shown = re.search(r"\$ pipeflow (draw .*?)\n(.*?)```", README.read_text(), re.DOTALL)
     assert shown is not None
@@ -28,6 +29,7 @@ def test_the_picture_of_the_readme_is_the_commands() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.slow
 def test_the_training_script_of_the_readme_learns(tmp_path: Path, ranks: int) -> None:
     script = re.search(r"```python\n(import torch.*?)```", README.read_text(), re.DOTALL)
     assert script is not None
@@ -36,6 +38,7 @@ def test_the_training_script_of_the_readme_learns(tmp_path: Path, ranks: int) ->
     assert losses[-1][1] < losses[0][1] / 2
 
 
+@pytest.mark.slow
 def test_the_hybrid_script_of_the_readme_goes_on_under_another_layout(tmp_path: Path) -> None:
     script = re.search(r"```python\n(from collections.*?)```", README.read_text(), re.DOTALL)
     assert script is not None

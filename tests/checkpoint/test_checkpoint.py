@@ -84,6 +84,7 @@ def resume(folder: Path) -> list[float]:
     return run.train(3)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path) -> None:
     """In new processes, with dropout, AdamW, a scheduler and the position in the data."""
     expected = run_processes(train_past_a_save, 2, tmp_path / "step-3")

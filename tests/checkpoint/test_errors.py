@@ -173,6 +173,7 @@ def fail_on_one_rank(folder: Path) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_a_failed_write_is_raised_on_every_rank(tmp_path: Path) -> None:
     """At once, or by the wait for an asynchronous save; and the next one is as good as any."""
     for rank, messages in enumerate(run_processes(fail_on_one_rank, 2, tmp_path)):

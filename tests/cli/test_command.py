@@ -221,6 +221,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"pipeflow {__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error() -> None:
     argv = [sys.executable, "-m", "pipeflow", "export", "gpipe", "--ranks", "32", "--microbatches", "512", "--csv", "-"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -109,6 +109,7 @@ def test_a_file_that_may_not_be_written_stays(tmp_path: Path) -> None:
         write({str(path): "text"})
 
 
+@pytest.mark.slow
 def test_a_full_standard_output_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         run = subprocess.run(

@@ -66,6 +66,7 @@ def said(file: Path) -> list[str]:
     return [line.partition(" pipeflow: ")[2] for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     script, logs = tmp_path / "train.py", tmp_path / "logs"
     script.write_text(TUTORIAL)
@@ -108,6 +109,7 @@ print(gpc.get_local_rank(ParallelMode.TENSOR), int(total))
 """
 
 
+@pytest.mark.slow
 def test_without_torchrun() -> None:
     port = str(_free_port())
     started = [

@@ -63,6 +63,7 @@ def test_threads(model: TinyModel, layout: Layout) -> None:
     require_clipped(model, NORMS, run_threads(run_clipping, layout[1], model, layout, NORMS))
 
 
+@pytest.mark.slow
 def test_gloo() -> None:
     require_clipped(TiedModel(), NORMS, run_processes(run_clipping, 4, TiedModel(), ("1f1b", 4, 1), NORMS))
 

@@ -103,6 +103,7 @@ def test_zero_changes_no_bit(
         assert sum(map(len, held)) == len(merged)  # each on one rank
 
 
+@pytest.mark.slow
 def test_gloo() -> None:
     arguments = (adamw, masters_of_zero, torch.float16, 3)
     results = run_processes(train, 4, *arguments, data=2)
@@ -255,6 +256,7 @@ def step_masters(pipeline: Pipeline) -> tuple[float, float, Weights]:
     return norms[0], norms[1], {name: master.numpy().copy() for name, master in whole.items()}
 
 
+@pytest.mark.slow
 def test_masters_of_fully_sharded_weights() -> None:
     expected = run_threads(step_whole, 2, data=2)
     for (first, second, masters), (norm, other, wanted) in zip(

@@ -63,6 +63,7 @@ def use_on_both(folder: str) -> list[list[Any]]:
     return [here, elsewhere(lambda: use_everything(f"{folder}/there"))]
 
 
+@pytest.mark.slow
 def test_other_threads_of_a_process_compute_the_same(tmp_path: Path) -> None:
     for here, there in run_processes(use_on_both, 2, str(tmp_path), tensor=2):
         assert len(here) == len(there) > 10

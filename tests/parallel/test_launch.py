@@ -56,6 +56,7 @@ def launch_again() -> list[tuple[int, int, int, float]]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_process_may_be_launched_again() -> None:
     for seen in run_processes(launch_again, 4):
         assert seen == [(4, 1, 1, 1), (1, 4, 1, 4), (2, 2, 1, 2), (1, 2, 2, 2)]

@@ -25,6 +25,7 @@ def test_threads(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.slow
 def test_gloo(ranks: int) -> None:
     run_processes(conform, ranks, timeout=2.0)
 

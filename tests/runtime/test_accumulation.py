@@ -69,6 +69,7 @@ def is_tied_across_ranks(placement: Placement) -> bool:
 
 
 @pytest.mark.parametrize("model", [PlainModel(8, torch.float32), TiedModel(8, torch.float32)], ids=str)
+@pytest.mark.slow
 def test_gloo_agrees_with_threads_to_the_bit(model: TinyModel) -> None:
     every = [schedule_of(layout, 5) for layout in layouts(max_chunks=2) if layout[1] == 4]
     schedules = [schedule for schedule in every if is_tied_across_ranks(schedule.placement)]

@@ -126,6 +126,7 @@ def make_all_badly() -> None:
         make_badly(which)
 
 
+@pytest.mark.slow
 def test_pipelines_that_cannot_be_made_over_gloo() -> None:
     run_processes(make_all_badly, 2)
 
@@ -363,6 +364,7 @@ except pipeflow.UsageError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_single_process_needs_no_launcher() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -136,6 +136,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rank", "when"), CASES)
+@pytest.mark.slow
 def test_a_killed_rank_is_named(rank: int, when: str, tmp_path: Path) -> None:
     note = tmp_path / "killed"
     results = run_processes(run_killed, 4, rank, when, str(note), may_die=[rank])
@@ -241,6 +242,7 @@ def run_leaving(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("leaving", [0, 2])
+@pytest.mark.slow
 def test_a_rank_that_does_not_try_again_is_missed(leaving: int) -> None:
     for rank, told in enumerate(run_processes(run_leaving, 3, leaving, timeout=3.0)):
         assert len(told) == (0 if rank == leaving else 2)

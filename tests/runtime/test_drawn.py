@@ -82,6 +82,7 @@ def run_all(cases: list[tuple[TinyModel, Schedule]]) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.slow
 def test_gloo(ranks: int) -> None:
     schedules = [*BY_HAND.values(), *(drawn_at_random(seed) for seed in range(60))]
     fitting = [schedule for schedule in schedules if schedule.placement.num_ranks == ranks]

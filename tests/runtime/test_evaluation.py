@@ -72,6 +72,7 @@ def test_threads_with_the_shape_known(layout: Layout) -> None:
     require_evaluated(PlainModel(), run_threads(run_evaluation, layout[1], PlainModel(), layout, options))
 
 
+@pytest.mark.slow
 def test_gloo() -> None:
     for layout in (("1f1b", 2, 1), ("interleaved-1f1b", 2, 2)):
         require_evaluated(TiedModel(), run_processes(run_evaluation, 2, TiedModel(), layout, {}))

@@ -200,6 +200,7 @@ def test_exceptions_on_threads(layout: tuple[str, int, int]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+@pytest.mark.slow
 def test_exceptions_on_gloo(layout: tuple[str, int, int]) -> None:
     schedule = schedule_of(layout, MICROBATCHES)
     cases = cases_of(schedule)

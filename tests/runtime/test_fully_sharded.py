@@ -66,6 +66,7 @@ def train_all(model: TinyModel) -> list[list[Any]]:
     return [train(model, schedule) for schedule in SCHEDULES]
 
 
+@pytest.mark.slow
 def test_gradients_are_the_plain_models() -> None:
     for model in (PlainModel(), TiedModel()):  # the tied words are left out of fully_shard
         module = model.stage(0, model.layers)
@@ -93,6 +94,7 @@ def tie_sharded() -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_tied_weight_is_refused() -> None:
     for message in run_processes(tie_sharded, 2, data=1):
         assert "cannot be under fully_shard: leave its module out" in message

@@ -80,6 +80,7 @@ GLOO_CASES = [(kind, microbatches) for kind in MODELS for microbatches in (1, 3,
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.slow
 def test_gloo(ranks: int) -> None:
     every = [layout for layout in layouts(max_chunks=2) if layout[1] == ranks]
     cases = [

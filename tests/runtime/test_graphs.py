@@ -152,5 +152,6 @@ def test_threads(name: str) -> None:
     require_gaps((name,), run_threads(run_gaps, 3, (name,)))
 
 
+@pytest.mark.slow
 def test_gloo() -> None:
     require_gaps(ALL, run_processes(run_gaps, 3, ALL))

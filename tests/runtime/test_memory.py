@@ -166,6 +166,7 @@ def test_activations_alive_are_as_many_as_planned_in_any_order(first: int) -> No
         require_counted(schedule, run_threads(run_watched, schedule.placement.num_ranks, schedule, None))
 
 
+@pytest.mark.slow
 def test_over_gloo_too() -> None:
     for layout in (("1f1b", 2, 1), ("interleaved-1f1b", 2, 2)):
         schedule = schedule_of(layout, 6)

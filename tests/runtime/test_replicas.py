@@ -92,6 +92,7 @@ def test_training_is_that_of_one_process(model: TinyModel, layout: tuple[str, in
     require_whole(results, whole(model, samples, 3))
 
 
+@pytest.mark.slow
 def test_gloo() -> None:
     model, schedule, samples = TiedModel(), make_schedule("interleaved-1f1b", ranks=2, microbatches=3), [4, 3, 6]
     results = run_processes(train, 6, model, schedule, samples, 3, data=3)
@@ -214,6 +215,7 @@ def die() -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_a_death_is_told_to_every_replica() -> None:
     assert run_processes(die, 4, data=2, may_die=[1]) == ["1", None, "1", "1"]
 

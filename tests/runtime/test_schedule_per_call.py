@@ -69,6 +69,7 @@ def test_gradients_are_exact_when_schedules_alternate(placement: Placement, mode
     run_threads(run_alternating, placement.num_ranks, model, family_of(placement))
 
 
+@pytest.mark.slow
 def test_gradients_are_exact_when_schedules_alternate_over_gloo() -> None:
     run_processes(run_alternating, 4, TiedModel(6), family_of(Placement.bidirectional(4)))
 

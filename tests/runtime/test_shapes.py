@@ -51,6 +51,7 @@ def test_any_size_follows_any_other_on_threads(model: TinyModel, layout: tuple[s
     require_sizes(model, run_threads(run_sizes, layout[1], model, layout))
 
 
+@pytest.mark.slow
 def test_any_size_follows_any_other_on_gloo() -> None:
     require_sizes(TreeModel(), run_processes(run_sizes, 2, TreeModel(), ("interleaved-1f1b", 2, 2)))
 

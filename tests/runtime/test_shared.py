@@ -71,6 +71,7 @@ def test_training_is_that_of_the_plain_model(layout: Layout) -> None:
     require_trained(run_threads(run_training, layout[1], layout))
 
 
+@pytest.mark.slow
 def test_training_over_gloo_is_too() -> None:
     require_trained(run_processes(run_training, 4, ("1f1b", 4, 1)))
 

@@ -65,6 +65,7 @@ def test_threads(layout: Layout) -> None:
     require_traced(layout, run_threads(run_traced, layout[1], layout))
 
 
+@pytest.mark.slow
 def test_gloo() -> None:
     for layout in (("1f1b", 4, 1), ("interleaved-1f1b", 4, 2)):
         require_traced(layout, run_processes(run_traced, 4, layout))

@@ -84,6 +84,7 @@ def over_gloo(native: Trained) -> None:
         train_beside(native, sequence)
 
 
+@pytest.mark.slow
 def test_over_gloo() -> None:
     run_processes(over_gloo, 2, trained(), tensor=2)
 

@@ -93,6 +93,7 @@ def conjugates_are_sent_as_numbers() -> None:
     require_near(piece, (inputs[0] + inputs[1]).chunk(2, 1)[group.rank].conj())
 
 
+@pytest.mark.slow
 def test_conjugates_are_sent_as_numbers_over_gloo() -> None:
     run_processes(conjugates_are_sent_as_numbers, 2, tensor=2)
 

@@ -50,6 +50,7 @@ def test_threads(kind: str, name: str, layout: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["clipping", "checkpointing"])
+@pytest.mark.slow
 def test_gloo(kind: str) -> None:
     run(run_processes, kind, "zb-v", (2, 2, 2))
 
