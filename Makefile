@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo demo-hybrid lab test fuzz check bench gallery clean
+.PHONY: demo demo-hybrid lab test test-all wheel-test fuzz check bench gallery clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -19,8 +19,22 @@ demo-hybrid: .venv/installed    ## the same over 8 processes: a pipeline of 2, t
 lab: .venv/installed            ## the Megatron lab: two tensor ranks, mock data, a checkpoint
 	$(PY) examples/megatron_lab/lab.py $(ARGS)
 
-test: .venv/installed           ## the whole suite
-	$(PY) -m pytest $(ARGS)
+test: .venv/installed           ## the suite, without matrices that repeat what parts of them show
+	$(PY) -m pytest -m "not exhaustive" $(ARGS)
+
+test-all: test                  ## and those matrices
+	$(PY) -m pytest -m exhaustive $(ARGS)
+
+WHEEL := build/wheel
+wheel-test: .venv/installed     ## the quick tests against the built wheel, out of reach of the source
+	rm -rf build
+	$(PY) -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
+	$(PY) -m pip install --quiet --no-deps --target $(WHEEL)/site $(WHEEL)/*.whl
+	mkdir $(WHEEL)/outside
+	cp -r README.md pyproject.toml benchmarks docs examples tests $(WHEEL)/outside
+	cd $(WHEEL)/outside && export PYTHONPATH=$(abspath $(WHEEL))/site && \
+	$(abspath $(PY)) -c 'import pipeflow; assert pipeflow.__file__.startswith("$(abspath $(WHEEL))/site/"), pipeflow' && \
+	$(abspath $(PY)) -m pytest tests -m "not slow" $(ARGS)
 
 fuzz: .venv/installed           ## random configurations against plain torch: make fuzz ARGS=0:1000
 	$(PY) -m tests.fuzz $(ARGS)

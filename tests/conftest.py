@@ -7,7 +7,7 @@ import pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        values = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-        by_processes = any(getattr(value, "__name__", "") == "run_processes" for value in values)
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        by_processes = any(getattr(value, "__name__", "") == "run_processes" for value in parameters.values())
         if by_processes or item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)

@@ -62,6 +62,7 @@ def one_way(name: str) -> bool:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])
+@pytest.mark.slow
 def test_torch_loads_runs_and_sends_the_same(name: str, ranks: int, microbatches: int, tmp_path: Path) -> None:
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
     runtime = loaded(schedule, tmp_path / "schedule.csv")

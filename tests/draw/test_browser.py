@@ -411,6 +411,7 @@ def test_a_narrow_window_needs_no_sideways_scrolling(page: Page) -> None:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow
 def test_a_large_page_opens_and_zooms(page: Page) -> None:
     """64 ranks, 512 microbatches, nearly a hundred thousand blocks."""
     page.open(planned("zb-h1", 64, 512))

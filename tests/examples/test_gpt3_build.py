@@ -158,6 +158,7 @@ def train_two_steps(name: str, chunks: int | None, sequence_parallel: bool) -> t
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_every_layout_trains_the_same_model(name: str, chunks: int | None, layout: Layout) -> None:
     sequence = layout.tensor > 1 and name in ("zb-h1", "interleaved-1f1b")
     [(losses, expected)] = run_threads(train_two_steps, 1, "1f1b", None, False)

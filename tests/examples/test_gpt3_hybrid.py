@@ -67,6 +67,7 @@ def losses_of(path: Path, text: Path) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
 
 
+@pytest.mark.slow
 def test_layouts_and_accumulation_take_the_same_steps(tmp_path: Path, text: Path) -> None:
     """A pipeline of 2 x 2 in batches of 4, two at a time; and one process in batches of 8, in two chunks."""
     common = "NUM_EPOCHS = 1\nSEQ_LEN = 16\nLEARNING_RATE = 0.01\nclip_grad_norm = 1.0\nDROP_RATE = 0.0\n"

@@ -86,6 +86,7 @@ def run(*options: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_one_process_trains_draws_and_writes(cache: Path, text: Path) -> None:
     printed = run("--ranks", "1", "--data", str(text), "--lr", "0.01")
     assert "step 4/4  loss" in printed
@@ -94,6 +95,7 @@ def test_one_process_trains_draws_and_writes(cache: Path, text: Path) -> None:
     assert "\ndef" in printed
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_tensor_ranks_and_its_replicas_train_what_one_piece_would(cache: Path, text: Path) -> None:
     layout = ["--ranks", "2", "--tensor", "2", "--replicas", "2"]
     printed = run("--check", "--data", str(text), *layout, "--batch", "8", "--microbatches", "2", "--steps", "2")
@@ -102,6 +104,7 @@ def test_a_pipeline_of_tensor_ranks_and_its_replicas_train_what_one_piece_would(
     assert "largest difference from the model in one piece: loss" in printed
 
 
+@pytest.mark.slow
 def test_several_ranks_train_what_one_piece_would(cache: Path, text: Path) -> None:
     """More than 1e-9 apart is an exit status of 1; uneven microbatches, two stages a rank, a tied word table."""
     printed = run("--check", "--ranks", "2", "--schedule", "interleaved-1f1b", "--data", str(text))

@@ -184,6 +184,7 @@ def with_our_name(program: str) -> str:
 
 
 @pytest.mark.parametrize("chunks", ["None", "2"])
+@pytest.mark.slow
 def test_the_tutorials_calls_train_a_model(tmp_path: Path, text: Path, chunks: str) -> None:
     script = tmp_path / "tutorial.py"
     script.write_text(with_our_name(PROGRAM))

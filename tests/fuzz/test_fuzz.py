@@ -7,10 +7,10 @@ import pytest
 from tests.fuzz.configuration import drawn
 from tests.fuzz.train import compare
 
-COUNT = 200
+SEEDS = [*range(60), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(60, 260))]
 
 
-@pytest.mark.parametrize("seed", range(COUNT))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_train_as_one_process_does(seed: int) -> None:
     try:
         compare(drawn(seed))

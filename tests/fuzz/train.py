@@ -54,7 +54,14 @@ def compare(configuration: Configuration) -> None:
         for phase, expected in enumerate(plain(configuration)):
             spread = configuration.spreads[phase]
             results: list[Trained] = run_threads(
-                pipelined, spread.ranks, configuration, phase, Path(folder), tensor=spread.tensor, data=spread.data
+                pipelined,
+                spread.ranks,
+                configuration,
+                phase,
+                Path(folder),
+                deadline=300.0,
+                tensor=spread.tensor,
+                data=spread.data,
             )
             assert any(result.losses[0] is not None for result in results)
             for result in results:

@@ -83,6 +83,7 @@ def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
 
 
 @HALVES
+@pytest.mark.slow
 def test_masters_track_float32(dtype: torch.dtype) -> None:
     exact, rounded, alone = (
         run_threads(train, 4, kind, masters, 40, tensor=2)

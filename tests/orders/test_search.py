@@ -61,6 +61,7 @@ def every_timeline(ranks: int, microbatches: int, cost: CostModel, cap: int) -> 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("cap", [1, 2])
+@pytest.mark.slow
 def test_of_all_orders_none_is_better_than_what_is_found(seed: int, cap: int) -> None:
     ranks = 3 if seed == cap == 1 else 2
     cost = random_cost(ranks, seed)
@@ -91,6 +92,7 @@ placements = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(placement=placements, many=st.integers(1, 6), seed=st.integers(0, 99), room=st.floats(0, 3))
+@pytest.mark.slow
 def test_every_candidate_is_sound_within_the_cap_and_above_the_bound(
     placement: Placement, many: int, seed: int, room: float
 ) -> None:
@@ -131,6 +133,7 @@ def test_words_run_as_simulated(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ONE_PATH if name != "zb-auto"])
 @pytest.mark.parametrize("cap", [3, 4])
+@pytest.mark.slow
 def test_never_worse_than_a_start_within_the_cap(name: str, cap: float) -> None:
     start = make_schedule(name, ranks=4, microbatches=6)
     cost = random_cost(start.placement.num_stages, 2)
@@ -141,6 +144,7 @@ def test_never_worse_than_a_start_within_the_cap(name: str, cap: float) -> None:
     assert found.timeline == simulate(found.schedule, cost)
 
 
+@pytest.mark.slow
 def test_under_a_number_of_candidates_the_result_is_one() -> None:
     cost = random_cost(4, 3)
     one, other = (search(LINEAR, 6, cost, memory_cap=2, candidates=400) for _ in range(2))
@@ -177,6 +181,7 @@ def test_what_cannot_be_searched_for_is_refused() -> None:
     ("forward", "backward_input", "backward_weight", "transfer", "single", "double"),
     [(18.522, 18.086, 9.337, 0.601, 0.1585, 0.0433), (29.718, 29.444, 19.927, 0.527, 0.1323, 0.0029)],
 )
+@pytest.mark.slow
 def test_no_worse_than_published(
     forward: float, backward_input: float, backward_weight: float, transfer: float, single: float, double: float
 ) -> None:
@@ -188,6 +193,7 @@ def test_no_worse_than_published(
         assert max(timeline.peak_activations) <= cap
 
 
+@pytest.mark.slow
 def test_zb_auto_is_never_worse_than_what_it_starts_from() -> None:
     cost = random_cost(4, 4)
     for cap in (2, 4, 7, 16):
@@ -207,6 +213,7 @@ def test_without_a_solver_exact_says_what_to_install(monkeypatch: pytest.MonkeyP
     "placement", [Placement.looped(2, 2), Placement.vee(2), Placement(((0, 0, 1, 1),)), Placement(((0, 1, 0, 2, 1),))]
 )
 @pytest.mark.parametrize("cap", [1.5, 2])
+@pytest.mark.slow
 def test_the_solver_never_goes_below_the_bound_nor_above_the_search(placement: Placement, cap: float) -> None:
     pytest.importorskip("ortools")
     cost = random_cost(placement.num_stages, 5)
@@ -222,6 +229,7 @@ def test_the_solver_never_goes_below_the_bound_nor_above_the_search(placement: P
 @pytest.mark.parametrize(
     ("costs", "cap", "span"), [((1, 1, 1, 0), 4, 27), ((1, 1, 1, 0), 7, 24), ((18, 18, 9, 1), 4, 424)]
 )
+@pytest.mark.slow
 def test_the_solver_proves_what_is_best(costs: tuple[float, ...], cap: int, span: float) -> None:
     """The first two: CP-SAT's own optima for F, I, W and transfers of 1 and 0."""
     pytest.importorskip("ortools")

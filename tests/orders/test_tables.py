@@ -118,6 +118,7 @@ SAIL = [("1f1b", 1, 1, 1), ("zb-h1", 1 / 3, 1, 1), ("zb-h2", 0, 2, 1), ("zb-v", 
 
 @pytest.mark.parametrize(("name", "bubble", "activation", "transfers"), SAIL, ids=lambda value: str(value)[:7])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(8, 24), (6, 13)])
+@pytest.mark.slow
 def test_the_table_of_zero_bubble_pipeline_parallelism(
     name: str, bubble: float, activation: float, transfers: int, ranks: int, microbatches: int
 ) -> None:

@@ -39,8 +39,9 @@ def test_different_batches_add_up(layout: tuple[str, int, int]) -> None:
         require_near(result.gradients, summed)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4, 7])
+@pytest.mark.parametrize("microbatches", [4, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (1, 7))])
 @pytest.mark.parametrize("model", [PlainModel(12, torch.float32), TreeModel(12, torch.float32)], ids=str)
+@pytest.mark.slow
 def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> None:
     alike = [
         run_threads(run_two_steps, layout[1], model, schedule_of(layout, microbatches), 2 * microbatches + 1)
@@ -50,7 +51,8 @@ def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> No
     require_same_bits(alike)
 
 
-@pytest.mark.parametrize("microbatches", [1, 4, 7])
+@pytest.mark.parametrize("microbatches", [4, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (1, 7))])
+@pytest.mark.slow
 def test_all_layouts_with_a_weight_tied_across_ranks_agree_to_the_bit(microbatches: int) -> None:
     model = TiedModel(12, torch.float32)
     alike = [

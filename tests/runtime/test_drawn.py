@@ -69,7 +69,7 @@ def test_by_hand(name: str, model: TinyModel) -> None:
     require_as_plain(model, schedule, run_threads(run_as_drawn, schedule.placement.num_ranks, model, schedule))
 
 
-@pytest.mark.parametrize("first", range(0, 120, 20))
+@pytest.mark.parametrize("first", [0, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in range(20, 120, 20))])
 def test_at_random(first: int) -> None:
     for seed in range(first, first + 20):
         schedule, model = drawn_at_random(seed), MODELS[seed % 3]

@@ -13,7 +13,7 @@ from pipeflow import Pipeline, execute_pipeline
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, KeywordModel, PlainModel, TiedModel, TinyModel, TreeModel
-from tests.runtime.work import build, gradients_of, layouts, plain, schedule_of
+from tests.runtime.work import build, each_once, gradients_of, layouts, plain, schedule_of
 
 Layout = tuple[str, int, int]
 
@@ -60,7 +60,7 @@ def require_evaluated(model: TinyModel, results: list[Any]) -> None:
             assert abs(mine - its).max() <= 1e-14
 
 
-@pytest.mark.parametrize("layout", layouts(max_ranks=3, max_chunks=2), ids=str)
+@pytest.mark.parametrize("layout", each_once(layouts(max_ranks=3, max_chunks=2)))
 @pytest.mark.parametrize("model", [TiedModel(6), KeywordModel(6), TreeModel(6)], ids=str)
 def test_threads(model: TinyModel, layout: Layout) -> None:
     require_evaluated(model, run_threads(run_evaluation, layout[1], model, layout, {}))

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pipeflow import Schedule
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, KeywordModel, PlainModel, TiedModel, TinyModel, TreeModel
-from tests.runtime.work import Stepped, layouts, plain, require_step, run_steps, schedule_of
+from tests.runtime.work import Stepped, each_once, layouts, plain, require_step, run_steps, schedule_of
 
 MODELS = {"plain": PlainModel(), "tied": TiedModel(), "keywords": KeywordModel(), "trees": TreeModel()}
 MICROBATCHES = range(1, 10)
@@ -30,7 +30,7 @@ def sized(kind: str, schedule: Schedule) -> TinyModel:
     return replace(MODELS[kind], layers=max(2, schedule.placement.num_stages))
 
 
-@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize("layout", each_once(layouts()))
 @pytest.mark.parametrize("kind", MODELS)
 def test_threads(kind: str, layout: tuple[str, int, int]) -> None:
     for microbatches in MICROBATCHES:
@@ -40,7 +40,7 @@ def test_threads(kind: str, layout: tuple[str, int, int]) -> None:
         require_step(results, expected(model, samples))
 
 
-@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize("layout", each_once(layouts()))
 def test_threads_with_the_shape_known(layout: tuple[str, int, int]) -> None:
     for microbatches in MICROBATCHES:
         schedule = schedule_of(layout, microbatches)

@@ -21,7 +21,7 @@ from pipeflow.deferral.products import Deferral, Product
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH
-from tests.runtime.work import drawn_at_random, layouts, schedule_of
+from tests.runtime.work import drawn_at_random, each_once, layouts, schedule_of
 
 SAMPLE = torch.ones(1, 3, WIDTH)
 
@@ -152,7 +152,7 @@ def require_counted(schedule: Schedule, results: list[dict[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
-@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize("layout", each_once(layouts()))
 def test_activations_alive_are_as_many_as_planned(layout: tuple[str, int, int], shape: tuple[int, ...] | None) -> None:
     for microbatches in (1, 4, 9):
         schedule = schedule_of(layout, microbatches)
@@ -209,7 +209,7 @@ def require_received(schedule: Schedule, received: dict[str, Alive]) -> None:
 
 
 @pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
-@pytest.mark.parametrize("layout", [layout for layout in layouts() if layout[1] > 1], ids=str)
+@pytest.mark.parametrize("layout", each_once([layout for layout in layouts() if layout[1] > 1]))
 def test_receive_buffers_are_as_many_as_planned(
     layout: tuple[str, int, int], shape: tuple[int, ...] | None, received: dict[str, Alive]
 ) -> None:

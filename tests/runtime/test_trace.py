@@ -16,7 +16,7 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import TiedModel
-from tests.runtime.work import build, layouts, schedule_of
+from tests.runtime.work import build, each_once, layouts, schedule_of
 
 Layout = tuple[str, int, int]
 MICROBATCHES = 5
@@ -60,7 +60,7 @@ def require_traced(layout: Layout, results: list[tuple[Timeline, Timeline, float
     assert simulate(schedule, cost).makespan > 0
 
 
-@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize("layout", each_once(layouts()))
 def test_threads(layout: Layout) -> None:
     require_traced(layout, run_threads(run_traced, layout[1], layout))
 

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import numpy
+import pytest
 from torch import Tensor
 
 from pipeflow import Action, Kind, Pair, Pipeline, Placement, Schedule, execute_pipeline, make_schedule, verify
@@ -37,6 +38,15 @@ def layouts(max_ranks: int = 4, max_chunks: int = 3) -> list[tuple[str, int, int
         for ranks in range(1, max_ranks + 1)
         if accepts(name, ranks)
         for chunks in range(1, (max_chunks if "chunks" in options_of(name) else 1) + 1)
+    ]
+
+
+def each_once(layouts: list[tuple[str, int, int]]) -> list[Any]:
+    """The layouts as parameters of a test: each schedule's largest one, and the others for the exhaustive tests."""
+    largest = {name: (name, ranks, chunks) for name, ranks, chunks in layouts}
+    return [
+        pytest.param(layout, id=str(layout), marks=[] if layout in largest.values() else [pytest.mark.exhaustive])
+        for layout in layouts
     ]
 
 

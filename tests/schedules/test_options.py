@@ -47,6 +47,7 @@ grouped = {
 
 @settings(max_examples=40, deadline=None)
 @given(**grouped, larger=st.integers(0, 8), extra=st.integers(0, 8))
+@pytest.mark.slow
 def test_groups_and_warm_ups_of_interleaved_1f1b(
     require_sound: Callable[[Schedule], None],
     ranks: int,
@@ -69,6 +70,7 @@ def test_groups_and_warm_ups_of_interleaved_1f1b(
 
 @settings(max_examples=40, deadline=None)
 @given(**grouped, data=st.data())
+@pytest.mark.slow
 def test_groups_of_gis(
     require_sound: Callable[[Schedule], None],
     ranks: int,

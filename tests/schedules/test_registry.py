@@ -261,6 +261,7 @@ def test_every_schedule_has_its_theory() -> None:
 
 
 @names
+@pytest.mark.slow
 def test_every_small_size_is_sound(name: str, require_sound: Callable[[Schedule], None]) -> None:
     for size in small(name):
         require_sound(make(name, size))
@@ -269,6 +270,7 @@ def test_every_small_size_is_sound(name: str, require_sound: Callable[[Schedule]
 @names
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
+@pytest.mark.slow
 def test_large_sizes_are_sound(name: str, require_sound: Callable[[Schedule], None], data: st.DataObject) -> None:
     require_sound(make(name, data.draw(sizes(name, 16, 64, 4))))
 
@@ -279,6 +281,7 @@ times = st.integers(1, 5)
 @names
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), drawn=st.builds(Costs, times, times, times))
+@pytest.mark.slow
 def test_bubble_and_peak_are_those_of_the_docstring(name: str, data: st.DataObject, drawn: Costs) -> None:
     theory = THEORY[name]
     size = data.draw(sizes(name, 16, 16, 4).map(lambda size: fitting(name, size)))

@@ -212,6 +212,7 @@ def subjects() -> Iterator[Schedule]:
 
 @pytest.mark.parametrize("mutate", [dropped, duplicated, swapped, moved, retargeted, revalued])
 @pytest.mark.parametrize("schedule", list(subjects()), ids=lambda schedule: f"{schedule.name} {len(schedule.rows)}")
+@pytest.mark.slow
 def test_programs_are_verified_as_they_run(schedule: Schedule, mutate: Mutation) -> None:
     """All mutants of the two by hand, and at most 100 of every kind of the others."""
     rows = tuple(program.instructions for program in lower(schedule))

@@ -169,6 +169,7 @@ def subjects() -> Iterator[Schedule]:
 
 @pytest.mark.parametrize("mutate", [dropped, duplicated, swapped, moved, replaced])
 @pytest.mark.parametrize("schedule", list(subjects()), ids=lambda schedule: f"{schedule.name} {len(schedule.rows)}")
+@pytest.mark.slow
 def test_verify_agrees_with_the_definition(schedule: Schedule, mutate: Mutation) -> None:
     assert sound(schedule)
     assert verify(schedule) == []
