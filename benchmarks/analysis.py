@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks.processes import ROOT
 from benchmarks.report import Report
@@ -91,12 +92,13 @@ def _theirs(name: str, microbatches: int) -> Work:
     import pipeflow
 
     rows = pipeflow.make_schedule(name, ranks=RANKS, microbatches=microbatches).rows
-    actions = {rank: [schedules._Action.from_str(str(action)) for action in row] for rank, row in enumerate(rows)}
-    lowered: dict = {}
+    parse = schedules._Action.from_str
+    actions: dict[int, Any] = {rank: [parse(str(action)) for action in row] for rank, row in enumerate(rows)}
+    lowered: dict[int, Any] = {}
 
     def lower() -> None:
-        sharded = {rank: schedules._add_unshard_reshard(row) for rank, row in actions.items()}
-        whole = {rank: schedules._add_reduce_grad(row, microbatches) for rank, row in sharded.items()}
+        sharded: dict[int, Any] = {rank: schedules._add_unshard_reshard(row) for rank, row in actions.items()}
+        whole: dict[int, Any] = {rank: schedules._add_reduce_grad(row, microbatches) for rank, row in sharded.items()}
         lowered.update(schedules._add_send_recv(whole, lambda stage: stage, RANKS))
 
     def simulate() -> object:

@@ -58,7 +58,7 @@ class Loop:
         self.labels = self.task.labels.chunk(self.task.microbatches)
         self.alive: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.losses: list[Tensor] = []
-        self.sends: list[tuple[dist.Work | None, Tensor]] = []
+        self.sends: list[tuple[dist.Work, Tensor]] = []
         self.activations = self._receives(self.forwards, -1, first=0)
         self.gradients = self._receives(self.backwards, +1, first=self.stages - 1)
         forwards, backwards = iter(self.forwards), iter(self.backwards)
@@ -77,13 +77,15 @@ class Loop:
         """The values from the neighbouring stages, in the order of `turns`, with the next ones always posted."""
         peer = (self.rank + offset) % self.task.ranks
         group = self.groups[offset > 0]
-        posted: deque[tuple[dist.Work | None, Tensor]] = deque()
+        posted: deque[tuple[dist.Work, Tensor]] = deque()
         remaining = ((stage, microbatch) for stage, _, microbatch in turns if stage != first)
 
         def post() -> None:
             for stage, microbatch in remaining:
                 buffer = self.spare.pop() if self.spare else torch.empty(self.task.shape)
-                posted.append((dist.irecv(buffer, peer, group, self._tag(stage, -offset, microbatch)), buffer))
+                work = dist.irecv(buffer, peer, group, self._tag(stage, -offset, microbatch))
+                assert work is not None
+                posted.append((work, buffer))
                 return
 
         def values() -> Iterator[Tensor]:
@@ -116,12 +118,15 @@ class Loop:
             output.backward(gradient)
             self.spare.append(gradient)
         if stage > 0:
+            assert hidden.grad is not None
             self._send(hidden.grad, -1, stage - 1, microbatch)
             self.spare.append(hidden.detach())
 
     def _send(self, tensor: Tensor, offset: int, stage: int, microbatch: int) -> None:
         peer, group = (self.rank + offset) % self.task.ranks, self.groups[offset < 0]
-        self.sends.append((dist.isend(tensor, peer, group, self._tag(stage, offset, microbatch)), tensor))
+        work = dist.isend(tensor, peer, group, self._tag(stage, offset, microbatch))
+        assert work is not None
+        self.sends.append((work, tensor))
 
     def _tag(self, stage: int, offset: int, microbatch: int) -> int:
         """The tag of what `stage` receives: an activation that went up (+1) or a gradient that came down (-1)."""

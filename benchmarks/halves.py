@@ -76,7 +76,8 @@ def _contenders(block: Any) -> dict[str, tuple[Any, Backward]]:
     deferral = defer_weight_gradients(deferring)
 
     def halves(_: Any, output: Any, gradient: Any) -> None:
-        deferral.queue = queue = []
+        queue: list[Callable[[], None]] = []
+        deferral.queue = queue
         output.backward(gradient)
         deferral.queue = None
         for product in queue:
@@ -196,7 +197,8 @@ def _calls_of_w() -> list[int]:
     layer = torch.nn.Linear(4, 4)
     deferral, calls = defer_weight_gradients(layer), []
     for _ in range(2):
-        deferral.queue = queue = []
+        queue: list[Callable[[], None]] = []
+        deferral.queue = queue
         layer(torch.ones(2, 4)).sum().backward()
         deferral.queue = None
 

@@ -36,7 +36,9 @@ class SleepStage(nn.Module):
         self.scale = nn.Parameter(torch.rand(width) + 0.5)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _Sleep.apply(hidden * self.scale, self.forward_seconds, self.backward_seconds)
+        seconds = self.forward_seconds, self.backward_seconds
+        output: Tensor = _Sleep.apply(hidden * self.scale, *seconds)  # type: ignore[no-untyped-call]  # as torch has it
+        return output
 
 
 class TrivialStage(nn.Module):
@@ -58,7 +60,8 @@ class LinearStage(nn.Module):
         self.layer = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden)
+        output: Tensor = self.layer(hidden)
+        return output
 
 
 class Block(nn.Module):
@@ -80,4 +83,5 @@ class Block(nn.Module):
         query, key, value = joint.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.down(functional.gelu(self.up(self.perceptron_norm(hidden))))
+        widened: Tensor = self.down(functional.gelu(self.up(self.perceptron_norm(hidden))))
+        return hidden + widened

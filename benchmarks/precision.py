@@ -74,7 +74,7 @@ def train(steps: int, precision: Any, microbatches: int = 8) -> list[float]:
     autocast = None if precision is None else precision.autocast
     model = pipeflow.Pipeline(stages, schedule, criterion=GPTLMLoss(), autocast=autocast)
     inner, rate = make_optimizer(model.parameters(), 4e-3, PLANNED)
-    optimizer = inner if precision is None else precision.optimizer(model, inner)
+    optimizer: Any = inner if precision is None else precision.optimizer(model, inner)
     losses: list[float] = []
     step = 0
     while len(losses) < steps:
@@ -85,6 +85,7 @@ def train(steps: int, precision: Any, microbatches: int = 8) -> list[float]:
         optimizer.step()
         if not getattr(optimizer, "step_was_skipped", False):  # else the same batch again, at a smaller loss scale
             rate.step()
+            assert output.loss is not None
             losses.append(float(output.loss))
             step += 1
     return losses

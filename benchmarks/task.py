@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ class Contender:
     name: str
     step: Callable[[], object]
     modules: list[nn.Module]
-    runner: object = None
+    runner: Any = None
 
     def zero_grad(self) -> None:
         for module in self.modules:

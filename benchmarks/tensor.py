@@ -79,7 +79,8 @@ def measure(width: int, rounds: int) -> dict[str, Times]:
         for name, module in _modules(block, sequence=sequence).items():
             label = f"{layout}: {name}"
             contenders[label] = _contender(label, module, pieces, used.setdefault(label, []))
-            found[name] = [*contenders[label].step(), *_gradients(module)]
+            outcome: Any = contenders[label].step()
+            found[name] = [*outcome, *_gradients(module)]
         _check(found)
     times = alternate(contenders, rounds)
     return {"seconds": times, "used": {name: seconds[-rounds:] for name, seconds in used.items()}}
@@ -101,7 +102,8 @@ def _contender(name: str, module: nn.Module, pieces: Tensor, used: list[float]) 
     from benchmarks.task import Contender
     from pipeflow.parallel.sharding import partial_in
 
-    group, partial, (input, gradient) = _group(), partial_in(module), pieces
+    group, partial = _group(), partial_in(module)
+    input, gradient = pieces.unbind()
 
     def step() -> list[Tensor | None]:
         start = time.process_time()
@@ -122,12 +124,20 @@ def _block(width: int, layers: dict[str, Any] | None = None) -> Any:
     from torch.nn import functional
 
     class Block(torch.nn.Module):
+        query_key_value: torch.nn.Module
+        project: torch.nn.Module
+        up: torch.nn.Module
+        down: torch.nn.Module
+        attention_norm: torch.nn.Module
+        perceptron_norm: torch.nn.Module
+
         def forward(self, hidden: Tensor) -> Tensor:
             joint = self.query_key_value(self.attention_norm(hidden)).unflatten(-1, (-1, 3, HEAD_WIDTH))
             query, key, value = joint.permute(3, 0, 2, 1, 4)
             mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
             hidden = hidden + self.project(mixed.transpose(1, 2).flatten(2))
-            return hidden + self.down(functional.gelu(self.up(self.perceptron_norm(hidden))))
+            widened: Tensor = self.down(functional.gelu(self.up(self.perceptron_norm(hidden))))
+            return hidden + widened
 
     stock = {
         "attention_norm": torch.nn.LayerNorm(width),
@@ -152,7 +162,7 @@ def _group() -> Any:
 def _ours(block: Any, *, sequence: bool) -> Any:
     from pipeflow.tensor import ColumnParallelLinear, LayerNorm, RowParallelLinear
 
-    kinds = {
+    kinds: dict[str, Any] = {
         "attention_norm": LayerNorm,
         "query_key_value": ColumnParallelLinear,
         "project": RowParallelLinear,
@@ -179,7 +189,8 @@ def _torchs(block: Any, *, sequence: bool) -> Any:
         parallelize_module,
     )
 
-    into, out_of = ({"input_layouts": Shard(1)}, {"output_layouts": Shard(1)}) if sequence else ({}, {})
+    into: dict[str, Any] = {"input_layouts": Shard(1)} if sequence else {}
+    out_of: dict[str, Any] = {"output_layouts": Shard(1)} if sequence else {}
     plan: dict[str, Any] = {
         "query_key_value": ColwiseParallel(**into),
         "project": RowwiseParallel(**out_of),

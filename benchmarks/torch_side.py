@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -28,7 +30,7 @@ def interleaved(task: Task, rank: int, chunks: int) -> Contender:
     return _contender(task, rank, modules, ScheduleInterleaved1F1B(stages, task.microbatches, loss_fn=task.criterion))
 
 
-def _looped(task: Task, rank: int, chunks: int) -> tuple[list[nn.Module], list[PipelineStage]]:
+def _looped(task: Task, rank: int, chunks: int) -> tuple[list[nn.Module], list[Any]]:
     modules = task.chunks_of(rank, chunks)
     total, device = task.ranks * chunks, torch.device("cpu")
     return modules, [PipelineStage(each, rank + i * task.ranks, total, device) for i, each in enumerate(modules)]
@@ -44,7 +46,8 @@ def zero_bubble_v(task: Task, rank: int) -> Contender:
     placement = Placement.vee(task.ranks)
     modules, stages = task.stages_of(rank, placement), placement.stages_of(rank)
     device = torch.device("cpu")
-    held = [PipelineStage(each, stage, 2 * task.ranks, device) for each, stage in zip(modules, stages, strict=True)]
+    pairs, total = zip(modules, stages, strict=True), 2 * task.ranks
+    held: list[Any] = [PipelineStage(each, stage, total, device) for each, stage in pairs]
     schedule = ScheduleZBVZeroBubble(held, task.microbatches, loss_fn=task.criterion)
     return _contender(task, rank, modules, schedule, last=0)
 

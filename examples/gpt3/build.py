@@ -105,7 +105,7 @@ def tie(stages: Iterable[PipelineGPTHybrid], placement: pipeflow.Placement) -> N
             wrapper.register_module(table)
 
 
-def options_of(shape: pipeflow.GPT) -> dict[str, int]:
+def options_of(shape: pipeflow.GPT) -> dict[str, Any]:
     """A model's sizes, as PipelineGPTHybrid names them."""
     return {
         "hidden_size": shape.hidden,

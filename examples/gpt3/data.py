@@ -123,6 +123,7 @@ def _write(cache: Path, source: str, vocabulary: int, data: Path) -> None:
     tokenizer = train_tokenizer(data, vocabulary)
     parts = {"held_out": array("i"), "training": array("i")}
     end = tokenizer.token_to_id(END)
+    assert end is not None
     texts_left, number = documents(data), 0
     while texts := list(islice(texts_left, 100)):
         for encoded in tokenizer.encode_batch_fast(texts):

@@ -161,7 +161,8 @@ class Share(nn.Module):
         self.batches = batches
 
     def forward(self, output: Tensor, labels: Tensor) -> Tensor:
-        return self.criterion(output, labels) / self.batches
+        loss: Tensor = self.criterion(output, labels)
+        return loss / self.batches
 
 
 def train_epoch(
@@ -175,6 +176,7 @@ def train_epoch(
         optimizer.zero_grad()
         for left in reversed(range(accumulated)):
             output = pipeflow.execute_pipeline(batches, pipeline, broadcast_loss=True, reduce=left == 0)
+            assert output.loss is not None  # it is broadcast
             loss += float(output.loss)
         if config.clip_grad_norm:
             pipeflow.clip_grad_norm_(pipeline, config.clip_grad_norm)

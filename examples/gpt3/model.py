@@ -78,14 +78,16 @@ class Attention(nn.Module):
             seen = self._with_dropout(query, key, value, mask)
         else:
             seen = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
-        return self.output(seen.transpose(1, 2).flatten(2))
+        output: Tensor = self.output(seen.transpose(1, 2).flatten(2))
+        return output
 
     def _with_dropout(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         scores = query @ key.transpose(-1, -2) / self.head_size**0.5
         if mask is None:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        return self.dropout(scores.softmax(-1)) @ value
+        kept: Tensor = self.dropout(scores.softmax(-1))
+        return kept @ value
 
 
 class GPTBlock(nn.Module):
@@ -129,7 +131,8 @@ class GPTBlock(nn.Module):
         attended = self.attention(self.norm_1(hidden_states), attention_mask)
         hidden_states = hidden_states + self.dropout(attended)
         widened = self.activation(self.wide(self.norm_2(hidden_states)))
-        return hidden_states + self.dropout(self.output(widened))
+        output: Tensor = hidden_states + self.dropout(self.output(widened))
+        return output
 
 
 class GPTEmbedding(nn.Module):
@@ -160,7 +163,8 @@ class GPTEmbedding(nn.Module):
         positions = self.position_embeddings(position_ids)
         if self.sequence_parallel:
             positions = scatter_to_sequence_region(positions, self.position_embeddings.group)
-        return self.dropout(self.word_embeddings(input_ids) + positions)
+        output: Tensor = self.dropout(self.word_embeddings(input_ids) + positions)
+        return output
 
 
 class GPTLMHead(VocabParallelClassifier):
@@ -187,7 +191,8 @@ class GPTLMLoss(nn.Module):
         self.loss = VocabParallelCrossEntropy()
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(logits[:, :-1], labels[:, 1:])
+        loss: Tensor = self.loss(logits[:, :-1], labels[:, 1:])
+        return loss
 
 
 class PipelineGPTHybrid(nn.Module):
@@ -265,7 +270,11 @@ class PipelineGPTHybrid(nn.Module):
             hidden_states = self.embedding(input_ids, position_ids)
         for block in self.blocks.values():
             hidden_states, attention_mask = block(hidden_states, attention_mask)
-        return hidden_states if self.head is None else self.head(self.norm(hidden_states))
+        assert hidden_states is not None
+        if self.norm is None or self.head is None:
+            return hidden_states
+        scores: Tensor = self.head(self.norm(hidden_states))
+        return scores
 
 
 def make_optimizer(

@@ -195,7 +195,7 @@ def evaluate(model: pipeflow.Pipeline, batches: Batches) -> float:
     outputs = [
         pipeflow.execute_pipeline(batches, model, forward_only=True, broadcast_loss=True) for _ in range(EVALUATED)
     ]
-    return sum(float(output.loss) for output in outputs) / EVALUATED
+    return sum(float(output.loss) for output in outputs if output.loss is not None) / EVALUATED
 
 
 def train(
@@ -212,8 +212,10 @@ def train(
             pipeflow.clip_grad_norm_(model, 1.0)
             optimizer.step()
             rate.step()
+            assert output.loss is not None  # it is broadcast
             losses.append(float(output.loss))
             show(losses)
+    assert output.timeline is not None  # the last step is traced
     return losses, output.timeline
 
 
@@ -249,7 +251,7 @@ def write(model: pipeflow.Pipeline, corpus: Corpus, arguments: argparse.Namespac
         batch = iter([({"input_ids": seen}, None)])
         output = pipeflow.execute_pipeline(batch, model, forward_only=True, return_outputs=True)
         token = torch.zeros(1, dtype=torch.long)
-        if output.outputs is not None:
+        if isinstance(output.outputs, Tensor):
             scores = gather_from_tensor_region(output.outputs[0, -1], context.tensor)
             chances = (scores.float().cpu() / TEMPERATURE).softmax(dim=0)
             token = torch.multinomial(chances, 1, generator=generator)

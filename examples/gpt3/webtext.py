@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ def _encode(text: Path, seq_len: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _gpt2_tokenizer(text: Path):
+def _gpt2_tokenizer(text: Path) -> Any:
     """GPT-2's own tokenizer, where it can be had without the network."""
     try:
         from transformers import GPT2Tokenizer

@@ -65,7 +65,7 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """`attention_mask` is Megatron-LM's: (batch, 1, length, length), True where a token must not look."""
         hidden_states, self._input = self._input, None
-        output = self.stage(hidden_states, tokens, ~attention_mask, position_ids)
+        output: Tensor = self.stage(hidden_states, tokens, ~attention_mask, position_ids)
         if self.stage.head is None or labels is None:
             return output
         return vocab_parallel_cross_entropy(output, labels, reduction="none")
@@ -84,7 +84,8 @@ def build_stages(
         max_position_embeddings=max_sequence_length,
         dtype=config.pipeline_dtype,
     )
-    return list(built) if isinstance(built, nn.ModuleList) else [built]
+    stages = built if isinstance(built, nn.ModuleList) else [built]
+    return [stage for stage in stages if isinstance(stage, PipelineGPTHybrid)]
 
 
 class StepStage(nn.Module):

@@ -62,6 +62,24 @@ def embedding(name: str, **options: Any) -> Case:
     )
 
 
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without-bias": {"bias": False},
+    "stride-and-padding": {"stride": 2, "padding": 2},
+    "dilated": {"dilation": 2, "groups": 2},
+    "same": {"padding": "same"},
+    "valid": {"padding": "valid"},
+    "circular": {"padding": 1, "padding_mode": "circular"},
+    "reflect": {"padding": "same", "padding_mode": "reflect"},
+}
+
+
+def in_channels_last() -> nn.Module:
+    layer: Any = nn.Conv2d(4, 6, 3)  # torch's annotations lack this form of `to`
+    moved: nn.Module = layer.to(memory_format=torch.channels_last)
+    return moved
+
+
 CASES = [
     linear("vector", lambda: normal(5)),
     linear("matrix", lambda: normal(3, 5)),
@@ -70,20 +88,11 @@ CASES = [
     linear("transposed", lambda: normal(5, 3, 2).transpose(0, 2)),
     linear("of-nothing", lambda: normal(0, 5)),
     Case("linear-by-columns", laid_out_by_columns, lambda: normal(3, 5)),
-    *(conv(d, name, **options) for d in (1, 2) for name, options in {
-        "plain": {},
-        "without-bias": {"bias": False},
-        "stride-and-padding": {"stride": 2, "padding": 2},
-        "dilated": {"dilation": 2, "groups": 2},
-        "same": {"padding": "same"},
-        "valid": {"padding": "valid"},
-        "circular": {"padding": 1, "padding_mode": "circular"},
-        "reflect": {"padding": "same", "padding_mode": "reflect"},
-    }.items()),
+    *(conv(d, name, **options) for d in (1, 2) for name, options in CONVOLUTIONS.items()),
     conv(1, "batchless", 4, 9, padding=1),
     conv(2, "batchless", 4, 9, 8, padding=(2, 1)),
     Case("conv2d-uneven", lambda: nn.Conv2d(4, 6, (2, 3), padding="same", dilation=(1, 2)), lambda: normal(3, 4, 9, 8)),
-    Case("conv2d-last", lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last), lambda: normal(3, 4, 9, 8)),
+    Case("conv2d-last", in_channels_last, lambda: normal(3, 4, 9, 8)),
     embedding("plain"),
     embedding("padding", padding_idx=2),
     embedding("negative-padding", padding_idx=-1),
@@ -94,7 +103,8 @@ CASES = [
 @contextmanager
 def collecting(deferral: Deferral) -> Iterator[list[Callable[[], None]]]:
     """Makes the backwards inside it the I of the queue that it gives."""
-    deferral.queue = queue = []
+    queue: list[Callable[[], None]] = []
+    deferral.queue = queue
     yield queue
     deferral.queue = None
 
@@ -168,7 +178,8 @@ class Tied(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.norm(self.twice(functional.gelu(self.twice(self.words(words))))))
+        scores: Tensor = self.head(self.norm(self.twice(functional.gelu(self.twice(self.words(words))))))
+        return scores
 
 
 TIED = Case("tied", Tied, embedding("").input)

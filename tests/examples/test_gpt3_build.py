@@ -101,7 +101,7 @@ def test_ends_and_ties_under_every_placement(name: str) -> None:
     ranks = [at(rank, Layout(pipeline=placement.num_ranks), build) for rank in range(placement.num_ranks)]
     found: list[Any] = [None] * placement.num_stages
     for rank, (model, shared) in enumerate(ranks):
-        stages = list(model) if isinstance(model, torch.nn.ModuleList) else [model]
+        stages: list[Any] = list(model) if isinstance(model, torch.nn.ModuleList) else [model]
         assert len(stages) == len(placement.stages_of(rank))
         tables = [table.weight for stage in stages for table in stage.word_tables]
         everywhere = {*placement.ranks_of(0), *placement.ranks_of(placement.num_stages - 1)}
@@ -130,8 +130,8 @@ def train_two_steps(name: str, chunks: int | None, sequence_parallel: bool) -> t
     context = current_context()
     options = {} if chunks is None else {"chunks": chunks}
     schedule = pipeflow.make_schedule(name, ranks=context.pipeline_size, microbatches=4, **options)
-    more = {"placement": schedule.placement, "dtype": torch.float64, "sequence_parallel": sequence_parallel}
-    model = gpt3.build.build_gpt_pipeline(6, **more, **SIZES)
+    more: dict[str, Any] = {"dtype": torch.float64, "sequence_parallel": sequence_parallel, **SIZES}
+    model = gpt3.build.build_gpt_pipeline(6, placement=schedule.placement, **more)
     pipeline = pipeflow.Pipeline(model, schedule, criterion=gpt3.model.GPTLMLoss())
     optimizer, losses = torch.optim.Adam(pipeline.parameters(), lr=1e-2), []
     ids = torch.randint(10, (8, 8), generator=torch.Generator().manual_seed(0))
@@ -142,6 +142,7 @@ def train_two_steps(name: str, chunks: int | None, sequence_parallel: bool) -> t
         output = pipeflow.execute_pipeline(iter([batch]), pipeline, broadcast_loss=True)
         pipeflow.clip_grad_norm_(pipeline, 0.1)
         optimizer.step()
+        assert output.loss is not None
         losses.append(float(output.loss))
     return losses, gpt3.check.parts_of(model)
 

@@ -37,7 +37,7 @@ def words(shape: pipeflow.GPT, length: int = 16) -> Any:
 
 
 def stage_of(shape: pipeflow.GPT, start: int, end: int, **options: Any) -> Any:
-    ends = {"first": start == 0, "last": end == shape.layers}
+    ends: dict[str, Any] = {"first": start == 0, "last": end == shape.layers}
     return gpt3.build.build_stage(start, end, shape.layers, **ends, **gpt3.build.options_of(shape), **options)
 
 
@@ -183,6 +183,7 @@ def test_dropout_agrees_over_tensor_ranks(sequence_parallel: bool) -> None:
         loss = gpt3.model.GPTLMLoss()(model(input_ids=ids), ids)
         loss.backward()
         for parameter in partial_in(model):
+            assert parameter.grad is not None
             current_context().tensor.all_reduce(parameter.grad).wait()
         splits = splits_of(model)
         return loss.detach(), [parameter.grad for parameter in model.parameters() if id(parameter) not in splits]
@@ -201,6 +202,7 @@ def step_of_a_part(ids: Any, options: dict[str, Any]) -> tuple[Any, dict[str, An
     loss.backward()
     if options.get("sequence_parallel"):
         for parameter in partial_in(model):
+            assert parameter.grad is not None
             current_context().tensor.all_reduce(parameter.grad).wait()
     splits = splits_of(model)
     parts = {

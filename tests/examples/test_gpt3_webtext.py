@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -90,11 +91,11 @@ def test_text_that_is_not_there_is_named(text: Path) -> None:
 def open_and_count(text: Path, start: Any, results: Any) -> None:
     from gpt3 import webtext
 
-    encode, counted = webtext._encode, []
-    webtext._encode = lambda *given: counted.append(1) or encode(*given)
+    counted = mock.Mock(wraps=webtext._encode)
+    webtext._encode = counted
     start.wait()
     dataset = webtext.WebtextDataset(text, LENGTH, vocabulary=300)
-    results.put((len(counted), dataset.data.tolist()))
+    results.put((counted.call_count, dataset.data.tolist()))
 
 
 def test_of_processes_that_start_together_one_writes(text: Path) -> None:

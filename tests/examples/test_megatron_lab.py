@@ -89,12 +89,13 @@ def test_the_model_gives_each_tokens_loss() -> None:
 def test_masked_tokens_do_not_move_the_loss() -> None:
     mask, losses = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0, 3.0, 100.0]])
 
-    def output(*_: Any, **__: Any) -> Any:
-        return losses
+    class Known(torch.nn.Module):
+        def forward(self, *_: Any, **__: Any) -> Any:
+            return losses
 
     names = ("tokens", "position_ids", "attention_mask", "labels")
     sample = {**dict.fromkeys(names, torch.zeros(1, 3)), "loss_mask": mask}
-    found, loss_func = megatron_lab.lab.forward_step_func(iter([sample]), output)
+    found, loss_func = megatron_lab.lab.forward_step_func(iter([sample]), Known())
     loss, logged = loss_func(found)
     assert float(loss) == float(logged["lm loss"]) == 2.0
 

@@ -22,7 +22,8 @@ def config() -> Any:
 
 def sample_with_an_end(config: Any) -> tuple[Any, int]:
     """A sample in which a document ends well before the sequence does, and where."""
-    for sample in megatron_lab.samples.MockGPTDataset(config, 100):
+    dataset = megatron_lab.samples.MockGPTDataset(config, 100)
+    for sample in (dataset[index] for index in range(len(dataset))):
         ends = (sample["tokens"] == config.tokenizer.eod).nonzero().flatten().tolist()
         if len(ends) == 1 and 0 < ends[0] < LENGTH - 3:
             return sample, ends[0]
@@ -32,9 +33,13 @@ def sample_with_an_end(config: Any) -> tuple[Any, int]:
 def test_the_builder_makes_the_sets_that_are_asked_for(config: Any) -> None:
     builder = megatron_lab.samples.BlendedMegatronDatasetBuilder
     train, valid, test = builder(megatron_lab.samples.MockGPTDataset, [1000, None, None], lambda: True, config).build()
+    assert train is not None
     assert (len(train), valid, test) == (1000, None, None)
     assert builder(megatron_lab.samples.MockGPTDataset, [10, 10, 10], lambda: False, config).build() == [None] * 3
-    assert len(list(builder(megatron_lab.samples.MockGPTDataset, [3], lambda: True, config).build()[0])) == 3
+    [three] = builder(megatron_lab.samples.MockGPTDataset, [3], lambda: True, config).build()
+    assert three is not None
+    with pytest.raises(IndexError, match="sample 3 of 3"):
+        three[3]
 
 
 def test_samples_follow_from_seed_and_index(config: Any) -> None:

@@ -23,6 +23,13 @@ VOCABULARY, WIDTH, HEADS = 13, 16, 4
 class Block(nn.Module):
     """Pre-norm; queries, keys and values lie together per head, so that a part of the columns is whole heads."""
 
+    attention_norm: Any  # a stock layer, or a rank's part of one
+    query_key_value: Any
+    project: Any
+    perceptron_norm: Any
+    up: Any
+    down: Any
+
     def __init__(self, attention: tuple[nn.Module, ...], perceptron: tuple[nn.Module, ...]) -> None:
         super().__init__()
         self.attention_norm, self.query_key_value, self.project = attention
@@ -33,10 +40,15 @@ class Block(nn.Module):
         query, key, value = joint.unflatten(-1, (-1, 3, WIDTH // HEADS)).permute(3, 0, 2, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.project(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.down(functional.gelu(self.up(self.perceptron_norm(hidden))))
+        widened: Tensor = self.down(functional.gelu(self.up(self.perceptron_norm(hidden))))
+        return hidden + widened
 
 
 class Model(nn.Module):
+    words: Any
+    norm: Any
+    head: Any
+
     def __init__(self, words: nn.Module, block: Block, norm: nn.Module, head: nn.Module) -> None:
         super().__init__()
         self.words, self.block, self.norm, self.head = words, block, norm, head

@@ -29,7 +29,7 @@ def indices(*shape: int, below: int, seed: int = 0) -> Tensor:
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def seeded(make: Callable[..., nn.Module], *arguments: Any, seed: int = 0, **options: Any) -> Any:
+def seeded(make: Callable[..., Any], *arguments: Any, seed: int = 0, **options: Any) -> Any:
     """What `make` gives when torch's default generator starts at `seed`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)

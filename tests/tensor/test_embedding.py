@@ -105,6 +105,7 @@ def test_patches() -> None:
     layer = PatchEmbedding.from_native_module(convolution.eval(), image_size=12)
     assert not layer.training
     images = normal(2, 3, 12, 12)
+    assert convolution.bias is not None
     tokens = layer(images) - layer.positions
     assert tokens.shape == (2, 10, 8)
     assert int(tokens[:, 0].count_nonzero()) == 0

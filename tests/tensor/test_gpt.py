@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,7 +100,8 @@ def halves(model: Model, deferral: Deferral | None) -> None:
     assert deferral is not None
     queues = []
     for seed in range(3):
-        deferral.queue = queue = []
+        queue: list[Callable[[], None]] = []
+        deferral.queue = queue
         loss_of(model, seed).backward()
         deferral.queue = None
         queues.append(queue)
@@ -221,7 +223,7 @@ class Products(TorchDispatchMode):
     """Notes matrix products among the group's events."""
 
     def __init__(self, group: Counting) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # as torch has it
         self.group = group
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

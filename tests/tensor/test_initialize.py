@@ -62,12 +62,12 @@ def test_the_full_weights_are_the_stock_layers(
 ) -> None:
     monkeypatch.setattr(initialize, "_BLOCK", block)
     make, stock = LAYERS[name]
-    native = seeded(lambda: (stock(dtype=dtype), torch.rand(1)))
+    native, left = seeded(lambda: (stock(dtype=dtype), torch.rand(1)))
     for size in (1, 2, 4):
         made = [seeded(lambda group: (make(dtype=dtype, group=group), torch.rand(1)), group) for group in ranks(size)]
-        for parameter, whole in native[0].named_parameters():
+        for parameter, whole in native.named_parameters():
             assert torch.equal(assembled([layer for layer, _ in made], parameter), whole), (size, parameter)
-        assert all(torch.equal(after, native[1]) for _, after in made), "the generator is left elsewhere"
+        assert all(torch.equal(after, left) for _, after in made), "the generator is left elsewhere"
 
 
 @NAMED

@@ -82,20 +82,21 @@ def test_rows(size: int, bias: bool, shape: tuple[int, ...], kind: Any) -> None:
 @SIZED
 def test_a_split_sequence(size: int) -> None:
     """Column and row with the sequence split outside of the pair."""
-    native = nn.Sequential(whole_linear(12), nn.GELU(), seeded(nn.Linear, 12, 8, dtype=torch.float64))
+    up, down = whole_linear(12), seeded(nn.Linear, 12, 8, dtype=torch.float64)
+    native = nn.Sequential(up, nn.GELU(), down)
     input = normal(2, 8, 8)
     output, of_input = backward(native, input)
     assert of_input is not None
 
     def rank() -> None:
-        column = ColumnParallelLinear.from_native_module(native[0], sequence_parallel=True)
-        row = RowParallelLinear.from_native_module(native[2], sequence_parallel=True)
+        column = ColumnParallelLinear.from_native_module(up, sequence_parallel=True)
+        row = RowParallelLinear.from_native_module(down, sequence_parallel=True)
         pair = nn.Sequential(column, nn.GELU(), row)
         part, gradient = backward(pair, mine(input, 1), mine(normal(*output.shape, seed=9), 1))
         require_near(part, mine(output, 1))
         require_near(gradient, mine(of_input, 1))
-        require_parts(column, native[0])
-        require_parts(row, native[2])
+        require_parts(column, up)
+        require_parts(row, down)
 
     on_ranks(size, rank)
 
@@ -142,14 +143,14 @@ def test_a_classifier_shares_a_weight(size: int) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_complex_layers(size: int, deferring: bool, autocast: bool) -> None:
     """Gradients are conjugates of what the forward multiplied with; autocast leaves complex numbers as they are."""
-    complex128 = {"dtype": torch.complex128}
-    native = nn.Sequential(seeded(nn.Linear, 8, 12, **complex128), seeded(nn.Linear, 12, 8, **complex128))
+    up, down = (seeded(nn.Linear, *sizes, dtype=torch.complex128) for sizes in ((8, 12), (12, 8)))
+    native = nn.Sequential(up, down)
     input, gradient = (torch.complex(normal(2, 4, 8, seed=seed), normal(2, 4, 8, seed=seed + 1)) for seed in (0, 2))
     output, of_input = backward(native, input, gradient)
 
     def rank() -> None:
-        column = ColumnParallelLinear.from_native_module(native[0], gather_output=True)
-        pair = nn.Sequential(column, RowParallelLinear.from_native_module(native[1], input_is_parallel=False))
+        column = ColumnParallelLinear.from_native_module(up, gather_output=True)
+        pair = nn.Sequential(column, RowParallelLinear.from_native_module(down, input_is_parallel=False))
         if deferring:
             defer_weight_gradients(pair)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -190,7 +191,8 @@ def test_frozen_parameters_and_inputs(frozen: str) -> None:
 @pytest.mark.parametrize("deferring", [False, True], ids=["plain", "deferring"])
 def test_lower_precisions_and_autocast(dtype: torch.dtype, deferring: bool) -> None:
     """The dtypes are those of nn.Linear, the values near."""
-    native = nn.Sequential(seeded(nn.Linear, 8, 12), seeded(nn.Linear, 12, 8))
+    up, down = seeded(nn.Linear, 8, 12), seeded(nn.Linear, 12, 8)
+    native = nn.Sequential(up, down)
     input = normal(2, 4, 8, dtype=torch.float32)
 
     def run(module: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -201,9 +203,7 @@ def test_lower_precisions_and_autocast(dtype: torch.dtype, deferring: bool) -> N
     tolerance = 0.1 if dtype is torch.bfloat16 else 1e-5
 
     def rank() -> None:
-        pair = nn.Sequential(
-            ColumnParallelLinear.from_native_module(native[0]), RowParallelLinear.from_native_module(native[1])
-        )
+        pair = nn.Sequential(ColumnParallelLinear.from_native_module(up), RowParallelLinear.from_native_module(down))
         if deferring:
             defer_weight_gradients(pair)
         mine, gradient = run(pair)
