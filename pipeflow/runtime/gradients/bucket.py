@@ -95,10 +95,8 @@ def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 def _replace(gradient: Tensor, by: Tensor) -> None:
     """Puts other numbers into a gradient, which stays what it is: sparse, a part, laid out as it was."""
-    local = local_part(gradient)
-    dense = by.view(local.shape)
-    if local.is_sparse:
-        rows = dense.to_sparse(local.sparse_dim())
-        local.copy_(rows)
+    if gradient.is_sparse:
+        gradient.copy_(by.view(gradient.shape).to_sparse(gradient.sparse_dim()))
     else:
-        local.copy_(dense)
+        local = local_part(gradient)
+        local.copy_(by.view(local.shape))

@@ -1,0 +1,311 @@
+"""What is summed over ranks, and how: weights of two stages, weights without a gradient, sparse, complex and 16-bit
+gradients, buffers, and torch's own tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+
+from pipeflow import (
+    Pipeline,
+    PipelineSharedModuleWrapper,
+    UsageError,
+    clip_grad_norm_,
+    execute_pipeline,
+    make_schedule,
+)
+from pipeflow.parallel.context import current_context
+from pipeflow.parallel.sharding import Split
+from pipeflow.testing import run_processes, run_threads
+from tests.runtime.work import plain, require_near
+
+WIDE = torch.float64
+
+
+def values(seed: int, *shape: int, dtype: torch.dtype = WIDE) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def line(seed: int) -> nn.Linear:
+    layer = nn.Linear(3, 3, bias=False, dtype=WIDE)
+    layer.weight = nn.Parameter(values(seed, 3, 3) / 2)
+    return layer
+
+
+def shared_lines(stages: int) -> list[nn.Linear]:
+    """One weight for the first and the last, which lie on one rank under a schedule in two directions."""
+    layers = [line(stage) for stage in range(stages)]
+    layers[-1].weight = layers[0].weight
+    return layers
+
+
+def step_with_shared_lines(name: str, ranks: int, microbatches: int) -> list[Any]:
+    """The gradient of the weight after one call, and after two without zero_grad between."""
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
+    layers = shared_lines(schedule.placement.num_stages)
+    held = schedule.placement.stages_of(current_context().pipeline_rank)
+    pipeline = Pipeline(nn.ModuleList(layers[stage] for stage in held), schedule, criterion=functional.mse_loss)
+    told = []
+    for _ in range(2):
+        execute_pipeline(iter([(values(1, 2 * microbatches, 3), values(2, 2 * microbatches, 3))]), pipeline)
+        told.append(plain(layers[0].weight.grad) if 0 in held else None)
+    return told
+
+
+@pytest.mark.parametrize("microbatches", [4, 5])
+@pytest.mark.parametrize(("name", "ranks"), [("dualpipe", 2), ("chimera", 2), ("chimera", 4)])
+def test_a_weight_of_two_stages_that_two_ranks_hold(name: str, ranks: int, microbatches: int) -> None:
+    stages = make_schedule(name, ranks=ranks, microbatches=microbatches).placement.num_stages
+    layers = shared_lines(stages)
+    samples = 2 * microbatches
+    functional.mse_loss(nn.Sequential(*layers)(values(1, samples, 3)), values(2, samples, 3)).backward()
+    grad = layers[0].weight.grad
+    assert grad is not None
+    told = run_threads(step_with_shared_lines, ranks, name, ranks, microbatches)
+    results = [each for each in told if each[0] is not None]
+    assert len(results) == 2
+    for once, twice in results:
+        require_near({"once": once, "twice": twice}, {"once": grad, "twice": 2 * grad})
+
+
+class Unused(nn.Module):
+    """A layer, and a weight that no rank uses."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer, self.unused = line(seed), nn.Parameter(torch.ones(2, dtype=WIDE))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.layer(hidden)
+        return output
+
+
+def step_with_unused(name: str) -> list[Any]:
+    schedule = make_schedule(name, ranks=2, microbatches=4)
+    held = schedule.placement.stages_of(current_context().pipeline_rank)
+    stages = nn.ModuleList(Unused(stage) for stage in held)
+    if name == "1f1b":
+        PipelineSharedModuleWrapper([0, 1]).register_module(stages[0])
+    pipeline = Pipeline(stages, schedule, criterion=functional.mse_loss)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1, weight_decay=0.5)
+    execute_pipeline(iter([(values(1, 4, 3), values(2, 4, 3))]), pipeline)
+    optimizer.step()
+    return [parameter.detach().tolist() for name, parameter in pipeline.named_parameters() if "unused" in name]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_a_weight_without_a_gradient_on_any_rank_is_not_decayed(name: str) -> None:
+    for unused in run_threads(step_with_unused, 2, name):
+        assert unused
+        assert all(value == [1.0, 1.0] for value in unused)
+
+
+def tie_once(ranks: list[int]) -> str:
+    layers = nn.ModuleList([line(0), line(1)])
+    PipelineSharedModuleWrapper(ranks).register_module(layers[0])
+    with pytest.raises(UsageError) as caught:
+        Pipeline(layers, make_schedule("interleaved-1f1b", ranks=1, chunks=2, microbatches=2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 0]])
+def test_a_tie_of_one_rank_with_one_copy_is_refused(ranks: list[int]) -> None:
+    [message] = run_threads(tie_once, 1, ranks)
+    assert message.startswith(f"PipelineSharedModuleWrapper({ranks}) ties nothing, since one copy was registered")
+
+
+class Normed(nn.Sequential):
+    """A layer with running statistics."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(line(seed), nn.BatchNorm1d(3, dtype=WIDE))
+        self.register_buffer("offset", values(seed + current_context().rank, 3))
+
+
+def step_with_norms(trains: bool) -> tuple[str, list[Any]]:
+    schedule = make_schedule("chimera", ranks=2, microbatches=4)
+    held = schedule.placement.stages_of(current_context().pipeline_rank)
+    stages = nn.ModuleList(Normed(stage) for stage in held)
+    pipeline = Pipeline(stages, schedule, criterion=functional.mse_loss)
+    if not trains:
+        pipeline.eval()
+    message = ""
+    try:
+        execute_pipeline(iter([(values(1, 8, 3), values(2, 8, 3))]), pipeline)
+    except UsageError as error:
+        message = str(error)
+    return message, [plain(stage.get_buffer("offset")).tolist() for stage in stages]
+
+
+def test_buffers_of_two_copies_start_equal_and_running_statistics_are_refused() -> None:
+    (message, first), (other, second) = run_threads(step_with_norms, 2, True)
+    assert first == second
+    for each in (message, other):
+        assert "changed its buffer '1.num_batches_tracked', of a BatchNorm1d" in each
+    assert [told for told, _ in run_threads(step_with_norms, 2, False)] == ["", ""]
+
+
+class Slopes(nn.Module):
+    """A part of one slope per head, like ALiBi's, and where this rank's heads begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = current_context().tensor_rank
+        self.scale = nn.Parameter(torch.ones(3, dtype=WIDE))
+        self.register_buffer("slopes", torch.full((2,), float(rank)))
+        self.register_buffer("first", torch.tensor(2 * rank), persistent=False)
+        self.register_buffer("whole", torch.tensor(float(rank)))
+
+    def splits(self) -> dict[str, Split]:
+        return {"slopes": Split(0, 4)}
+
+    def partial_gradients(self) -> tuple[str, ...]:
+        return ()
+
+    def own_buffers(self) -> tuple[str, ...]:
+        return ("first",)
+
+
+def start_with_slopes() -> list[Any]:
+    module = Slopes()
+    Pipeline(module, make_schedule("1f1b", ranks=1, microbatches=1))
+    return [plain(buffer).tolist() for buffer in module.buffers()]
+
+
+def test_a_tensor_ranks_own_buffers_stay(caplog: pytest.LogCaptureFixture) -> None:
+    results = run_threads(start_with_slopes, 4, tensor=2, data=2)
+    assert results == [[[0.0, 0.0], 0, 0.0], [[1.0, 1.0], 2, 0.0]] * 2
+    assert "name it in the layer's own_buffers()" in caplog.text
+
+
+class Sparse(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 3, sparse=sparse, dtype=WIDE)
+        self.words.weight = nn.Parameter(values(3, 7, 3))
+
+    def forward(self, words: Tensor) -> Tensor:
+        output: Tensor = self.words(words)
+        return output
+
+
+def step_with_sparse(name: str, sparse: bool) -> list[Any]:
+    context, schedule = current_context(), make_schedule(name, ranks=2, microbatches=4)
+    held = schedule.placement.stages_of(context.pipeline_rank)
+    stages = nn.ModuleList(Sparse(sparse) if stage == 0 else line(stage) for stage in held)
+    pipeline = Pipeline(stages, schedule, criterion=functional.mse_loss)
+    words = torch.tensor([0, 1, 1, 2, 5, 0, 1, 2]) + context.data_rank
+    told = []
+    for _ in range(2):
+        execute_pipeline(iter([(words, values(4, 8, 3))]), pipeline)
+        told += [p.grad for name, p in pipeline.named_parameters() if "words" in name and p.grad is not None]
+    assert all(gradient.is_sparse == sparse for gradient in told)
+    norm = float(clip_grad_norm_(pipeline, 1e9))
+    return [norm, *(gradient.to_dense().tolist() for gradient in told)]
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("1f1b", 2), ("chimera", 1), ("chimera", 2)])
+def test_sparse_gradients_are_summed_and_stay_sparse(name: str, replicas: int) -> None:
+    dense, sparse = (
+        run_threads(step_with_sparse, 2 * replicas, name, is_sparse, data=replicas) for is_sparse in (False, True)
+    )
+    for mine, its in zip(dense, sparse, strict=True):
+        assert len(mine) == len(its)
+        for one, other in zip(mine, its, strict=True):
+            assert torch.allclose(torch.tensor(one), torch.tensor(other), rtol=1e-12)
+
+
+class Turned(nn.Module):
+    """A complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values(1, 3, dtype=torch.complex128))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden * self.weight).abs()
+
+
+def step_with_complex() -> Any:
+    stage = Turned()
+    pipeline = Pipeline(stage, make_schedule("1f1b", ranks=1, microbatches=1), criterion=functional.mse_loss)
+    seed = current_context().data_rank
+    execute_pipeline(iter([(values(seed, 4, 3), values(seed + 9, 4, 3))]), pipeline)
+    norm = float(clip_grad_norm_(pipeline, 1e9))
+    assert stage.weight.grad is not None
+    return norm, plain(torch.view_as_real(stage.weight.grad))
+
+
+@pytest.mark.parametrize("run", [run_threads, run_processes])
+def test_complex_gradients_are_averaged_and_clipped(run: Any) -> None:
+    stage = Turned()
+    for seed in (0, 1):
+        (functional.mse_loss(stage(values(seed, 4, 3)), values(seed + 9, 4, 3)) / 2).backward()
+    assert stage.weight.grad is not None
+    whole = torch.view_as_real(stage.weight.grad)
+    for norm, gradient in run(step_with_complex, 2, data=2):
+        require_near({"weight": gradient}, {"weight": whole})
+        assert norm == pytest.approx(float(whole.norm()), rel=1e-12)
+
+
+class Counted(nn.Module):
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.register_buffer("small", torch.tensor([start, 7], dtype=torch.int16))
+        self.register_buffer("tiny", torch.tensor([float(start), 2.0]).to(torch.float8_e4m3fn))
+        self.register_buffer("flag", torch.tensor(start == 0))
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+def start_counted() -> list[Any]:
+    module = Counted(current_context().rank)
+    Pipeline(module, make_schedule("1f1b", ranks=1, microbatches=1))
+    return [buffer.float().tolist() for buffer in module.buffers()]
+
+
+@pytest.mark.parametrize("run", [run_threads, run_processes])
+def test_buffers_of_any_dtype_start_alike(run: Any) -> None:
+    assert run(start_counted, 2, data=2) == [[[0.0, 7.0], [0.0, 2.0], 1.0]] * 2
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(3, 4, dtype=WIDE), nn.Linear(4, 3, dtype=WIDE)
+        for seed, parameter in enumerate(self.parameters()):
+            parameter.data.copy_(values(seed, *parameter.shape))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.down(functional.gelu(self.up(hidden)))
+        return output
+
+
+def step_with_torchs_tensor_parallelism() -> tuple[float, dict[str, Any]]:
+    context, stage = current_context(), Perceptron()
+    parallelize_module(stage, context.mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    pipeline = Pipeline(stage, make_schedule("1f1b", ranks=1, microbatches=2), criterion=functional.mse_loss)
+    execute_pipeline(iter([(values(context.data_rank, 4, 3), values(9, 4, 3))]), pipeline)
+    norm = float(clip_grad_norm_(pipeline, 1e9))
+    gradients = {}
+    for name, parameter in stage.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        gradients[name] = plain(parameter.grad.full_tensor())
+    return norm, gradients
+
+
+def test_torchs_tensor_parallelism_is_averaged_over_replicas() -> None:
+    stage = Perceptron()
+    for replica in (0, 1):
+        (functional.mse_loss(stage(values(replica, 4, 3)), values(9, 4, 3)) / 2).backward()
+    whole = {name: parameter.grad for name, parameter in stage.named_parameters() if parameter.grad is not None}
+    total = sum(float(gradient.square().sum()) for gradient in whole.values()) ** 0.5
+    for norm, gradients in run_processes(step_with_torchs_tensor_parallelism, 4, tensor=2, data=2):
+        require_near(gradients, whole)
+        assert norm == pytest.approx(total, rel=1e-12)
