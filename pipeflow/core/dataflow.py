@@ -4,7 +4,6 @@ in memory and what passes between ranks. Everything else reads this table: a new
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
 from itertools import combinations
@@ -165,15 +164,16 @@ def stream_of(entry: Entry) -> Stream:
 Place = tuple[Kind, int]  # kind and stage
 
 
-def sources(kinds: Iterable[Kind], num_stages: int) -> dict[Place, Place | None]:
+@lru_cache(maxsize=64)
+def sources(kinds: tuple[Kind, ...], num_stages: int) -> dict[Place, Place | None]:
     """Of a pipeline in which each stage runs each of `kinds` once per microbatch: what makes the value that an action
     waits for, from another stage if there is such a value, else from its own; None for what waits for the batch alone.
     """
-    among, table = tuple(kinds), flows(num_stages)
+    table = flows(num_stages)
     found: dict[Place, Place | None] = {}
-    for place in ((kind, stage) for kind in among for stage in range(num_stages)):
+    for place in ((kind, stage) for kind in kinds for stage in range(num_stages)):
         ends = sorted(table[place].needs, key=lambda end: end[0] not in PASSING)
-        makers = ((kind, stage) for content, stage in ends for kind in MAKERS[content] if kind in among)
+        makers = ((kind, stage) for content, stage in ends for kind in MAKERS[content] if kind in kinds)
         found[place] = next(makers, None)
     return found
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipeflow.orders.problem import Problem
 
-Times = list[list[float]]  # per letter and microbatch
+Times = list[list[float]]  # per operation and microbatch
 
 
 class Arc(NamedTuple):
@@ -22,10 +22,10 @@ class Arc(NamedTuple):
     delay: float
 
 
-def arcs(given: Problem) -> Iterator[Arc]:
+def arcs(problem: Problem) -> Iterator[Arc]:
     """What holds in every order within the slots in which microbatches do not overtake each other.
 
-    They are alike: when the k-th that a letter meets is called microbatch k, no time changes, and the k-th use of a
+    They are alike: when the k-th that an operation meets is called microbatch k, no time changes, and the k-th use of a
     value still follows k times that it was made. So overtaking gains nothing, but for one thing that is left aside: it
     could let a rank begin later than it must, which counts for `Timeline.span`.
 
@@ -33,18 +33,18 @@ def arcs(given: Problem) -> Iterator[Arc]:
     let l <= h be i and j in order. Then there comes a moment when its first l stages keep all of m..n, and each
     after them, up to the h-th, one more. Where these (n - m + 1) * l + h - l exceed the slots, F must wait.
     """
-    for letter, source in enumerate(given.source):
-        yield Arc(letter, letter, 1, 0.0)
+    for operation, source in enumerate(problem.source):
+        yield Arc(operation, operation, 1, 0.0)
         if source >= 0:
-            yield Arc(source, letter, 0, given.delays[letter])
-    for held, slots in zip(given.stages, given.slots, strict=True):
+            yield Arc(source, operation, 0, problem.delays[operation])
+    for held, slots in zip(problem.stages, problem.slots, strict=True):
         for i, forward in enumerate(held, 1):
             for j, backward in enumerate(held, 1):
                 yield Arc(3 * backward + 1, 3 * forward, (slots - abs(i - j)) // min(i, j), 0.0)
 
 
 class Bounds(NamedTuple):
-    """Per letter and microbatch, `heads`: the earliest start. `tails`: the least time from its end to the end of a
+    """Per operation and microbatch, `heads`: the earliest start. `tails`: the least time from its end to the end of a
     rank, less that rank's start, over the ranks whose start is known. Per rank, `starts`: when it begins, if in every
     order it begins then, else None. `span`: the lower bound.
     """
@@ -55,8 +55,8 @@ class Bounds(NamedTuple):
     span: float
 
 
-def bounds(given: Problem) -> Bounds:
-    """The least span of any order of `given`, as far as three arguments prove it.
+def bounds(problem: Problem) -> Bounds:
+    """The least span of any order of `problem`, as far as three arguments prove it.
 
     - Work: a rank's span is at least its work.
     - Paths: the longest way through `arcs` to an action, the action, and the longest way from there to a rank's
@@ -66,59 +66,65 @@ def bounds(given: Problem) -> Bounds:
       the one with the longest tail of those there are would end all, tails included, soonest (Jackson's preemptive
       schedule; J. Carlier, The one-machine sequencing problem, 1982): no order does better.
     """
-    order = _topological(given)
-    found = list(arcs(given))
-    heads = _heads(given, found, order)
-    starts: list[float | None] = [None] * len(given.stages)
-    for stage, rank in enumerate(given.ranks):
-        if given.stages[rank][0] != stage:
+    order = _topological(problem)
+    found = list(arcs(problem))
+    heads = _heads(problem, found, order)
+    starts: list[float | None] = [None] * len(problem.stages)
+    for stage, rank in enumerate(problem.ranks):
+        if problem.stages[rank][0] != stage:
             break
         starts[rank] = heads[3 * stage][0]
-    tails = _tails(given, found, order, starts)
-    span = max(given.work)
-    for held in given.stages:
-        letters = [3 * stage + half for stage in held for half in range(3)]
+    tails = _tails(problem, found, order, starts)
+    span = max(problem.work)
+    for held in problem.stages:
+        operations = [3 * stage + half for stage in held for half in range(3)]
         jobs = chain.from_iterable(
-            zip(heads[letter], [given.durations[letter]] * given.many, tails[letter], strict=True) for letter in letters
+            zip(
+                heads[operation],
+                [problem.durations[operation]] * problem.num_microbatches,
+                tails[operation],
+                strict=True,
+            )
+            for operation in operations
         )
         span = max(span, _preemptive(sorted(jobs)))
     return Bounds(heads, tails, starts, span)
 
 
-def _topological(given: Problem) -> list[int]:
-    """The letters, so that those of one microbatch are in an order in which they can run."""
-    stages = range(len(given.ranks))
+def _topological(problem: Problem) -> list[int]:
+    """The operations, so that those of one microbatch are in an order in which they can run."""
+    stages = range(len(problem.ranks))
     return [3 * stage for stage in stages] + [3 * stage + half for stage in reversed(stages) for half in (1, 2)]
 
 
-def _heads(given: Problem, found: list[Arc], order: list[int]) -> Times:
-    into: list[list[Arc]] = [[] for _ in given.source]
+def _heads(problem: Problem, found: list[Arc], order: list[int]) -> Times:
+    into: list[list[Arc]] = [[] for _ in problem.source]
     for arc in found:
         into[arc.user].append(arc)
-    heads: Times = [[0.0] * given.many for _ in given.source]
-    for microbatch in range(given.many):
-        for letter in order:
+    heads: Times = [[0.0] * problem.num_microbatches for _ in problem.source]
+    for microbatch in range(problem.num_microbatches):
+        for operation in order:
             latest = 0.0
-            for maker, _, later, delay in into[letter]:
+            for maker, _, later, delay in into[operation]:
                 if microbatch >= later:
-                    latest = max(latest, heads[maker][microbatch - later] + given.durations[maker] + delay)
-            heads[letter][microbatch] = latest
+                    latest = max(latest, heads[maker][microbatch - later] + problem.durations[maker] + delay)
+            heads[operation][microbatch] = latest
     return heads
 
 
-def _tails(given: Problem, found: list[Arc], order: list[int], starts: list[float | None]) -> Times:
-    out: list[list[Arc]] = [[] for _ in given.source]
+def _tails(problem: Problem, found: list[Arc], order: list[int], starts: list[float | None]) -> Times:
+    out: list[list[Arc]] = [[] for _ in problem.source]
     for arc in found:
         out[arc.maker].append(arc)
-    tails: Times = [[0.0] * given.many for _ in given.source]
-    for microbatch in reversed(range(given.many)):
-        for letter in reversed(order):
-            start = starts[given.ranks[letter // 3]]
+    tails: Times = [[0.0] * problem.num_microbatches for _ in problem.source]
+    for microbatch in reversed(range(problem.num_microbatches)):
+        for operation in reversed(order):
+            start = starts[problem.ranks[operation // 3]]
             longest = -inf if start is None else -start
-            for _, user, later, delay in out[letter]:
-                if microbatch + later < given.many:
-                    longest = max(longest, delay + given.durations[user] + tails[user][microbatch + later])
-            tails[letter][microbatch] = longest
+            for _, user, later, delay in out[operation]:
+                if microbatch + later < problem.num_microbatches:
+                    longest = max(longest, delay + problem.durations[user] + tails[user][microbatch + later])
+            tails[operation][microbatch] = longest
     return tails
 
 

@@ -9,14 +9,15 @@ from math import ceil, floor
 from time import perf_counter
 from typing import Any
 
+from pipeflow.analysis.memory_cap import MemoryCap
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.orders.bounds import Bounds, bounds
-from pipeflow.orders.neighbours import clocks, fits
-from pipeflow.orders.problem import MemoryCap, Problem, Word, problem, to_schedule, to_words
+from pipeflow.orders.neighbours import fits, run_times
+from pipeflow.orders.problem import Operations, Problem, make_problem, to_schedule, to_sequences
 from pipeflow.orders.search import Found, search
 
 SCALES = (1, 10, 100, 1_000, 100_000)  # the first that makes all times whole numbers, else the last
@@ -29,7 +30,7 @@ def exact(
     microbatches: int,
     cost: CostModel,
     *,
-    memory_cap: MemoryCap = None,
+    memory_cap: MemoryCap | None = None,
     budget: float = 60.0,
     start: Iterable[Schedule] = (),
     workers: int = 1,
@@ -55,17 +56,20 @@ def exact(
     )
     if found.gap < 1e-9:
         return found
-    given = problem(placement, microbatches, cost, memory_cap)
-    asked = _model(cp_model, given, bounds(given), to_words(found.schedule))
+    problem = make_problem(placement, microbatches, cost, memory_cap)
+    asked = _model(cp_model, problem, bounds(problem), to_sequences(found.schedule))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(deadline - perf_counter(), 0.0)
     solver.parameters.num_workers = workers
     solved = solver.solve(asked.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     schedule, timeline = found.schedule, found.timeline
     if solved:
-        words = _read(given, [[solver.value(begin) for begin in row] for row in asked.begins])
-        sound = all(fits(given, rank, word) for rank, word in enumerate(words)) and clocks(given, words) is not None
-        solution = to_schedule(schedule.name, given, words) if sound else schedule
+        sequences = _read(problem, [[solver.value(begin) for begin in row] for row in asked.begins])
+        sound = (
+            all(fits(problem, rank, sequence) for rank, sequence in enumerate(sequences))
+            and run_times(problem, sequences) is not None
+        )
+        solution = to_schedule(schedule.name, problem, sequences) if sound else schedule
         schedule, timeline = min(
             (schedule, timeline), (solution, simulate(solution, cost)), key=lambda pair: pair[1].span
         )
@@ -76,53 +80,53 @@ def exact(
 @dataclass(frozen=True, slots=True)
 class _Asked:
     model: Any
-    begins: list[list[Any]]  # per letter and microbatch, the variable of its start
+    begins: list[list[Any]]  # per operation and microbatch, the variable of its start
     scale: float
 
 
-def _model(cp_model: Any, given: Problem, known: Bounds, words: Sequence[Word]) -> _Asked:
-    """The least span of any starts, from those of `words` on. A rank whose start is known begins then; for another one
-    the solver may choose, which can only make its bound smaller.
+def _model(cp_model: Any, problem: Problem, known: Bounds, sequences: Sequence[Operations]) -> _Asked:
+    """The least span of any starts, from those of `sequences` on. A rank whose start is known begins then; for another
+    one the solver may choose, which can only make its bound smaller.
     """
-    scale = _scale(given)
-    durations, delays = ([_down(time, scale) for time in times] for times in (given.durations, given.delays))
-    times = clocks(given, words)
+    scale = _scale(problem)
+    durations, delays = ([_down(time, scale) for time in times] for times in (problem.durations, problem.delays))
+    times = run_times(problem, sequences)
     assert times is not None  # a search found them
-    span = times.candidate(words).span
+    span = times.candidate(sequences).span
     hops = 1 + known.starts.count(None)  # a rank whose start is not known begins once another one has begun
-    latest = ceil((max(start or 0.0 for start in known.starts) + hops * (span + max(given.delays))) * scale)
+    latest = ceil((max(start or 0.0 for start in known.starts) + hops * (span + max(problem.delays))) * scale)
     model = cp_model.CpModel()
-    begins = [[model.new_int_var(0, latest, "") for _ in range(given.many)] for _ in durations]
-    for letter, row in enumerate(begins):
+    begins = [[model.new_int_var(0, latest, "") for _ in range(problem.num_microbatches)] for _ in durations]
+    for operation, row in enumerate(begins):
         for one, following in pairwise(row):
-            model.add(following >= one + durations[letter])
-        source = given.source[letter]
+            model.add(following >= one + durations[operation])
+        source = problem.source[operation]
         for maker, user in zip(begins[source], row, strict=True) if source >= 0 else ():
-            model.add(user >= maker + durations[source] + delays[letter])
+            model.add(user >= maker + durations[source] + delays[operation])
     objective = model.new_int_var(_down(known.span, scale), ceil(span * scale), "span")
-    for rank, held in enumerate(given.stages):
-        letters = [3 * stage + half for stage in held for half in range(3)]
+    for rank, held in enumerate(problem.stages):
+        operations = [3 * stage + half for stage in held for half in range(3)]
         model.add_no_overlap(
-            model.new_fixed_size_interval_var(begin, durations[letter], "")
-            for letter in letters
-            for begin in begins[letter]
+            model.new_fixed_size_interval_var(begin, durations[operation], "")
+            for operation in operations
+            for begin in begins[operation]
         )
-        _keep_within(model, given, rank, begins, durations)
+        _keep_within(model, problem, rank, begins, durations)
         start = known.starts[rank]
-        first = begins[letters[0]][0] if start is None else ceil(start * scale - FUZZ)
-        for letter in letters[2::3]:
-            model.add(objective >= begins[letter][-1] + durations[letter] - first)
+        first = begins[operations[0]][0] if start is None else ceil(start * scale - FUZZ)
+        for operation in operations[2::3]:
+            model.add(objective >= begins[operation][-1] + durations[operation] - first)
     model.minimize(objective)
-    for word, row in zip(words, times.starts, strict=True):
+    for sequence, row in zip(sequences, times.starts, strict=True):
         done = [0] * len(durations)
-        for letter, begin in zip(word, row, strict=True):
-            model.add_hint(begins[letter][done[letter]], _down(begin, scale))
-            done[letter] += 1
+        for operation, begin in zip(sequence, row, strict=True):
+            model.add_hint(begins[operation][done[operation]], _down(begin, scale))
+            done[operation] += 1
     return _Asked(model, begins, scale)
 
 
-def _keep_within(model: Any, given: Problem, rank: int, begins: list[list[Any]], durations: list[int]) -> None:
-    held, slots = given.stages[rank], given.slots[rank]
+def _keep_within(model: Any, problem: Problem, rank: int, begins: list[list[Any]], durations: list[int]) -> None:
+    held, slots = problem.stages[rank], problem.slots[rank]
     if len(held) == 1:
         (stage,) = held
         for ended, begun in zip(begins[3 * stage + 1], begins[3 * stage][slots:], strict=False):
@@ -134,8 +138,8 @@ def _keep_within(model: Any, given: Problem, rank: int, begins: list[list[Any]],
     model.add_reservoir_constraint(forwards + backwards, changes, 0, slots)
 
 
-def _scale(given: Problem) -> float:
-    times = (*given.durations, *given.delays)
+def _scale(problem: Problem) -> float:
+    times = (*problem.durations, *problem.delays)
     whole = (scale for scale in SCALES if all(abs(time * scale - round(time * scale)) < FUZZ for time in times))
     return next(whole, SCALES[-1] / max(max(times), 1e-9))
 
@@ -144,11 +148,15 @@ def _down(time: float, scale: float) -> int:
     return floor(time * scale + FUZZ)
 
 
-def _read(given: Problem, begins: list[list[int]]) -> list[Word]:
-    """The words of a solution; what takes no time comes first of what begins together."""
-    words = []
-    for held in given.stages:
-        letters = [3 * stage + half for stage in held for half in range(3)]
-        order = sorted((begin, given.durations[letter] > 0, letter) for letter in letters for begin in begins[letter])
-        words.append([letter for _, _, letter in order])
-    return words
+def _read(problem: Problem, begins: list[list[int]]) -> list[Operations]:
+    """The sequences of a solution; what takes no time comes first of what begins together."""
+    sequences = []
+    for held in problem.stages:
+        operations = [3 * stage + half for stage in held for half in range(3)]
+        order = sorted(
+            (begin, problem.durations[operation] > 0, operation)
+            for operation in operations
+            for begin in begins[operation]
+        )
+        sequences.append([operation for _, _, operation in order])
+    return sequences

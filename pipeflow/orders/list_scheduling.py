@@ -8,16 +8,17 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from pipeflow.orders.problem import Problem, Word
+from pipeflow.orders.problem import KEEPS, Operations, Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What a free rank does.
 
-    Of the F and I that it could run it takes the one with the smallest `pace * microbatch + offsets[letter]`. A stage
-    has at most `limits[stage]` activations alive. W runs when nothing else can; and an F or a W is not begun when what
-    is known to arrive (a gradient; for a W also an activation) does so within `patience[letter]` of its duration.
+    Of the F and I that it could run it takes the one with the smallest `pace * microbatch + offsets[operation]`. A
+    stage has at most `limits[stage]` activations alive. W runs when nothing else can; and an F or a W is not begun when
+    what is known to arrive (a gradient; for a W also an activation) does so within `patience[operation]` of its
+    duration.
     """
 
     pace: float
@@ -31,52 +32,54 @@ class Candidate(NamedTuple):
 
     span: float
     makespan: float
-    words: list[Word]
+    sequences: list[Operations]
 
 
 class User(NamedTuple):
-    """Where a letter's value goes: per microbatch `box` says when it arrives, as far as that is known."""
+    """Where an operation's value goes: `arrived` has per microbatch when it arrives, as far as that is known."""
 
-    box: list[float]
+    arrived: list[float]
     delay: float
     rank: int
 
 
-def mail(given: Problem) -> tuple[list[list[float]], list[User | None]]:
-    """Per letter, its box, and the user of its value on whatever rank. The batch has arrived at the first stage."""
-    boxes: list[list[float]] = [[0.0] * given.many if source < 0 else [] for source in given.source]
-    users: list[User | None] = [None for _ in boxes]
-    for letter, source in enumerate(given.source):
-        if source >= 0 and letter % 3 < 2:
-            users[source] = User(boxes[letter], given.delays[letter], given.ranks[letter // 3])
-    return boxes, users
+def arrival_times(problem: Problem) -> tuple[list[list[float]], list[User | None]]:
+    """Per operation, when what it waits for arrives, as far as that is known; and the user of its own value, on
+    whatever rank. The batch has arrived at the first stage.
+    """
+    arrivals: list[list[float]] = [[0.0] * problem.num_microbatches if source < 0 else [] for source in problem.source]
+    users: list[User | None] = [None for _ in arrivals]
+    for operation, source in enumerate(problem.source):
+        if source >= 0 and operation % 3 < 2:
+            users[source] = User(arrivals[operation], problem.delays[operation], problem.ranks[operation // 3])
+    return arrivals, users
 
 
 class _State:
     """A pass under way."""
 
-    def __init__(self, given: Problem, rules: Rules) -> None:
-        held, letters = given.stages, range(len(given.source))
-        boxes, self.users = mail(given)
-        self.done = [0 for _ in letters]
-        self.words: list[Word] = [[] for _ in held]
+    def __init__(self, problem: Problem, rules: Rules) -> None:
+        held, operations = problem.stages, range(len(problem.source))
+        arrivals, self.users = arrival_times(problem)
+        self.done = [0 for _ in operations]
+        self.sequences: list[Operations] = [[] for _ in held]
         self.deferred: list[deque[int]] = [deque() for _ in held]  # the W that can run
         self.alive = [0 for _ in held]
         self.unfinished = [0 for _ in held]  # activations of microbatches that have a forward left on the rank
-        self.begins = [1 for _ in letters]  # what an F adds to them
+        self.begins = [1 for _ in operations]  # what an F adds to them
         for stages in held:
             self.begins[3 * stages[-1]] = 1 - len(stages)
         offsets, limits = rules.offsets, rules.limits
         self.gradients = [
-            [(letter, boxes[letter], offsets[letter]) for stage in stages for letter in (3 * stage + 1,)]
+            [(operation, arrivals[operation], offsets[operation]) for stage in stages for operation in (3 * stage + 1,)]
             for stages in held
         ]
         self.activations = [
             [
-                (3 * stage, boxes[3 * stage], offsets[3 * stage], limits[stage], reach)
+                (3 * stage, arrivals[3 * stage], offsets[3 * stage], limits[stage], reach)
                 for stage, reach in zip(stages, _reaches(slots, len(stages)), strict=True)
             ]
-            for stages, slots in zip(held, given.slots, strict=True)
+            for stages, slots in zip(held, problem.slots, strict=True)
         ]
 
 
@@ -90,61 +93,70 @@ def _reaches(slots: int, chunks: int) -> list[int]:
     return [slots - chunks + chunk for chunk in range(chunks - 1)] + [slots]
 
 
-def list_schedule(given: Problem, rules: Rules, stop: float = inf) -> Candidate | None:
+def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> Candidate | None:
     """The order that `rules` lead to; None when its span is found to be more than `stop`.
 
     It is sound and within the slots. One pass, about a microsecond an action.
     """
-    durations, slots, pace, patience = given.durations, given.slots, rules.pace, rules.patience
-    state = _State(given, rules)
-    done, words, alive, unfinished, deferred = state.done, state.words, state.alive, state.unfinished, state.deferred
-    begun, free, left = [0.0] * len(words), [0.0] * len(words), list(given.work)
-    events = [(0.0, rank) for rank in range(len(words))]
+    durations, slots, pace, patience = problem.durations, problem.slots, rules.pace, rules.patience
+    state = _State(problem, rules)
+    done, sequences, alive, unfinished, deferred = (
+        state.done,
+        state.sequences,
+        state.alive,
+        state.unfinished,
+        state.deferred,
+    )
+    begun, free, left = [0.0] * len(sequences), [0.0] * len(sequences), list(problem.work)
+    events = [(0.0, rank) for rank in range(len(sequences))]
     while events:
         now, rank = heappop(events)
         if now < free[rank]:
             continue
         picked, first, gradient = -1, inf, inf
-        for letter, box, offset in state.gradients[rank]:
-            microbatch = done[letter]
-            if microbatch < len(box):
-                arrival = box[microbatch]
+        for operation, arrived, offset in state.gradients[rank]:
+            microbatch = done[operation]
+            if microbatch < len(arrived):
+                arrival = arrived[microbatch]
                 if arrival > now:
                     gradient = arrival if arrival < gradient else gradient
                 elif pace * microbatch + offset < first:
-                    picked, first = letter, pace * microbatch + offset
+                    picked, first = operation, pace * microbatch + offset
         soonest = gradient
         if alive[rank] < slots[rank]:
-            for letter, box, offset, limit, reach in state.activations[rank]:
-                microbatch = done[letter]
-                if microbatch < len(box) and microbatch - done[letter + 1] < limit and unfinished[rank] <= reach:
-                    arrival = box[microbatch]
+            for operation, arrived, offset, limit, reach in state.activations[rank]:
+                microbatch = done[operation]
+                if microbatch < len(arrived) and microbatch - done[operation + 1] < limit and unfinished[rank] <= reach:
+                    arrival = arrived[microbatch]
                     if arrival > now:
                         soonest = arrival if arrival < soonest else soonest
-                    elif pace * microbatch + offset < first and now + patience[letter] * durations[letter] <= gradient:
-                        picked, first = letter, pace * microbatch + offset
+                    elif (
+                        pace * microbatch + offset < first
+                        and now + patience[operation] * durations[operation] <= gradient
+                    ):
+                        picked, first = operation, pace * microbatch + offset
         if picked < 0:
             if not deferred[rank] or now + patience[deferred[rank][0]] * durations[deferred[rank][0]] > soonest:
                 continue
             picked = deferred[rank].popleft()
         if now > free[rank]:
-            if not words[rank]:
+            if not sequences[rank]:
                 begun[rank] = now
             elif now - begun[rank] + left[rank] > stop:
                 return None
-        words[rank].append(picked)
+        sequences[rank].append(picked)
         left[rank] -= durations[picked]
         free[rank] = end = now + durations[picked]
         done[picked] += 1
         heappush(events, (end, rank))
         user = state.users[picked]
         if user is not None:
-            user.box.append(end + user.delay)
+            user.arrived.append(end + user.delay)
             heappush(events, (end + user.delay, user.rank))
-        if picked % 3 == 0:
-            alive[rank] += 1
+        half = picked % 3
+        alive[rank] += KEEPS[half]
+        if half == 0:
             unfinished[rank] += state.begins[picked]
-        elif picked % 3 == 1:
-            alive[rank] -= 1
+        elif half == 1:
             deferred[rank].append(picked + 1)
-    return Candidate(max(end - start for start, end in zip(begun, free, strict=True)), max(free), words)
+    return Candidate(max(end - start for start, end in zip(begun, free, strict=True)), max(free), sequences)

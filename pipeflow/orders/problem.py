@@ -1,7 +1,7 @@
-"""What a search for an order is given, flattened into numbers; how words become schedules, and when they run.
+"""Problem: what a search for an order starts from, flattened into numbers; and how rows become schedules.
 
-A row in a search is a word of letters: the letter `3 * stage + half` is the next F (half 0), I (1) or W (2) of a
-stage. Microbatches are alike and every letter meets them in order, so a word says all.
+A row is a sequence of operations: operation `3 * stage + half` is the next F (half 0), I (1) or W (2) of a stage.
+Microbatches are alike and every operation meets them in order, so a sequence says all.
 """
 
 from __future__ import annotations
@@ -10,26 +10,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import floor
 
+from pipeflow.analysis.memory_cap import MemoryCap, cap_per_rank
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import DATAFLOW, sources
 from pipeflow.core.errors import UsageError
+from pipeflow.core.liveness import ACTIVATIONS
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 
 HALVES = (Kind.F, Kind.I, Kind.W)
+KEEPS = tuple(ACTIVATIONS[kind] for kind in HALVES)  # by how many more activations a rank keeps after each
+PARTS = {  # what a kind of action is made of; nothing, if it holds up no rank
+    kind: [half for half, part in enumerate(HALVES) if set(DATAFLOW[part].takes) <= set(flow.takes)]
+    for kind, flow in DATAFLOW.items()
+}
 ROUNDING = 1e-9  # by which a cap of, say, 2/3 of a share of 3 chunks may miss a whole number
-Word = list[int]
-MemoryCap = float | Sequence[float] | None
+Operations = list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Per letter its `durations`, the letter whose value it waits for (`source`, -1 for none) and how long that value
-    travels (`delays`); per rank its stages in ascending order and how many chunk activations it may keep (`slots`).
+    """Per operation its `durations`, the operation whose value it waits for (`source`, -1 for none) and how long that
+    value travels (`delays`); per rank its stages in ascending order and how many chunk activations it may keep
+    (`slots`).
     """
 
     placement: Placement
-    many: int  # microbatches
+    num_microbatches: int
     ranks: tuple[int, ...]  # per stage
     stages: tuple[tuple[int, ...], ...]  # per rank
     durations: tuple[float, ...]
@@ -41,11 +49,14 @@ class Problem:
     def work(self) -> tuple[float, ...]:
         """Per rank, how long it is busy."""
         return tuple(
-            self.many * sum(sum(self.durations[3 * stage : 3 * stage + 3]) for stage in held) for held in self.stages
+            self.num_microbatches * sum(sum(self.durations[3 * stage : 3 * stage + 3]) for stage in held)
+            for held in self.stages
         )
 
 
-def problem(placement: Placement, microbatches: int, cost: CostModel, memory_cap: MemoryCap = None) -> Problem:
+def make_problem(
+    placement: Placement, microbatches: int, cost: CostModel, memory_cap: MemoryCap | None = None
+) -> Problem:
     """Raises UsageError for a placement of two paths, a stage without a cost, and a cap under which some rank cannot
     keep one microbatch on all of its stages.
     """
@@ -53,37 +64,33 @@ def problem(placement: Placement, microbatches: int, cost: CostModel, memory_cap
     if len(placement.paths) > 1:
         raise UsageError("a search takes placements of one path; this one has two")
     (path,) = placement.paths
-    last = len(path) - 1
-    source, delays = [], []
-    for stage in range(len(path)):
-        source += [3 * (stage - 1) if stage else -1, 3 * (stage + 1) + 1 if stage < last else 3 * stage, 3 * stage + 1]
-        delays += [_transfer(cost, path, stage - 1, stage) if stage else 0.0]
-        delays += [_transfer(cost, path, stage + 1, stage) if stage < last else 0.0, 0.0]
+    stages = range(len(path))
+    operations = [(kind, stage) for stage in stages for kind in HALVES]
+    makers = sources(HALVES, len(path))
+    source = [-1 if (maker := makers[operation]) is None else operations.index(maker) for operation in operations]
     return Problem(
         placement,
         microbatches,
         path,
         tuple(map(placement.stages_of, range(placement.num_ranks))),
-        tuple(float(cost.duration(kind, stage)) for stage in range(len(path)) for kind in HALVES),
+        tuple(float(cost.duration(kind, stage)) for kind, stage in operations),
         tuple(source),
-        tuple(delays),
+        tuple(0.0 if maker < 0 else _delay(cost, path, maker // 3, user // 3) for user, maker in enumerate(source)),
         _slots(placement, microbatches, memory_cap),
     )
 
 
-def _transfer(cost: CostModel, path: Sequence[int], maker: int, user: int) -> float:
-    """The time between the ranks of two neighbouring stages; a gradient is as large as its activation."""
+def _delay(cost: CostModel, path: Sequence[int], maker: int, user: int) -> float:
+    """The time between the ranks of two stages, the same or neighbours; a gradient is as large as its activation."""
     return 0.0 if path[maker] == path[user] else float(cost.transfer(min(maker, user), path[maker], path[user]))
 
 
-def _slots(placement: Placement, microbatches: int, memory_cap: MemoryCap) -> tuple[int, ...]:
+def _slots(placement: Placement, microbatches: int, memory_cap: MemoryCap | None) -> tuple[int, ...]:
     share = placement.chunks_per_rank
     chunks = [len(placement.stages_of(rank)) for rank in range(placement.num_ranks)]
     if memory_cap is None:
         return tuple(microbatches * number for number in chunks)
-    caps = list(memory_cap) if isinstance(memory_cap, Sequence) else [memory_cap] * len(chunks)
-    if len(caps) != len(chunks):
-        raise UsageError(f"memory_cap needs one number, or one for each of the {len(chunks)} ranks; got {len(caps)}")
+    caps = cap_per_rank(memory_cap, [number / share for number in chunks])
     for rank, (cap, number) in enumerate(zip(caps, chunks, strict=True)):
         if not cap * share + ROUNDING >= number:
             raise UsageError(
@@ -94,38 +101,24 @@ def _slots(placement: Placement, microbatches: int, memory_cap: MemoryCap) -> tu
     )
 
 
-def to_schedule(name: str, given: Problem, words: Sequence[Word]) -> Schedule:
-    """The schedule that `words`, one per rank, are."""
+def to_schedule(name: str, problem: Problem, sequences: Sequence[Operations]) -> Schedule:
+    """The schedule whose rows are `sequences`, one per rank."""
     rows = []
-    for word in words:
-        count = [0] * len(given.durations)
+    for sequence in sequences:
+        count = [0] * len(problem.durations)
         row = []
-        for letter in word:
-            row.append(Action(HALVES[letter % 3], letter // 3, count[letter]))
-            count[letter] += 1
+        for operation in sequence:
+            row.append(Action(HALVES[operation % 3], operation // 3, count[operation]))
+            count[operation] += 1
         rows.append(tuple(row))
-    return Schedule(name, given.placement, given.many, tuple(rows))
+    return Schedule(name, problem.placement, problem.num_microbatches, tuple(rows))
 
 
-def to_words(schedule: Schedule) -> list[Word]:
-    """The words of a schedule, a full backward taken as its two halves and every microbatch as any other; reductions,
-    which hold up no rank, are left out.
+def to_sequences(schedule: Schedule) -> list[Operations]:
+    """Per rank of a schedule its sequence, a full backward taken as its two halves and every microbatch as any other;
+    what holds up no rank, as reductions, is left out.
     """
-    words = []
-    for rank in range(len(schedule.rows)):
-        word: Word = []
-        for action in schedule.actions(rank):
-            first = 3 * action.stage
-            match action.kind:
-                case Kind.F:
-                    word.append(first)
-                case Kind.I:
-                    word.append(first + 1)
-                case Kind.W:
-                    word.append(first + 2)
-                case Kind.B:
-                    word += [first + 1, first + 2]
-                case Kind.R:
-                    pass
-        words.append(word)
-    return words
+    return [
+        [3 * action.stage + half for action in schedule.actions(rank) for half in PARTS[action.kind]]
+        for rank in range(len(schedule.rows))
+    ]

@@ -14,7 +14,7 @@ from pipeflow.orders.problem import Problem
 NEARLY = 0.999  # of a duration; the whole of it might not fit a gap as long, for rounding
 
 
-def plain_rules(given: Problem, heads: Times) -> Iterator[Rules]:
+def plain_rules(problem: Problem, heads: Times) -> Iterator[Rules]:
     """A grid over four numbers, the last running fastest.
 
     - A stage may have as many activations alive as its rank has slots; or its share of them, or of more than them
@@ -24,29 +24,29 @@ def plain_rules(given: Problem, heads: Times) -> Iterator[Rules]:
     - F waits for a gradient that comes within none or half of its duration.
     - W waits for what comes within none, half or all of its duration.
     """
-    letters = range(len(given.source))
-    pace = max(given.work) / given.many
-    slots = tuple(given.slots[rank] for rank in given.ranks)
-    for limits in (slots, *(_shares(given, heads, faster) for faster in (1.0, 0.9, 0.8, 0.6))):
+    operations = range(len(problem.source))
+    pace = max(problem.work) / problem.num_microbatches
+    slots = tuple(problem.slots[rank] for rank in problem.ranks)
+    for limits in (slots, *(_shares(problem, heads, faster) for faster in (1.0, 0.9, 0.8, 0.6))):
         for weight, forward, deferred in product((0.0, 0.5, 1.0, 2.0), (0.0, 0.5), (0.0, 0.5, NEARLY)):
             after = (1e-6 * pace, 0.0, 0.0)  # where all is equal a backward goes first
-            offsets = tuple(weight * heads[letter][0] + after[letter % 3] for letter in letters)
-            patience = tuple((forward, 0.0, deferred)[letter % 3] for letter in letters)
+            offsets = tuple(weight * heads[operation][0] + after[operation % 3] for operation in operations)
+            patience = tuple((forward, 0.0, deferred)[operation % 3] for operation in operations)
             yield Rules(pace, offsets, limits, patience)
 
 
-def _shares(given: Problem, heads: Times, faster: float) -> tuple[int, ...]:
+def _shares(problem: Problem, heads: Times, faster: float) -> tuple[int, ...]:
     """Per stage, the activations alive when a microbatch begins every `period` and needs nothing but its own time: the
     trip from its F to the end of its I / period. The shortest period for which they fit the slots, times `faster`.
     """
-    stages = range(len(given.ranks))
-    trips = [heads[3 * stage + 1][0] + given.durations[3 * stage + 1] - heads[3 * stage][0] for stage in stages]
+    stages = range(len(problem.ranks))
+    trips = [heads[3 * stage + 1][0] + problem.durations[3 * stage + 1] - heads[3 * stage][0] for stage in stages]
 
     def alive(stage: int, period: float) -> int:
-        return max(1, min(ceil(trips[stage] / period - 1e-9), given.slots[given.ranks[stage]]))
+        return max(1, min(ceil(trips[stage] / period - 1e-9), problem.slots[problem.ranks[stage]]))
 
-    period = max(*given.work, 1e-9) / given.many
-    for held, slots in zip(given.stages, given.slots, strict=True):
+    period = max(*problem.work, 1e-9) / problem.num_microbatches
+    for held, slots in zip(problem.stages, problem.slots, strict=True):
         while sum(alive(stage, period) for stage in held) > slots:
             period *= 1.03
     return tuple(alive(stage, faster * period) for stage in stages)
@@ -56,9 +56,9 @@ FORWARD_PATIENCE = (0.0, 0.0, 0.25, 0.5, NEARLY)
 WEIGHT_PATIENCE = (0.0, 0.25, 0.5, 0.75, NEARLY, 1.5)
 
 
-def varied(rules: Rules, given: Problem, random: Random) -> Rules:
+def varied(rules: Rules, problem: Problem, random: Random) -> Rules:
     """`rules` with the limit, a patience or an offset of a few consecutive stages changed."""
-    stages = len(given.ranks)
+    stages = len(problem.ranks)
     first, number = random.randrange(stages), random.choice((1, 1, 2, 4, stages))
     some = [(first + index) % stages for index in range(number)]
     limits, patience, offsets = list(rules.limits), list(rules.patience), list(rules.offsets)
@@ -66,7 +66,7 @@ def varied(rules: Rules, given: Problem, random: Random) -> Rules:
         case 0 | 1:
             change = random.choice((-2, -1, 1, 2))
             for stage in some:
-                limits[stage] = max(1, min(limits[stage] + change, given.slots[given.ranks[stage]]))
+                limits[stage] = max(1, min(limits[stage] + change, problem.slots[problem.ranks[stage]]))
         case 2 | 3:
             half, parts = random.choice(((0, FORWARD_PATIENCE), (2, WEIGHT_PATIENCE), (2, WEIGHT_PATIENCE)))
             part = random.choice(parts)

@@ -9,6 +9,7 @@ from math import inf
 from random import Random
 from time import perf_counter
 
+from pipeflow.analysis.memory_cap import MemoryCap
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
@@ -17,8 +18,8 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.orders.bounds import bounds
 from pipeflow.orders.list_scheduling import Candidate, Rules, list_schedule
-from pipeflow.orders.neighbours import clocks, critical_blocks, fits, neighbour
-from pipeflow.orders.problem import MemoryCap, Problem, problem, to_schedule, to_words
+from pipeflow.orders.neighbours import critical_blocks, fits, neighbour, run_times
+from pipeflow.orders.problem import Problem, make_problem, to_schedule, to_sequences
 from pipeflow.orders.rules import plain_rules, varied
 
 ROUND = 100  # candidates, of rules and of moves each, after which moves start anew from the best order
@@ -47,7 +48,7 @@ def search(
     microbatches: int,
     cost: CostModel,
     *,
-    memory_cap: MemoryCap = None,
+    memory_cap: MemoryCap | None = None,
     budget: float = 10.0,
     candidates: int | None = None,
     start: Iterable[Schedule] = (),
@@ -69,12 +70,12 @@ def search(
     """
     if candidates is not None:
         require_positive(candidates=candidates)
-    given = problem(placement, microbatches, cost, memory_cap)
-    proved = bounds(given)
+    problem = make_problem(placement, microbatches, cost, memory_cap)
+    proved = bounds(problem)
     effort = _Effort(perf_counter() + budget, inf if candidates is None else candidates, proved.span)
-    begin = [candidate for schedule in start if (candidate := _started(given, schedule)) is not None]
-    best = _searched(given, plain_rules(given, proved.heads), begin, effort)
-    schedule = to_schedule(name, given, best.words)
+    begin = [candidate for schedule in start if (candidate := _started(problem, schedule)) is not None]
+    best = _searched(problem, plain_rules(problem, proved.heads), begin, effort)
+    schedule = to_schedule(name, problem, best.sequences)
     timeline = simulate(schedule, cost)
     return Found(schedule, timeline, min(proved.span, timeline.span))
 
@@ -95,42 +96,47 @@ class _Effort:
         )
 
 
-def _started(given: Problem, schedule: Schedule) -> Candidate | None:
+def _started(problem: Problem, schedule: Schedule) -> Candidate | None:
     """The candidate that `schedule` is; None when it does not keep within the slots."""
-    if schedule.placement != given.placement or schedule.num_microbatches != given.many:
+    if schedule.placement != problem.placement or schedule.num_microbatches != problem.num_microbatches:
         raise UsageError(f"start {schedule.name!r} has another placement or other microbatches than the search")
-    words = to_words(schedule)
-    whole = [sorted(letter for stage in held for letter in range(3 * stage, 3 * stage + 3)) for held in given.stages]
-    if any(sorted(word) != sorted(letters * given.many) for word, letters in zip(words, whole, strict=True)):
+    sequences = to_sequences(schedule)
+    whole = [
+        sorted(operation for stage in held for operation in range(3 * stage, 3 * stage + 3)) for held in problem.stages
+    ]
+    if any(
+        sorted(sequence) != sorted(operations * problem.num_microbatches)
+        for sequence, operations in zip(sequences, whole, strict=True)
+    ):
         raise UsageError(f"start {schedule.name!r} does not run every forward and backward once; see verify()")
-    if not all(fits(given, rank, word) for rank, word in enumerate(words)):
+    if not all(fits(problem, rank, sequence) for rank, sequence in enumerate(sequences)):
         return None
-    times = clocks(given, words)
+    times = run_times(problem, sequences)
     if times is None:
         raise UsageError(f"start {schedule.name!r} cannot run to its end; see verify()")
-    return times.candidate(words)
+    return times.candidate(sequences)
 
 
 def _better(one: Candidate, other: Candidate | None) -> Candidate:
     return one if other is None or one[:2] <= other[:2] else other
 
 
-def _searched(given: Problem, grid: Iterator[Rules], begin: Iterable[Candidate], effort: _Effort) -> Candidate:
+def _searched(problem: Problem, grid: Iterator[Rules], begin: Iterable[Candidate], effort: _Effort) -> Candidate:
     rules = next(grid)
-    found = list_schedule(given, rules)
+    found = list_schedule(problem, rules)
     assert found is not None  # it has no span to stop at
     best = reduce(_better, begin, found)
     for tried in grid:
         if not effort.goes_on(best):
             return best
-        candidate = list_schedule(given, tried, found.span)
+        candidate = list_schedule(problem, tried, found.span)
         if _better(found, candidate) is not found:
             found, rules = _better(found, candidate), tried
             best = _better(best, found)
     random = Random(0)
-    by_rules = _rule_climb(given, found, rules, random)
+    by_rules = _rule_climb(problem, found, rules, random)
     while True:
-        by_moves = _move_climb(given, best, random)
+        by_moves = _move_climb(problem, best, random)
         for climb in (by_rules, by_moves) * ROUND:
             if not effort.goes_on(best):
                 return best
@@ -145,16 +151,16 @@ def _longest(current: Candidate, random: Random) -> float:
 Climb = Callable[[], Candidate | None]
 
 
-def _rule_climb(given: Problem, current: Candidate, rules: Rules, random: Random) -> Climb:
+def _rule_climb(problem: Problem, current: Candidate, rules: Rules, random: Random) -> Climb:
     """Varies rules, and goes on from those whose candidate is hardly worse."""
 
     def climb() -> Candidate | None:
         nonlocal current, rules
-        tried = varied(rules, given, random)
+        tried = varied(rules, problem, random)
         if random.random() < 0.3:
-            tried = varied(tried, given, random)
+            tried = varied(tried, problem, random)
         most = _longest(current, random)
-        candidate = list_schedule(given, tried, most)
+        candidate = list_schedule(problem, tried, most)
         if candidate is not None and candidate.span <= most:
             current, rules = candidate, tried
         return candidate
@@ -162,20 +168,20 @@ def _rule_climb(given: Problem, current: Candidate, rules: Rules, random: Random
     return climb
 
 
-def _move_climb(given: Problem, current: Candidate, random: Random) -> Climb:
-    """Moves letters of an order, and goes on from orders that are hardly worse."""
-    times = clocks(given, current.words)
+def _move_climb(problem: Problem, current: Candidate, random: Random) -> Climb:
+    """Moves operations of an order, and goes on from orders that are hardly worse."""
+    times = run_times(problem, current.sequences)
     assert times is not None  # it ran
-    blocks = critical_blocks(given, current.words, times)
+    blocks = critical_blocks(problem, current.sequences, times)
 
     def climb() -> Candidate | None:
         nonlocal current, blocks
         for _ in range(PROPOSALS if blocks else 0):
-            words = neighbour(given, current.words, blocks, random)
-            if words is not None and (times := clocks(given, words)) is not None:
-                candidate = times.candidate(words)
+            sequences = neighbour(problem, current.sequences, blocks, random)
+            if sequences is not None and (times := run_times(problem, sequences)) is not None:
+                candidate = times.candidate(sequences)
                 if candidate.span <= _longest(current, random):
-                    current, blocks = candidate, critical_blocks(given, words, times)
+                    current, blocks = candidate, critical_blocks(problem, sequences, times)
                 return candidate
         return None
 

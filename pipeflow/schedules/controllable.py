@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.dataflow import Place, sources
+from pipeflow.core.liveness import ACTIVATIONS
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 
@@ -87,7 +89,7 @@ class _Rank:
     """A rank while its row is made."""
 
     def __init__(self, rank: int, stages: int, microbatches: int, block: tuple[int, int, int, int], peak: int) -> None:
-        down, up, last = rank, stages - 1 - rank, stages - 1
+        down, up = rank, stages - 1 - rank
         passes = list(zip(block, ((Kind.F, down), (Kind.F, up), (Kind.I, up), (Kind.I, down)), strict=True))
         times = [
             (offset + PASSES * microbatch, Action(kind, stage, microbatch))
@@ -95,7 +97,8 @@ class _Rank:
             for offset, (kind, stage) in passes
         ]
         order = [action for _, action in sorted(times, key=lambda time: time[0])]
-        self.waiting = [(action, _needed(action, last)) for action in order]
+        makers = sources((Kind.F, Kind.I), stages)
+        self.waiting = [(action, _at(makers[action.kind, action.stage], action.microbatch)) for action in order]
         self.weights: list[Action] = []
         self.row: list[Action] = []
         self._alive = 0
@@ -111,9 +114,9 @@ class _Rank:
     def _startable(self, done: set[Action]) -> int | None:
         alive = most = self._alive
         for index, (action, needed) in enumerate(self.waiting[:WINDOW]):
-            if (needed is None or needed in done) and (action.kind is Kind.I or most < self._peak):
+            if (needed is None or needed in done) and (ACTIVATIONS[action.kind] < 0 or most < self._peak):
                 return index
-            alive += 1 if action.kind is Kind.F else -1
+            alive += ACTIVATIONS[action.kind]
             most = max(most, alive)
         return None
 
@@ -122,20 +125,11 @@ class _Rank:
 
     def _ran(self, action: Action) -> Action:
         self.row.append(action)
-        match action.kind:
-            case Kind.F:
-                self._alive += 1
-            case Kind.I:
-                self._alive -= 1
-                self.weights.append(Action(Kind.W, action.stage, action.microbatch))
-            case _:
-                pass
+        self._alive += ACTIVATIONS[action.kind]
+        if action.kind is Kind.I:
+            self.weights.append(Action(Kind.W, action.stage, action.microbatch))
         return action
 
 
-def _needed(action: Action, last: int) -> Action | None:
-    """What must have run on another stage, or on the last one before its own backward."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.F:
-        return Action(Kind.F, stage - 1, microbatch) if stage else None
-    return Action(Kind.I, stage + 1, microbatch) if stage < last else Action(Kind.F, last, microbatch)
+def _at(place: Place | None, microbatch: int) -> Action | None:
+    return None if place is None else Action(*place, microbatch)

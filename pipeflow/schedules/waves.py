@@ -9,6 +9,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.dataflow import sources
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.rows import require_even
@@ -64,7 +65,8 @@ def _backward_first(name: str, placement: Placement, microbatches: int) -> Sched
 
     As many microbatches as there are ranks are under way: when one has left, the next enters.
     """
-    ranks, last = placement.num_ranks, placement.num_stages - 1
+    ranks = placement.num_ranks
+    follows = {maker: user for user, maker in sources((Kind.F, Kind.B), placement.num_stages).items()}
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     startable: list[list[tuple[Kind, int, int]]] = [[] for _ in range(ranks)]  # heaps, which B leaves before F
     starts = [Action(Kind.F, 0, microbatch) for microbatch in range(ranks)]
@@ -78,14 +80,8 @@ def _backward_first(name: str, placement: Placement, microbatches: int) -> Sched
             if heap:
                 kind, microbatch, stage = heappop(heap)
                 row.append(Action(kind, stage, microbatch))
-                starts.append(_after(row[-1], last, ranks))
+                if following := follows.get((kind, stage)):
+                    starts.append(Action(*following, microbatch))
+                else:  # the microbatch has left: another one enters for it
+                    starts.append(Action(Kind.F, 0, microbatch + ranks))
     return Schedule(name, placement, microbatches, tuple(map(tuple, rows)))
-
-
-def _after(action: Action, last: int, ranks: int) -> Action:
-    """What can run once `action` has: behind the last of a microbatch, the first of the one that enters for it."""
-    match action:
-        case Action(Kind.F, stage, microbatch):
-            return Action(Kind.F, stage + 1, microbatch) if stage < last else Action(Kind.B, stage, microbatch)
-        case Action(_, stage, microbatch):
-            return Action(Kind.B, stage - 1, microbatch) if stage else Action(Kind.F, 0, microbatch + ranks)

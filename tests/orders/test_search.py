@@ -20,8 +20,8 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.orders.bounds import bounds
 from pipeflow.orders.exact import exact
 from pipeflow.orders.list_scheduling import list_schedule
-from pipeflow.orders.neighbours import clocks
-from pipeflow.orders.problem import problem, to_schedule, to_words
+from pipeflow.orders.neighbours import run_times
+from pipeflow.orders.problem import make_problem, to_schedule, to_sequences
 from pipeflow.orders.rules import plain_rules, varied
 from pipeflow.orders.search import search
 from pipeflow.schedules import SCHEDULES, make_schedule
@@ -99,13 +99,13 @@ def test_every_candidate_is_sound_within_the_cap_and_above_the_bound(
     cost, draw = random_cost(placement.num_stages, seed), Random(seed)
     share = placement.chunks_per_rank
     caps = [(len(placement.stages_of(rank)) + draw.random() * room) / share for rank in range(placement.num_ranks)]
-    problem_ = problem(placement, many, cost, caps)
+    problem_ = make_problem(placement, many, cost, caps)
     bound = bounds(problem_)
     some = draw.sample(list(plain_rules(problem_, bound.heads)), 3)
     for rules in (*some, *(varied(each, problem_, draw) for each in some)):
         candidate = list_schedule(problem_, rules)
         assert candidate is not None
-        schedule = to_schedule("any", problem_, candidate.words)
+        schedule = to_schedule("any", problem_, candidate.sequences)
         assert verify(schedule) == []
         timeline = simulate(schedule, cost)
         assert bound.span * (1 - 1e-9) <= timeline.span <= candidate.span * (1 + 1e-9)
@@ -119,14 +119,14 @@ ONE_PATH = [name for name in SCHEDULES if len(make_near(name, ranks=2, microbatc
 
 
 @pytest.mark.parametrize("name", ONE_PATH)
-def test_words_run_as_simulated(name: str) -> None:
+def test_sequences_run_as_simulated(name: str) -> None:
     schedule = make_schedule(name, ranks=3, microbatches=5)
     cost = random_cost(schedule.placement.num_stages, 1)
-    problem_ = problem(schedule.placement, 5, cost)
-    words = to_words(schedule)
-    times = clocks(problem_, words)
+    problem_ = make_problem(schedule.placement, 5, cost)
+    sequences = to_sequences(schedule)
+    times = run_times(problem_, sequences)
     assert times is not None
-    timeline = simulate(to_schedule("halves", problem_, words), cost)
+    timeline = simulate(to_schedule("halves", problem_, sequences), cost)
     assert times.starts == [[span.start for span in row] for row in timeline.rows]
     assert timeline.span <= simulate(schedule, cost).span * (1 + 1e-9)  # halves are never worse than whole backwards
 
@@ -158,9 +158,9 @@ def test_what_cannot_be_searched_for_is_refused() -> None:
     cost = CostModel.even(LINEAR)
     with pytest.raises(UsageError, match=r"memory_cap 0.5 is too small: rank 2 needs at least 1, for one microbatch"):
         search(LINEAR, 4, cost, memory_cap=[4, 1, 0.5, 1])
-    with pytest.raises(UsageError, match="rank 0 needs at least 1, for"):
+    with pytest.raises(UsageError, match="got nan for rank 0: it needs 1 there"):
         search(VEE, 4, CostModel.even(VEE), memory_cap=float("nan"))
-    with pytest.raises(UsageError, match="one for each of the 4 ranks; got 2"):
+    with pytest.raises(UsageError, match="one for each of 4 ranks; got 2"):
         search(LINEAR, 4, cost, memory_cap=(2, 2))
     with pytest.raises(UsageError, match="placements of one path"):
         search(Placement.bidirectional(2), 4, cost)
