@@ -1,3 +1,1 @@
-"""Pure functions of plans: verify, simulate, lower, graph, partition, search. Standard library and networkx only, but
-for exact, which asks OR-tools.
-"""
+"""Pure functions of one schedule or timeline: order, simulate, lower, causes, measures, difference, graph."""

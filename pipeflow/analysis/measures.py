@@ -1,4 +1,4 @@
-"""Measures: what one plan costs, in the numbers by which plans are compared."""
+"""Measures: what one schedule costs, in the numbers by which schedules are compared."""
 
 from __future__ import annotations
 

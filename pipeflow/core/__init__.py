@@ -1,1 +1,1 @@
-"""The values: what a plan is made of. Standard library only; nothing here computes a plan or runs one."""
+"""The values: what a schedule, its costs and its times are made of. Standard library only; nothing here runs any."""

@@ -129,7 +129,7 @@ def flows(num_stages: int) -> dict[tuple[Kind, int], Flow]:
     """The table for a pipeline of `num_stages`: per (kind, stage), its row with needs and makes as (content, stage).
 
     The first stage's input and the last stage's gradient come from the batch and the loss, and nobody uses the
-    last stage's activation or the first stage's gradient: these are not values of the plan.
+    last stage's activation or the first stage's gradient: these are not values of a schedule.
     """
     stages = frozenset(range(num_stages))
 

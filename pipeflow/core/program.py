@@ -33,7 +33,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let go of a sent `value`: the plan proves that `peer` has it, or the program ends."""
+    """Let go of a sent `value`: the schedule proves that `peer` has it, or the program ends."""
 
     value: Value
     peer: int

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of, parse_entry
-from pipeflow.core.dataflow import DATAFLOW, Content
+from pipeflow.core.dataflow import MAKERS, Content
 from pipeflow.core.errors import ScheduleError
 
-ADDS = frozenset(kind for kind, flow in DATAFLOW.items() if (Content.WEIGHT_GRADIENT, 0) in flow.makes)
 _CELL = re.compile(r"(\d{1,9})REDUCE_GRAD", re.ASCII)
 
 
@@ -29,18 +28,18 @@ def last_weight_gradients(row: Sequence[Entry]) -> dict[int, Last]:
         action.stage: Last(position, action.microbatch)
         for position, entry in enumerate(row)
         for action in actions_of(entry)
-        if action.kind in ADDS
+        if action.kind in MAKERS[Content.WEIGHT_GRADIENT]
     }
 
 
-def is_reduction(entry: Entry) -> bool:
+def is_reduction(entry: Entry) -> TypeGuard[Action]:
     """Whether a row's entry is a reduction."""
     return isinstance(entry, Action) and entry.kind is Kind.R
 
 
 def reduced(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
     """The row with a reduction right after each stage's last weight gradient; stages that have one keep theirs."""
-    have = {action.stage for entry in row for action in actions_of(entry) if action.kind is Kind.R}
+    have = {entry.stage for entry in row if is_reduction(entry)}
     after = {
         last.position: Action(Kind.R, stage, last.microbatch)
         for stage, last in last_weight_gradients(row).items()
@@ -59,7 +58,7 @@ def cells(row: tuple[Entry, ...]) -> Iterator[str]:
     the one of its stage's last weight gradient so far.
     """
     for position, entry in enumerate(row):
-        if isinstance(entry, Action) and entry.kind is Kind.R:
+        if is_reduction(entry):
             last = last_weight_gradients(row[:position]).get(entry.stage)
             if last is not None and last.microbatch == entry.microbatch:
                 yield f"{entry.stage}REDUCE_GRAD"

@@ -1,4 +1,4 @@
-"""Violation: one thing that is wrong with a plan. What must not live here: the code that finds it."""
+"""Violation: one thing that is wrong with a schedule or a program. What must not live here: the code that finds it."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeflow.core.action import Action, Entry, Kind
-from pipeflow.core.reductions import Last, last_weight_gradients
+from pipeflow.core.reductions import Last, is_reduction, last_weight_gradients
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
 
@@ -17,14 +17,14 @@ def wrong_reductions(schedule: Schedule) -> Iterator[Violation]:
     not take part, the others would wait for it, and where one stage was left out, its copies would drift apart. A
     reduction stands after all of its stage's weight gradients on its rank, and names the microbatch of the last one.
     """
-    if not any(isinstance(entry, Action) and entry.kind is Kind.R for row in schedule.rows for entry in row):
+    if not any(is_reduction(entry) for row in schedule.rows for entry in row):
         return
     stages, microbatches = schedule.placement.num_stages, schedule.num_microbatches
     for rank, row in enumerate(schedule.rows):
         last = last_weight_gradients(row)
         seen: set[int] = set()
         for position, entry in enumerate(row):
-            if not (isinstance(entry, Action) and entry.kind is Kind.R):
+            if not is_reduction(entry):
                 continue
             wanted = _wanted(row, position, entry, last.get(entry.stage), entry.stage in seen)
             if wanted and entry.stage < stages and entry.microbatch < microbatches:

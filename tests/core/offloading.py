@@ -10,6 +10,8 @@ import sys
 from dataclasses import replace
 from io import StringIO
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -29,7 +31,9 @@ from pipeflow import (
     simulate,
     verify,
 )
+from pipeflow.analysis.executed import executed_schedule
 from pipeflow.analysis.measured import measured_costs
+from pipeflow.cli.command import main
 from pipeflow.core.action import Entry
 from pipeflow.core.dataflow import Content, Stream
 from pipeflow.draw import CriticalPath, Gantt, html, perfetto, svg
@@ -141,6 +145,13 @@ def written() -> None:
     assert Schedule.from_csv(SCHEDULE.to_csv(), name="gpipe") == SCHEDULE
     timeline = simulate(SCHEDULE, COST)
     assert Timeline.from_json(timeline.to_json()) == timeline
+    assert executed_schedule(timeline) == SCHEDULE
+    with TemporaryDirectory() as folder:
+        kept, csv = Path(folder) / "timeline.json", Path(folder) / "schedule.csv"
+        kept.write_text(timeline.to_json())
+        csv.write_text(SCHEDULE.to_csv())
+        for file in (kept, csv):
+            assert main(["verify", str(file)]) == main(["simulate", str(file)]) == main(["draw", str(file)]) == 0
 
 
 def searched() -> None:

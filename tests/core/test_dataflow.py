@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import pytest
+
+from pipeflow.core.action import Kind
+from pipeflow.core.dataflow import DATAFLOW, KEPT, MAKERS, PASSING, WHOLE, Content, Stream, flows, sources
+from pipeflow.core.liveness import ACTIVATIONS, kept
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.span import Row
+from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.soundness.schedule import verify
+
+
+def test_every_kind_has_a_row() -> None:
+    assert list(DATAFLOW) == list(Kind)
+
+
+def test_contents_pass_or_are_kept() -> None:
+    assert {Content.ACTIVATION: 1, Content.GRADIENT: -1} == PASSING
+    assert {Content.SAVED, Content.DEFERRED} == KEPT
+    assert set(chain.from_iterable(MAKERS.values())) == set(Kind) - {Kind.R}
+
+
+def test_only_computations_pass_values_on_and_what_is_joint_makes_nothing() -> None:
+    for flow in DATAFLOW.values():
+        contents = {content for content, _ in (*flow.needs, *flow.makes)}
+        assert flow.stream is Stream.COMPUTE or not contents & PASSING.keys()
+        assert not (flow.joint and flow.makes)
+
+
+def test_a_backward_is_whole_or_in_two_halves() -> None:
+    assert WHOLE == ((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W))
+    for number in range(1, 5):
+        for kinds in combinations((Kind.F, Kind.B, Kind.I, Kind.W), number):
+            text = ",".join(f"0{kind}0" for kind in kinds)
+            assert (verify(Schedule.from_csv(text)) == []) == (kinds in WHOLE or kinds == (Kind.F,))
+
+
+def test_what_is_kept_for_backwards_is_gone_after_them() -> None:
+    for kinds in WHOLE:
+        assert sum(ACTIVATIONS[kind] for kind in kinds) == 0
+    empty: Row = ()
+    assert kept(empty, {Content.SAVED: (1.0,)}) == []
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_the_ends_of_the_pipeline_have_no_values(stages: int) -> None:
+    table = flows(stages)
+    made = {end for flow in table.values() for end in flow.makes}
+    used = {end for flow in table.values() for end in flow.needs}
+    assert made == used
+    assert (Content.GRADIENT, 0) not in made
+    assert (Content.ACTIVATION, stages - 1) not in made
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_an_action_waits_for_stands_before_it(name: str) -> None:
+    schedule = make_schedule(name, ranks=2, microbatches=4)
+    kinds = {action.kind for rank in range(2) for action in schedule.actions(rank)}
+    for kinds_ in WHOLE:
+        if kinds == set(kinds_):
+            makers = sources(kinds_, schedule.placement.num_stages)
+            assert [place for place, maker in makers.items() if maker is None] == [(Kind.F, 0)]
+            for rank in range(2):
+                places = {action: index for index, action in enumerate(schedule.actions(rank))}
+                for action, index in places.items():
+                    maker = makers[action.kind, action.stage]
+                    same = [each for each in places if (each.kind, each.stage) == maker]
+                    assert all(places[each] < index for each in same if each.microbatch == action.microbatch)
