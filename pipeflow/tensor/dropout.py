@@ -24,7 +24,8 @@ class Dropout(TensorLayer):
     Args:
         group: by default the tensor group of the context, and without a launch the group of one.
 
-    Raises UsageError in training without `manual_seed`, when there is more than one rank.
+    Raises UsageError in training without `manual_seed`, when there is more than one rank, and when torch's checkpoint
+    computes it again: only `pipeflow.tensor.checkpoint` replays a tracker.
     """
 
     def __init__(
@@ -49,6 +50,11 @@ class Dropout(TensorLayer):
             if self.group.size > 1:
                 raise UsageError("dropout over several tensor ranks needs pipeflow.tensor.manual_seed(seed) first")
             return functional.dropout(input, self.p, inplace=self.inplace)
+        if torch._C._current_graph_task_id() != -1 and not tracker.is_replay:  # inside a backward
+            raise UsageError(
+                f"{self._get_name()} was computed again in a backward with another mask than the first: use "
+                "pipeflow.tensor.checkpoint, which replays its masks, instead of torch.utils.checkpoint"
+            )
         kept = 1 - self.p
         noise = torch.empty_like(input, requires_grad=False)
         noise.bernoulli_(kept, generator=tracker.own if self.parallel_input else tracker.shared)

@@ -26,7 +26,10 @@ class RandomTracker:
     Attributes:
         shared: draws the same numbers on the ranks of a tensor group.
         own: draws other numbers on each.
+        is_replay: whether what is drawn was drawn before, by another tracker.
     """
+
+    is_replay = False
 
     def __init__(
         self, seed: int, *, device: torch.device | str = "cpu", place: tuple[int, int, int] = (0, 0, 0)
@@ -53,6 +56,8 @@ class RandomTracker:
 
 class _Replay(RandomTracker):
     """The streams of another tracker, from a state on."""
+
+    is_replay = True
 
     def __init__(self, tracker: RandomTracker, state: dict[str, Tensor]) -> None:
         self.shared, self.own = Generator(tracker.shared.device), Generator(tracker.own.device)

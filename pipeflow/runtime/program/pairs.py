@@ -5,8 +5,13 @@ run with its pairs taken apart, and nothing here is needed.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from threading import get_ident
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import in_this_context
@@ -17,18 +22,22 @@ from pipeflow.runtime.program.operations import Backward, Compute, Forward
 class Half:
     """One half of a pair, to be called once. `action` says what it computes, `module` is its stage's."""
 
-    __slots__ = ("_run", "action", "done", "module")
+    __slots__ = ("_run", "action", "done", "module", "thread", "watch")
 
     def __init__(self, compute: Compute, module: nn.Module) -> None:
         self.action = compute.action
         self.module = module
         self._run = in_this_context(compute)
         self.done = False
+        self.thread = 0  # the last one that it ran on
+        self.watch: Draws | None = None  # of what it does, while it is looked at
 
     def __call__(self) -> None:
         """Runs it, on the calling thread and, on a GPU, on its current stream."""
+        self.thread = get_ident()
         try:
-            self._run()
+            with self.watch or nullcontext():
+                self._run()
         except BaseException as error:
             raise ActionError(self.action) from error
         self.done = True
@@ -38,8 +47,24 @@ Overlap = Callable[[Half, Half], None]
 """Runs a pair: calls its forward and its backward, each once, and returns when both are done."""
 
 
+class Draws(TorchDispatchMode):
+    """Notes whether something is drawn from torch's own generator, which is one for all threads."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as torch has it
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = {each.name: each.default_value for each in func._schema.arguments}
+            given |= dict(zip(given, args, strict=False)) | kwargs
+            self.seen |= given.get("generator") is None and given.get("dropout_p") != 0
+        return func(*args, **kwargs)
+
+
 class Both(Compute):
-    """A pair, as one computation."""
+    """A pair, as one computation. The first time, what its backward draws is looked at."""
 
     __slots__ = ("backward", "forward", "overlap")
 
@@ -47,6 +72,7 @@ class Both(Compute):
         super().__init__(forward.action)
         self.forward = Half(forward, forward.stage.module)
         self.backward = Half(backward, module)
+        self.backward.watch = Draws()
         self.overlap = overlap
 
     def __call__(self) -> None:
@@ -55,3 +81,18 @@ class Both(Compute):
         self.overlap(forward, backward)
         if not (forward.done and backward.done):
             raise UsageError("overlap(forward, backward) returned before it had called both of them")
+        if backward.watch is not None:
+            self._require_masks_of_its_own(backward.watch)
+            backward.watch = None
+
+    def _require_masks_of_its_own(self, draws: Draws) -> None:
+        """Raises ActionError where a backward that computes a forward again, beside one on another thread, takes its
+        random numbers from the generator of both.
+        """
+        if draws.seen and self.forward.thread != self.backward.thread:
+            error = UsageError(
+                "a backward computed its forward again and drew from torch's own generator, beside a forward on "
+                "another thread, so its masks were not the first ones: call pipeflow.tensor.manual_seed(seed), then "
+                "use pipeflow.tensor.Dropout inside of pipeflow.tensor.checkpoint; or run both halves on one thread"
+            )
+            raise ActionError(self.backward.action) from error
