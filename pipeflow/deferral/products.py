@@ -163,7 +163,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     grad = parameter.grad
     if has_hooks(parameter):
         parameter.backward(gradient)
-    elif grad is None and gradient.dtype is parameter.dtype and gradient.stride() == parameter.stride():
+    elif grad is None and gradient.dtype is parameter.grad_dtype and gradient.stride() == parameter.stride():
         parameter.grad = gradient
     elif grad is None or grad.requires_grad or grad.layout is not torch.strided:
         parameter.backward(gradient)

@@ -48,6 +48,9 @@ class Pipeline(nn.Module):
         overlap: `overlap(forward, backward)` runs a pair of the schedule: it calls both, each once, in any order, on
             any thread or stream, and returns when both are done. Without it a forward runs before its backward.
         autocast: the dtype of a torch.autocast under which stages and criterion run.
+        gradient_dtype: in which gradients are added up over microbatches and ranks, where a parameter's own dtype is
+            narrower, such as torch.float32 for a model in bfloat16; `.grad` is left in it, for MasterWeights to step
+            with. By default the parameter's own. Under fully_shard its MixedPrecisionPolicy says it.
 
     Attributes:
         loss_scale: what the gradients of a step are multiplied by, so that those of half precision do not vanish.
@@ -76,6 +79,7 @@ class Pipeline(nn.Module):
         stages: Sequence[int] | None = None,
         overlap: Overlap | None = None,
         autocast: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         context = current_context()
@@ -91,7 +95,7 @@ class Pipeline(nn.Module):
             modules = dict(zip(held, self.chunks, strict=True))
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
             taken = _compare(context, self, shape, overlaps=overlap is not None, takes=_keywords_of(modules))
-            self.gradients = Gradients(self, modules, schedule.placement, context)
+            self.gradients = Gradients(self, modules, schedule.placement, context, gradient_dtype)
             precise = _under_autocast(autocast, context.device)
             prepared = {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()}
             meta = None if shape is None else Meta.known(*shape)

@@ -93,6 +93,14 @@ def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
+def widen_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Has the parameter's gradient be added up in `dtype` where its own is narrower."""
+    if parameter.is_floating_point() and torch.promote_types(parameter.dtype, dtype) is not gradient_dtype(parameter):
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = torch.promote_types(parameter.dtype, dtype)
+        parameter.grad = None if gradient is None else gradient.to(parameter.grad_dtype)
+
+
 def _replace(gradient: Tensor, by: Tensor) -> None:
     """Puts other numbers into a gradient, which stays what it is: sparse, a part, laid out as it was."""
     if gradient.is_sparse:

@@ -16,6 +16,7 @@ from pipeflow.parallel.context import Context
 from pipeflow.parallel.sharding import is_distributed, own_buffers_of, splits_of
 from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
 from pipeflow.parallel.transport.work import Work
+from pipeflow.runtime.gradients.bucket import widen_gradient
 from pipeflow.runtime.gradients.buffers import Buffers
 from pipeflow.runtime.gradients.description import Description, Looks, compare
 from pipeflow.runtime.gradients.orders import Orders
@@ -49,6 +50,7 @@ class Gradients:
         stages: by index; what has parameters beside them belongs to the module of the stage that uses it.
         placement: of all stages.
         context: this rank's.
+        dtype: in which gradients are added up, where the parameter's own is narrower.
 
     Attributes:
         change: of this rank's parameters, since the ranks compared theirs; as of the last `begin`.
@@ -57,12 +59,18 @@ class Gradients:
     """
 
     def __init__(
-        self, model: nn.Module, stages: Mapping[int, nn.Module], placement: Placement, context: Context
+        self,
+        model: nn.Module,
+        stages: Mapping[int, nn.Module],
+        placement: Placement,
+        context: Context,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._model = model
         self._stages = stages
         self._placement = placement
         self._context = context
+        self._dtype = dtype
         self.change = Change.NONE
         self._agree()
 
@@ -114,7 +122,11 @@ class Gradients:
 
     def _survey(self) -> list[Weight]:
         self._ties = tie(self._model)
-        return weights_of(self._model, self._stages, self._ties, self._placement)
+        weights = weights_of(self._model, self._stages, self._ties, self._placement)
+        for weight in weights:
+            if self._dtype is not None and not weight.is_sharded:
+                widen_gradient(weight.parameter, self._dtype)
+        return weights
 
     def _agree(self) -> None:
         self._weights = self._survey()

@@ -109,10 +109,15 @@ class Results:
         """
         weighted = enumerate(zip(self.losses, self.weights, strict=False))
         return {
-            microbatch: loss * weight if weight else torch.zeros_like(loss)
+            microbatch: _wide(loss) * weight if weight else torch.zeros_like(_wide(loss))
             for microbatch, (loss, weight) in weighted
             if loss is not None
         }
+
+
+def _wide(loss: Tensor) -> Tensor:
+    """In float32 at least, in which those of many microbatches can be added up."""
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def flatten(output: object) -> tuple[list[Tensor], TreeSpec | None]:
