@@ -92,14 +92,15 @@ def painter_for(chunks: int, console: Console, options: ConsoleOptions) -> Paint
 
 def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept: Memory | None) -> Iterator[Text]:
     """Per rank a line of computations, one for each stream beside them and, with memory, one of what is kept."""
-    width = round_half_up(timeline.makespan * scale)
+    makespan = timeline.makespan
+    width = round_half_up(makespan * scale)
     labels = iter(_labels(timeline, kept))
     drawn = lanes(timeline)
     for rank, (of_rank, painted) in enumerate(zip(drawn, pieces(drawn, scale), strict=True)):
         for lane, line in zip(of_rank, painted, strict=True):
             yield _line(next(labels).ljust(margin), *paint(line, width, painter, lane.stream))
         if kept is not None:
-            amounts = heights(timeline.memory(rank), timeline.makespan, scale)
+            amounts = heights(timeline.memory(rank), makespan, scale)
             yield _line((next(labels).ljust(margin), "bright_black"), painter.memory(amounts, kept))
             yield from [Text()] * painter.space
 

@@ -101,12 +101,12 @@ def _line(row: Row, widths: list[int], style: str) -> Text:
 
 def stretches(timeline: Timeline) -> list[Stretch]:
     """The critical path, cut where it goes from rank to rank."""
-    found = []
+    found, least = [], 1e-9 * timeline.makespan
     for _, causes in groupby(critical_path(timeline), key=lambda cause: cause.span.rank):
         chain = tuple(causes)
         span, after, _ = chain[0]
         wait = span.start - (after.end if after else 0.0)
-        found.append(Stretch(chain, wait if wait > 1e-9 * timeline.makespan else 0.0))
+        found.append(Stretch(chain, wait if wait > least else 0.0))
     return found
 
 
