@@ -26,7 +26,7 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else plural}"
 
 
-def measures(timeline: Timeline, unit: Unit) -> str:
+def summary(timeline: Timeline, unit: Unit) -> str:
     """Makespan, bubble and peak activations in one line; the span where it is not the makespan; and of each stream
     beside the computations the most that a rank runs there, and what of all comes after the computations.
     """

@@ -340,6 +340,15 @@ def test_two_timelines_have_one_time_scale(page: Page) -> None:
     assert page.find(".focused", 1).rect["x"] == first["x"]
 
 
+def test_equal_times_stand_below_each_other_whatever_the_lanes_are_called(page: Page) -> None:
+    page.open([reducing("1f1b", 4), planned("1f1b", 4, 8)])
+    page.walk(Keys.ARROW_RIGHT)
+    first = page.find(".focused", 0).rect
+    page.browser.execute_script("arguments[0].focus()", page.find(".lanes", 1))
+    page.walk(Keys.ARROW_RIGHT)
+    assert page.find(".focused", 1).rect["x"] == first["x"]
+
+
 def test_the_page_follows_the_scheme_and_prints_on_white(page: Page) -> None:
     def emulate(**media: Any) -> None:
         page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)

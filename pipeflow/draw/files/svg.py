@@ -9,7 +9,7 @@ from itertools import pairwise
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.captions import heading, measures
+from pipeflow.draw.captions import heading, summary
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, shade
 from pipeflow.draw.files.frame import Block, Frame, blocks, frame, steps
 from pipeflow.draw.files.markup import escaped
@@ -33,7 +33,7 @@ def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0) -> str:
     show, columns stand for them that keep the proportions, so that the size of the text is bounded.
     """
     times = Unit(unit, factor)
-    said = measures(timeline, times)
+    said = summary(timeline, times)
     at = frame(timeline, top=0)
     width = PAD + at.left + at.width + at.right
     lines = _wrapped(said.split("  "), width - 2 * PAD)

@@ -36,8 +36,9 @@ function makeBlock(row, rank, index, action, streams, kinds) {
   const [, stage, letter, microbatch] = ACTION.exec(action);
   const kind = kinds[letter];
   return {
-    action, kind, rank, index, lane: streams.indexOf(kind.stream), stage: Number(stage), microbatch: Number(microbatch), chunk: row.chunks[stage],
-    followed: kind.single ? Number(microbatch) : null, start: row.times[2 * index], end: row.times[2 * index + 1],
+    action, kind, rank, index, lane: streams.indexOf(kind.stream), stage: Number(stage), chunk: row.chunks[stage],
+    microbatch: Number(microbatch), followed: kind.single ? Number(microbatch) : null,
+    start: row.times[2 * index], end: row.times[2 * index + 1],
     before: null, after: null, value: null, partner: null, critical: false,
   };
 }

@@ -38,13 +38,19 @@ export function shown(count, timeOf, view) {
   return [Math.max(lastAt(count, timeOf, view.first), 0), lastAt(count, timeOf, view.last) + 1];
 }
 
+/** The room for names at the left and for peaks at the right of the lanes: the same for all timelines of a page, so that
+ * equal times stand below each other. */
+export function margins(timelines) {
+  const rows = timelines.flatMap((timeline) => timeline.rows);
+  const longest = (texts) => Math.max(...texts.map((text) => text.length));
+  const [name, peak] = [longest(rows.flatMap((row) => row.names)), longest(rows.map((row) => row.peak))];
+  return {left: 20 + 6.4 * name, right: 18 + 6.6 * Math.max(4, peak)};
+}
+
 /** Where the parts of a timeline lie, in CSS pixels of its lanes' canvas. A rank has a lane for its computations, a
  * lower one for each other stream, and then one for its memory. */
-export function layOut(timeline, view, width) {
+export function layOut(timeline, view, width, {left, right}) {
   const {lane, beside, memory, gap} = timeline.heights;
-  const names = timeline.rows.flatMap((row) => row.names);
-  const left = 20 + 6.4 * Math.max(...names.map((name) => name.length));
-  const right = 18 + 6.6 * Math.max(4, ...timeline.rows.map((row) => row.peak.length));
   const others = Math.max(...timeline.rows.map((row) => row.lanes.length)) - 1;
   const lanes = [{top: 0, height: lane}];
   for (let other = 0; other < others; other++) lanes.push({top: lane + SPACE + other * (beside + SPACE), height: beside});

@@ -14,7 +14,7 @@ from string import Template
 
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.captions import heading, measures
+from pipeflow.draw.captions import heading, summary
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, shade
 from pipeflow.draw.files.markup import escaped
 from pipeflow.draw.lanes import kinds, num_chunks, several
@@ -91,7 +91,7 @@ def _legend(timelines: tuple[Timeline, ...]) -> Iterator[str]:
 
 
 def _chart(timeline: Timeline, unit: Unit) -> str:
-    title, said = escaped(heading(timeline)), escaped(measures(timeline, unit))
+    title, said = escaped(heading(timeline)), escaped(summary(timeline, unit))
     parts = "".join(f"<span>{part}</span>" for part in said.split("  "))
     return (
         f'<section>\n<h2>{title}</h2>\n<p class="said">{parts}</p>\n'

@@ -3,7 +3,7 @@
 
 import {prepared, scheme} from "./canvas.js";
 import {wayOf} from "./data.js";
-import {AXIS, layOut} from "./geometry.js";
+import {AXIS, layOut, margins} from "./geometry.js";
 import {paintAxis, paintGround, paintLanes, paintLinks} from "./paint.js";
 import {saidTime, saidWay} from "./words.js";
 
@@ -33,7 +33,10 @@ class Chart {
   focus = null;
 
   constructor(timeline, element) {
-    const over = (name) => element.appendChild(Object.assign(document.createElement("div"), {className: `over ${name}`, hidden: true}));
+    const over = (name) => {
+      const div = Object.assign(document.createElement("div"), {className: `over ${name}`, hidden: true});
+      return element.appendChild(div);
+    };
     [this.axis, this.lanes] = element.querySelectorAll("canvas");
     Object.assign(this, {timeline, element, cursor: over("cursor"), pointed: over("pointed"), focused: over("focused")});
   }
@@ -51,10 +54,10 @@ class Chart {
   }
 
   /** Whether a lane was too dense for blocks. */
-  paint({data, view, marks, density}, colours) {
+  paint({data, view, marks, density, margins}, colours) {
     const {timeline, element} = this;
     const wide = element.clientWidth;
-    const place = this.place = layOut(timeline, view, wide);
+    const place = this.place = layOut(timeline, view, wide, margins);
     const sharp = density ?? window.devicePixelRatio;
     paintAxis(prepared(this.axis, wide, AXIS, sharp), data, place, view, colours);
     const context = prepared(this.lanes, wide, place.height, sharp);
@@ -78,6 +81,7 @@ export class Page {
     this.horizon = Math.max(...data.timelines.map((timeline) => timeline.makespan)) || 1;
     this.narrowest = Math.max(Math.min(this.horizon, data.shortest * 1.5), this.horizon * 1e-7);
     this.view = {first: 0, last: this.horizon};
+    this.margins = margins(data.timelines);
     const elements = document.querySelectorAll(".chart");
     this.charts = data.timelines.map((timeline, number) => new Chart(timeline, elements[number]));
   }

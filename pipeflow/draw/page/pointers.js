@@ -43,7 +43,8 @@ function turn(page, chart, event) {
   if (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey) {
     page.move(((event.deltaX || event.deltaY) * lines) / chart.place.width);
   } else {
-    page.zoom(Math.exp(event.deltaY * lines * (event.ctrlKey ? 0.01 : 0.002)), time); // a pinch on a touchpad is a wheel with ctrl
+    const pinched = event.ctrlKey; // as a touchpad tells it
+    page.zoom(Math.exp(event.deltaY * lines * (pinched ? 0.01 : 0.002)), time);
   }
   point(page, chart, event);
 }

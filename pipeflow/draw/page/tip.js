@@ -24,9 +24,10 @@ function tell(content, x, y) {
   tip.replaceChildren(...content);
   tip.hidden = false;
   const {width, height} = tip.getBoundingClientRect();
-  const left = x + 16 + width > innerWidth ? x - 16 - width : x + 16;
-  const top = y + 20 + height > innerHeight ? y - 20 - height : y + 20;
-  Object.assign(tip.style, {left: `${Math.min(Math.max(left, 8), Math.max(innerWidth - width - 8, 8))}px`, top: `${Math.max(top, 8)}px`});
+  const beside = x + 16 + width > innerWidth ? x - 16 - width : x + 16;
+  const below = y + 20 + height > innerHeight ? y - 20 - height : y + 20;
+  const left = Math.min(Math.max(beside, 8), Math.max(innerWidth - width - 8, 8));
+  Object.assign(tip.style, {left: `${left}px`, top: `${Math.max(below, 8)}px`});
 }
 
 export function tellBlock(data, block, x, y) {

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.captions import heading, measures
+from pipeflow.draw.captions import heading, summary
 from pipeflow.draw.lanes import kinds, lanes, num_chunks
 from pipeflow.draw.memory import Memory, memory_of, same_memory
 from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
@@ -77,7 +77,7 @@ def stacked(
         yield Text(printable(title), "bold")
         yield _line(" " * margin, (axis(horizon, scale, room, unit), "bright_black"))
         yield from _rows(timeline, scale, margin, painter, kept)
-        yield from _flowed(([(part, "")] for part in measures(timeline, unit).split("  ")), options.max_width, gap=2)
+        yield from _flowed(([(part, "")] for part in summary(timeline, unit).split("  ")), options.max_width, gap=2)
         yield Text()
     pairs = any(span.partner is not None for timeline in timelines for span in timeline)
     legend = painter.legend(kinds(timelines), pairs=pairs, memory=kept)
