@@ -19,7 +19,6 @@ from tests.training.hybrid import VOCABULARY
 
 IGNORED = -100
 MAX_RANKS = 8
-THAWS = 0.0
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -127,7 +126,7 @@ def drawn(seed: int) -> Configuration:
         layers=random.randint(1, 3),
         tied=random.choice(("no", "yes", "object")),
         frozen=tuple(random.choice(FREEZABLE).split()) if random.random() < 0.4 else (),
-        thaws=random.random() < THAWS,
+        thaws=random.random() < 0.5,
         ignored=random.random() < 0.3,
         named=random.random() < 0.3,
         skips=skips,
