@@ -126,7 +126,7 @@ def _finish(bucket: _Bucket, values: Tensor, work: Work) -> None:
 def _buckets(owners: dict[nn.Parameter, int], ranks: int) -> Iterator[_Bucket]:
     """All parameters in buckets, the owners taking turns, so that all of them send at the same time."""
     ordered = sorted(owners, key=lambda parameter: str(parameter.dtype))
-    of_each = [in_buckets((p for p in ordered if owners[p] == owner), BUCKET) for owner in range(ranks)]
+    of_each = [in_buckets([p for p in ordered if owners[p] == owner], BUCKET) for owner in range(ranks)]
     for turn in zip_longest(*of_each):
         yield from (_Bucket(owner, bucket) for owner, bucket in enumerate(turn) if bucket is not None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Condition
+from threading import Condition, get_ident
 from typing import Protocol
 
 import torch
@@ -46,7 +46,7 @@ class Rendezvous:
         self.collectives: dict[tuple[int, tuple[int, ...], int], Collective] = {}  # by generation, ranks and number
         self.closed: set[tuple[int, int]] = set()  # (generation, rank) of those that were told of a failure
         self.gone: set[int] = set()
-        self.waits_for: dict[int, tuple[int, ...]] = {}
+        self.waits_for: dict[tuple[int, int], tuple[int, ...]] = {}  # by rank and thread: those of a trace wait, too
         self.patience: dict[int, float | None] = {}
         self.blames: dict[tuple[int, int], Blame] = {}  # by generation, and by the rank that gives up for it
 
@@ -54,8 +54,8 @@ class Rendezvous:
         """Waits, as rank `by`, with `changed` held, until `done` or a rank of `ranks` has closed its channels. Raises
         LinkError.
         """
-        waited = 0.0
-        self.waits_for[by.rank] = ranks
+        waited, here = 0.0, (by.rank, get_ident())
+        self.waits_for[here] = ranks
         try:
             while not self.changed.wait_for(lambda: done() or self._closed(generation, ranks), by.timeout):
                 waited += by.timeout
@@ -63,7 +63,7 @@ class Rendezvous:
                     self.blames[generation, by.rank] = blame
                     raise LinkError(ranks[0], expired=True)
         finally:
-            del self.waits_for[by.rank]
+            del self.waits_for[here]
         if not done():
             raise LinkError(self._closed(generation, ranks)[0])
 
@@ -77,9 +77,12 @@ class Rendezvous:
 
     def _statuses(self) -> dict[int, Status | Blame]:
         return {
-            rank: left(rank) if rank in self.gone else Status(self.waits_for.get(rank, ()), self.patience.get(rank))
+            rank: left(rank) if rank in self.gone else Status(self._awaited_by(rank), self.patience.get(rank))
             for rank in range(self.size)
         }
+
+    def _awaited_by(self, rank: int) -> tuple[int, ...]:
+        return tuple(other for (waiting, _), ranks in self.waits_for.items() if waiting == rank for other in ranks)
 
 
 class Participant(Protocol):
