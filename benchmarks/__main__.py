@@ -14,6 +14,7 @@ NAMES = (
     "halves",
     "failure",
     "kill",
+    "drills",
     "corrupt",
     "calls",
     "analysis",

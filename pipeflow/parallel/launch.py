@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from datetime import timedelta
 
 import torch
@@ -97,12 +98,12 @@ def _initialize(rank: int, world_size: int, device: torch.device, timeout: float
     found = find_each_other(rank, world_size, timeout)
     use_interface_of(address_towards(found.address))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    patience = timedelta(seconds=timeout)
+    patience, until = timedelta(seconds=timeout), time.monotonic() + timeout + grace_of(timeout)
     try:
         dist.init_process_group(backend, store=found.store, rank=rank, world_size=world_size, timeout=patience)
         dist.all_reduce(torch.zeros(1, device="cpu"))  # with all of them
     except RuntimeError:
-        if absent := missing(found.store, rank, world_size, grace_of(timeout)):
+        if absent := missing(found.store, rank, world_size, until):
             raise did_not_come(absent, timeout) from None
         raise
     _set_pg_timeout(_OF_TORCH)

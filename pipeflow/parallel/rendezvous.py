@@ -21,7 +21,7 @@ from pipeflow.core.errors import Failure, PipelineError, UsageError
 from pipeflow.parallel.network import is_loopback, resolve
 
 _PAUSE = 0.01  # seconds between two looks
-_MARGIN = 2.0  # seconds by which rank 0 decides earlier than the others
+_MARGIN = 1.0  # seconds by which rank 0 decides earlier than the others
 T = TypeVar("T")
 
 
@@ -41,16 +41,20 @@ def find_each_other(rank: int, size: int, timeout: float) -> Found:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
         raise UsageError("a world of several processes needs MASTER_ADDR and MASTER_PORT, as torchrun sets") from None
-    return _abandonable(lambda: _Meeting(host, port, rank, size, timeout).hold(), timeout + 2 * _MARGIN, host)
+    return _abandonable(lambda: _Meeting(host, port, rank, size, timeout).hold(), timeout + 2 * _MARGIN)
 
 
-def missing(store: dist.Store, rank: int, size: int, seconds: float) -> list[int]:
-    """The ranks that do not come here within so many seconds after something went wrong."""
-    store.set(f"after/{rank}", "")
-    deadline = time.monotonic() + seconds
-    while (absent := _absent(store, "after", range(size))) and time.monotonic() < deadline:
-        time.sleep(_PAUSE)
-    return absent
+def missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
+    """The ranks that have not come here, after something went wrong, by that time of the monotonic clock."""
+    try:
+        store.set(f"after/{rank}", "")
+        while (absent := _absent(store, "after", range(size))) and time.monotonic() < until:
+            time.sleep(_PAUSE)
+        if rank == 0:
+            time.sleep(_MARGIN)  # this process may serve the store, and ends next
+        return absent
+    except dist.DistError:
+        return [0]
 
 
 def did_not_come(ranks: Sequence[int], seconds: float) -> PipelineError:
@@ -63,7 +67,7 @@ def did_not_come(ranks: Sequence[int], seconds: float) -> PipelineError:
     return PipelineError(Failure(ranks[0], reason))
 
 
-def _abandonable(function: Callable[[], T], seconds: float, host: str) -> T:
+def _abandonable(function: Callable[[], T], seconds: float) -> T:
     """What it returns or raises; torch's stores may wait forever for one that hangs."""
     results: list[T] = []
     errors: list[BaseException] = []
@@ -80,7 +84,7 @@ def _abandonable(function: Callable[[], T], seconds: float, host: str) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise PipelineError(Failure(0, f"the store at {host} does not answer within {seconds:g} s"))
+        raise did_not_come([0], seconds)
     return results[0]
 
 
@@ -112,7 +116,10 @@ class _Meeting:
             raise did_not_come([0], self.timeout) from None
 
     def hold(self) -> Found:
-        return self._call() if self.rank == 0 else self._answer()
+        try:
+            return self._call() if self.rank == 0 else self._answer()
+        except dist.DistError:  # who serves the store is gone
+            raise did_not_come([0], self.timeout) from None
 
     def _call(self) -> Found:
         """Rank 0 names the life, waits for the others, and says who is there."""
@@ -128,6 +135,9 @@ class _Meeting:
         address = next((each for each in seen if not is_loopback(each)), self.seen)
         tickets = {str(rank): each["ticket"] for rank, each in said.items()}
         self.store.set(f"pipeflow/{life}/go", json.dumps({"tickets": tickets, "address": address, "absent": absent}))
+        end = time.monotonic() + _MARGIN  # this process may serve the store, and end next
+        while absent and _absent(self.store, f"pipeflow/{life}/heard", here) and time.monotonic() < end:
+            time.sleep(_PAUSE)
         return self._found(life, address, absent)
 
     def _answer(self) -> Found:
@@ -144,6 +154,7 @@ class _Meeting:
                 elif self.store.check([f"pipeflow/{life}/go"]):
                     go = json.loads(self.store.get(f"pipeflow/{life}/go"))
                     if go["tickets"].get(str(self.rank)) == self.ticket:
+                        self.store.set(f"pipeflow/{life}/heard/{self.rank}", "")
                         return self._found(life, go["address"], go["absent"])
             time.sleep(_PAUSE)
         raise did_not_come([0], self.timeout)

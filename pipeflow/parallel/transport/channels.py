@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -105,13 +106,13 @@ class Channels:
 
 
 def _expire(group: Any) -> None:
-    """Closes a group: gloo closes all of its connections when a wait expires, so one is made to."""
-    if group.size() > 1:
-        try:
-            peer = (group.rank() + 1) % group.size()
-            group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass
+    """Closes a group: gloo closes all of its connections when a wait expires, so one is made to. Those that are closed
+    already do not wait.
+    """
+    for peer in range(group.size()):
+        with suppress(RuntimeError):
+            if peer != group.rank():
+                group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 class End:

@@ -1,0 +1,150 @@
+"""One rank of a drill: it trains, writes down what it was told and when, and goes on where nobody died. Started by
+`drills`, as a function of a process or as a script under torchrun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeflow import Pipeline, PipelineError
+
+RANKS, MICROBATCHES, WIDTH, TIMEOUT = 4, 4, 16, 5.0
+KILLED = 20  # the step in which a rank of a restarted job is killed
+
+
+@dataclass
+class Told:
+    """What a rank was told: in which phase, about whom, and when by the clock that all processes share."""
+
+    phase: str
+    rank: int
+    died: int | None
+    at: float
+    message: str
+
+
+def build(rank: int) -> Pipeline:
+    import torch
+    from torch import nn
+
+    import pipeflow
+
+    class Stage(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            time.sleep(0.001)
+            return super().forward(hidden)
+
+    torch.manual_seed(rank)
+    schedule = pipeflow.make_schedule("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
+    return pipeflow.Pipeline(Stage(WIDTH, WIDTH), schedule, criterion=nn.functional.mse_loss)
+
+
+def batch(step: int) -> tuple[Tensor, ...]:
+    import torch
+
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(2 * MICROBATCHES, WIDTH, generator=generator) for _ in range(2))
+
+
+def drill(folder: str, rank: int, port: int, steps: int, address: str = "127.0.0.1") -> None:
+    """Launches, takes so many steps, and leaves. After a failure in which nobody died, waits for the file `go`, then
+    tries until a step works.
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    import torch
+
+    import pipeflow
+
+    torch.set_num_threads(1)
+    where, phase, context = Path(folder), "launch", None
+    try:
+        context = pipeflow.launch(pipeline=RANKS, timeout=TIMEOUT, device="cpu")
+        phase = "build"
+        model = build(rank)
+        phase = "step"
+        for step in range(steps):
+            pipeflow.execute_pipeline(iter([batch(step)]), model)
+            write(where, f"stepping-{rank}", [step])
+        phase = "exit"
+    except pipeflow.PipelineError as error:
+        note(where, rank, phase, error)
+        if error.died is None and phase == "step":
+            write(where, f"works-{rank}", try_again(model, where))
+    if context is not None:
+        context.close()
+
+
+def note(folder: Path, rank: int, phase: str, error: PipelineError) -> None:
+    told = Told(phase, error.rank, error.died, time.monotonic(), str(error)[:300])
+    write(folder, f"told-{rank}", asdict(told))
+
+
+def try_again(model: Pipeline, folder: Path) -> int:
+    """How many steps it takes until one works again; 0 when three do not."""
+    import pipeflow
+
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+    for attempt in range(1, 4):
+        try:
+            pipeflow.execute_pipeline(iter([batch(0)]), model)
+        except pipeflow.PipelineError:
+            continue
+        return attempt
+    return 0
+
+
+def write(folder: Path, name: str, value: object) -> None:
+    """All at once, so that whoever reads never sees a part."""
+    partial = folder / f".{name}"
+    partial.write_text(json.dumps(value))
+    partial.rename(folder / name)
+
+
+def train(folder: Path, steps: int, victim: int) -> None:
+    """Under torchrun: goes on from the newest checkpoint; one rank kills itself in one step of the first life."""
+    import torch
+
+    import pipeflow
+
+    torch.set_num_threads(1)
+    context = pipeflow.launch(pipeline=RANKS, timeout=TIMEOUT, device="cpu")
+    model = build(context.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    newest = pipeflow.latest_checkpoint(folder / "checkpoints")
+
+    def names(stage: int, name: str) -> str:
+        return f"{stage}.{name}"
+
+    done = 0 if newest is None else pipeflow.load_checkpoint(newest, model, optimizer, names=names).step
+    for step in range(done, steps):
+        if step == KILLED and context.rank == victim and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), 9)
+        optimizer.zero_grad()
+        pipeflow.execute_pipeline(iter([batch(step)]), model)
+        optimizer.step()
+        if step % 5 == 4:
+            path = folder / "checkpoints" / f"step-{step + 1}"
+            pipeflow.save_checkpoint(path, model, optimizer, step=step + 1, keep=2, names=names)
+    digest = hashlib.sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
+    write(folder, f"weights-{context.rank}", digest.hexdigest())
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["train", folder, steps, victim]:
+            train(Path(folder), int(steps), int(victim))
+        case ["drill", folder, rank, port, steps, address]:
+            drill(folder, int(rank), int(port), int(steps), address)
