@@ -16,19 +16,19 @@ _CELL = re.compile(r"(\d{1,9})REDUCE_GRAD", re.ASCII)
 
 
 class Last(NamedTuple):
-    """The last weight gradient of a stage in a row: the position of its entry, and its microbatch."""
+    """The last value of a stage in a row, of one content: the position of the entry that makes it, its microbatch."""
 
     position: int
     microbatch: int
 
 
-def last_weight_gradients(row: Sequence[Entry]) -> dict[int, Last]:
-    """Per stage that has weight gradients in `row`, the last one."""
+def last_made(row: Sequence[Entry], content: Content = Content.WEIGHT_GRADIENT) -> dict[int, Last]:
+    """Per stage of which `row` makes values of a content, the last one."""
     return {
         action.stage: Last(position, action.microbatch)
         for position, entry in enumerate(row)
         for action in actions_of(entry)
-        if action.kind in MAKERS[Content.WEIGHT_GRADIENT]
+        if action.kind in MAKERS[content]
     }
 
 
@@ -42,7 +42,7 @@ def reduced(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
     have = {entry.stage for entry in row if is_reduction(entry)}
     after = {
         last.position: Action(Kind.R, stage, last.microbatch)
-        for stage, last in last_weight_gradients(row).items()
+        for stage, last in last_made(row).items()
         if stage not in have
     }
     entries: list[Entry] = []
@@ -59,7 +59,7 @@ def cells(row: tuple[Entry, ...]) -> Iterator[str]:
     """
     for position, entry in enumerate(row):
         if is_reduction(entry):
-            last = last_weight_gradients(row[:position]).get(entry.stage)
+            last = last_made(row[:position]).get(entry.stage)
             if last is not None and last.microbatch == entry.microbatch:
                 yield f"{entry.stage}REDUCE_GRAD"
                 continue
@@ -72,7 +72,7 @@ def parse_cell(text: str, before: Sequence[Entry]) -> Entry:
     if match is None:
         return parse_entry(text)
     stage = int(match[1])
-    last = last_weight_gradients(before).get(stage)
+    last = last_made(before).get(stage)
     if last is None:
         raise ScheduleError(f"{text} stands before any weight gradient of its stage: put it after {stage}B or {stage}W")
     return Action(Kind.R, stage, last.microbatch)

@@ -13,9 +13,9 @@ from pipeflow.core.dataflow import DATAFLOW, WHOLE, Value, makes, needs
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
 from pipeflow.soundness.deadlock import Place, deadlocks
+from pipeflow.soundness.joint import wrong_joint
 from pipeflow.soundness.memory import over_cap
 from pipeflow.soundness.programs import verify_programs
-from pipeflow.soundness.reductions import wrong_reductions
 
 __all__ = ["Violation", "verify", "verify_programs"]
 
@@ -44,7 +44,7 @@ def verify(schedule: Schedule, *, memory_cap: MemoryCap | None = None) -> list[V
             for action in actions_of(entry):
                 ran.setdefault((action.stage, action.microbatch), []).append((action.kind, rank, position))
     violations = [*_foreign(schedule, ran), *_misplaced(schedule, ran), *_not_once(schedule, ran)]
-    violations += wrong_reductions(schedule)
+    violations += wrong_joint(schedule)
     violations = violations or list(_deadlock(schedule))
     return violations if memory_cap is None else [*violations, *over_cap(schedule, memory_cap)]
 

@@ -100,6 +100,7 @@ def test_at_most_three_files_are_touched() -> None:
     assert len(EDITS) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check", ["verified", "simulated", "counted", "drawn", "written", "searched", "lowered", "ran"]
 )

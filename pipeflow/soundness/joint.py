@@ -1,0 +1,62 @@
+"""Joint actions, as reductions: what is wrong with those of a schedule. What must not live here: when they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeflow.core.action import Action, Entry, Kind
+from pipeflow.core.dataflow import DATAFLOW
+from pipeflow.core.reductions import Last, last_made
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.violation import Violation
+
+
+def wrong_joint(schedule: Schedule) -> Iterator[Violation]:
+    """Every violation of what the ranks of a stage do together, at most one for each action whose stage and microbatch
+    exist.
+
+    A schedule reduces no stage, or each one, once on each rank that makes weight gradients of it: where one rank did
+    not take part, the others would wait for it, and where one stage was left out, its copies would drift apart. A
+    reduction stands after all of its stage's weight gradients on its rank, and names the microbatch of the last one.
+    """
+    for kind, flow in DATAFLOW.items():
+        if flow.joint and any(_is(kind, entry) for row in schedule.rows for entry in row):
+            for rank, row in enumerate(schedule.rows):
+                yield from _in_row(schedule, kind, rank, row)
+
+
+def _is(kind: Kind, entry: Entry) -> bool:
+    return isinstance(entry, Action) and entry.kind is kind
+
+
+def _in_row(schedule: Schedule, kind: Kind, rank: int, row: tuple[Entry, ...]) -> Iterator[Violation]:
+    [(content, _)] = DATAFLOW[kind].needs
+    stages, microbatches = schedule.placement.num_stages, schedule.num_microbatches
+    last = last_made(row, content)
+    seen: set[int] = set()
+    for position, entry in enumerate(row):
+        if isinstance(entry, Action) and entry.kind is kind:
+            wanted = _wanted(row, position, entry, last.get(entry.stage), entry.stage in seen)
+            if wanted and entry.stage < stages and entry.microbatch < microbatches:
+                yield Violation(f"{entry} is wrong here", wanted, rank, position)
+            seen.add(entry.stage)
+    for stage, (position, microbatch) in last.items():
+        if stage not in seen:
+            wanted = f"{Action(kind, stage, microbatch)} after {row[position]}, since others have one"
+            yield Violation(f"stage {stage} has no {DATAFLOW[kind].name}", wanted, rank)
+
+
+def _wanted(row: tuple[Entry, ...], position: int, action: Action, last: Last | None, again: bool) -> str | None:
+    """What should be in place of a joint action; None where it is right."""
+    flow = DATAFLOW[action.kind]
+    [(content, _)] = flow.needs
+    if last is None:
+        return f"a {flow.name} of stages alone that have a {content} on this rank"
+    if again:
+        return f"one {flow.name} of a stage on a rank"
+    if position < last.position:
+        return f"it after {row[last.position]}, the last {content} of its stage"
+    if action.microbatch != last.microbatch:
+        right = Action(action.kind, action.stage, last.microbatch)
+        return f"{right}, after the last {content} of its stage"
+    return None
