@@ -4,6 +4,7 @@ the mean loss is, and whether all ranks did the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class Told(NamedTuple):
     call: float  # Call.number
     schedule: float  # a digest
     samples: float  # of its batch
+    batch: float  # a digest of its content; nan where it is not told
     dtype: float = -1.0  # of the loss: an index; -1 where there is none to tell
     weight: float = 0.0  # of its replica's batch
     loss: float = 0.0  # its replica's mean
@@ -93,6 +95,13 @@ def require_alike(rows: Sequence[Told], context: Context) -> None:
             raise UsageError(
                 f"the ranks read batches of different sizes, {sizes}: all need the same data in the same order"
             )
+        digests = {first + rank: row.batch for rank, row in enumerate(replica) if not math.isnan(row.batch)}
+        for rank, digest in digests.items():
+            if digest != digests[min(digests)]:
+                raise UsageError(
+                    f"rank {rank} read another batch than rank {min(digests)}: all ranks of a replica need the same "
+                    "data in the same order"
+                )
 
 
 def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> Tensor | None:

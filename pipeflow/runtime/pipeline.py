@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
@@ -19,6 +20,7 @@ from pipeflow.parallel.context import Context, current_context
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.clipping import Clipping
+from pipeflow.runtime.devices import place
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program.cells import Meta
 from pipeflow.runtime.program.pairs import Overlap
@@ -37,7 +39,8 @@ class Pipeline(nn.Module):
         chunks: this rank's module, or an nn.ModuleList of its modules, one per stage of
             `schedule.placement.stages_of(rank)`, in that order.
         schedule: the same on every rank; it is verified here. `execute_pipeline` takes others of its placement.
-        criterion: `criterion(output, labels)` gives the mean loss of a microbatch, a scalar. Needed to train.
+        criterion: `criterion(output, labels)` gives the mean loss of a microbatch, a scalar. Needed to train. Where it
+            is a module, the ranks that have the last stage hold it as `criterion`: its parameters are the Pipeline's.
         tensor_shape: the shape of what passes between stages, one tensor, its first entry the microbatch's size.
             None when it is not known, differs between stages, or is a tree of tensors: then headers tell it, as
             they do where a batch is evaluated.
@@ -56,13 +59,17 @@ class Pipeline(nn.Module):
         loss_scale: what the gradients of a step are multiplied by, so that those of half precision do not vanish.
         clippings: what clipping leaves to optimizers that scale gradients themselves.
 
-    What every replica, or every tensor rank, holds whole is made the same here: as on the first of them.
+    Chunks and criterion are moved to `context.device`; what is on the meta device is to have been made before the first
+    step. What every replica, or every tensor rank, holds whole is made the same here: as on the first of them.
 
     Where the schedule is bidirectional, each stage is on two ranks: their weights are made the same here, those of
     the lower rank, and each step sums their gradients.
 
     Weight gradients of stock linear, convolution and embedding layers wait for W where the schedule splits backwards;
     all others come with I. `deferrals` has, per stage, which are which; the log "pipeflow" is told of the others.
+
+    Chunks may be copied, averaged, traced and exported as ever, and be compiled or scripted before they come here; a
+    Pipeline itself cannot be copied.
 
     Raises UsageError when the chunks, the schedule and the ranks do not fit each other.
     """
@@ -92,10 +99,16 @@ class Pipeline(nn.Module):
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
             held = _fitting_stages(self.chunks, schedule, context, stages)
+            has_loss = schedule.placement.num_stages - 1 in held
+            self.criterion = criterion if has_loss and isinstance(criterion, nn.Module) else None
+            place(self, context.device)
             modules = dict(zip(held, self.chunks, strict=True))
+            owners: dict[int, nn.Module] = dict(modules)  # of parameters, by the stage that has their gradients
+            if self.criterion is not None:
+                owners[held[-1]] = nn.ModuleList([modules[held[-1]], self.criterion])
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
             taken = _compare(context, self, shape, overlaps=overlap is not None, takes=_keywords_of(modules))
-            self.gradients = Gradients(self, modules, schedule.placement, context, gradient_dtype)
+            self.gradients = Gradients(self, owners, schedule.placement, context, gradient_dtype)
             precise = _under_autocast(autocast, context.device)
             prepared = {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()}
             meta = None if shape is None else Meta.known(*shape)
@@ -112,6 +125,13 @@ class Pipeline(nn.Module):
     def deferrals(self) -> dict[int, Deferral]:
         """Per stage of this rank, which weight gradients can wait for W, and which come with I."""
         return {index: stage.deferral for index, stage in self.runner.stages.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuses: what connects a rank to the others has no copy."""
+        raise UsageError(
+            "a Pipeline cannot be copied or pickled: copy its chunks, as with copy.deepcopy(model.chunks) or "
+            "AveragedModel(model.chunks), and make a Pipeline of the copy on every rank"
+        )
 
     def forward(self, *_: object, **__: object) -> None:
         """Refuses: a rank holds a part of the model only."""
@@ -187,6 +207,8 @@ def _fitting_stages(
         raise UsageError(f"{plan}; its chunks are for stages {list(stages)}")
     if any(isinstance(module, DistributedDataParallel) for module in chunks.modules()):
         raise UsageError("DistributedDataParallel inside a stage would average gradients at the wrong time: unwrap it")
+    if lazy := [name for name, parameter in chunks.named_parameters() if is_lazy(parameter)]:
+        raise UsageError(f"{lazy[0]} has no shape yet: run the lazy layers of a stage once before making the Pipeline")
     return held
 
 

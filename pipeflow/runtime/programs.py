@@ -13,6 +13,7 @@ from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
+from pipeflow.runtime.devices import require_placed
 from pipeflow.runtime.gradients.orders import Orders, orders_of
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program.cells import Meta
@@ -82,6 +83,8 @@ class Programs:
                 return kept
         self._context.alarm.expect_slow()  # stages may be compiled, too
         require_sound(schedule, self._placement)
+        for stage in self._stages.values():
+            require_placed(stage.module, self._context.device)
         made = Runnable(schedule, mode, digest_of(schedule), orders_of(schedule), self._compile(schedule, mode))
         self._kept = [made, *self._kept[: KEPT - 1]]
         return made

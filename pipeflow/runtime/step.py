@@ -86,7 +86,7 @@ class Runner:
                 results.gradient_scale = loss_scale * share_of(results, self.context)
             measured = Trace(compiled.operations, self.transport) if call.trace else None
             self._run(runnable, compiled.operations if measured is None else measured.operations, batch)
-        told = Told(call.number, runnable.digest, sum(batch.sizes), change=self.gradients.change)
+        told = Told(call.number, runnable.digest, sum(batch.sizes), batch.digest(), change=self.gradients.change)
         outputs = merged(results, self.transport, self._last_ranks, self._last_stage)  # may fail, so before all agree
         loss, change = agree(told, results, self.context, self._last_ranks, everywhere=call.broadcast_loss)
         if change:

@@ -1,0 +1,52 @@
+"""Devices: a rank's modules are where the rank computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.core.errors import UsageError
+
+
+def place(module: nn.Module, device: torch.device) -> None:
+    """Moves `module` from the CPU to `device`. A module of which some is on the meta device stays as it is: it has to
+    be made first (`to_empty`).
+
+    Raises UsageError for what is on another device.
+    """
+    found = {tensor.device for _, tensor in _tensors(module)} - {_exactly(device)}
+    if torch.device("meta") in found:
+        return
+    for name, tensor in _tensors(module):
+        if tensor.device in found - {torch.device("cpu")}:
+            raise UsageError(
+                f"{name} is on {tensor.device}, but this rank computes on {device}: move it there, or pass "
+                "launch(device=...)"
+            )
+    if found:
+        module.to(device)
+
+
+def require_placed(module: nn.Module, device: torch.device) -> None:
+    """Raises UsageError unless all of `module` is on `device`."""
+    for name, tensor in _tensors(module):
+        if tensor.device == _exactly(device):
+            continue
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name} is on the meta device: call to_empty(device={str(device)!r}) on its stage and give it values "
+                "before the first step"
+            )
+        raise UsageError(f"{name} is on {tensor.device}, but this rank computes on {device}: move it there")
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _exactly(device: torch.device) -> torch.device:
+    """The device with its number, as tensors say it: "cuda" is the current one."""
+    return torch.empty(0, device=device).device

@@ -1,0 +1,71 @@
+"""Ranks that do different things, or read different data, are told so on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeflow import PipelineError, UsageError, execute_pipeline, make_schedule
+from pipeflow.parallel.context import current_context
+from pipeflow.testing import run_processes, run_threads
+from pipeflow.testing.models import PlainModel
+from tests.runtime.work import build, gradients_of, require_near
+
+MODEL = PlainModel()
+GPIPE = make_schedule("gpipe", ranks=2, microbatches=2)
+
+
+def run_reading(what: str) -> None:
+    """The batches of the two ranks are equally large; rank 1 has read on by one, or has other labels."""
+    rank = current_context().pipeline_rank
+    pipeline = build(MODEL, GPIPE)
+    (inputs, labels), other = MODEL.batch(4), MODEL.batch(4, seed=1)
+    batch = (inputs, labels) if rank == 0 else other if what == "batch" else (inputs, other[1])
+    for forward_only in (False, True):
+        with pytest.raises(UsageError, match="rank 1 read another batch than rank 0: all ranks of a replica need the"):
+            execute_pipeline(iter([batch]), pipeline, forward_only=forward_only)
+    pipeline.zero_grad()
+    execute_pipeline(iter([(inputs, labels)]), pipeline)
+    require_near(gradients_of(pipeline), MODEL.plain_step((inputs, labels))[1])
+
+
+@pytest.mark.parametrize("what", ["batch", "labels"])
+@pytest.mark.parametrize("start", [run_threads, run_processes])
+def test_other_batches_of_the_same_size_are_told_to_all(start: Any, what: str) -> None:
+    start(run_reading, 2, what)
+
+
+def run_replicas() -> None:
+    """Each replica has data of its own."""
+    pipeline = build(MODEL, GPIPE)
+    execute_pipeline(iter([MODEL.batch(4, seed=current_context().data_rank)]), pipeline)
+
+
+def test_replicas_read_other_batches() -> None:
+    run_threads(run_replicas, 4, data=2)
+
+
+# what rank 0 and rank 1 do, and what all are told
+CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"forward_only": True}, {}, "rank 1 trains, but rank 0 evaluates: all ranks make the same call"),
+    ({"broadcast_loss": True}, {}, "rank 1 trains, but rank 0 trains, broadcast_loss=True: all ranks make"),
+    ({"return_outputs": True}, {}, "rank 1 trains, but rank 0 trains, return_outputs=True: all ranks make"),
+    ({}, {"schedule": make_schedule("1f1b", ranks=2, microbatches=2)}, "rank 1 was given another schedule than rank 0"),
+]
+
+
+def run_calling(which: int) -> None:
+    rank = current_context().pipeline_rank
+    *calls, message = CALLS[which]
+    pipeline = build(MODEL, GPIPE)
+    with pytest.raises((UsageError, PipelineError), match=message):
+        execute_pipeline(iter([MODEL.batch(4)]), pipeline, **calls[rank])
+    pipeline.zero_grad()
+    execute_pipeline(iter([MODEL.batch(4)]), pipeline)
+    require_near(gradients_of(pipeline), MODEL.plain_step(MODEL.batch(4))[1])
+
+
+@pytest.mark.parametrize("which", range(len(CALLS)))
+def test_other_calls_that_end_are_told_to_all(which: int) -> None:
+    run_threads(run_calling, 2, which)
