@@ -69,6 +69,7 @@ def run_tracing() -> None:
     torch.testing.assert_close(torch.export.export(chunk, (inputs,)).module()(inputs), chunk(inputs))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("run", "ranks"), [(run_copying, 2), (run_averaging, 2), (run_tracing, 1)])
 def test_chunks_are_modules_as_any(run: Any, ranks: int) -> None:
     run_threads(run, ranks)
