@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from pipeflow.checkpoint.folder import write_durably
+from pipeflow.checkpoint.folders import write_durably
 from pipeflow.checkpoint.manifest import Digest, file_name, whole_number
 
 Sizes = tuple[int, ...]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeflow.checkpoint import folder as folders
+from pipeflow.checkpoint import folders
 from pipeflow.checkpoint.division import Division, offers_of
 from pipeflow.checkpoint.index import TORCHS, Where
 from pipeflow.checkpoint.manifest import INDEX, Digest, Manifest, read_json

@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeflow.checkpoint import state
-from pipeflow.checkpoint.manifest import Manifest
-from pipeflow.checkpoint.newest import find, require_whole
+from pipeflow.checkpoint.manifest import Manifest, find, verified
 from pipeflow.checkpoint.pieces import Names, Piece, context_of, local_tensors, require_same_model, whole_model
 from pipeflow.checkpoint.storage import Storage, fill
 from pipeflow.checkpoint.task import Task
@@ -55,7 +54,7 @@ def load_checkpoint(
     with context.alarm.raised_everywhere():
         folder = find(Path(path))
         manifests: list[Manifest] = []
-        Task(context, lambda: manifests.append(require_whole(folder, context.rank, context.world_size))).wait()
+        Task(context, lambda: manifests.append(verified(folder, context.rank, context.world_size))).wait()
         storage = Storage(folder, manifests[0])
         tensors = local_tensors(model, context, names)
         everyone: list[Any] = all_gather_object(context.world, [tuple(each.spec) for each in tensors])

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeflow.checkpoint.folder import write_durably
+from pipeflow.checkpoint.folders import previous, write_durably
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.layout import Layout
 
@@ -107,6 +107,29 @@ class Manifest:
         for name in names:
             if Digest.of(folder / name) != self.files[name]:
                 raise UsageError(f"{folder / name} is damaged: its SHA-256 is another; load an earlier checkpoint")
+
+
+def find(path: Path) -> Path:
+    """Where the checkpoint called `path` is. Raises UsageError when there is none."""
+    for folder in (path, previous(path)):
+        if (folder / MANIFEST).is_file():
+            return folder
+    hint = ", and latest_checkpoint(folder) finds the last of a folder" if path.is_dir() else ""
+    what = f"has no {MANIFEST}" if path.exists() else "does not exist"
+    raise UsageError(f"{path} is no checkpoint: it {what}; save_checkpoint writes one{hint}")
+
+
+def verified(folder: Path, rank: int, ranks: int) -> Manifest:
+    """The manifest of a checkpoint whose files have their sizes and, as far as they are the share of `rank` of so many,
+    their digests; none of 0. Raises UsageError for what is damaged, or cannot be read.
+    """
+    manifest = Manifest.read(folder)
+    try:
+        manifest.require_sizes(folder)
+        manifest.require_digests(folder, sorted(manifest.files)[rank::ranks] if ranks else ())
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be read: {error}; load an earlier checkpoint") from error
+    return manifest
 
 
 def read_json(file: Path, content: Callable[[], Any], of: Callable[[Any], T]) -> T:

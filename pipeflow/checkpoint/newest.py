@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from pipeflow.checkpoint import folder as folders
-from pipeflow.checkpoint.manifest import MANIFEST, Manifest
+from pipeflow.checkpoint import folders
+from pipeflow.checkpoint.manifest import MANIFEST, Manifest, find, verified
 from pipeflow.checkpoint.task import Task, context_here
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
 
 LOG = logging.getLogger("pipeflow")
-
-
-def find(path: Path) -> Path:
-    """Where the checkpoint called `path` is. Raises UsageError when there is none."""
-    for folder in (path, folders.previous(path)):
-        if (folder / MANIFEST).is_file():
-            return folder
-    hint = ", and latest_checkpoint(folder) finds the last of a folder" if path.is_dir() else ""
-    what = f"has no {MANIFEST}" if path.exists() else "does not exist"
-    raise UsageError(f"{path} is no checkpoint: it {what}; save_checkpoint writes one{hint}")
+_LEFT_OUT = "checkpoint %s is left out: %s"
 
 
 def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) -> Path | None:
@@ -39,50 +31,39 @@ def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) ->
 
     Raises PipelineError where a rank failed.
     """
-    context = context_here()
     if not verify:
-        newest = _newest_first(Path(folder))
-        return next((path for path in newest if _said(path, _fault(path, 0, 0))), None)
+        return _first_whole(_newest_first(Path(folder)), lambda path: _fault(path, 0, 0))
+    context = context_here()
     with context.alarm.raised_everywhere():
         names = [str(path) for path in _newest_first(Path(folder))] if context.rank == 0 else None
         everyone: list[list[str]] = all_gather_object(context.world, names)  # type: ignore[assignment]
-        return next((Path(name) for name in everyone[0] if _is_whole(Path(name), context)), None)
+        return _first_whole(map(Path, everyone[0]), partial(_fault_anywhere, context), warn=context.rank == 0)
 
 
-def _is_whole(path: Path, context: Context) -> bool:
-    """Whether all ranks found their shares of it as they were written."""
-    faults: list[str | None] = []
-    Task(context, lambda: faults.append(_fault(path, context.rank, context.world_size))).wait()
-    everyone: list[str | None] = all_gather_object(context.world, faults[0])  # type: ignore[assignment]
-    fault = next(filter(None, everyone), None)
-    return _said(path, fault, aloud=context.rank == 0)
+def _first_whole(paths: Iterable[Path], fault_of: Callable[[Path], str | None], *, warn: bool = True) -> Path | None:
+    for path in paths:
+        if (fault := fault_of(path)) is None:
+            return path
+        if warn:
+            LOG.warning(_LEFT_OUT, path, fault)
+    return None
 
 
 def _fault(path: Path, rank: int, ranks: int) -> str | None:
     """What is wrong with a checkpoint, as far as `rank` of so many looks at the digests; none of 0."""
     try:
-        require_whole(find(path), rank, ranks)
+        verified(find(path), rank, ranks)
     except UsageError as error:
         return str(error)
     return None
 
 
-def require_whole(folder: Path, rank: int, ranks: int) -> Manifest:
-    """The manifest of a checkpoint whose files have their sizes and, as far as they are this rank's share, digests.
-
-    Raises UsageError for what is damaged.
-    """
-    manifest = Manifest.read(folder)
-    manifest.require_sizes(folder)
-    manifest.require_digests(folder, sorted(manifest.files)[rank::ranks] if ranks else ())
-    return manifest
-
-
-def _said(path: Path, fault: str | None, *, aloud: bool = True) -> bool:
-    """Whether there is no fault; one is warned of."""
-    if fault is not None and aloud:
-        LOG.warning("checkpoint %s is left out: %s", path, fault)
-    return fault is None
+def _fault_anywhere(context: Context, path: Path) -> str | None:
+    """What any rank found wrong in its share; the same on all."""
+    found: list[str | None] = []
+    Task(context, lambda: found.append(_fault(path, context.rank, context.world_size))).wait()
+    everyone: list[str | None] = all_gather_object(context.world, found[0])  # type: ignore[assignment]
+    return next(filter(None, everyone), None)
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -121,7 +102,7 @@ def _saved_in_order(folder: Path, *, warn: bool = False) -> list[tuple[Path, Man
             found.append((path, Manifest.read(find(path))))
         except UsageError as error:
             if warn:
-                _said(path, str(error))
+                LOG.warning(_LEFT_OUT, path, error)
     return sorted(found, key=lambda each: each[1].sequence)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeflow.checkpoint.folder import write_durably
+from pipeflow.checkpoint.folders import write_durably
 from pipeflow.checkpoint.pieces import LocalTensor, Names, TensorSpec, context_of, local_tensors, whole_model
 from pipeflow.checkpoint.renames import AS_IT_IS, Rename, Transform, renamed
 from pipeflow.checkpoint.task import Task

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pipeflow.checkpoint import folder, state
+from pipeflow.checkpoint import folders, state
 from pipeflow.checkpoint.job import Job
 from pipeflow.checkpoint.pieces import LocalTensor, Names, context_of, local_tensors
 from pipeflow.checkpoint.storage import Content, to_bytes
@@ -53,7 +53,7 @@ class Saving:
                 Task(self._context, self._complete_late).wait()
         except PipeflowError:
             if self._context.rank == 0:
-                folder.discard(self._job.temporary)
+                folders.discard(self._job.temporary)
             raise
         self._complete = True
         return self.path
