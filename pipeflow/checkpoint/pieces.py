@@ -17,13 +17,13 @@ from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.sharding import Split, splits_of
 from pipeflow.runtime.gradients.ties import ranks_of_tied
+from pipeflow.runtime.names import plain_name
 from pipeflow.runtime.pipeline import Pipeline
 
 Names = Callable[[int, str], str]
 """`names(stage, name)` is the name in the whole model of what a stage's module calls `name`."""
 
 Sizes = tuple[int, ...]
-COMPILED = "_orig_mod."  # what torch.compile puts into the names of what is in a module
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def local_tensors(model: nn.Module, context: Context, names: Names | None) -> li
     found: dict[str, LocalTensor] = {}
     for stage, module in _stages(model, context):
         for own, tensor in module.state_dict(keep_vars=True).items():
-            plain = own.replace(COMPILED, "")
+            plain = plain_name(own)
             name = plain if names is None else names(stage, plain)
             if not isinstance(tensor, Tensor):
                 raise UsageError(f"{name!r} is no tensor but a {type(tensor).__name__}, which a checkpoint cannot hold")

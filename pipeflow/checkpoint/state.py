@@ -21,6 +21,7 @@ from pipeflow.checkpoint.storage import Storage, to_bytes
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.optimizer import Wrapper, names_by_group, options_of
 from pipeflow.parallel.context import Context
+from pipeflow.runtime.names import plain_name
 from pipeflow.tensor.random import current_tracker
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ def optimizer_content(
 def _all_names(model: nn.Module, tensors: Sequence[LocalTensor]) -> dict[str, list[LocalTensor]]:
     """Per parameter of `model`, by the name that it has there, all its names in the whole model."""
     groups = grouped(tensors)
-    return {name: groups[id(parameter)] for name, parameter in model.named_parameters()}
+    return {plain_name(name): groups[id(parameter)] for name, parameter in model.named_parameters()}
 
 
 class OptimizerLoad:

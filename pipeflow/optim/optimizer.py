@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
+from pipeflow.runtime.names import plain_name
 
 MASTER = "master"  # among a parameter's states: the float32 weight that is stepped in its place
 
@@ -107,9 +108,14 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def names_by_group(optimizer: Wrapper) -> list[list[str]]:
     """Of every group, what `optimizer.model.named_parameters()` calls the parameters that are stepped in it."""
-    called = {id(parameter): name for name, parameter in optimizer.model.named_parameters()}
+    called = _names_of(optimizer.model)
     names = {id(held): called[id(parameter)] for parameter, held in optimizer.stepped.items()}
     return [[names[id(held)] for held in group["params"]] for group in optimizer.param_groups]
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    """What `model.named_parameters()` calls each, without what torch.compile adds, by its id."""
+    return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
 
 
 def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -119,7 +125,7 @@ def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, A
     A state of more than no dimension has the parameter's shape under any optimizer that works entry by entry, so it
     lies over tensor ranks as the parameter does. With Zero each data rank has what it owns.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = _names_of(model)
     return {
         names[id(parameter)]: {
             **optimizer.state.get(held, {}),
@@ -137,7 +143,7 @@ def load_named_state(optimizer: Optimizer, model: nn.Module, states: Mapping[str
 
     Raises UsageError when a parameter that is stepped here is not among `states`.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = _names_of(model)
     stepped = stepped_by(optimizer)
     if missing := [names[id(parameter)] for parameter in stepped if names[id(parameter)] not in states]:
         raise UsageError(f"the saved optimizer knows nothing of {missing[0]!r} and {len(missing) - 1} more parameters")

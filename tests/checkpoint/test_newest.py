@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 
 from pipeflow import Saving, UsageError, latest_checkpoint, load_checkpoint, save_checkpoint
 from pipeflow.checkpoint.storage import write
+from pipeflow.optim import named_state
 from pipeflow.testing import run_threads
 from tests.checkpoint.checkpoints import Run, under
 from tests.checkpoint.test_errors import filled, flip, model
@@ -219,3 +221,47 @@ def test_a_compiled_module_and_the_plain_one_load_each_others(tmp_path: Path) ->
         nn.init.zeros_(parameter)
     load_checkpoint(tmp_path / "plain", inner)
     assert filled(plain) == {1}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_states_of_a_compiled_modules_optimizer(tmp_path: Path) -> None:
+    plain, wrapped = model(1), compiled(model(2))
+    moments = []
+    for module, path in ((wrapped, "compiled"), (plain, None)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        if path:
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            save_checkpoint(tmp_path / path, module, optimizer)
+        else:
+            load_checkpoint(tmp_path / "compiled", module, optimizer)
+        moments.append(named_state(optimizer, module))
+    assert moments[0].keys() == moments[1].keys() == {name for name, _ in plain.named_parameters()}
+    for name, state in moments[0].items():
+        assert torch.equal(state["momentum_buffer"], moments[1][name]["momentum_buffer"])
+
+
+def train_beside_a_slow_save(folder: Path) -> list[float]:
+    """Three steps in the time in which rank 0 writes; the timeout is half of that."""
+    run = Run()
+    saving = run.save(folder / "older", asynchronous=True)
+    losses = run.train(3)
+    saving.wait()
+    return losses
+
+
+def test_a_slow_save_of_one_rank_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    def slowly(file: Path, content: Any) -> Any:
+        if file.name.startswith("__0"):
+            time.sleep(4)
+            waited.append(True)
+        return write(file, content)
+
+    monkeypatch.setattr("pipeflow.checkpoint.job.write", slowly)
+    first, other = run_threads(train_beside_a_slow_save, 2, tmp_path, timeout=2.0)
+    assert waited
+    assert first == other
+    assert latest_checkpoint(tmp_path) == tmp_path / "older"

@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.sharding import local_part
+from pipeflow.runtime.names import plain_name
 
 
 class Looks(NamedTuple):
@@ -33,7 +34,7 @@ class Looks(NamedTuple):
     def of(cls, name: str, tensor: Tensor, *, values: bool = False) -> Looks:
         digest = _digest(tensor) if values and not tensor.is_meta else ""
         return cls(
-            name.replace("_orig_mod.", ""),
+            plain_name(name),
             tuple(tensor.shape),
             tensor.dtype,
             tensor.requires_grad,
