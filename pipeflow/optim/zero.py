@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -126,9 +126,15 @@ def _finish(bucket: _Bucket, values: Tensor, work: Work) -> None:
 def _buckets(owners: dict[nn.Parameter, int], ranks: int) -> Iterator[_Bucket]:
     """All parameters in buckets, the owners taking turns, so that all of them send at the same time."""
     ordered = sorted(owners, key=lambda parameter: str(parameter.dtype))
-    of_each = [in_buckets([p for p in ordered if owners[p] == owner], BUCKET) for owner in range(ranks)]
+    of_each = [list(_alike_in_buckets([p for p in ordered if owners[p] == owner])) for owner in range(ranks)]
     for turn in zip_longest(*of_each):
         yield from (_Bucket(owner, bucket) for owner, bucket in enumerate(turn) if bucket is not None)
+
+
+def _alike_in_buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Of one dtype each: their gradients' may be wider."""
+    for _, alike in groupby(parameters, key=lambda parameter: parameter.dtype):
+        yield from in_buckets(list(alike), BUCKET)
 
 
 def _keep_only(group: dict[str, list[object]], kept: dict[nn.Parameter, nn.Parameter]) -> None:

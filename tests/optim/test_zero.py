@@ -103,6 +103,32 @@ def test_zero_changes_no_bit(
         assert sum(map(len, held)) == len(merged)  # each on one rank
 
 
+class Mixed(torch.nn.Module):
+    """Weights of 16 bits and of 32 of one owner, whose gradients are both in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = torch.nn.Parameter(torch.full((4,), 0.25, dtype=torch.bfloat16))
+        self.wide = torch.nn.Parameter(torch.full((4,), 1.001))
+        self.large = torch.nn.Parameter(torch.ones(8))
+
+
+def step_mixed() -> list[float]:
+    module = Mixed()
+    pipeline = Pipeline(module, make_schedule("1f1b", ranks=1, microbatches=1))
+    module.narrow.grad_dtype = torch.float32
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-4, dtype=torch.float32)
+    optimizer = MasterWeights(pipeline, Zero(pipeline, SGD(pipeline.parameters(), lr=1.0)))
+    optimizer.step()
+    return module.wide.tolist()
+
+
+def test_weights_of_several_dtypes_are_exchanged_apart() -> None:
+    expected = [float(torch.tensor(1.001) - torch.tensor(1e-4))] * 4
+    assert run_threads(step_mixed, 2, data=2) == [expected] * 2
+
+
 @pytest.mark.slow
 def test_gloo() -> None:
     arguments = (adamw, masters_of_zero, torch.float16, 3)
