@@ -15,7 +15,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.deferral.products import ConvolutionProduct, Deferral, EmbeddingProduct, LinearProduct, Product
 
 
-class Given(NamedTuple):
+class DeferredWeights(NamedTuple):
     """What a forward hands to its function beside the input. A tuple, so that no parameter is part of the graph."""
 
     deferral: Deferral
@@ -40,7 +40,7 @@ class Deferring(nn.Module):
             return []
         return [weight] if bias is None or not bias.requires_grad else [weight, bias]
 
-    def _given(self) -> Given | None:
+    def _deferred_weights(self) -> DeferredWeights | None:
         """None unless there will be a backward, and it is autograd's own."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return None
@@ -52,7 +52,7 @@ class Deferring(nn.Module):
             return None
         if self.deferral is None or not (bias is None or bias.is_leaf):
             return None
-        return Given(self.deferral, weight, bias)
+        return DeferredWeights(self.deferral, weight, bias)
 
     def _get_name(self) -> str:
         return self.stock.__name__
@@ -67,22 +67,22 @@ class DeferringLinear(Deferring, nn.Linear):
     stock = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        given = self._given()
-        if given is None:
+        deferred = self._deferred_weights()
+        if deferred is None:
             return super().forward(input)
-        output: Tensor = _Linear.apply(given.deferral.anchor, input, given)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(deferred.deferral.anchor, input, deferred)  # type: ignore[no-untyped-call]
         return output
 
 
 class _DeferringConvolution(Deferring, nn.modules.conv._ConvNd):
     def forward(self, input: Tensor) -> Tensor:
-        given = None if self.weight.is_complex() else self._given()
-        if given is None:
+        deferred = None if self.weight.is_complex() else self._deferred_weights()
+        if deferred is None:
             return self._conv_forward(input, self.weight, self.bias)
         batched = input.dim() == self.weight.dim()
         input, padding = self._pad(input if batched else input.unsqueeze(0))
         geometry = (self.stride, padding, self.dilation, False, (0,) * len(padding), self.groups)
-        output: Tensor = _Convolution.apply(given.deferral.anchor, input, given, geometry)  # type: ignore[no-untyped-call]
+        output: Tensor = _Convolution.apply(deferred.deferral.anchor, input, deferred, geometry)  # type: ignore[no-untyped-call]
         return output if batched else output.squeeze(0)
 
     def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -108,38 +108,42 @@ class DeferringEmbedding(Deferring, nn.Embedding):
     stock = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
-        given = self._given()
-        if given is None:
+        deferred = self._deferred_weights()
+        if deferred is None:
             return super().forward(input)
-        output: Tensor = _Embedding.apply(given.deferral.anchor, input, given, self)  # type: ignore[no-untyped-call]
+        output: Tensor = _Embedding.apply(deferred.deferral.anchor, input, deferred, self)  # type: ignore[no-untyped-call]
         return output
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, input: Tensor, given: Given) -> Tensor:
-        input, weight, bias = _begin(ctx, input, given)
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, deferred: DeferredWeights) -> Tensor:
+        input, weight, bias = _begin(ctx, input, deferred)
         return functional.linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
         input, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])  # shared by all three products
-        hand_over(ctx, LinearProduct(ctx.given.weight, ctx.given.trained_bias, input, rows))
+        hand_over(ctx, LinearProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, rows))
         return None, rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[1] else None, None
 
 
 class _Convolution(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, input: Tensor, given: Given, geometry: tuple[Any, ...]) -> Tensor:
-        input, weight, bias = _begin(ctx, input, given)
+    def forward(
+        ctx: Any, anchor: Tensor, input: Tensor, deferred: DeferredWeights, geometry: tuple[Any, ...]
+    ) -> Tensor:
+        input, weight, bias = _begin(ctx, input, deferred)
         ctx.geometry = geometry
         return torch.convolution(input, weight, bias, *geometry)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
         input, weight = ctx.saved_tensors
-        hand_over(ctx, ConvolutionProduct(ctx.given.weight, ctx.given.trained_bias, input, gradient, ctx.geometry))
+        hand_over(
+            ctx, ConvolutionProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, gradient, ctx.geometry)
+        )
         of_input = None
         if ctx.needs_input_grad[1]:
             backward = torch.ops.aten.convolution_backward
@@ -149,25 +153,25 @@ class _Convolution(Function):
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, input: Tensor, given: Given, layer: nn.Embedding) -> Tensor:
-        ctx.given = given
+    def forward(ctx: Any, anchor: Tensor, input: Tensor, deferred: DeferredWeights, layer: nn.Embedding) -> Tensor:
+        ctx.deferred = deferred
         ctx.padding_index = -1 if layer.padding_idx is None else layer.padding_idx
         ctx.scale_by_frequency = layer.scale_grad_by_freq
         ctx.save_for_backward(input)
-        return functional.embedding(input, given.weight, layer.padding_idx)
+        return functional.embedding(input, deferred.weight, layer.padding_idx)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         [indices] = ctx.saved_tensors
-        weight = ctx.given.weight
+        weight = ctx.deferred.weight
         hand_over(ctx, EmbeddingProduct(weight, indices, gradient, ctx.padding_index, ctx.scale_by_frequency))
         return None, None, None, None
 
 
-def _begin(ctx: Any, input: Tensor, given: Given) -> tuple[Tensor, Tensor, Tensor | None]:
+def _begin(ctx: Any, input: Tensor, deferred: DeferredWeights) -> tuple[Tensor, Tensor, Tensor | None]:
     """Saves what the backward needs; returns what the forward computes with."""
-    ctx.given = given
-    operands = lowered(input, given.weight, given.bias)
+    ctx.deferred = deferred
+    operands = lowered(input, deferred.weight, deferred.bias)
     ctx.save_for_backward(*operands[:2])
     return operands
 
@@ -192,4 +196,4 @@ def hand_over(ctx: Any, product: Product) -> None:
             "make the layer an instance of a subclass of its own, which is left as it is"
         )
     if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):  # not in torch.autograd.grad
-        ctx.given.deferral.take(product)
+        ctx.deferred.deferral.take(product)

@@ -55,8 +55,8 @@ def defer_weight_gradients(module: nn.Module) -> Deferral:
 
 def _given_to_just(layers: list[Deferrable]) -> Deferral | None:
     """The Deferral that all of `layers` have and no other layer ever had."""
-    given = {id(layer.deferral): layer.deferral for layer in layers}
-    [deferral] = given.values() if len(given) == 1 else [None]
+    deferrals = {id(layer.deferral): layer.deferral for layer in layers}
+    [deferral] = deferrals.values() if len(deferrals) == 1 else [None]
     return deferral if deferral is not None and deferral.num_layers == len(layers) else None
 
 

@@ -13,7 +13,7 @@ from pipeflow.parallel.sharding import Split
 from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.division import divide, divide_padded, real_rows
 from pipeflow.tensor.linear import SplitLinear, column_splits, row_forward
-from pipeflow.tensor.matmul import Plan, column_linear
+from pipeflow.tensor.matmul import Mode, column_linear
 from pipeflow.tensor.regions import gather_from_tensor_region
 
 
@@ -93,7 +93,9 @@ class VocabParallelClassifier(SplitLinear):
     def forward(self, input: Tensor) -> Tensor:
         self._require_width(input, "")
         group = self.group
-        logits = column_linear(input, self.weight, self.bias, Plan(group, self.sequence_parallel, self._given()))
+        logits = column_linear(
+            input, self.weight, self.bias, Mode(group, self.sequence_parallel, self._deferred_weights())
+        )
         columns = logits.shape[-1]
         real = real_rows(self.out_features, columns, group.rank)
         if self.gather_output:

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.deferral.layers import Given, hand_over
+from pipeflow.deferral.layers import DeferredWeights, hand_over
 from pipeflow.deferral.products import EmbeddingProduct
 from pipeflow.parallel.sharding import Split
 from pipeflow.parallel.transport.group import Group
@@ -171,22 +171,22 @@ class HiddenParallelEmbedding(SplitEmbedding):
 
 def look_up(layer: SplitEmbedding, indices: Tensor, padding: int | None) -> Tensor:
     """Rows of this rank's weight; the gradient of row `padding` is left out."""
-    given = layer._given()
-    if given is None:
+    deferred = layer._deferred_weights()
+    if deferred is None:
         return functional.embedding(indices, layer.weight, padding)
-    output: Tensor = _LookUp.apply(given.deferral.anchor, indices, given, padding)  # type: ignore[no-untyped-call]
+    output: Tensor = _LookUp.apply(deferred.deferral.anchor, indices, deferred, padding)  # type: ignore[no-untyped-call]
     return output
 
 
 class _LookUp(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, indices: Tensor, given: Given, padding: int | None) -> Tensor:
-        ctx.given, ctx.padding = given, -1 if padding is None else padding
+    def forward(ctx: Any, anchor: Tensor, indices: Tensor, deferred: DeferredWeights, padding: int | None) -> Tensor:
+        ctx.deferred, ctx.padding = deferred, -1 if padding is None else padding
         ctx.save_for_backward(indices)
-        return functional.embedding(indices, given.weight)
+        return functional.embedding(indices, deferred.weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         [indices] = ctx.saved_tensors
-        hand_over(ctx, EmbeddingProduct(ctx.given.weight, indices, gradient, ctx.padding, False))
+        hand_over(ctx, EmbeddingProduct(ctx.deferred.weight, indices, gradient, ctx.padding, False))
         return None, None, None, None

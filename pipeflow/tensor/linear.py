@@ -17,7 +17,7 @@ from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.division import adopt, divide
 from pipeflow.tensor.initialize import Draw, draw_part_
 from pipeflow.tensor.layer import DeferringTensorLayer
-from pipeflow.tensor.matmul import Plan, column_linear, row_linear
+from pipeflow.tensor.matmul import Mode, column_linear, row_linear
 from pipeflow.tensor.regions import gather_from_tensor_region, scatter_to_tensor_region
 
 
@@ -120,8 +120,8 @@ class ColumnParallelLinear(SplitLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_width(input, "")
-        plan = Plan(self.group, self.sequence_parallel, self._given())
-        output = column_linear(input, self.weight, self.bias, plan)
+        mode = Mode(self.group, self.sequence_parallel, self._deferred_weights())
+        output = column_linear(input, self.weight, self.bias, mode)
         return gather_from_tensor_region(output, self.group) if self.gather_output else output
 
     def splits(self) -> Mapping[str, Split]:
@@ -171,7 +171,7 @@ def row_forward(layer: SplitLinear, input: Tensor, input_is_parallel: bool, sequ
     if not input_is_parallel:
         input = scatter_to_tensor_region(input, layer.group)
     layer._require_width(input, ": input_is_parallel=False takes a whole input" if input_is_parallel else "")
-    return row_linear(input, layer.weight, layer.bias, Plan(layer.group, sequence_parallel, layer._given()))
+    return row_linear(input, layer.weight, layer.bias, Mode(layer.group, sequence_parallel, layer._deferred_weights()))
 
 
 def column_splits(layer: SplitLinear) -> Mapping[str, Split]:

@@ -15,60 +15,60 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.deferral.layers import Given, hand_over, lowered
+from pipeflow.deferral.layers import DeferredWeights, hand_over, lowered
 from pipeflow.deferral.products import LinearProduct
 from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.exchange import Finish, gathered, start_sum, start_sum_scatter, sum_scattered
 from pipeflow.tensor.regions import SEQUENCE
 
 
-class Plan(NamedTuple):
+class Mode(NamedTuple):
     """How a product is computed: with whom, whether the sequence is split outside of the layer, and who gets the
     weight's gradient, None for autograd.
     """
 
     group: Group
     sequence: bool
-    given: Given | None
+    deferred: DeferredWeights | None
 
 
-def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Tensor:
     """The columns of `input @ weight.T + bias` that belong to this rank's rows of the weight.
 
     `input` is (..., in) and the same on every rank; with a split sequence it is this rank's piece (batch, sequence / T,
     in), is gathered before the product, and kept whole for the backward.
     """
-    return _product(_Column, input, weight, bias, plan)
+    return _product(_Column, input, weight, bias, mode)
 
 
-def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Tensor:
     """`input @ weight.T` summed over the ranks, each with its columns of input and weight, plus the whole bias.
 
     `input` is (..., in / T). The result is the same on every rank, or with a split sequence this rank's piece of it.
     """
-    return _product(_Row, input, weight, bias, plan)
+    return _product(_Row, input, weight, bias, mode)
 
 
-def _product(function: type[Function], input: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
-    if plan.given is None and plan.group.size == 1:
+def _product(function: type[Function], input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Tensor:
+    if mode.deferred is None and mode.group.size == 1:
         return functional.linear(input, weight, bias)
-    if plan.sequence and input.dim() < 3:
+    if mode.sequence and input.dim() < 3:
         raise UsageError(f"sequence parallelism needs (batch, sequence, hidden), got a shape of {tuple(input.shape)}")
-    if plan.given is None:
-        output: Tensor = function.apply(None, input, weight, bias, plan)
+    if mode.deferred is None:
+        output: Tensor = function.apply(None, input, weight, bias, mode)
     else:  # no parameter is part of the graph
-        output = function.apply(plan.given.deferral.anchor, input, None, None, plan)
+        output = function.apply(mode.deferred.deferral.anchor, input, None, None, mode)
     return output
 
 
 class _Column(Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Plan
+        ctx: Any, anchor: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None, mode: Mode
     ) -> Tensor:
-        input, weight, bias = _operands(ctx, input, weight, bias, plan)
-        if plan.sequence and plan.group.size > 1:
-            input = gathered(plan.group, input, SEQUENCE)
+        input, weight, bias = _operands(ctx, input, weight, bias, mode)
+        if mode.sequence and mode.group.size > 1:
+            input = gathered(mode.group, input, SEQUENCE)
         ctx.save_for_backward(input, weight)
         return functional.linear(input, weight, bias)
 
@@ -78,36 +78,36 @@ class _Column(Function):
         rows = gradient.reshape(-1, weight.shape[0])
         finish: Finish | None = None
         if ctx.needs_input_grad[1]:
-            finish = _start(ctx.plan, rows.mm(weight.conj()).view(input.shape))
+            finish = _start(ctx.mode, rows.mm(weight.conj()).view(input.shape))
         of_weight, of_bias = _weight_gradients(ctx, input, rows)
         return None, None if finish is None else finish(), of_weight, of_bias, None
 
 
-def _start(plan: Plan, gradient: Tensor) -> Finish:
+def _start(mode: Mode, gradient: Tensor) -> Finish:
     """Starts the sum of the ranks' gradients of the input."""
-    if plan.group.size == 1:
+    if mode.group.size == 1:
         return lambda: gradient
-    return start_sum_scatter(plan.group, gradient, SEQUENCE) if plan.sequence else start_sum(plan.group, gradient)
+    return start_sum_scatter(mode.group, gradient, SEQUENCE) if mode.sequence else start_sum(mode.group, gradient)
 
 
 class _Row(Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Plan
+        ctx: Any, anchor: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None, mode: Mode
     ) -> Tensor:
-        input, weight, bias = _operands(ctx, input, weight, bias, plan)
+        input, weight, bias = _operands(ctx, input, weight, bias, mode)
         ctx.save_for_backward(input, weight)
-        if plan.group.size == 1:
+        if mode.group.size == 1:
             return functional.linear(input, weight, bias)
         part = functional.linear(input, weight)
-        whole = sum_scattered(plan.group, part, SEQUENCE) if plan.sequence else start_sum(plan.group, part)()
+        whole = sum_scattered(mode.group, part, SEQUENCE) if mode.sequence else start_sum(mode.group, part)()
         return whole if bias is None else whole.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        if ctx.plan.sequence and ctx.plan.group.size > 1:
-            gradient = gathered(ctx.plan.group, gradient, SEQUENCE)
+        if ctx.mode.sequence and ctx.mode.group.size > 1:
+            gradient = gathered(ctx.mode.group, gradient, SEQUENCE)
         rows = gradient.reshape(-1, weight.shape[0])
         of_weight, of_bias = _weight_gradients(ctx, input, rows)
         of_input = rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[1] else None
@@ -115,12 +115,12 @@ class _Row(Function):
 
 
 def _operands(
-    ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, plan: Plan
+    ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, mode: Mode
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What a forward computes with, in autocast's dtype where that is on."""
-    ctx.plan, ctx.given = plan, plan.given
-    if plan.given is not None:
-        _, weight, bias = plan.given
+    ctx.mode, ctx.deferred = mode, mode.deferred
+    if mode.deferred is not None:
+        _, weight, bias = mode.deferred
     assert weight is not None
     return lowered(input, weight, bias)
 
@@ -130,8 +130,8 @@ def _weight_gradients(ctx: Any, input: Tensor, rows: Tensor) -> tuple[Tensor | N
 
     Raises UsageError when the backward is itself to be differentiated.
     """
-    if ctx.given is not None:
-        hand_over(ctx, LinearProduct(ctx.given.weight, ctx.given.trained_bias, input, rows))
+    if ctx.deferred is not None:
+        hand_over(ctx, LinearProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, rows))
         return None, None
     if torch.is_grad_enabled():
         raise UsageError("a backward with create_graph=True cannot run through a tensor-parallel linear layer")

@@ -95,10 +95,10 @@ class _Exchanged(Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
-        ctx.given = group, there, back
+        ctx.exchange = group, there, back
         return there(group, input)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        group, there, back = ctx.given
+        group, there, back = ctx.exchange
         return _exchanged(gradient, group, back, there), None, None, None

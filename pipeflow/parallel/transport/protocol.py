@@ -36,7 +36,7 @@ of the same size. Raises LinkError where the channel is broken, and whatever els
 
 
 class Transport(Protocol):
-    """What the engine asks of a transport. `pipeflow.testing.conformance` tells whether a class keeps it."""
+    """What the engine asks of a transport."""
 
     rank: int
     size: int
