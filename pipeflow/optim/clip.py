@@ -7,11 +7,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.context import Context
-from pipeflow.parallel.sharding import splits_of
+from pipeflow.parallel.sharding import entries_of, is_first_holder, splits_of
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.pipeline import Pipeline
 
@@ -73,12 +71,14 @@ def _clip_factor(norm: Tensor, max_norm: float) -> float:
 
 def _norms(model: Pipeline, norm_type: float) -> list[float]:
     """The norm of what of this rank's gradients counts, and that of the rest, which another rank counts."""
+    layout, rank = model.context.layout, model.context.rank
     split, elsewhere = splits_of(model), model.gradients.counted_elsewhere
     norms: tuple[list[Tensor], list[Tensor]] = ([], [])
     for parameter in model.parameters():
         gradient = parameter.grad
-        if gradient is not None and (local := _local(gradient)).numel():
-            first = id(parameter) not in elsewhere and _is_first(gradient, id(parameter) in split, model.context)
+        if gradient is not None and (local := entries_of(gradient, parameter)).numel():
+            key = id(parameter)
+            first = key not in elsewhere and is_first_holder(parameter, layout, rank, is_split=key in split)
             dtype = torch.complex128 if local.is_complex() else torch.float64
             norms[not first].append(torch.linalg.vector_norm(local, norm_type, dtype=dtype))
     device = model.context.device
@@ -95,26 +95,3 @@ def _combined(norms: Tensor, norm_type: float) -> Tensor:
     largest = norms.max()
     scaled = torch.linalg.vector_norm(norms / largest, norm_type)
     return torch.where(largest > 0, largest * scaled, largest)
-
-
-def _local(gradient: Tensor) -> Tensor:
-    """The entries of a gradient that this rank holds."""
-    gradient = gradient.detach()
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return local.coalesce().values() if local.is_sparse else local
-
-
-def _is_first(gradient: Tensor, split: bool, context: Context) -> bool:
-    """Whether this is the lowest of the ranks that hold the same part of a gradient. One that is `split` is so over
-    the tensor ranks; a DTensor over the ranks of its mesh.
-    """
-    layout, rank = context.layout, context.rank
-    spread = {rank}
-    if isinstance(gradient, DTensor):
-        mesh = gradient.device_mesh
-        here = mesh.get_coordinate() or ()
-        if any(index and placement.is_replicate() for placement, index in zip(gradient.placements, here, strict=True)):
-            return False
-        spread = set(mesh.mesh.flatten().tolist())
-    groups = ([] if split else [layout.tensor_ranks(rank)]) + [layout.data_ranks(rank)]
-    return all(group[0] == rank or len(spread.intersection(group)) > 1 for group in groups)

@@ -11,11 +11,11 @@ from itertools import groupby, zip_longest
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.optimizer import Wrapper
+from pipeflow.parallel.sharding import is_distributed
 from pipeflow.parallel.transport.work import Work
 from pipeflow.runtime.gradients.bucket import in_buckets
 from pipeflow.runtime.pipeline import Pipeline
@@ -52,7 +52,7 @@ class Zero(Wrapper):
         if isinstance(optimizer, Wrapper):
             raise UsageError("Zero goes inside: MasterWeights(model, Zero(model, optimizer))")
         super().__init__(model, optimizer)
-        if any(isinstance(parameter, DTensor) for parameter in self.parameters):
+        if any(map(is_distributed, self.parameters)):
             raise UsageError("fully_shard spreads the optimizer's states itself: leave Zero out")
         self._group = model.context.data
         self.owners = owners_of(self.parameters, self._group.size)

@@ -11,6 +11,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pipeflow.parallel.layout import Layout
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -83,10 +85,31 @@ def is_distributed(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def entries_of(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """The entries of a parameter's gradient that this rank holds, those of a sparse one alone."""
+    local = local_part(settled(gradient, parameter))
+    return local.coalesce().values() if local.is_sparse else local
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, in the memory where it lies."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_first_holder(tensor: Tensor, layout: Layout, rank: int, *, is_split: bool) -> bool:
+    """Whether `rank`, this one, is the lowest of the ranks that hold the same part of a tensor. One that `is_split` is
+    so over the tensor ranks; a DTensor over the ranks of its mesh.
+    """
+    spread = {rank}
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        here = mesh.get_coordinate() or ()
+        if any(index and placement.is_replicate() for placement, index in zip(tensor.placements, here, strict=True)):
+            return False
+        spread = set(mesh.mesh.flatten().tolist())
+    groups = ([] if is_split else [layout.tensor_ranks(rank)]) + [layout.data_ranks(rank)]
+    return all(group[0] == rank or len(spread.intersection(group)) > 1 for group in groups)
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:

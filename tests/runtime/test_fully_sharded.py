@@ -6,11 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from pipeflow import Pipeline, Schedule, UsageError, clip_grad_norm_, execute_pipeline, make_schedule
+from pipeflow import (
+    Pipeline,
+    PipelineSharedModuleWrapper,
+    Schedule,
+    UsageError,
+    clip_grad_norm_,
+    execute_pipeline,
+    make_schedule,
+)
 from pipeflow.optim.clip import grad_norm
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes
@@ -97,4 +106,26 @@ def tie_sharded() -> str:
 @pytest.mark.slow
 def test_a_tied_weight_is_refused() -> None:
     for message in run_processes(tie_sharded, 2, data=1):
+        assert "cannot be under fully_shard: leave its module out" in message
+
+
+def tie_sharded_stages() -> str:
+    """Two stages of one rank share a weight; under fully_shard each would have its own part of it."""
+    context = current_context()
+    layers = [Layer(0, torch.float64) for _ in range(2)]
+    wrapper = PipelineSharedModuleWrapper([0, 0])
+    for layer in layers:
+        fully_shard(layer, mesh=context.mesh["data"])
+        wrapper.register_module(layer.linear)
+    schedule = make_schedule("interleaved-1f1b", ranks=1, chunks=2, microbatches=2)
+    try:
+        Pipeline(nn.ModuleList(layers), schedule, criterion=nn.functional.mse_loss)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_weight_of_two_stages_is_refused() -> None:
+    for message in run_processes(tie_sharded_stages, 2, data=2):
+        assert "'chunks.0.linear.weight', which other ranks or stages hold too" in message
         assert "cannot be under fully_shard: leave its module out" in message

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 from pipeflow import (
@@ -278,20 +284,28 @@ def test_buffers_of_any_dtype_start_alike(run: Any) -> None:
 class Perceptron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.norm = nn.LayerNorm(3, dtype=WIDE)
         self.up, self.down = nn.Linear(3, 4, dtype=WIDE), nn.Linear(4, 3, dtype=WIDE)
         for seed, parameter in enumerate(self.parameters()):
             parameter.data.copy_(values(seed, *parameter.shape))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down(functional.gelu(self.up(hidden)))
+        output: Tensor = self.down(functional.gelu(self.up(self.norm(hidden))))
         return output
 
 
 def step_with_torchs_tensor_parallelism() -> tuple[float, dict[str, Any]]:
     context, stage = current_context(), Perceptron()
-    parallelize_module(stage, context.mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(),
+    }
+    parallelize_module(stage, context.mesh["tensor"], plan)
+    split = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+    parallelize_module(stage, context.mesh["tensor"], split)
     pipeline = Pipeline(stage, make_schedule("1f1b", ranks=1, microbatches=2), criterion=functional.mse_loss)
-    execute_pipeline(iter([(values(context.data_rank, 4, 3), values(9, 4, 3))]), pipeline)
+    execute_pipeline(iter([(values(context.data_rank, 4, 2, 3), values(9, 4, 2, 3))]), pipeline)
     norm = float(clip_grad_norm_(pipeline, 1e9))
     gradients = {}
     for name, parameter in stage.named_parameters():
@@ -300,12 +314,14 @@ def step_with_torchs_tensor_parallelism() -> tuple[float, dict[str, Any]]:
     return norm, gradients
 
 
-def test_torchs_tensor_parallelism_is_averaged_over_replicas() -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_torchs_tensor_parallelism_is_averaged_over_replicas(replicas: int) -> None:
     stage = Perceptron()
-    for replica in (0, 1):
-        (functional.mse_loss(stage(values(replica, 4, 3)), values(9, 4, 3)) / 2).backward()
+    for replica in range(replicas):
+        loss = functional.mse_loss(stage(values(replica, 4, 2, 3)), values(9, 4, 2, 3))
+        (loss / replicas).backward()
     whole = {name: parameter.grad for name, parameter in stage.named_parameters() if parameter.grad is not None}
     total = sum(float(gradient.square().sum()) for gradient in whole.values()) ** 0.5
-    for norm, gradients in run_processes(step_with_torchs_tensor_parallelism, 4, tensor=2, data=2):
+    for norm, gradients in run_processes(step_with_torchs_tensor_parallelism, 2 * replicas, tensor=2, data=replicas):
         require_near(gradients, whole)
         assert norm == pytest.approx(total, rel=1e-12)

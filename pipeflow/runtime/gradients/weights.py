@@ -107,9 +107,9 @@ def _widest(name: str, claims: Sequence[_Claim], *, is_sharded: bool) -> _Claim:
                 f"{name!r} is shared by ranks {list(widest.ranks)} and has copies on ranks {list(ranks)}: share it "
                 "among all of them"
             )
-    if is_sharded and len(widest.ranks) > 1:
+    if is_sharded and (len(claims) > 1 or len(widest.ranks) > 1):
         raise UsageError(
-            f"{name!r}, which other ranks hold too (tied, or of a bidirectional schedule), cannot be under "
+            f"{name!r}, which other ranks or stages hold too (tied, or of a bidirectional schedule), cannot be under "
             "fully_shard: leave its module out, as with fully_shard on each block and not on the stage"
         )
     return widest
