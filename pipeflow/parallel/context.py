@@ -90,7 +90,7 @@ class Context:
         if not dist.is_initialized():
             raise UsageError("a device mesh needs torch.distributed: start processes, or call init_process_group first")
         layout = self.layout
-        ranks = torch.arange(layout.world_size).view(layout.data, layout.pipeline, layout.tensor)
+        ranks = torch.arange(layout.world_size, device="cpu").view(layout.data, layout.pipeline, layout.tensor)
         return DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "pipeline", "tensor"))
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> 
     if len(last) == 1:
         return torch.stack(list(parts.values())).sum() if parts else None
     [peer] = [rank for rank in last if rank != transport.rank]
-    mine, its = (torch.zeros(1 + results.microbatches, dtype=torch.float64) for _ in range(2))
+    mine, its = (torch.zeros(1 + results.microbatches, dtype=torch.float64, device="cpu") for _ in range(2))
     for microbatch, part in parts.items():
         mine[0], mine[1 + microbatch] = 1 + _DTYPES.index(part.dtype), part
     exchange(transport, Lane.CONTROL, {peer: mine}, {peer: its}, "waiting for the losses of the other last stage")
@@ -129,7 +129,7 @@ def _mean(rows: Sequence[Told], context: Context) -> Tensor | None:
         return None
     weights, losses = (
         [row.weight for row in told],
-        [torch.tensor(row.loss, dtype=_DTYPES[int(row.dtype)]) for row in told],
+        [torch.tensor(row.loss, dtype=_DTYPES[int(row.dtype)], device="cpu") for row in told],
     )
     _require_some(weights)
     if len(losses) == 1:

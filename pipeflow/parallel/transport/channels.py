@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.control.store import MonitorStore
@@ -71,7 +72,13 @@ class Channels:
             group, peer, tag = self._gloo[destination > source], far, int(lane)
         end = End(self, group, {far: peer}, "exchanging tensors", on_gpu=on_gpu)
         move, begin = group.send if sends else group.recv, end.begin
-        return lambda tensors: begin(move, tensors, peer, tag)
+
+        def start(tensors: list[Tensor]) -> Exchange:
+            if tensors[0].is_meta:  # gloo would end the process
+                raise RuntimeError("a meta tensor has no memory that could be sent")
+            return begin(move, tensors, peer, tag)
+
+        return start
 
     def _communicator(self, source: int, destination: int, lane: Lane) -> Any:
         """The NCCL communicator of an ordered pair, in which the source is rank 0 and the destination rank 1."""

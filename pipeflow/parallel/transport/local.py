@@ -92,6 +92,8 @@ class LocalTransport:
 
     def _start(self, key: tuple[int, int, int, Lane], sending: bool, tensors: list[Tensor]) -> _Transfer:
         generation, source, destination, _ = key
+        if sending and tensors[0].is_meta and self.device.type != "meta":
+            raise RuntimeError("a meta tensor has no memory that could be sent")  # nor could a process send it
         transfer = _Transfer(self, destination if sending else source, tensors[0])
         with self.hub.changed:
             if (generation, transfer.peer) in self.hub.closed:

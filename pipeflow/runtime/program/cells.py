@@ -123,9 +123,16 @@ def _wide(loss: Tensor) -> Tensor:
 def flatten(output: object) -> tuple[list[Tensor], TreeSpec | None]:
     """A stage's output as tensors and the tree they came from. Raises UsageError for anything but tensors."""
     if isinstance(output, Tensor):
+        _require_plain(output)
         return [output], None
     leaves, spec = tree_flatten(output)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise UsageError(f"a stage must return a tensor or a tree of tensors, got a {type(leaf).__name__} in it")
+        _require_plain(leaf)
     return leaves, spec
+
+
+def _require_plain(tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise UsageError("a stage returned a nested tensor, which cannot be sent: return its values and lengths")

@@ -87,14 +87,14 @@ class SendDescribed(Transfer):
         cell, works = self.cell, self.cell.works
         meta = Meta.of(cell.tensors, cell.spec, cell.grads)
         body = torch.frombuffer(bytearray(_packed(meta)), dtype=torch.uint8)
-        works.append(self.lanes.header([torch.tensor([len(body)])]))
+        works.append(self.lanes.header([torch.tensor([len(body)], device="cpu")]))
         works.append(self.lanes.description([body]))
         for tensor in expected.empty(cell.tensors[0].device) if expected is not None else ():
             works.append(self.lanes.expected([tensor]))
         self.expectation.see(meta)
 
 
-_AS_EXPECTED = torch.zeros(1, dtype=torch.int64)
+_AS_EXPECTED = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 def _packed(meta: Meta) -> bytes:
@@ -118,7 +118,7 @@ class Arrival:
         self.lanes = lanes
         self.device = device
         self.expectation = Expectation()
-        self.header = torch.empty(1, dtype=torch.int64)
+        self.header = torch.empty(1, dtype=torch.int64, device="cpu")
         self.pending = False
 
     def settle(self) -> None:
@@ -135,7 +135,7 @@ class Arrival:
         self.pending = False
 
     def _redirected(self, length: int) -> Meta:
-        body = torch.empty(length, dtype=torch.uint8)
+        body = torch.empty(length, dtype=torch.uint8, device="cpu")
         self.lanes.description([body]).wait()
         meta = _unpacked(bytes(body.tolist()))
         self.cell.tensors = meta.empty(self.device)

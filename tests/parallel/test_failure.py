@@ -1,0 +1,218 @@
+"""Ranks that stop, do not come, or make mistakes of their own, and strangers: each is told for what it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, launch, make_schedule
+from pipeflow.core.errors import Failure
+from pipeflow.parallel.context import current_context
+from pipeflow.parallel.control import wire
+from pipeflow.parallel.control.coordinator import Coordinator
+from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, silent
+from pipeflow.parallel.control.monitor import Monitor
+from pipeflow.testing import run_processes, run_threads
+
+Run = Callable[..., list[Any]]
+RUNS = pytest.mark.parametrize("run", [run_threads, run_processes])
+TIMEOUT, SOON = 3.0, 10.0  # seconds
+
+
+def test_the_end_of_the_chain_is_blamed() -> None:
+    def waits(*ranks: int) -> Status:
+        return Status(ranks, 5.0)
+
+    computes, elsewhere = Status((), 5.0), Status()
+    assert diagnose(0, 5.0, {0: waits(1), 1: waits(2), 2: silent(2), 3: waits(0)}) == silent(2)
+    assert diagnose(0, 5.0, {0: waits(1), 1: waits(2), 2: computes}) == Blame(2, "it took too long")
+    assert diagnose(0, 4.0, {0: waits(1), 1: waits(2), 2: computes}) is None
+    assert diagnose(0, 500.0, {0: waits(1), 1: elsewhere}) is None
+    circle = diagnose(0, 5.0, {0: waits(1), 1: waits(0)})
+    assert circle is not None
+    assert circle.rank == 0
+    assert "their calls do not match" in circle.reason
+
+
+class Stage(nn.Linear):
+    """Does something before its forward."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        super().__init__(2, 2)
+        self.happens = happens
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.happens()
+        return super().forward(hidden)
+
+
+def build(happens: Callable[[], None] = lambda: None) -> Pipeline:
+    schedule = make_schedule("1f1b", ranks=current_context().pipeline_size, microbatches=2)
+    return Pipeline(Stage(happens), schedule, criterion=nn.functional.mse_loss)
+
+
+BATCH = (torch.ones(2, 2), torch.zeros(2, 2))
+
+
+def stop(victim: int, folder: str) -> tuple[int, int | None, float, bool]:
+    """`victim` stops itself in a step; when all others have raised, one of them lets it go on, and all step again."""
+    context, armed = current_context(), False
+    notes, mine = Path(folder), context.rank == victim
+
+    def happens() -> None:
+        if armed and mine:
+            (notes / "pid").write_text(f"{os.getpid()}")
+            (notes / "pid").rename(notes / "stopped")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    model = build(happens)
+    execute_pipeline(iter([BATCH]), model)
+    armed, started = True, time.monotonic()
+    with pytest.raises(PipelineError) as caught:
+        execute_pipeline(iter([BATCH]), model)
+    took, armed = time.monotonic() - started, False
+    (notes / f"told-{context.rank}").touch()
+    while len(list(notes.glob("told-*"))) < context.world_size - 1:
+        time.sleep(0.05)
+    if not mine and context.rank == min({0, 1} - {victim}):
+        os.kill(int((notes / "stopped").read_text()), signal.SIGCONT)
+    while len(list(notes.glob("told-*"))) < context.world_size:
+        time.sleep(0.05)
+    loss = execute_pipeline(iter([BATCH]), model, broadcast_loss=True).loss
+    return caught.value.rank, caught.value.died, took, loss is not None
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_stopped_rank_is_named_and_may_go_on(victim: int, tmp_path: Path) -> None:
+    for rank, (named, died, took, works) in enumerate(run_processes(stop, 3, victim, str(tmp_path), timeout=TIMEOUT)):
+        assert works
+        if rank != victim:
+            assert (named, died) == (victim, None)
+            assert took < SOON
+
+
+def test_launch_names_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits alone; and rank 1 waits where there is no rank 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for rank, size, absent in ((0, 3, "ranks 1, 2"), (1, 2, "rank 0 failed: it")):
+        for name, value in {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        started = time.monotonic()
+        with pytest.raises(PipelineError, match=f"{absent} did not come within 1 s of launch"):
+            launch(timeout=1.0)
+        assert time.monotonic() - started < SOON
+
+
+MISTAKES: dict[str, Callable[[], Tensor]] = {
+    "a tensor without memory": lambda: torch.ones(2, 2, device="meta"),
+    "a jagged tensor": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+}
+
+
+def make_mistake(what: str) -> tuple[str, int | None, bool]:
+    """Rank 0's stage returns what cannot be sent, once."""
+    wrong = False
+
+    class Wrong(Stage):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return MISTAKES[what]() if wrong else super().forward(hidden)
+
+    schedule = make_schedule("1f1b", ranks=2, microbatches=2)
+    model = Pipeline(Wrong(lambda: None), schedule, criterion=nn.functional.mse_loss)
+    execute_pipeline(iter([BATCH]), model)
+    wrong = current_context().rank == 0
+    with pytest.raises((PipelineError, UsageError)) as caught:
+        execute_pipeline(iter([BATCH]), model)
+    wrong, error = False, caught.value
+    loss = execute_pipeline(iter([BATCH]), model, broadcast_loss=True).loss
+    named = error.rank if isinstance(error, PipelineError) else current_context().rank
+    return f"{named}", getattr(error, "died", None), loss is not None
+
+
+@RUNS
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_tensor_that_cannot_be_sent_is_its_sender_s_mistake(run: Run, what: str) -> None:
+    assert run(make_mistake, 2, what) == [("0", None, True)] * 2
+
+
+def use_odd_modes() -> list[bool]:
+    """Evaluates under inference_mode and trains outside it; with a default device that has no memory."""
+    works = []
+    model = build()
+    with torch.inference_mode():
+        execute_pipeline(iter([BATCH]), model, forward_only=True)
+    for _ in range(3):
+        works.append(execute_pipeline(iter([BATCH]), model, broadcast_loss=True).loss is not None)
+        works.append(execute_pipeline(iter([BATCH]), model, forward_only=True, broadcast_loss=True).loss is not None)
+    torch.set_default_device("meta")
+    try:
+        losses = [execute_pipeline(iter([BATCH]), model, broadcast_loss=True).loss for _ in range(2)]
+        works += [loss is not None for loss in losses]
+    finally:
+        torch.set_default_device(None)
+    return works
+
+
+@RUNS
+def test_modes_of_torch_do_not_reach_what_ranks_tell_each_other(run: Run) -> None:
+    assert run(use_odd_modes, 2) == [[True] * 8] * 2
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.abort, ()
+
+
+def test_a_stranger_learns_nothing_and_ends_nothing() -> None:
+    secret, size = b"s" * 32, 2
+    coordinator = Coordinator("127.0.0.1", size, secret, 0.5)
+    where = ("127.0.0.1", coordinator.port)
+    report = {"op": "report", "generation": 0, "failure": {"rank": 1, "reason": "planted"}}
+    said = [
+        b"",
+        os.urandom(2000),
+        pickle.dumps(Harmful()),
+        (1 << 31).to_bytes(4) + b"x" * 100,
+        wire.pack({"rank": 1, "proof": wire.prove(b"guessed", "", 1)}) + wire.pack(report),
+        wire.pack(report) + wire.pack({"op": "get", "key": "0/secret"}),
+        wire.pack({"rank": {}, "proof": 3}),
+        json.dumps([report]).encode(),
+    ]
+    for each in said:
+        with socket.create_connection(where, 5.0) as stranger:
+            stranger.sendall(each)
+            stranger.shutdown(socket.SHUT_WR)
+            heard = b""
+            while data := stranger.recv(1 << 16):
+                heard += data
+            [challenge] = wire.Unpacker().feed(heard)
+            assert challenge.keys() == {"challenge"}
+    monitors = [Monitor(*where, rank=rank, size=size, secret=secret, timeout=5.0) for rank in range(size)]
+    opening = [threading.Thread(target=monitor.open, args=(0,)) for monitor in monitors]
+    for thread in opening:
+        thread.start()
+    for thread in opening:
+        thread.join(5.0)
+    monitors[0].set("secret", b"\0\xff")
+    assert monitors[1].get("secret") == b"\0\xff"
+    assert not any(monitor.has_failed(0) for monitor in monitors)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(where, 1.0)  # when all have come, nobody else is let in
+    assert monitors[0].report(0, Failure(0, "real")).reason == "real"
+    for monitor in monitors:
+        monitor.close()
+    coordinator.close()
