@@ -56,6 +56,7 @@ def _in_row(row: tuple[Entry, ...]) -> Iterator[tuple[Entry, Entry]]:
     last: dict[Stream, Entry] = {}
     for entry in row:
         stream = stream_of(entry)
-        for before in {Stream.COMPUTE, stream} & last.keys():
-            yield last[before], entry
+        for before in dict.fromkeys((Stream.COMPUTE, stream)):
+            if before in last:
+                yield last[before], entry
         last[stream] = entry

@@ -33,13 +33,7 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     another number of stages.
     """
     cost = CostModel.even(schedule.placement) if cost is None else cost
-    stages = schedule.placement.num_stages
-    if len(cost.forward) != stages:
-        raise UsageError(
-            f"the cost model has {len(cost.forward)} stages, schedule {schedule.name!r} has {stages}: give one cost "
-            "per stage, as CostModel.even(schedule.placement) does"
-        )
-    durations = {(kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(stages)}
+    durations = _durations(schedule, cost)
     order = Order(schedule)
     delays = [delay for content, stage in order.ends for delay in _delays(schedule, cost, content, stage)]
     made = [0.0] * len(delays)  # per value, when it exists
@@ -81,6 +75,17 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     rows = (sorted(row, key=attrgetter("start")) for row in spans) if reached or beside else spans
     memory = cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes
     return Timeline(schedule.name, schedule.placement, tuple(map(tuple, rows)), *memory)
+
+
+def _durations(schedule: Schedule, cost: CostModel) -> dict[tuple[Kind, int], float]:
+    """Per kind and stage. Raises UsageError for costs of another number of stages."""
+    stages = schedule.placement.num_stages
+    if len(cost.forward) != stages:
+        raise UsageError(
+            f"the cost model has {len(cost.forward)} stages, schedule {schedule.name!r} has {stages}: give one cost "
+            "per stage, as CostModel.even(schedule.placement) does"
+        )
+    return {(kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(stages)}
 
 
 _BESIDE = {kind: flow.stream for kind, flow in DATAFLOW.items() if flow.stream is not Stream.COMPUTE}
