@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -83,8 +82,12 @@ def keep_newest(path: Path, keep: int) -> None:
     for old, manifest in _saved_in_order(path.parent)[:-keep]:
         if old.resolve() not in linked:
             gone = folders.temporary_for(old, manifest.sequence)  # a removal cut short leaves no half of a checkpoint
-            with suppress(UsageError, FileNotFoundError):  # another save of this run removes it, too
+            try:
                 find(old).rename(gone)
+            except (UsageError, FileNotFoundError):
+                continue  # another save of this run removes it, too
+            except OSError as error:
+                LOG.warning("checkpoint %s cannot be removed: %s", old, error)
             folders.remove(gone)
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeflow.checkpoint.task import context_here
 from pipeflow.core.errors import UsageError
@@ -41,6 +43,12 @@ class Piece:
     @classmethod
     def whole(cls, tensor: Tensor) -> Piece:
         return cls(tensor, torch.Size([0] * tensor.dim()), tensor.shape)
+
+    @classmethod
+    def distributed(cls, tensor: DTensor) -> Piece:
+        """What this rank holds of a tensor that torch has in parts."""
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return cls(tensor.to_local(), torch.Size(offset), tensor.shape)
 
     @classmethod
     def of(cls, tensor: Tensor, split: Split, rank: int) -> Piece:
@@ -75,6 +83,8 @@ class LocalTensor:
     def piece_of(self, tensor: Tensor) -> Piece:
         """That of a tensor of the same shape, which lies over the ranks as this one does."""
         tensor = tensor.detach()
+        if isinstance(tensor, DTensor):
+            return Piece.distributed(tensor)
         return Piece.whole(tensor) if self.split is None else Piece.of(tensor, self.split, self.rank)
 
     @property

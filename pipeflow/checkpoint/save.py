@@ -106,7 +106,7 @@ def save_checkpoint(
     """
     if keep is not None and keep < 1:
         raise UsageError(f"keep must be at least 1, the checkpoint that is saved, got {keep}")
-    if step is not None and (not isinstance(step, int) or step < 0):
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step must be a whole number, how many steps the run has taken, got {step!r}")
     context = context_of(model)
     with context.alarm.raised_everywhere():

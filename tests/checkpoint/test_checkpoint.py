@@ -9,9 +9,12 @@ import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from pipeflow import Saving, UsageError, latest_checkpoint, load_checkpoint, save_checkpoint
 from pipeflow.optim.zero import Zero
+from pipeflow.parallel.context import current_context
 from pipeflow.tensor import random
 from pipeflow.testing import run_processes
 from tests.checkpoint.checkpoints import Layout, Run, under, wholes
@@ -192,6 +195,33 @@ def test_replicas_that_divide_the_states_save_their_own(tmp_path: Path) -> None:
     assert {name for each in loaded for name in each} == set(expected)
     for name, state in ((name, state) for each in loaded for name, state in each.items()):
         numpy.testing.assert_array_equal(state, expected[name])
+
+
+def spread(path: Path) -> list[numpy.ndarray]:
+    """Saves a module that torch has in parts, after two steps; then fills another one, in other parts, from it."""
+    told = []
+    for step in (2, 0):
+        torch.manual_seed(step)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3))
+        fully_shard(module[step // 2], mesh=current_context().mesh["data"])
+        optimizer = torch.optim.Adam(module.parameters())
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        if step:
+            save_checkpoint(path, module, optimizer, step=step)
+        else:
+            load_checkpoint(path, module, optimizer)
+        states = [optimizer.state[parameter]["exp_avg"] for parameter in module.parameters()]
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in (*module.parameters(), *states)]
+        told.append(torch.cat([each.detach().flatten() for each in whole]).numpy())
+    return told
+
+
+def test_what_torch_holds_in_parts_is_saved_and_loaded(tmp_path: Path) -> None:
+    for saved_values, loaded in run_processes(spread, 2, tmp_path / "step", data=2):
+        numpy.testing.assert_array_equal(saved_values, loaded)
+    load_checkpoint(tmp_path / "step", torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3)))
 
 
 def test_the_random_numbers_of_tensor_layers_go_on(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_equal_steps_and_none_among_others(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "five", model(), step=5)
     save_checkpoint(tmp_path / "four", model(), step=4)
     assert latest_checkpoint(tmp_path) == tmp_path / "five"
-    for bad in (-1, "x", 1.5):
+    for bad in (-1, "x", 1.5, True):
         with pytest.raises(UsageError, match="step must be a whole number"):
             save_checkpoint(tmp_path / "bad", model(), step=bad)  # type: ignore[arg-type]
 
