@@ -47,8 +47,9 @@ class Alarm:
         self._dead: Failure | None = None
 
     @contextmanager
-    def raised_everywhere(self) -> Iterator[None]:
-        """What all ranks do together: an error in it, on any rank, is raised on every rank.
+    def raised_everywhere(self, call: object = "") -> Iterator[None]:
+        """What all ranks do together: an error in it, on any rank, is raised on every rank. `call` says, as a string,
+        what this rank was asked to do, for the error that tells that ranks were asked different things.
 
         Where it happened, pipeflow's own errors and an interruption pass as they are, with every other error as
         the cause of a PipelineError; all other ranks raise that PipelineError. After one, the next use starts
@@ -56,8 +57,8 @@ class Alarm:
         """
         if self._dead is not None:
             raise PipelineError(self._dead)
-        transport, outside = self._transport, self._transport.patience
-        transport.patience = transport.timeout
+        transport, outside = self._transport, (self._transport.patience, self._transport.call)
+        transport.patience, transport.call = self._transport.timeout, call
         try:
             transport.reopen()
             yield
@@ -72,7 +73,7 @@ class Alarm:
                 raise (cause or error) from None
             raise PipelineError(first) from (None if isinstance(error, LinkError) else cause)
         finally:
-            transport.patience = outside
+            transport.patience, transport.call = outside
 
     def expect_slow(self) -> None:
         """Has the others wait ten times as long for this rank in the call that it makes: it compiles first."""

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pipeflow.core.schedule import Schedule
+
 
 class Call(NamedTuple):
-    """What `execute_pipeline` was asked for, but for the schedule and the batch. All ranks must be asked the same."""
+    """What `execute_pipeline` was asked for, but for the batch. All ranks must be asked the same."""
 
     training: bool
     reduce: bool
     return_outputs: bool
     broadcast_loss: bool
     trace: bool
+    schedule: Schedule
 
     @property
     def number(self) -> float:
-        """What tells it from others."""
-        return float(sum(asked << position for position, asked in enumerate(self)))
-
-    @classmethod
-    def numbered(cls, number: float) -> Call:
-        """The call that has this number."""
-        return cls(*(bool(int(number) >> position & 1) for position in range(len(cls._fields))))
+        """What tells it from others, but for the schedule."""
+        return float(sum(asked << position for position, asked in enumerate(self[:-1])))
 
     def __str__(self) -> str:
-        return ", ".join(
-            [
-                "trains" if self.training else "evaluates",
-                *(["reduce=False"] if self.training and not self.reduce else []),
-                *(f"{name}=True" for name in ("return_outputs", "broadcast_loss", "trace") if getattr(self, name)),
-            ]
-        )
+        return f"{in_words(self.number)} with {self.schedule.name!r}, {self.schedule.num_microbatches} microbatches"
+
+
+def in_words(number: float) -> str:
+    """The call of this number, in words."""
+    training, *asked = (bool(int(number) >> position & 1) for position in range(len(Call._fields) - 1))
+    others = [f"{name}={value}" for name, value in zip(Call._fields[1:-1], asked, strict=True) if value != _USUAL[name]]
+    return ", ".join(["trains" if training else "evaluates", *others])
+
+
+_USUAL = {"reduce": True, "return_outputs": False, "broadcast_loss": False, "trace": False}

@@ -15,7 +15,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather, exchange
 from pipeflow.parallel.transport.protocol import Lane, Transport
-from pipeflow.runtime.call import Call
+from pipeflow.runtime.call import in_words
 from pipeflow.runtime.gradients.step_end import Change
 from pipeflow.runtime.program.cells import Results
 
@@ -84,8 +84,9 @@ def require_alike(rows: Sequence[Told], context: Context) -> None:
     """Raises UsageError unless all ranks did the same."""
     for rank, row in enumerate(rows):
         if row.call != rows[0].call:
-            calls = [Call.numbered(each.call) for each in (rows[0], row)]
-            raise UsageError(f"rank {rank} {calls[1]}, but rank 0 {calls[0]}: all ranks make the same call")
+            raise UsageError(
+                f"rank {rank} {in_words(row.call)}, but rank 0 {in_words(rows[0].call)}: all ranks make the same call"
+            )
         if row.schedule != rows[0].schedule:
             raise UsageError(f"rank {rank} was given another schedule than rank 0: pass the same one on every rank")
     for first in range(0, len(rows), len(rows) // context.data.size):

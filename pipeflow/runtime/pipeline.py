@@ -186,9 +186,10 @@ def execute_pipeline(
         raise UsageError(
             f"schedule must be a pipeflow.Schedule, got {type(schedule).__name__}: make_schedule({schedule!r}, ...)"
         )
-    call = Call(not forward_only, reduce, return_outputs, broadcast_loss, trace)
-    with model.alarm.raised_everywhere():
-        return model.runner.step(data_iter, model.schedule if schedule is None else schedule, call, model.loss_scale)
+    schedule = model.schedule if schedule is None else schedule
+    call = Call(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule)
+    with model.alarm.raised_everywhere(call):
+        return model.runner.step(data_iter, call, model.loss_scale)
 
 
 def _fitting_stages(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
-from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.parallel.context import Context
 from pipeflow.runtime.call import Call
@@ -65,6 +64,7 @@ class Runner:
         self.criterion = criterion
         self.weigh = weigh
         self.taken = taken  # the names of the entries that stages of any rank take; None for any
+        self._runs = False
         self._last_stage = placement.num_stages - 1
         self._last_ranks = placement.ranks_of(self._last_stage)
 
@@ -73,12 +73,21 @@ class Runner:
         self.programs.clear()
         self.gradients.forget()
 
-    def step(self, data_iter: Iterator[object], schedule: Schedule, call: Call, loss_scale: float) -> Output:
+    def step(self, data_iter: Iterator[object], call: Call, loss_scale: float) -> Output:
         """Runs one step; all ranks call it together."""
+        if self._runs:
+            raise UsageError("execute_pipeline was called within a step of the same Pipeline: its stages run already")
+        self._runs = True
+        try:
+            return self._step(data_iter, call, loss_scale)
+        finally:
+            self._runs = False
+
+    def _step(self, data_iter: Iterator[object], call: Call, loss_scale: float) -> Output:
         if call.training and self.criterion is None:
             raise UsageError("training needs a loss: give the Pipeline a criterion, or pass forward_only=True")
         self.gradients.prepare()
-        batch, runnable = self._start(data_iter, schedule, call)
+        batch, runnable = self._start(data_iter, call)
         compiled, results = runnable.compiled, runnable.compiled.results
         with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training):
             self._load(compiled, batch, call)
@@ -91,11 +100,12 @@ class Runner:
         loss, change = agree(told, results, self.context, self._last_ranks, everywhere=call.broadcast_loss)
         if change:
             self.gradients.renew(change, reduce=call.reduce)
-        timeline = None if measured is None else measured.timeline(schedule.name, schedule.placement)
+        timeline = None if measured is None else measured.timeline(call.schedule.name, call.schedule.placement)
         self._unload(compiled)
         return Output(loss, outputs, timeline)
 
-    def _start(self, data_iter: Iterator[object], schedule: Schedule, call: Call) -> tuple[Batch, Runnable]:
+    def _start(self, data_iter: Iterator[object], call: Call) -> tuple[Batch, Runnable]:
+        schedule = call.schedule
         batch = next_batch(data_iter, schedule.num_microbatches, self.transport.device)
         if self.taken is not None:
             batch.require_taken(self.taken)

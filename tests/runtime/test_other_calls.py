@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
-from pipeflow import PipelineError, UsageError, execute_pipeline, make_schedule
+from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel
@@ -53,6 +54,65 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"return_outputs": True}, {}, "rank 1 trains, but rank 0 trains, return_outputs=True: all ranks make"),
     ({}, {"schedule": make_schedule("1f1b", ranks=2, microbatches=2)}, "rank 1 was given another schedule than rank 0"),
 ]
+
+
+# what would wait for ever, and what all are told when the time is up
+WAITING: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {},
+        {"forward_only": True},
+        "trains with 'gpipe', 2 microbatches, but rank . evaluates with 'gpipe', 2 microbatches",
+    ),
+    (
+        {"trace": True},
+        {},
+        "trains, trace=True with 'gpipe', 2 microbatches|trains with 'gpipe', 2 microbatches, but rank",
+    ),
+]
+
+
+def run_waiting(which: int) -> str:
+    """The error of this rank; and the next step works."""
+    rank = current_context().pipeline_rank
+    *calls, message = WAITING[which]
+    pipeline = build(MODEL, GPIPE)
+    with pytest.raises((UsageError, PipelineError), match=message) as caught:
+        execute_pipeline(iter([MODEL.batch(4)]), pipeline, **calls[rank])
+    pipeline.zero_grad()
+    execute_pipeline(iter([MODEL.batch(4)]), pipeline)
+    require_near(gradients_of(pipeline), MODEL.plain_step(MODEL.batch(4))[1])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("which", range(len(WAITING)))
+def test_other_calls_that_wait_for_each_other_are_told_to_all(which: int) -> None:
+    assert len(set(run_threads(run_waiting, 2, which, timeout=0.3))) == 1
+
+
+def test_other_calls_are_told_to_all_over_gloo() -> None:
+    assert len(set(run_processes(run_waiting, 2, 0, timeout=1.0))) == 1
+
+
+class Nesting(nn.Module):
+    """A stage that runs the pipeline that it is part of."""
+
+    pipeline: list[Pipeline]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        execute_pipeline(iter([MODEL.batch(4)]), self.pipeline[0], forward_only=True)
+        return hidden
+
+
+def run_nested() -> None:
+    stage = Nesting()
+    pipeline = Pipeline(stage, make_schedule("1f1b", ranks=1, microbatches=2), criterion=MODEL.criterion)
+    stage.pipeline = [pipeline]
+    with pytest.raises(UsageError, match="execute_pipeline was called within a step of the same Pipeline"):
+        execute_pipeline(iter([MODEL.batch(4)]), pipeline, forward_only=True)
+
+
+def test_a_step_within_a_step_is_an_error() -> None:
+    run_threads(run_nested, 1)
 
 
 def run_calling(which: int) -> None:

@@ -16,10 +16,12 @@ class Status:
         waits_for: the ranks one of which it waits for; empty when it waits for none.
         patience: seconds that others wait for it at most, while it makes a call that all ranks make together; None
             when it is between such calls, and may take as long as it likes.
+        call: what it was asked to do there, in words.
     """
 
     waits_for: tuple[int, ...] = ()
     patience: float | None = None
+    call: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,10 @@ def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Blame]) ->
     assert isinstance(first, Status)
     if seconds < (first.patience or 0.0):
         return None
+    for rank, status in statuses.items():
+        if isinstance(status, Status) and status.call and first.call and status.call != first.call:
+            what = f"it {first.call}, but rank {rank} {status.call}: all ranks make the same call"
+            return Blame(by, what)
     return Blame(by, f"it waits for rank {first.waits_for[0]}, which waits too: their calls do not match")
 
 

@@ -43,7 +43,7 @@ class Monitor:
 
     Attributes:
         waiting: what this rank waits for now; set by whoever waits, who counts `waits` first.
-        patience: as a Status has it.
+        patience, call: as a Status has them; `call` is turned into words when somebody asks.
         expired: whether channels were broken since this rank had waited too long.
     """
 
@@ -51,6 +51,7 @@ class Monitor:
         self.waiting: Awaited | None = None
         self.waits = 0
         self.patience: float | None = None
+        self.call: object = ""
         self.expired = False
         self._rank = rank
         self._others = _AllOthers(rank, size)
@@ -215,7 +216,8 @@ class Monitor:
         match message["op"]:
             case "ask":
                 ranks = () if (waiting := self.waiting) is None else waiting.ranks
-                self._send({"op": "alive", "round": message["round"], "waits_for": ranks, "patience": self.patience})
+                status = {"waits_for": ranks, "patience": self.patience, "call": str(self.call)}
+                self._send({"op": "alive", "round": message["round"], **status})
             case "told":
                 self._tell(message["generation"], Failure(**message["failure"]))
             case "expire":

@@ -63,6 +63,14 @@ class DistributedTransport:
     def patience(self, seconds: float | None) -> None:
         self.monitor.patience = seconds
 
+    @property
+    def call(self) -> object:
+        return self.monitor.call
+
+    @call.setter
+    def call(self, asked: object) -> None:
+        self.monitor.call = asked
+
     def _open(self) -> None:
         self.monitor.open(self._generation)
         try:

@@ -130,6 +130,14 @@ class LocalTransport:
     def patience(self, seconds: float | None) -> None:
         self.hub.patience[self.rank] = seconds
 
+    @property
+    def call(self) -> object:
+        return self.hub.calls.get(self.rank, "")
+
+    @call.setter
+    def call(self, asked: object) -> None:
+        self.hub.calls[self.rank] = asked
+
     def report(self, failure: Failure | LinkError) -> Failure:
         with self.hub.changed:
             if isinstance(failure, LinkError):

@@ -48,6 +48,7 @@ class Rendezvous:
         self.gone: set[int] = set()
         self.waits_for: dict[tuple[int, int], tuple[int, ...]] = {}  # by rank and thread: those of a trace wait, too
         self.patience: dict[int, float | None] = {}
+        self.calls: dict[int, object] = {}
         self.blames: dict[tuple[int, int], Blame] = {}  # by generation, and by the rank that gives up for it
 
     def wait(self, by: Participant, generation: int, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
@@ -76,10 +77,10 @@ class Rendezvous:
         return [rank for rank in ranks if (generation, rank) in self.closed]
 
     def _statuses(self) -> dict[int, Status | Blame]:
-        return {
-            rank: left(rank) if rank in self.gone else Status(self._awaited_by(rank), self.patience.get(rank))
-            for rank in range(self.size)
-        }
+        return {rank: left(rank) if rank in self.gone else self._status(rank) for rank in range(self.size)}
+
+    def _status(self, rank: int) -> Status:
+        return Status(self._awaited_by(rank), self.patience.get(rank), str(self.calls.get(rank, "")))
 
     def _awaited_by(self, rank: int) -> tuple[int, ...]:
         return tuple(other for (waiting, _), ranks in self.waits_for.items() if waiting == rank for other in ranks)

@@ -45,6 +45,8 @@ class Transport(Protocol):
     patience: float | None
     """How many seconds others wait at most for this rank, while it makes a call that all ranks make together. None
     between such calls: then they wait as long as its process lives."""
+    call: object
+    """What this rank was asked to do in that call; as a string it is told to all when calls do not match."""
 
     def sender(self, peer: int, lane: Lane) -> Start:
         """What sends on `lane` to `peer`. Sending never blocks."""

@@ -46,6 +46,14 @@ class Subset:
     def patience(self, seconds: float | None) -> None:
         self._whole.patience = seconds
 
+    @property
+    def call(self) -> object:
+        return self._whole.call
+
+    @call.setter
+    def call(self, asked: object) -> None:
+        self._whole.call = asked
+
     def report(self, failure: Failure | LinkError) -> Failure:
         return self._whole.report(failure)
 
