@@ -131,7 +131,10 @@ def local_tensors(model: nn.Module, context: Context, names: Names | None) -> li
 
 def _stages(model: nn.Module, context: Context) -> Iterator[tuple[int, nn.Module]]:
     if isinstance(model, Pipeline):
-        yield from zip(model.schedule.placement.stages_of(context.pipeline_rank), model.chunks, strict=True)
+        stages = model.schedule.placement.stages_of(context.pipeline_rank)
+        yield from zip(stages, model.chunks, strict=True)
+        if model.criterion is not None:
+            yield stages[-1], nn.ModuleDict({"criterion": model.criterion})
     else:
         yield 0, model
 

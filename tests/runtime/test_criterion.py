@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +62,22 @@ def test_its_gradients_are_summed_averaged_and_clipped(name: str, data: int) -> 
         assert (result["value"] == 2.0).all()
     for result in results:
         assert result["norm"] == pytest.approx(norm, rel=1e-12)
+
+
+def run_saving(path: Path) -> None:
+    """Saved by two ranks, loaded by one."""
+    ranks, rank = current_context().pipeline_size, current_context().pipeline_rank
+    schedule = schedule_of(("1f1b", ranks, 1), 2)
+    pipeline = Pipeline(MODEL.chunks(schedule, rank), schedule, criterion=Centers(float(ranks)))
+    if ranks == 2:
+        pipeflow.save_checkpoint(path, pipeline)
+    else:
+        pipeflow.load_checkpoint(path, pipeline)
+        assert pipeline.criterion is not None
+        [weight] = pipeline.criterion.parameters()
+        assert (weight == 2.0).all()
+
+
+def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
+    for ranks in (2, 1):
+        run_threads(run_saving, ranks, tmp_path / "saved")

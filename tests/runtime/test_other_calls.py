@@ -61,7 +61,7 @@ WAITING: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"forward_only": True},
-        "trains with 'gpipe', 2 microbatches, but rank . evaluates with 'gpipe', 2 microbatches",
+        "(trains|evaluates) with 'gpipe', 2 microbatches, but rank . (trains|evaluates) with 'gpipe', 2 microbatches",
     ),
     (
         {"trace": True},
