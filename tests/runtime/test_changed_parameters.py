@@ -184,9 +184,9 @@ def replace_by_others() -> str:
     pipeline.chunks[0].get_submodule("layers.1").linear = nn.Linear(WIDTH, WIDTH, dtype=MODEL.dtype)
     with torch.no_grad():
         pipeline.chunks[0].get_submodule("layers.1.linear").get_parameter("weight").fill_(rank)
-    with pytest.raises(UsageError) as caught:
-        execute_pipeline(iter([batch]), pipeline)
-    return str(caught.value)
+    first, second = (refused(lambda: execute_pipeline(iter([batch]), pipeline))[0] for _ in range(2))
+    assert first == second
+    return second
 
 
 def test_a_layer_that_is_replaced_by_unlike_ones_is_refused() -> None:

@@ -109,8 +109,9 @@ class Gradients:
         """After the agreement that ends a step, on all ranks, when the largest `change` of a rank is not NONE: compares
         and sums what is new. Raises UsageError where ranks hold unlike things by now.
         """
-        self._weights = self._survey()
+        weights = self._survey()
         self._compare(values=change is Change.REPLACED)
+        self._weights = weights
         if self._new is not None:
             self._new.end(reduce=reduce)
         self._adopt()
@@ -119,6 +120,8 @@ class Gradients:
     def forget(self) -> None:
         """Drops what is under way."""
         self._sums.forget()
+        if self._new is not None:
+            self._new.forget()
 
     def _survey(self) -> list[Weight]:
         self._ties = tie(self._model)
