@@ -31,10 +31,10 @@ wheel-test: .venv/installed     ## the quick tests against the built wheel, out 
 	$(PY) -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
 	$(PY) -m pip install --quiet --no-deps --target $(WHEEL)/site $(WHEEL)/*.whl
 	mkdir $(WHEEL)/outside
-	cp -r README.md pyproject.toml benchmarks docs examples tests $(WHEEL)/outside
+	cp -r *.md pyproject.toml benchmarks docs examples tests $(WHEEL)/outside
 	cd $(WHEEL)/outside && export PYTHONPATH=$(abspath $(WHEEL))/site && \
 	$(abspath $(PY)) -c 'import pipeflow; assert pipeflow.__file__.startswith("$(abspath $(WHEEL))/site/"), pipeflow' && \
-	$(abspath $(PY)) -m pytest tests -m "not slow" $(ARGS)
+	$(abspath $(PY)) -m pytest -m "not slow" tests/core tests/draw tests/cli tests/runtime tests/test_*.py $(abspath $(WHEEL))/site/pipeflow $(ARGS)
 
 fuzz: .venv/installed           ## random configurations against plain torch: make fuzz ARGS=0:1000
 	$(PY) -m tests.fuzz $(ARGS)

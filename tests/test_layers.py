@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "pipeflow"
+import pipeflow
+
+PACKAGE = Path(pipeflow.__file__).parent
 
 PLANS = {"core", "analysis", "soundness", "orders", "planning", "schedules", "draw"}
 ENGINE = {"parallel", "deferral", "tensor", "runtime", "optim", "checkpoint", "training"}
