@@ -8,8 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import pipeflow
+from pipeflow.parallel.context import current_context
+from pipeflow.testing import run_threads
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -36,6 +41,23 @@ def test_the_training_script_of_the_readme_learns(tmp_path: Path, ranks: int) ->
     losses = losses_of(script[1], ranks, tmp_path)
     assert len(losses) == 4
     assert losses[-1][1] < losses[0][1] / 2
+
+
+def test_the_training_script_of_the_readme_needs_no_word_about_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks compute elsewhere than on the CPU; of the meta device, which has no values, no loss is printed."""
+    monkeypatch.setattr(pipeflow, "launch", current_context)
+    found = re.search(r"```python\n(import torch.*?)```", README.read_text(), re.DOTALL)
+    assert found is not None
+    script = found[1].replace("range(200)", "range(2)").replace("output.loss:.4f", "output.loss")
+
+    def run() -> tuple[str, set[str]]:
+        names: dict[str, Any] = {}
+        exec(script, names)
+        return str(names["output"].loss), {parameter.device.type for parameter in names["model"].parameters()}
+
+    first, last = run_threads(run, 2, device="meta")
+    assert (first[0], first[1], last[1]) == ("None", {"meta"}, {"meta"})
+    assert "device='meta'" in last[0]
 
 
 @pytest.mark.slow

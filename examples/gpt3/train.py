@@ -1,6 +1,6 @@
 r"""Train a GPT on text through a pipeline. The command lines:
 
-    python examples/gpt3/train.py                   4 ranks on this machine, about three minutes, no GPU needed
+    python examples/gpt3/train.py                   4 ranks on this machine, a minute or two, no GPU needed
     python examples/gpt3/train.py --short           the same in half a minute
     python examples/gpt3/train.py --schedule interleaved-1f1b --chunks 2
     python examples/gpt3/train.py --ranks 1         one process, the same losses
@@ -77,7 +77,11 @@ def read_arguments() -> argparse.Namespace:
     add("--replicas", type=int, default=1, help="copies of it all, each for its part of the batch (%(default)s)")
     add("--microbatches", type=int, default=8, help="pieces that a batch is cut into (%(default)s)")
     add("--chunks", type=int, help="stages a rank, for a schedule that has chunks")
-    add("--steps", type=int, help="steps of training (700 in a pipeline, else 233; --short: 60, 20; --check: 10)")
+    add(
+        "--steps",
+        type=int,
+        help="steps of training (280; --short: 60, or 20 with tensor ranks or replicas; --check: 10)",
+    )
     add("--batch", type=int, default=16, help="sequences a step (%(default)s)")
     add("--sequence", type=int, default=128, help="tokens a sequence (%(default)s)")
     add("--preset", default="tiny", choices=pipeflow.GPT_PRESETS, help="the size of the model (%(default)s)")
@@ -94,9 +98,8 @@ def read_arguments() -> argparse.Namespace:
         arguments.ranks = max(1, int(os.environ.get("WORLD_SIZE", 4 * one)) // one)
     arguments.world = arguments.ranks * arguments.tensor * arguments.replicas
     if arguments.steps is None:
-        arguments.steps = 10 if arguments.check else 60 if arguments.short else 700
-        if arguments.world > arguments.ranks and not arguments.check:
-            arguments.steps //= 3  # so many processes have few cores each
+        short = 20 if arguments.world > arguments.ranks else 60  # so many processes have few cores each
+        arguments.steps = 10 if arguments.check else short if arguments.short else 280
     return arguments
 
 

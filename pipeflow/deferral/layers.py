@@ -179,7 +179,9 @@ def _begin(ctx: Any, input: Tensor, deferred: DeferredWeights) -> tuple[Tensor, 
 def lowered(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands in autocast's dtype, where that is on."""
     # Cast here: autocast would keep its cast of the weight, made without a graph, for other users of the weight.
-    if torch.is_autocast_enabled(input.device.type) and input.dtype is not torch.float64 and not input.is_complex():
+    device = input.device.type
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if enabled and input.dtype is not torch.float64 and not input.is_complex():
         dtype = torch.get_autocast_dtype(input.device.type)
         return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     return input, weight, bias
