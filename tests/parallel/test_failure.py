@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from pipeflow.parallel.control import wire
 from pipeflow.parallel.control.coordinator import Coordinator
 from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, silent
 from pipeflow.parallel.control.monitor import Monitor
+from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.testing import run_processes, run_threads
 
 Run = Callable[..., list[Any]]
@@ -216,3 +217,31 @@ def test_a_stranger_learns_nothing_and_ends_nothing() -> None:
     for monitor in monitors:
         monitor.close()
     coordinator.close()
+
+
+class Point(NamedTuple):
+    x: int
+
+
+PLAIN = [
+    None,
+    {"a": (1, 2.5, [True])},
+    torch.Size([2, 3]),
+    torch.bfloat16,
+    Point(3),
+    Failure(1, "why"),
+    frozenset("ab"),
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=str)
+def test_plain_values_travel(value: object) -> None:
+    assert unpack(pack(value)) == value
+
+
+@pytest.mark.parametrize(
+    "value", [Harmful(), print, nn.Linear(1, 1), Path("x")], ids=lambda value: type(value).__name__
+)
+def test_nothing_else_is_read(value: object) -> None:
+    with pytest.raises(UsageError, match="a rank sent"):
+        unpack(pickle.dumps(value))

@@ -4,12 +4,12 @@ the transport's sends and receives, so that a rank that does not answer has a na
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.parallel.transport.protocol import Lane, Transport
 from pipeflow.parallel.transport.work import LinkError, Work
 
@@ -36,14 +36,16 @@ def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
 
 
 def all_gather_object(transport: Transport, value: object) -> list[object]:
-    """Every rank's `value` (anything that pickles), in rank order. Raises LinkError like `all_gather`."""
-    body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    """Every rank's `value` (a plain one), in rank order. Raises LinkError like `all_gather`, and
+    UsageError for what is no plain value.
+    """
+    body = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
     sizes = [int(size) for [size] in all_gather(transport, [len(body)])]
     peers = [peer for peer in range(transport.size) if peer != transport.rank]
     arriving = {peer: torch.empty(sizes[peer], dtype=torch.uint8, device="cpu") for peer in peers}
     exchange(transport, Lane.CONTROL, dict.fromkeys(peers, body), arriving, "gathering what every rank measured")
     bodies = {**arriving, transport.rank: body}
-    return [pickle.loads(bytes(bodies[rank].tolist())) for rank in range(transport.size)]
+    return [unpack(bytes(bodies[rank].tolist())) for rank in range(transport.size)]
 
 
 def exchange(

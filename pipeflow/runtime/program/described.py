@@ -4,7 +4,6 @@ activation is what its receiver posted for. What was seen twice in a row is post
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeflow.core.dataflow import Value
+from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.parallel.transport.protocol import Lane, Start, Transport
 from pipeflow.runtime.program.cells import Cell, Meta
 from pipeflow.runtime.program.transfers import Transfer
@@ -100,11 +100,11 @@ _AS_EXPECTED = torch.zeros(1, dtype=torch.int64, device="cpu")
 def _packed(meta: Meta) -> bytes:
     """`meta` as bytes. Its tree goes as a tree of numbers: torch's own description of one is not made to travel."""
     tree = None if meta.spec is None else tree_unflatten(range(len(meta.shapes)), meta.spec)
-    return pickle.dumps((meta.spec is None, tree, *meta[1:]))
+    return pack((meta.spec is None, tree, *meta[1:]))
 
 
 def _unpacked(body: bytes) -> Meta:
-    bare, tree, shapes, dtypes, grads = pickle.loads(body)
+    bare, tree, shapes, dtypes, grads = unpack(body)
     return Meta(None if bare else tree_flatten(tree)[1], shapes, dtypes, grads)
 
 
