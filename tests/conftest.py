@@ -1,4 +1,4 @@
-"""What is slow follows where it can: exhaustive tests are, and so is what is run by processes."""
+"""What is slow follows where it can: exhaustive tests are, those in a browser, and what is run by processes."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         by_processes = any(getattr(value, "__name__", "") == "run_processes" for value in parameters.values())
-        if by_processes or item.get_closest_marker("exhaustive"):
+        if by_processes or any(item.get_closest_marker(name) for name in ("exhaustive", "browser")):
             item.add_marker(pytest.mark.slow)
