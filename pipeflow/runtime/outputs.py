@@ -31,7 +31,7 @@ def merged(results: Results, transport: Transport, last: Sequence[int], stage: i
 
 def _exchange(results: Results, transport: Transport, peer: int, stage: int) -> None:
     sending, receiving = Lanes.sending(transport, peer), Lanes.receiving(transport, peer)
-    inbox: deque[Arrival] = deque()
+    link, inbox = transport.link(peer), deque[Arrival]()
     posts, sends, waits, releases = [list[Operation]() for _ in range(4)]
     arriving: dict[int, Cell] = {}
     for microbatch, output in enumerate(results.outputs):
@@ -39,13 +39,13 @@ def _exchange(results: Results, transport: Transport, peer: int, stage: int) -> 
         if output is None:
             arriving[microbatch] = cell
             arrival = Arrival(cell, receiving, transport.device)
-            posts.append(PostDescribed(value, peer, arrival, inbox))
-            waits.append(WaitDescribed(value, peer, arrival, inbox))
+            posts.append(PostDescribed(value, link, arrival, inbox))
+            waits.append(WaitDescribed(value, link, arrival, inbox))
         else:
-            tensors, cell.spec = flatten(output)
+            tensors, cell.spec = flatten(output, transport.device)
             cell.tensors = [tensor.contiguous() for tensor in tensors]
-            sends.append(SendDescribed(value, peer, cell, sending))
-            releases.append(Release(value, peer, cell))
+            sends.append(SendDescribed(value, link, cell, sending))
+            releases.append(Release(value, link, cell))
     run([*posts, *sends, *waits, *releases])
     for microbatch, cell in arriving.items():
         results.outputs[microbatch] = cell.tensors[0] if cell.spec is None else tree_unflatten(cell.tensors, cell.spec)

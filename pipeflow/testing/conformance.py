@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
-from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.parallel.transport.agreement import all_gather, start
 from pipeflow.parallel.transport.protocol import Lane, Transport
 from pipeflow.parallel.transport.work import LinkError, Work
 
@@ -57,18 +57,22 @@ def keeps_lanes_apart(transport: Transport) -> None:
 
 
 def receives_ahead(transport: Transport) -> None:
-    """Receives may be posted before anything is sent, many at once; they are filled in their order."""
-    for lane in _LANES:
-        ends = [(peer, step, _number(transport, lane, step)) for peer in _peers(transport) for step in range(_MANY)]
-        arriving = [torch.full_like(tensor, -1) for _, _, tensor in ends]
-        received = [
-            transport.receiver(peer, lane)([tensor]) for (peer, _, _), tensor in zip(ends, arriving, strict=True)
-        ]
-        all_gather(transport, [0.0])
-        sent = [_send(transport, peer, lane, tensor) for peer, _, tensor in ends]
-        _finish([*reversed(received), *sent])
-        for (peer, _, tensor), arrived in zip(ends, arriving, strict=True):
+    """Receives may be posted before anything is sent, many at once; they are filled in their order, and one wait for
+    those of all lanes is enough.
+    """
+    ends = [(lane, _number(transport, lane, step)) for lane in _LANES for step in range(_MANY)]
+    arriving = {peer: [torch.full_like(tensor, -1) for _, tensor in ends] for peer in _peers(transport)}
+    received = {
+        peer: [transport.receiver(peer, lane)([tensor]) for (lane, _), tensor in zip(ends, tensors, strict=True)]
+        for peer, tensors in arriving.items()
+    }
+    all_gather(transport, [0.0])
+    sent = [_send(transport, peer, lane, tensor) for peer in _peers(transport) for lane, tensor in ends]
+    for peer, works in received.items():
+        transport.link(peer).wait(reversed(works))
+        for (lane, tensor), arrived in zip(ends, arriving[peer], strict=True):
             _require_equal(arrived, tensor, f"{lane.name} from rank {peer}")
+    _finish(sent)
 
 
 def sends_without_waiting(transport: Transport) -> None:
@@ -133,9 +137,9 @@ def tells_own_mistakes_apart(transport: Transport) -> None:
     all_gather(transport, [0.0])
     if transport.rank == 0:
         try:
-            transport.sender(1, Lane.ACTIVATION)([torch.ones(2, device="meta")]).wait()
+            _send(transport, 1, Lane.ACTIVATION, torch.ones(2, 2, device=transport.device).t()).wait()
         except LinkError as error:
-            raise AssertionError(f"a tensor without memory is told as a broken channel: {error}") from None
+            raise AssertionError(f"a tensor that is not contiguous is told as a broken channel: {error}") from None
         except Exception as error:
             reason = f"{error}"
         else:
@@ -143,7 +147,7 @@ def tells_own_mistakes_apart(transport: Transport) -> None:
         transport.report(Failure(0, reason))
     else:
         try:
-            transport.receiver(0, Lane.ACTIVATION)([torch.zeros(2)]).wait()
+            _receive(transport, 0, Lane.ACTIVATION, torch.zeros(2, 2, device=transport.device)).wait()
         except Exception:
             transport.report(Failure(transport.rank, "woke up"))
         else:
@@ -189,7 +193,7 @@ def starts_afresh(transport: Transport) -> None:
         _send(transport, peer, lane, _number(transport, lane, 1)) for lane in _LANES for peer in _peers(transport)
     ]
     under_way += [
-        transport.receiver(peer, lane)([_number(transport, lane, 2)])
+        _receive(transport, peer, lane, _number(transport, lane, 2))
         for lane in (Lane.HEADER, Lane.GRADIENT)
         for peer in _peers(transport)
     ]
@@ -231,7 +235,11 @@ def _number(transport: Transport, lane: Lane, number: int) -> Tensor:
 
 
 def _send(transport: Transport, peer: int, lane: Lane, tensor: Tensor) -> Work:
-    return transport.sender(peer, lane)([tensor])
+    return start(transport, peer, lane, tensor, sending=True)
+
+
+def _receive(transport: Transport, peer: int, lane: Lane, tensor: Tensor) -> Work:
+    return start(transport, peer, lane, tensor, sending=False)
 
 
 def _finish(works: Iterable[Work]) -> None:
@@ -242,7 +250,7 @@ def _finish(works: Iterable[Work]) -> None:
 def _expect(transport: Transport, peer: int, lane: Lane, expected: Tensor) -> None:
     """Receives, and compares."""
     arrived = torch.empty_like(expected)
-    transport.receiver(peer, lane)([arrived]).wait()
+    _receive(transport, peer, lane, arrived).wait()
     _require_equal(arrived, expected, f"{lane.name} from rank {peer}")
 
 
@@ -253,7 +261,7 @@ def _require_equal(arrived: Tensor, expected: Tensor, what: str) -> None:
 def _broken(transport: Transport, peer: int) -> LinkError:
     """How a receive fails for which nothing is sent."""
     try:
-        transport.receiver(peer, Lane.CONTROL)([torch.empty(1)]).wait()
+        _receive(transport, peer, Lane.CONTROL, torch.empty(1)).wait()
     except LinkError as error:
         return error
     raise AssertionError(f"rank {peer} sent nothing, and yet something was received")

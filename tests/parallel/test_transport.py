@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
+from pipeflow.parallel.transport.distributed import DistributedTransport
 from pipeflow.parallel.transport.local import LocalTransport
 from pipeflow.parallel.transport.protocol import Lane, Start
 from pipeflow.parallel.transport.work import LinkError, Work
@@ -28,6 +30,21 @@ def test_threads(ranks: int) -> None:
 @pytest.mark.slow
 def test_gloo(ranks: int) -> None:
     run_processes(conform, ranks, timeout=2.0)
+
+
+def agree_as_on_gpus() -> None:
+    """What stays in CPU memory of ranks that compute on GPUs, where torch's waits have no deadline."""
+    transport = current_context().transport
+    assert isinstance(transport, DistributedTransport)
+    transport.device = torch.device("cuda")
+    transport.report(Failure(transport.rank, "on purpose"))
+    transport.reopen()
+    conformance.waits_for_who_is_between_calls(transport)
+    conformance.tells_its_place(transport)
+
+
+def test_agreements_of_gpus_go_over_gloo() -> None:
+    run_processes(agree_as_on_gpus, 2, timeout=1.0)
 
 
 class OneLane(LocalTransport):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.parallel.transport.protocol import Lane, Transport
-from pipeflow.parallel.transport.work import LinkError, Work
+from pipeflow.parallel.transport.work import Exchange, LinkError, Work
 
 
 def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
@@ -29,8 +29,8 @@ def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
         to, of = (rank - distance) % size, (rank + distance) % size
         sent = start(transport, to, Lane.CONTROL, known[:count].clone(), sending=True)
         received = start(transport, of, Lane.CONTROL, arriving, sending=False)
-        finish(received, transport.world_rank(of), "in the agreement of all ranks")
-        finish(sent, transport.world_rank(to), "in the agreement of all ranks")
+        finish(received, "in the agreement of all ranks")
+        finish(sent, "in the agreement of all ranks")
         known = torch.cat([known, arriving])
     return known.roll(rank, dims=0).tolist()
 
@@ -52,19 +52,19 @@ def exchange(
     transport: Transport, lane: Lane, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], doing: str
 ) -> None:
     """Sends a tensor to each peer of `outgoing` and fills those of `incoming` from theirs. Raises LinkError."""
-    received = {peer: start(transport, peer, lane, tensor, sending=False) for peer, tensor in incoming.items()}
-    sent = {peer: start(transport, peer, lane, tensor, sending=True) for peer, tensor in outgoing.items()}
-    for works in (received, sent):
-        for peer, work in works.items():
-            finish(work, transport.world_rank(peer), doing)
+    received = [start(transport, peer, lane, tensor, sending=False) for peer, tensor in incoming.items()]
+    sent = [start(transport, peer, lane, tensor, sending=True) for peer, tensor in outgoing.items()]
+    for work in (*received, *sent):
+        finish(work, doing)
 
 
 def start(transport: Transport, peer: int, lane: Lane, tensor: Tensor, *, sending: bool) -> Work:
     """Starts one transfer. Raises LinkError when the channel is broken already."""
-    return (transport.sender if sending else transport.receiver)(peer, lane)([tensor])
+    move = (transport.sender if sending else transport.receiver)(peer, lane)
+    return Exchange(transport.link(peer), move, [tensor])
 
 
-def finish(work: Work, peer: int, doing: str) -> None:
+def finish(work: Work, doing: str) -> None:
     """Waits for one transfer. Raises LinkError that says what this rank was `doing` when it breaks."""
     try:
         work.wait()

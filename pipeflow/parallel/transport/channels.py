@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -66,19 +68,17 @@ class Channels:
         """What starts to send on a lane where this rank is the source, else what starts to receive."""
         sends = source == self.rank
         far = destination if sends else source
-        if on_gpu := self.device.type == "cuda" and not lane.on_host:
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and not lane.on_host:
             group, peer, tag = self._communicator(source, destination, lane), int(sends), 0
         else:
             group, peer, tag = self._gloo[destination > source], far, int(lane)
-        end = End(self, group, {far: peer}, "exchanging tensors", on_gpu=on_gpu)
-        move, begin = group.send if sends else group.recv, end.begin
+        start = partial(group.send, dstRank=peer, tag=tag) if sends else partial(group.recv, srcRank=peer, tag=tag)
+        return partial(_OnHost, start) if on_gpu and lane.on_host else start
 
-        def start(tensors: list[Tensor]) -> Exchange:
-            if tensors[0].is_meta:  # gloo would end the process
-                raise RuntimeError("a meta tensor has no memory that could be sent")
-            return begin(move, tensors, peer, tag)
-
-        return start
+    def link(self, peer: int) -> End:
+        """What waits for the transfers with a peer."""
+        return End(self, self._gloo, {peer: peer}, "exchanging tensors")
 
     def _communicator(self, source: int, destination: int, lane: Lane) -> Any:
         """The NCCL communicator of an ordered pair, in which the source is rank 0 and the destination rank 1."""
@@ -123,40 +123,44 @@ def _expire(group: Any) -> None:
 
 
 class End:
-    """This rank's end of a lane, or of a group.
+    """This rank's end of what connects it to a peer, or to a group.
 
     Args:
-        peers: who is at the other ends, with what `group` calls them.
+        groups: that connect them.
+        peers: who is at the other ends, with what `groups` call them.
         doing: what is done here, for people.
     """
 
-    __slots__ = ("_channels", "_doing", "_group", "_peers", "deadline", "monitor", "ranks")
+    __slots__ = ("_channels", "_deadline", "_doing", "_groups", "_monitor", "_peers", "ranks")
 
-    def __init__(self, channels: Channels, group: Any, peers: dict[int, int], doing: str, *, on_gpu: bool) -> None:
-        self.monitor = channels.monitor
+    def __init__(self, channels: Channels, groups: list[Any], peers: dict[int, int], doing: str) -> None:
         self.ranks = tuple(peers)
-        self.deadline = () if on_gpu else (_FOREVER,)  # with one, NCCL would hold up the host
+        self._monitor = channels.monitor
+        self._deadline = () if channels.device.type == "cuda" else (_FOREVER,)  # with one, NCCL would hold up the host
         self._channels = channels
-        self._group = group
+        self._groups = groups
         self._peers = peers
         self._doing = doing
 
-    def begin(self, start: Callable[..., Any], *arguments: object) -> Exchange:
-        """Starts a transfer or a collective. Raises LinkError, or what is wrong with the arguments."""
+    def wait(self, works: Iterable[Any]) -> None:
+        monitor, deadline = self._monitor, self._deadline
         try:
-            return Exchange(self, start(*arguments))
-        except RuntimeError as error:
-            raise self.lost(error) from None
+            for work in works:
+                monitor.waits += 1
+                monitor.waiting = self
+                work.wait(*deadline)
+        finally:
+            monitor.waiting = None
 
-    def lost(self, error: RuntimeError) -> BaseException:
-        """What to raise for an error of torch's: a LinkError where a channel is broken, else the error itself, which
-        then is about this rank's own tensor.
-        """
+    def lost(self, error: BaseException) -> BaseException:
+        if not isinstance(error, RuntimeError):
+            return error
         if self._channels.is_broken:
-            return LinkError(self.ranks[0], self._doing, expired=self.monitor.expired)
+            return LinkError(self.ranks[0], self._doing, expired=self._monitor.expired)
         if isinstance(error, dist.DistError):
             return LinkError(self.ranks[0], self._doing, why=str(error))
-        closed = (rank for rank, index in self._peers.items() if _is_closed(self._group, index))
+        ends = product(self._groups, self._peers.items())
+        closed = (rank for group, (rank, index) in ends if _is_closed(group, index))
         return next((LinkError(rank, self._doing, why=str(error)) for rank in closed), error)
 
 
@@ -174,23 +178,13 @@ def _is_closed(group: Any, index: int) -> bool:
     return False
 
 
-class Exchange:
-    """A transfer or a collective under way."""
+class _OnHost:
+    """A transfer over gloo of ranks that compute on GPUs, where waits have no deadline."""
 
-    __slots__ = ("_end", "_work")
+    __slots__ = ("_work",)
 
-    def __init__(self, end: End, work: Any) -> None:
-        self._end = end
-        self._work = work
+    def __init__(self, start: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> None:
+        self._work = start(tensors)
 
     def wait(self) -> None:
-        end = self._end
-        monitor = end.monitor
-        monitor.waits += 1
-        monitor.waiting = end
-        try:
-            self._work.wait(*end.deadline)
-        except RuntimeError as error:
-            raise end.lost(error) from None
-        finally:
-            monitor.waiting = None
+        self._work.wait(_FOREVER)

@@ -14,7 +14,7 @@ from pipeflow.parallel.transport.channels import Channels
 from pipeflow.parallel.transport.distributed_group import DistributedGroup
 from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.parallel.transport.protocol import Lane, Start
-from pipeflow.parallel.transport.work import LinkError
+from pipeflow.parallel.transport.work import Link, LinkError
 
 
 class DistributedTransport:
@@ -96,6 +96,9 @@ class DistributedTransport:
 
     def receiver(self, peer: int, lane: Lane) -> Start:
         return self.channels.lane(peer, self.rank, lane)
+
+    def link(self, peer: int) -> Link:
+        return self.channels.link(peer)
 
     @property
     def channels(self) -> Channels:

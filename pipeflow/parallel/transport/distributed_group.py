@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeflow.parallel.transport.channels import Channels, End, in_collective
-from pipeflow.parallel.transport.work import Work
+from pipeflow.parallel.transport.work import Exchange, Work
 
 
 class Transport(Protocol):
@@ -52,5 +52,5 @@ class DistributedGroup:
     def _start(self, name: str, *arguments: object) -> Work:
         channels = self._transport.channels
         group = channels.collective(self.ranks)
-        end = End(channels, group, self._others, self._doing, on_gpu=channels.device.type == "cuda")
-        return end.begin(getattr(group, name), *arguments)
+        end = End(channels, [group], self._others, self._doing)
+        return Exchange(end, getattr(group, name), *arguments)

@@ -5,7 +5,7 @@ stages on one GPU, and for a pipeline of a single rank.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from pipeflow.parallel.control.diagnosis import Blame
 from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.parallel.transport.local_group import LocalGroup, Rendezvous
 from pipeflow.parallel.transport.protocol import Lane, Start
-from pipeflow.parallel.transport.work import LinkError
+from pipeflow.parallel.transport.work import Link, LinkError, Work
 
 
 class Hub(Rendezvous):
@@ -60,6 +60,20 @@ def _record(tensor: Tensor) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
+class _Link:
+    """To any peer: transfers of threads know whom they wait for, and raise what is to be raised."""
+
+    def wait(self, works: Iterable[Work]) -> None:
+        for work in works:
+            work.wait()
+
+    def lost(self, error: BaseException) -> BaseException:
+        return error
+
+
+_LINK = _Link()
+
+
 class LocalTransport:
     """Channels between the threads that share `hub`; on a GPU copies run on a stream of their own per rank.
 
@@ -90,10 +104,13 @@ class LocalTransport:
     def receiver(self, peer: int, lane: Lane) -> Start:
         return partial(self._start, (self.generation, peer, self.rank, lane), False)
 
+    def link(self, peer: int) -> Link:
+        return _LINK
+
     def _start(self, key: tuple[int, int, int, Lane], sending: bool, tensors: list[Tensor]) -> _Transfer:
         generation, source, destination, _ = key
-        if sending and tensors[0].is_meta and self.device.type != "meta":
-            raise RuntimeError("a meta tensor has no memory that could be sent")  # nor could a process send it
+        if not tensors[0].is_contiguous():
+            raise RuntimeError("the tensor has to be contiguous")  # as between processes
         transfer = _Transfer(self, destination if sending else source, tensors[0])
         with self.hub.changed:
             if (generation, transfer.peer) in self.hub.closed:

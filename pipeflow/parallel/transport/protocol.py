@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.transport.group import Group
-from pipeflow.parallel.transport.work import LinkError, Work
+from pipeflow.parallel.transport.work import Link, LinkError, Work
 
 
 class Lane(IntEnum):
@@ -32,7 +32,7 @@ class Lane(IntEnum):
 
 Start = Callable[[list[Tensor]], Work]
 """Starts to move one tensor, given as a list of one. The tensor must be contiguous; the other end must move one
-of the same size. Raises LinkError where the channel is broken, and whatever else is wrong with the tensor."""
+of the same size. The peer's Link waits for the work, and reads what is raised."""
 
 
 class Transport(Protocol):
@@ -53,6 +53,9 @@ class Transport(Protocol):
 
     def receiver(self, peer: int, lane: Lane) -> Start:
         """What receives on `lane` from `peer`, in the order of its sends."""
+
+    def link(self, peer: int) -> Link:
+        """What waits for the transfers with `peer`, of whichever lanes, and reads their errors."""
 
     def world_rank(self, peer: int) -> int:
         """What `peer` is called in messages to people: its rank in the world."""

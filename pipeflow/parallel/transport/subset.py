@@ -9,7 +9,7 @@ import torch
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.transport.group import Group
 from pipeflow.parallel.transport.protocol import Lane, Start, Transport
-from pipeflow.parallel.transport.work import LinkError
+from pipeflow.parallel.transport.work import Link, LinkError
 
 
 class Subset:
@@ -34,6 +34,9 @@ class Subset:
 
     def receiver(self, peer: int, lane: Lane) -> Start:
         return self._whole.receiver(self._ranks[peer], lane)
+
+    def link(self, peer: int) -> Link:
+        return self._whole.link(self._ranks[peer])
 
     def group(self, ranks: Sequence[int]) -> Group:
         return self._whole.group([self._ranks[rank] for rank in ranks])

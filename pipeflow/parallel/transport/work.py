@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 
@@ -12,6 +13,37 @@ class Work(Protocol):
         """Returns when the tensor is there (or gone). Raises LinkError when the other end is lost or time is up, and
         whatever else is wrong with this rank's own tensor.
         """
+
+
+class Link(Protocol):
+    """This rank's end of what connects it to a peer, or to a group."""
+
+    def wait(self, works: Iterable[Work]) -> None:
+        """Returns when all of them are done. What it raises, `lost` reads."""
+
+    def lost(self, error: BaseException) -> BaseException:
+        """What to raise for an error of a start or of a wait: a LinkError where the channel is broken or time is up,
+        else the error itself, which then is about this rank's own tensor.
+        """
+
+
+class Exchange:
+    """Work that is started and waited for by itself. Raises what `link` reads in an error."""
+
+    __slots__ = ("_link", "_work")
+
+    def __init__(self, link: Link, start: Callable[..., Work], *arguments: object) -> None:
+        self._link = link
+        try:
+            self._work = start(*arguments)
+        except RuntimeError as error:
+            raise link.lost(error) from None
+
+    def wait(self) -> None:
+        try:
+            self._link.wait([self._work])
+        except RuntimeError as error:
+            raise self._link.lost(error) from None
 
 
 class LinkError(Exception):

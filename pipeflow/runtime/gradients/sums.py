@@ -117,18 +117,17 @@ class TiedSum(Sum):
 class _Once:
     """A transfer that two threads may wait for, as when a step is traced: a channel tells one of them only."""
 
-    __slots__ = ("_done", "_lock", "_peer", "_work")
+    __slots__ = ("_done", "_lock", "_work")
 
     def __init__(self, transport: Transport, peer: int, row: Tensor, *, sending: bool) -> None:
         self._work = start(transport, peer, Lane.TIED, row, sending=sending)
-        self._peer = transport.world_rank(peer)
         self._done = False
         self._lock = Lock()
 
     def wait(self) -> None:
         with self._lock:
             if not self._done:
-                finish(self._work, self._peer, "waiting for the gradient of a tied weight")
+                finish(self._work, "waiting for the gradient of a tied weight")
                 self._done = True
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from pipeflow.core.action import Action, Kind
@@ -23,6 +24,7 @@ class Shared:
 
     stages: Mapping[int, Stage]
     num_stages: int
+    device: torch.device
     training: bool
     gradients: Gradients
     results: Results
@@ -51,7 +53,7 @@ def forward(shared: Shared, action: Action) -> list[ops.Operation]:
         source = ops.FromCell(shared.cells[value], saved)
     sink: Callable[[object], None] = ops.ToResults(shared.results, microbatch, saved)
     if stage < shared.num_stages - 1:
-        sink = ops.ToCell(shared.cell(Value(Content.ACTIVATION, stage, microbatch)), saved)
+        sink = ops.ToCell(shared.cell(Value(Content.ACTIVATION, stage, microbatch)), saved, shared.device)
     return [*before, ops.Forward(action, shared.stages[stage], source, sink)]
 
 

@@ -120,19 +120,25 @@ def _wide(loss: Tensor) -> Tensor:
     return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
 
-def flatten(output: object) -> tuple[list[Tensor], TreeSpec | None]:
-    """A stage's output as tensors and the tree they came from. Raises UsageError for anything but tensors."""
+def flatten(output: object, device: torch.device) -> tuple[list[Tensor], TreeSpec | None]:
+    """The output of a stage on `device` as tensors and the tree they came from. Raises UsageError for anything but
+    tensors that can be sent.
+    """
     if isinstance(output, Tensor):
-        _require_plain(output)
+        _require_plain(output, device)
         return [output], None
     leaves, spec = tree_flatten(output)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise UsageError(f"a stage must return a tensor or a tree of tensors, got a {type(leaf).__name__} in it")
-        _require_plain(leaf)
+        _require_plain(leaf, device)
     return leaves, spec
 
 
-def _require_plain(tensor: Tensor) -> None:
+def _require_plain(tensor: Tensor, device: torch.device) -> None:
     if tensor.is_nested:
         raise UsageError("a stage returned a nested tensor, which cannot be sent: return its values and lengths")
+    if tensor.is_meta and device.type != "meta":  # gloo would end the process
+        raise UsageError(
+            f"a stage returned a tensor on the meta device, which has no memory to send: make it on {device}"
+        )

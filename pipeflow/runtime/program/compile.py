@@ -59,7 +59,7 @@ def compile_program(
     num_stages, num_microbatches = schedule.placement.num_stages, schedule.num_microbatches
     results = Results(num_microbatches)
     positionals: list[tuple[object, ...]] = [()] * num_microbatches
-    shared = Shared(stages, num_stages, training, gradients, results, positionals)
+    shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals)
     operations = _Compiler(shared, transport, meta, overlap).program(program.instructions)
     if training:
         operations = _averaged(operations, stages, reduce)
@@ -106,32 +106,32 @@ class _Compiler:
             case Send(value, peer):
                 return [self.send(value, peer)]
             case Release(value, peer):
-                return [transfers.Release(value, peer, self.shared.cells[value])]
+                return [transfers.Release(value, self.transport.link(peer), self.shared.cells[value])]
 
     def post(self, value: Value, peer: int) -> ops.Operation:
         cell = self.shared.cells[value] = Cell(() if self.meta is None else self.meta.grads)
-        device = self.transport.device
-        self.shared.waits[value] = transfers.Wait(value, peer, cell)
+        link, device = self.transport.link(peer), self.transport.device
+        self.shared.waits[value] = transfers.Wait(value, link, cell)
         if value.content is Content.GRADIENT:
             start = self.transport.receiver(peer, Lane.GRADIENT)
             sent = self.sends[Value(Content.ACTIVATION, value.stage - 1, value.microbatch)]
-            return transfers.PostGradient(value, peer, cell, start, sent, device)
+            return transfers.PostGradient(value, link, cell, start, sent, device)
         if self.meta is not None:
             start = self.transport.receiver(peer, Lane.ACTIVATION)
-            return transfers.Post(value, peer, cell, start, self.meta, device)
+            return transfers.Post(value, link, cell, start, self.meta, device)
         arrival = Arrival(cell, Lanes.receiving(self.transport, peer), device)
-        self.shared.waits[value] = WaitDescribed(value, peer, arrival, self.inboxes[peer])
-        return PostDescribed(value, peer, arrival, self.inboxes[peer])
+        self.shared.waits[value] = WaitDescribed(value, link, arrival, self.inboxes[peer])
+        return PostDescribed(value, link, arrival, self.inboxes[peer])
 
     def send(self, value: Value, peer: int) -> ops.Operation:
-        cell = self.shared.cells[value]
+        cell, link = self.shared.cells[value], self.transport.link(peer)
         if value.content is Content.GRADIENT:
-            return transfers.SendGradient(value, peer, cell, self.transport.sender(peer, Lane.GRADIENT))
+            return transfers.SendGradient(value, link, cell, self.transport.sender(peer, Lane.GRADIENT))
         if self.meta is None:
-            described = SendDescribed(value, peer, cell, Lanes.sending(self.transport, peer))
+            described = SendDescribed(value, link, cell, Lanes.sending(self.transport, peer))
             self.sends[value] = described
             return described
-        send = transfers.Send(value, peer, cell, self.transport.sender(peer, Lane.ACTIVATION), self.meta)
+        send = transfers.Send(value, link, cell, self.transport.sender(peer, Lane.ACTIVATION), self.meta)
         self.sends[value] = send
         return send
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pipeflow.core.dataflow import Value
 from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.parallel.transport.protocol import Lane, Start, Transport
+from pipeflow.parallel.transport.work import Link
 from pipeflow.runtime.program.cells import Cell, Meta
 from pipeflow.runtime.program.transfers import Transfer
 
@@ -55,20 +56,16 @@ _LANES = (Lane.HEADER, Lane.DESCRIPTION, Lane.ACTIVATION, Lane.REDIRECTED)
 class SendDescribed(Transfer):
     """Sends the header, then the activation: on the lane it is expected on, or described and redirected."""
 
-    __slots__ = ("expectation", "lanes")
+    __slots__ = ("expectation", "lanes", "meta")
 
     doing = "sending"
+    meta: Meta
+    """Of what was sent last."""
 
-    def __init__(self, value: Value, peer: int, cell: Cell, lanes: Lanes) -> None:
-        super().__init__(value, peer, cell)
+    def __init__(self, value: Value, link: Link, cell: Cell, lanes: Lanes) -> None:
+        super().__init__(value, link, cell)
         self.lanes = lanes
         self.expectation = Expectation()
-
-    @property
-    def meta(self) -> Meta:
-        """Of what was sent last."""
-        assert self.expectation.last is not None
-        return self.expectation.last
 
     def __call__(self) -> None:
         cell, expected = self.cell, self.expectation.expected
@@ -85,7 +82,7 @@ class SendDescribed(Transfer):
     def _describe(self, expected: Meta | None) -> None:
         """Sends what the activation looks like, and something to fill the receives that were posted in vain."""
         cell, works = self.cell, self.cell.works
-        meta = Meta.of(cell.tensors, cell.spec, cell.grads)
+        meta = self.meta = Meta.of(cell.tensors, cell.spec, cell.grads)
         body = torch.frombuffer(bytearray(_packed(meta)), dtype=torch.uint8)
         works.append(self.lanes.header([torch.tensor([len(body)], device="cpu")]))
         works.append(self.lanes.description([body]))
@@ -121,28 +118,6 @@ class Arrival:
         self.header = torch.empty(1, dtype=torch.int64, device="cpu")
         self.pending = False
 
-    def settle(self) -> None:
-        """Reads the header and, unless the activation is the expected one, receives it now."""
-        cell, expectation = self.cell, self.expectation
-        for work in cell.works:
-            work.wait()
-        cell.works = []
-        length = int(self.header)
-        if length:
-            expectation.see(self._redirected(length))
-        assert expectation.last is not None
-        cell.spec, cell.grads = expectation.last.spec, expectation.last.grads
-        self.pending = False
-
-    def _redirected(self, length: int) -> Meta:
-        body = torch.empty(length, dtype=torch.uint8, device="cpu")
-        self.lanes.description([body]).wait()
-        meta = _unpacked(bytes(body.tolist()))
-        self.cell.tensors = meta.empty(self.device)
-        for work in [self.lanes.redirected([tensor]) for tensor in self.cell.tensors]:
-            work.wait()
-        return meta
-
 
 class PostDescribed(Transfer):
     """Posts the receive of a header, and of the activation where one is expected."""
@@ -151,8 +126,8 @@ class PostDescribed(Transfer):
 
     doing = "posting the receive of"
 
-    def __init__(self, value: Value, peer: int, arrival: Arrival, inbox: deque[Arrival]) -> None:
-        super().__init__(value, peer, arrival.cell)
+    def __init__(self, value: Value, link: Link, arrival: Arrival, inbox: deque[Arrival]) -> None:
+        super().__init__(value, link, arrival.cell)
         self.arrival = arrival
         self.inbox = inbox  # what was posted between this pair of ranks, in order
 
@@ -170,17 +145,36 @@ class PostDescribed(Transfer):
 
 
 class WaitDescribed(Transfer):
-    """Settles what was posted between this pair of ranks, in order, up to and with its own value."""
+    """Waits for what was posted between this pair of ranks, in order, up to and with its own value. Reads each header
+    and, unless the activation is the expected one, receives it now.
+    """
 
     __slots__ = ("arrival", "inbox")
 
     doing = "waiting for"
 
-    def __init__(self, value: Value, peer: int, arrival: Arrival, inbox: deque[Arrival]) -> None:
-        super().__init__(value, peer, arrival.cell)
+    def __init__(self, value: Value, link: Link, arrival: Arrival, inbox: deque[Arrival]) -> None:
+        super().__init__(value, link, arrival.cell)
         self.arrival = arrival
         self.inbox = inbox
 
     def __call__(self) -> None:
         while self.arrival.pending:
-            self.inbox.popleft().settle()
+            arrival = self.inbox.popleft()
+            cell, expectation = arrival.cell, arrival.expectation
+            self.link.wait(cell.works)
+            cell.works = []
+            if length := int(arrival.header):
+                expectation.see(self._redirected(arrival, length))
+            assert expectation.last is not None
+            cell.spec, cell.grads = expectation.last.spec, expectation.last.grads
+            arrival.pending = False
+
+    def _redirected(self, arrival: Arrival, length: int) -> Meta:
+        """Receives what is not what was expected."""
+        body = torch.empty(length, dtype=torch.uint8, device="cpu")
+        self.link.wait([arrival.lanes.description([body])])
+        meta = _unpacked(bytes(body.tolist()))
+        arrival.cell.tensors = meta.empty(arrival.device)
+        self.link.wait([arrival.lanes.redirected([tensor]) for tensor in arrival.cell.tensors])
+        return meta

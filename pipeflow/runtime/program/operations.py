@@ -100,15 +100,16 @@ class ToCell:
     written in place may be written again before the next stage reads it, as a static buffer is, so that is copied.
     """
 
-    __slots__ = ("cell", "saved")
+    __slots__ = ("cell", "device", "saved")
 
-    def __init__(self, cell: Cell, saved: Saved | None) -> None:
+    def __init__(self, cell: Cell, saved: Saved | None, device: torch.device) -> None:
         self.cell = cell
         self.saved = saved
+        self.device = device
 
     def __call__(self, output: object) -> None:
         cell = self.cell
-        tensors, cell.spec = flatten(output)
+        tensors, cell.spec = flatten(output, self.device)
         cell.grads = tuple([tensor.requires_grad for tensor in tensors])
         cell.tensors = [
             (tensor.detach().clone() if tensor.is_inference() or tensor._version else tensor.detach())

@@ -20,8 +20,8 @@ def run(operations: Sequence[Operation]) -> None:
             operation()
     except BaseException as error:
         match operation:
-            case Transfer() if isinstance(error, LinkError):
-                raise error.during(f"{operation.doing} the {operation.value}") from None
+            case Transfer() if isinstance(lost := operation.link.lost(error), LinkError):
+                raise lost.during(f"{operation.doing} the {operation.value}") from None
             case _ if isinstance(error, ActionError | LinkError):
                 raise
             case Transfer(value=value):

@@ -11,20 +11,21 @@ import torch
 from pipeflow.core.dataflow import Value
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.protocol import Start
+from pipeflow.parallel.transport.work import Link
 from pipeflow.runtime.program.cells import Cell, Meta
 from pipeflow.runtime.program.operations import Operation
 
 
 class Transfer(Operation):
-    """An operation on a channel. `doing` says in an error what it was about."""
+    """An operation on a channel, whose `link` waits and reads its errors. `doing` says in one what it was about."""
 
-    __slots__ = ("cell", "peer", "value")
+    __slots__ = ("cell", "link", "value")
 
     doing: str
 
-    def __init__(self, value: Value, peer: int, cell: Cell) -> None:
+    def __init__(self, value: Value, link: Link, cell: Cell) -> None:
         self.value = value
-        self.peer = peer
+        self.link = link
         self.cell = cell
 
 
@@ -35,8 +36,8 @@ class Post(Transfer):
 
     doing = "posting the receive of"
 
-    def __init__(self, value: Value, peer: int, cell: Cell, start: Start, meta: Meta, device: torch.device) -> None:
-        super().__init__(value, peer, cell)
+    def __init__(self, value: Value, link: Link, cell: Cell, start: Start, meta: Meta, device: torch.device) -> None:
+        super().__init__(value, link, cell)
         self.start = start
         [self.shape] = meta.shapes
         [self.dtype] = meta.dtypes
@@ -56,9 +57,9 @@ class PostGradient(Transfer):
     doing = "posting the receive of"
 
     def __init__(
-        self, value: Value, peer: int, cell: Cell, start: Start, sent: Described, device: torch.device
+        self, value: Value, link: Link, cell: Cell, start: Start, sent: Described, device: torch.device
     ) -> None:
-        super().__init__(value, peer, cell)
+        super().__init__(value, link, cell)
         self.start = start
         self.sent = sent
         self.device = device
@@ -88,8 +89,7 @@ class Wait(Transfer):
 
     def __call__(self) -> None:
         cell = self.cell
-        for work in cell.works:
-            work.wait()
+        self.link.wait(cell.works)
         cell.works = []
 
 
@@ -100,8 +100,8 @@ class Send(Transfer):
 
     doing = "sending"
 
-    def __init__(self, value: Value, peer: int, cell: Cell, start: Start, meta: Meta) -> None:
-        super().__init__(value, peer, cell)
+    def __init__(self, value: Value, link: Link, cell: Cell, start: Start, meta: Meta) -> None:
+        super().__init__(value, link, cell)
         self.start = start
         self.meta = meta
 
@@ -127,8 +127,8 @@ class SendGradient(Transfer):
 
     doing = "sending"
 
-    def __init__(self, value: Value, peer: int, cell: Cell, start: Start) -> None:
-        super().__init__(value, peer, cell)
+    def __init__(self, value: Value, link: Link, cell: Cell, start: Start) -> None:
+        super().__init__(value, link, cell)
         self.start = start
 
     def __call__(self) -> None:
