@@ -34,7 +34,7 @@ def test_gloo(ranks: int) -> None:
 
 def agree_as_on_gpus() -> None:
     """What stays in CPU memory of ranks that compute on GPUs, where torch's waits have no deadline."""
-    transport = current_context().transport
+    transport = current_context().world
     assert isinstance(transport, DistributedTransport)
     transport.device = torch.device("cuda")
     transport.report(Failure(transport.rank, "on purpose"))
