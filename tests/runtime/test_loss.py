@@ -5,8 +5,6 @@ each other.
 from __future__ import annotations
 
 import math
-import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from torch.nn import functional
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport import agreement
+from pipeflow.parallel.transport.plain import pack
 from pipeflow.runtime.program import described
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel
@@ -118,12 +117,12 @@ def test_ranks_that_return_no_outputs_get_none(monkeypatch: pytest.MonkeyPatch) 
     packed: list[int] = []
 
     def packing(value: object) -> bytes:
-        body = pickle.dumps(value)
+        body = pack(value)
         packed.append(len(body))
         return body
 
     for module in (agreement, described):
-        monkeypatch.setattr(module, "pickle", SimpleNamespace(dumps=packing, loads=pickle.loads))
+        monkeypatch.setattr(module, "pack", packing)
     found = run_threads(run_returning, 4, "dualpipe")
     assert max(packed) < found[0]["wide"].nbytes / 10
 
