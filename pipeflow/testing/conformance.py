@@ -134,7 +134,7 @@ def waits_for_who_is_between_calls(transport: Transport) -> None:
 
 def tells_own_mistakes_apart(transport: Transport) -> None:
     """What is wrong with a rank's own tensor is no failure of a channel; the channels may be opened afresh."""
-    all_gather(transport, [0.0])
+    _sent = _meet(transport, reporter=0)
     if transport.rank == 0:
         try:
             _send(transport, 1, Lane.ACTIVATION, torch.ones(2, 2, device=transport.device).t()).wait()
@@ -158,9 +158,9 @@ def tells_own_mistakes_apart(transport: Transport) -> None:
 
 def tells_the_first_failure(transport: Transport) -> None:
     """A report wakes whoever waits, for whichever rank; the first one reported is told to all."""
-    all_gather(transport, [0.0])
-    started = time.monotonic()
     last = transport.size - 1
+    _sent = _meet(transport, reporter=last)
+    started = time.monotonic()
     if transport.rank == last:
         time.sleep(0.2)
     else:
@@ -176,7 +176,7 @@ def tells_the_first_failure(transport: Transport) -> None:
 
 def tells_latecomers(transport: Transport) -> None:
     """A rank that was busy when a failure was told hears of it at its next wait, though others may start afresh."""
-    all_gather(transport, [0.0])
+    _sent = _meet(transport, reporter=0)
     if transport.rank > 0:
         time.sleep(0.2)
         transport.reopen()
@@ -223,6 +223,16 @@ CHECKS = (
     tells_latecomers,
     starts_afresh,
 )
+
+
+def _meet(transport: Transport, reporter: int) -> list[Work]:
+    """All meet; who is to report a failure goes on when all others have left. They hold what is returned until then."""
+    all_gather(transport, [0.0])
+    if transport.rank != reporter:
+        return [_send(transport, reporter, Lane.CONTROL, _number(transport, Lane.CONTROL, 0))]
+    for peer in _peers(transport):
+        _expect(transport, peer, Lane.CONTROL, _number(transport, Lane.CONTROL, 0))
+    return []
 
 
 def _peers(transport: Transport) -> list[int]:
