@@ -34,6 +34,7 @@ class Failure:
 
     `action` is the text of the action that ran, None when the failure was outside any action.
     `died` is the rank whose process is gone, None when every process still lives.
+    `number` counts the calls that all ranks make together: in which one it failed; None outside of any.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Failure:
     microbatch: int | None = None
     died: int | None = None
     trace: str = ""
+    number: int | None = None
 
 
 class PipelineError(PipeflowError, RuntimeError):

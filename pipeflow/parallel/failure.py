@@ -45,6 +45,7 @@ class Alarm:
         self.holders: WeakSet[Holder] = WeakSet()
         self._transport = transport
         self._dead: Failure | None = None
+        self._number = 0  # of the call that all ranks make together
 
     @contextmanager
     def raised_everywhere(self, call: object = "") -> Iterator[None]:
@@ -59,8 +60,10 @@ class Alarm:
             raise PipelineError(self._dead)
         transport, outside = self._transport, (self._transport.patience, self._transport.call)
         transport.patience, transport.call = self._transport.timeout, call
+        self._number += 1
         try:
             transport.reopen()
+            transport.enter(self._number)
             yield
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, ActionError) else error
@@ -86,9 +89,9 @@ class Alarm:
                 action, cause = error.action, error.__cause__
                 assert cause is not None
                 where = (str(action), action.stage, action.microbatch)
-                return Failure(rank, _reason(cause), *where, trace=_trace(cause))
+                return Failure(rank, _reason(cause), *where, trace=_trace(cause), number=self._number)
             case _:
-                return Failure(rank, _reason(error), trace=_trace(error))
+                return Failure(rank, _reason(error), trace=_trace(error), number=self._number)
 
 
 def _reason(error: BaseException) -> str:

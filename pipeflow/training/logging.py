@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from threading import Lock
 
 from pipeflow.parallel.context import context_if_launched
 
+_SETTING_UP = Lock()  # ranks may be threads
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -62,12 +64,13 @@ def get_dist_logger(name: str = "pipeflow") -> DistributedLogger:
     from rich.logging import RichHandler
 
     logger = logging.getLogger(name)
-    if not logger.handlers:
-        handler = RichHandler(log_time_format="[%X]", show_path=False)
-        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False  # else a handler of the root would say it again
+    with _SETTING_UP:
+        if not logger.handlers:
+            handler = RichHandler(log_time_format="[%X]", show_path=False)
+            handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+            logger.addHandler(handler)
+            logger.setLevel(logging.INFO)
+            logger.propagate = False  # else a handler of the root would say it again
     return DistributedLogger(logger)
 
 

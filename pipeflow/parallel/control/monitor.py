@@ -57,6 +57,7 @@ class Monitor:
         self._others = _AllOthers(rank, size)
         self._timeout = timeout
         self._generation = 0
+        self._number = 0  # of the call that all ranks make together
         self._opened = -1
         self._verdicts: dict[int, Failure] = {}  # by generation
         self._values: dict[str, str] = {}
@@ -112,6 +113,11 @@ class Monitor:
             self._send({"op": "get", "key": full})
             self._wait_until(lambda: full in self._values)
         return self._values[full].encode("latin-1")
+
+    def enter(self, number: int) -> None:
+        """This rank begins so many-th call that all ranks make together."""
+        self._number = number
+        self._break_if_reached(self._generation)
 
     def report(self, generation: int, failure: Failure | LinkError) -> Failure:
         """Tells all ranks of a failure; returns the one that was told first."""
@@ -241,4 +247,10 @@ class Monitor:
         with self._changed:
             self._verdicts.setdefault(generation, failure)
             self._changed.notify_all()
-        self._break(generation)
+        self._break_if_reached(generation)
+
+    def _break_if_reached(self, generation: int) -> None:
+        """Breaks the channels after a failure, unless it is one in a call that this rank has not come to."""
+        failure = self._verdicts.get(generation)
+        if failure is not None and (failure.number is None or failure.number <= self._number):
+            self._break(generation)

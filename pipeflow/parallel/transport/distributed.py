@@ -115,6 +115,9 @@ class DistributedTransport:
         self._close_channels()
         return self._told
 
+    def enter(self, number: int) -> None:
+        self.monitor.enter(number)
+
     def reopen(self) -> None:
         if self._told is not None:
             self._told = None

@@ -68,6 +68,11 @@ class Transport(Protocol):
         out first what is behind it. Returns the failure that was told first, which is the one to raise.
         """
 
+    def enter(self, number: int) -> None:
+        """Tells that this rank begins so many-th call that all ranks make together. A failure in a later call breaks no
+        channel before: this rank still ends the one that others have ended.
+        """
+
     def reopen(self) -> None:
         """Makes fresh channels after a failure; every rank calls it. Nothing to do when none was reported. Raises
         LinkError when not all ranks come.

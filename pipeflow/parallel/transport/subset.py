@@ -60,6 +60,9 @@ class Subset:
     def report(self, failure: Failure | LinkError) -> Failure:
         return self._whole.report(failure)
 
+    def enter(self, number: int) -> None:
+        self._whole.enter(number)
+
     def reopen(self) -> None:
         self._whole.reopen()
 
