@@ -123,7 +123,7 @@ def test_no_name_of_a_package_hides_a_module_of_it(path: Path) -> None:
 
 
 def test_the_guard_sees_what_hides_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.test_layers.PACKAGE", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     for name in ("made", "listed", "defined", "said", "fine", "own"):
         (tmp_path / f"{name}.py").touch()
     source = "from .made import made\ndef defined(): ...\nsaid: int = 1\nlisted = [1]\n__all__ = ['listed', 'own']\n"
