@@ -40,6 +40,8 @@ def test_the_end_of_the_chain_is_blamed() -> None:
     assert diagnose(0, 5.0, {0: waits(1), 1: waits(2), 2: silent(2), 3: waits(0)}) == silent(2)
     assert diagnose(0, 5.0, {0: waits(1), 1: waits(2), 2: computes}) == Blame(2, "it took too long")
     assert diagnose(0, 4.0, {0: waits(1), 1: waits(2), 2: computes}) is None
+    has_just_come = Status((), 5.0, inside=0.1)
+    assert diagnose(0, 9.0, {0: waits(1), 1: waits(2), 2: has_just_come}) is None
     assert diagnose(0, 500.0, {0: waits(1), 1: elsewhere}) is None
     circle = diagnose(0, 5.0, {0: waits(1), 1: waits(0)})
     assert circle is not None

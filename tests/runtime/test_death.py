@@ -218,7 +218,7 @@ def run_busy(seconds: float, where: str) -> float:
 @pytest.mark.parametrize("where", ["between steps", "in the first step"])
 def test_who_is_busy_and_lives_is_waited_for(start: Any, where: str) -> None:
     timeout = 0.5 if start is run_threads else 2.0
-    assert start(run_busy, 2, 3.5 * timeout, where, timeout=timeout) == [1.0, 1.0]
+    assert start(run_busy, 2, 3 * timeout, where, timeout=timeout) == [1.0, 1.0]
 
 
 def run_leaving(rank: int) -> list[str]:

@@ -252,7 +252,7 @@ class Coordinator:
     def _answer(self, rank: int, message: Message) -> None:
         answers = self._rounds.get(message["round"])
         if answers is not None:
-            answers[rank] = Status(tuple(message["waits_for"]), message["patience"], message["call"])
+            answers[rank] = Status(tuple(message["waits_for"]), message["patience"], message["call"], message["inside"])
             self._check(message["round"])
 
     def _check(self, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,11 +18,13 @@ class Status:
         patience: seconds that others wait for it at most, while it makes a call that all ranks make together; None
             when it is between such calls, and may take as long as it likes.
         call: what it was asked to do there, in words.
+        inside: seconds since it began that call.
     """
 
     waits_for: tuple[int, ...] = ()
     patience: float | None = None
     call: str = ""
+    inside: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Blame]) ->
         status = statuses[rank]
         assert isinstance(status, Status)
         if not status.waits_for:
-            is_late = status.patience is not None and seconds >= status.patience
+            is_late = status.patience is not None and min(seconds, status.inside) >= status.patience
             return Blame(rank, "it took too long") if is_late else None
     first = statuses[by]
     assert isinstance(first, Status)

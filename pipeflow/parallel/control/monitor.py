@@ -4,6 +4,7 @@ computes, hears at once when another fails, and notices when this one waits too 
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import threading
@@ -58,6 +59,7 @@ class Monitor:
         self._timeout = timeout
         self._generation = 0
         self._number = 0  # of the call that all ranks make together
+        self._begun = -math.inf  # when that call was
         self._opened = -1
         self._verdicts: dict[int, Failure] = {}  # by generation
         self._values: dict[str, str] = {}
@@ -116,7 +118,7 @@ class Monitor:
 
     def enter(self, number: int) -> None:
         """This rank begins so many-th call that all ranks make together."""
-        self._number = number
+        self._number, self._begun = number, time.monotonic()
         self._break_if_reached(self._generation)
 
     def report(self, generation: int, failure: Failure | LinkError) -> Failure:
@@ -222,7 +224,12 @@ class Monitor:
         match message["op"]:
             case "ask":
                 ranks = () if (waiting := self.waiting) is None else waiting.ranks
-                status = {"waits_for": ranks, "patience": self.patience, "call": str(self.call)}
+                status = {
+                    "waits_for": ranks,
+                    "patience": self.patience,
+                    "call": str(self.call),
+                    "inside": time.monotonic() - self._begun,
+                }
                 self._send({"op": "alive", "round": message["round"], **status})
             case "told":
                 self._tell(message["generation"], Failure(**message["failure"]))

@@ -4,6 +4,7 @@ stages on one GPU, and for a pipeline of a single rank.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -174,7 +175,8 @@ class LocalTransport:
         return first
 
     def enter(self, number: int) -> None:
-        """Nothing to do: who leaves a call has handed over all that it sent."""
+        """Notes when. No channel of a call before can break: who leaves a call has handed over all that it sent."""
+        self.hub.begun[self.rank] = time.monotonic()
 
     def reopen(self) -> None:
         if (self.generation, self.rank) in self.hub.closed:

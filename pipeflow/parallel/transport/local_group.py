@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Condition, get_ident
@@ -49,6 +51,7 @@ class Rendezvous:
         self.waits_for: dict[tuple[int, int], tuple[int, ...]] = {}  # by rank and thread: those of a trace wait, too
         self.patience: dict[int, float | None] = {}
         self.calls: dict[int, object] = {}
+        self.begun: dict[int, float] = {}  # when these calls were
         self.blames: dict[tuple[int, int], Blame] = {}  # by generation, and by the rank that gives up for it
 
     def wait(self, by: Participant, generation: int, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
@@ -80,7 +83,8 @@ class Rendezvous:
         return {rank: left(rank) if rank in self.gone else self._status(rank) for rank in range(self.size)}
 
     def _status(self, rank: int) -> Status:
-        return Status(self._awaited_by(rank), self.patience.get(rank), str(self.calls.get(rank, "")))
+        inside = time.monotonic() - self.begun.get(rank, -math.inf)
+        return Status(self._awaited_by(rank), self.patience.get(rank), str(self.calls.get(rank, "")), inside)
 
     def _awaited_by(self, rank: int) -> tuple[int, ...]:
         return tuple(other for (waiting, _), ranks in self.waits_for.items() if waiting == rank for other in ranks)
