@@ -19,8 +19,8 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
+from pipeflow.planning.estimate import Plan, RankPlan, plan
 from pipeflow.planning.partition import partition_balanced, partition_uniform
-from pipeflow.planning.plan import Plan, RankPlan, plan
 from pipeflow.planning.setup import PRECISIONS, Precision, Setup
 from pipeflow.planning.transformer import GPT, GPT_PRESETS
 from pipeflow.schedules import SCHEDULES, make_schedule

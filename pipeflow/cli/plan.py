@@ -15,7 +15,7 @@ from pipeflow.cli.sources import sound_source
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import bytes_text, number, percent
-from pipeflow.planning.plan import Plan, RankPlan, plan
+from pipeflow.planning.estimate import Plan, RankPlan, plan
 from pipeflow.planning.setup import PRECISIONS, Setup
 from pipeflow.planning.transformer import GPT, GPT_PRESETS
 from pipeflow.planning.transformer_costs import head_forward, layer_forward, stage_costs
@@ -181,11 +181,11 @@ def _uneven(found: Plan, busiest: RankPlan) -> Iterator[str]:
     work = [1 - rank.idle for rank in found.ranks]
     times = f"{(1 - busiest.idle) * len(work) / sum(work):.3g} times as long as the average"
     yield f"  With equal stages: {percent(found.even_bubble_ratio)}. Rank {busiest.rank} works {times},"
-    held = f"{busiest.layers} of the {found.model.layers} layers"
+    share = f"{busiest.layers} of the {found.model.layers} layers"
     if found.schedule.placement.num_stages - 1 in busiest.stages:
         head = head_forward(found.model) / layer_forward(found.model, found.setup)
-        held += f" and the head, worth {head:.2g} layers"
-    yield f"  with {held}."
+        share += f" and the head, worth {head:.2g} layers"
+    yield f"  with {share}."
 
 
 def _notes(found: Plan) -> Iterator[str]:

@@ -58,8 +58,8 @@ class MasterWeights(Wrapper):
     def _put_masters(self) -> None:
         plain, states = innermost(self), {}
         for parameter in self.stepped:
-            self.stepped[parameter] = held = _master(parameter)
-            states[id(held)] = plain.state.pop(parameter, {})
+            self.stepped[parameter] = master = _master(parameter)
+            states[id(master)] = plain.state.pop(parameter, {})
         for group in plain.param_groups:
             group["params"] = [self.stepped[parameter] for parameter in group["params"]]
         give_states(plain, states)  # some have them from the start
@@ -89,28 +89,28 @@ class MasterWeights(Wrapper):
 
     def _step(self, factor: float) -> None:
         self._read_changed()
-        for parameter, held in self.stepped.items():
-            if held is not parameter:
-                held.grad = None if parameter.grad is None else parameter.grad.float()
-            if held.grad is not None and factor != 1:
-                held.grad.mul_(factor)
+        for parameter, master in self.stepped.items():
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+            if master.grad is not None and factor != 1:
+                master.grad.mul_(factor)
         self.inner.step()
-        for parameter, held in self.stepped.items():
-            if held is not parameter:
-                parameter.copy_(held)
-                held.grad = None
+        for parameter, master in self.stepped.items():
+            if master is not parameter:
+                parameter.copy_(master)
+                master.grad = None
         self._note_versions()
 
     def _note_versions(self) -> None:
-        self._versions = {each: each._version for each, held in self.stepped.items() if held is not each}
+        self._versions = {each: each._version for each, master in self.stepped.items() if master is not each}
 
     @torch.no_grad()
     def _read_changed(self) -> None:
         """Takes weights that others than this optimizer have changed for masters."""
         for parameter, version in self._versions.items():
-            held = self.stepped[parameter]
-            if parameter._version != version and not torch.equal(parameter, held.to(parameter.dtype)):
-                held.copy_(parameter)
+            master = self.stepped[parameter]
+            if parameter._version != version and not torch.equal(parameter, master.to(parameter.dtype)):
+                master.copy_(parameter)
         self._note_versions()
 
     def state_dict(self) -> dict[str, Any]:

@@ -109,8 +109,8 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def names_by_group(optimizer: Wrapper) -> list[list[str]]:
     """Of every group, what `optimizer.model.named_parameters()` calls the parameters that are stepped in it."""
     called = _names_of(optimizer.model)
-    names = {id(held): called[id(parameter)] for parameter, held in optimizer.stepped.items()}
-    return [[names[id(held)] for held in group["params"]] for group in optimizer.param_groups]
+    names = {id(target): called[id(parameter)] for parameter, target in optimizer.stepped.items()}
+    return [[names[id(target)] for target in group["params"]] for group in optimizer.param_groups]
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:
@@ -128,10 +128,10 @@ def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, A
     names = _names_of(model)
     return {
         names[id(parameter)]: {
-            **optimizer.state.get(held, {}),
-            **({} if held is parameter else {MASTER: held.detach()}),
+            **optimizer.state.get(target, {}),
+            **({} if target is parameter else {MASTER: target.detach()}),
         }
-        for parameter, held in stepped_by(optimizer).items()
+        for parameter, target in stepped_by(optimizer).items()
     }
 
 
@@ -148,13 +148,13 @@ def load_named_state(optimizer: Optimizer, model: nn.Module, states: Mapping[str
     if missing := [names[id(parameter)] for parameter in stepped if names[id(parameter)] not in states]:
         raise UsageError(f"the saved optimizer knows nothing of {missing[0]!r} and {len(missing) - 1} more parameters")
     kept = {}
-    for parameter, held in stepped.items():
+    for parameter, target in stepped.items():
         entries = dict(states[names[id(parameter)]])
         master = entries.pop(MASTER, parameter)
-        if held is not parameter:
-            held.copy_(master)
-            parameter.copy_(held)
-        kept[id(held)] = entries
+        if target is not parameter:
+            target.copy_(master)
+            parameter.copy_(target)
+        kept[id(target)] = entries
     give_states(innermost(optimizer), kept)
     if isinstance(optimizer, Wrapper):
         optimizer.share()
@@ -174,6 +174,6 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 def give_states(optimizer: Optimizer, kept: Mapping[int, dict[str, Any]]) -> None:
     """Gives a plain optimizer its states by the ids of what it steps; it casts them as it would its own."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {index: kept[id(parameter)] for index, parameter in enumerate(held) if kept[id(parameter)]}
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = {index: kept[id(parameter)] for index, parameter in enumerate(owned) if kept[id(parameter)]}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -37,9 +37,9 @@ def arcs(problem: Problem) -> Iterator[Arc]:
         yield Arc(operation, operation, 1, 0.0)
         if source >= 0:
             yield Arc(source, operation, 0, problem.delays[operation])
-    for held, slots in zip(problem.stages, problem.slots, strict=True):
-        for i, forward in enumerate(held, 1):
-            for j, backward in enumerate(held, 1):
+    for stages, slots in zip(problem.stages, problem.slots, strict=True):
+        for i, forward in enumerate(stages, 1):
+            for j, backward in enumerate(stages, 1):
                 yield Arc(3 * backward + 1, 3 * forward, (slots - abs(i - j)) // min(i, j), 0.0)
 
 
@@ -76,8 +76,8 @@ def bounds(problem: Problem) -> Bounds:
         starts[rank] = heads[3 * stage][0]
     tails = _tails(problem, found, order, starts)
     span = max(problem.work)
-    for held in problem.stages:
-        operations = [3 * stage + half for stage in held for half in range(3)]
+    for stages in problem.stages:
+        operations = [3 * stage + half for stage in stages for half in range(3)]
         jobs = chain.from_iterable(
             zip(
                 heads[operation],

@@ -104,8 +104,8 @@ def _model(cp_model: Any, problem: Problem, known: Bounds, sequences: Sequence[O
         for maker, user in zip(begins[source], row, strict=True) if source >= 0 else ():
             model.add(user >= maker + durations[source] + delays[operation])
     objective = model.new_int_var(_down(known.span, scale), ceil(span * scale), "span")
-    for rank, held in enumerate(problem.stages):
-        operations = [3 * stage + half for stage in held for half in range(3)]
+    for rank, stages in enumerate(problem.stages):
+        operations = [3 * stage + half for stage in stages for half in range(3)]
         model.add_no_overlap(
             model.new_fixed_size_interval_var(begin, durations[operation], "")
             for operation in operations
@@ -126,14 +126,14 @@ def _model(cp_model: Any, problem: Problem, known: Bounds, sequences: Sequence[O
 
 
 def _keep_within(model: Any, problem: Problem, rank: int, begins: list[list[Any]], durations: list[int]) -> None:
-    held, slots = problem.stages[rank], problem.slots[rank]
-    if len(held) == 1:
-        (stage,) = held
+    stages, slots = problem.stages[rank], problem.slots[rank]
+    if len(stages) == 1:
+        (stage,) = stages
         for ended, begun in zip(begins[3 * stage + 1], begins[3 * stage][slots:], strict=False):
             model.add(begun >= ended + durations[3 * stage + 1])
         return
-    forwards = [begin for stage in held for begin in begins[3 * stage]]
-    backwards = [begin + durations[3 * stage + 1] for stage in held for begin in begins[3 * stage + 1]]
+    forwards = [begin for stage in stages for begin in begins[3 * stage]]
+    backwards = [begin + durations[3 * stage + 1] for stage in stages for begin in begins[3 * stage + 1]]
     changes = [1] * len(forwards) + [-1] * len(backwards)
     model.add_reservoir_constraint(forwards + backwards, changes, 0, slots)
 
@@ -151,8 +151,8 @@ def _down(time: float, scale: float) -> int:
 def _read(problem: Problem, begins: list[list[int]]) -> list[Operations]:
     """The sequences of a solution; what takes no time comes first of what begins together."""
     sequences = []
-    for held in problem.stages:
-        operations = [3 * stage + half for stage in held for half in range(3)]
+    for stages in problem.stages:
+        operations = [3 * stage + half for stage in stages for half in range(3)]
         order = sorted(
             (begin, problem.durations[operation] > 0, operation)
             for operation in operations

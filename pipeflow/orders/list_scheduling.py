@@ -59,27 +59,27 @@ class _State:
     """A pass under way."""
 
     def __init__(self, problem: Problem, rules: Rules) -> None:
-        held, operations = problem.stages, range(len(problem.source))
+        operations = range(len(problem.source))
         arrivals, self.users = arrival_times(problem)
         self.done = [0 for _ in operations]
-        self.sequences: list[Operations] = [[] for _ in held]
-        self.deferred: list[deque[int]] = [deque() for _ in held]  # the W that can run
-        self.alive = [0 for _ in held]
-        self.unfinished = [0 for _ in held]  # activations of microbatches that have a forward left on the rank
+        self.sequences: list[Operations] = [[] for _ in problem.stages]
+        self.deferred: list[deque[int]] = [deque() for _ in problem.stages]  # the W that can run
+        self.alive = [0 for _ in problem.stages]
+        self.unfinished = [0 for _ in problem.stages]  # activations of microbatches with forwards left here
         self.begins = [1 for _ in operations]  # what an F adds to them
-        for stages in held:
+        for stages in problem.stages:
             self.begins[3 * stages[-1]] = 1 - len(stages)
         offsets, limits = rules.offsets, rules.limits
         self.gradients = [
             [(operation, arrivals[operation], offsets[operation]) for stage in stages for operation in (3 * stage + 1,)]
-            for stages in held
+            for stages in problem.stages
         ]
         self.activations = [
             [
                 (3 * stage, arrivals[3 * stage], offsets[3 * stage], limits[stage], reach)
                 for stage, reach in zip(stages, _reaches(slots, len(stages)), strict=True)
             ]
-            for stages, slots in zip(held, problem.slots, strict=True)
+            for stages, slots in zip(problem.stages, problem.slots, strict=True)
         ]
 
 

@@ -49,8 +49,8 @@ class Problem:
     def work(self) -> tuple[float, ...]:
         """Per rank, how long it is busy."""
         return tuple(
-            self.num_microbatches * sum(sum(self.durations[3 * stage : 3 * stage + 3]) for stage in held)
-            for held in self.stages
+            self.num_microbatches * sum(sum(self.durations[3 * stage : 3 * stage + 3]) for stage in stages)
+            for stages in self.stages
         )
 
 

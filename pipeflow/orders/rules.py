@@ -46,8 +46,8 @@ def _shares(problem: Problem, heads: Times, faster: float) -> tuple[int, ...]:
         return max(1, min(ceil(trips[stage] / period - 1e-9), problem.slots[problem.ranks[stage]]))
 
     period = max(*problem.work, 1e-9) / problem.num_microbatches
-    for held, slots in zip(problem.stages, problem.slots, strict=True):
-        while sum(alive(stage, period) for stage in held) > slots:
+    for own, slots in zip(problem.stages, problem.slots, strict=True):
+        while sum(alive(stage, period) for stage in own) > slots:
             period *= 1.03
     return tuple(alive(stage, faster * period) for stage in stages)
 

@@ -101,9 +101,7 @@ def _started(problem: Problem, schedule: Schedule) -> Candidate | None:
     if schedule.placement != problem.placement or schedule.num_microbatches != problem.num_microbatches:
         raise UsageError(f"start {schedule.name!r} has another placement or other microbatches than the search")
     sequences = to_sequences(schedule)
-    whole = [
-        sorted(operation for stage in held for operation in range(3 * stage, 3 * stage + 3)) for held in problem.stages
-    ]
+    whole = [sorted(3 * stage + half for stage in stages for half in range(3)) for stages in problem.stages]
     if any(
         sorted(sequence) != sorted(operations * problem.num_microbatches)
         for sequence, operations in zip(sequences, whole, strict=True)

@@ -1,1 +1,1 @@
-"""The engine: runs a plan. A Schedule is handed in; nothing here knows any schedule by name."""
+"""The engine: runs a schedule. A Schedule is handed in; nothing here knows any schedule by name."""

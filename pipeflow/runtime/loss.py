@@ -14,10 +14,10 @@ from torch import Tensor
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather, exchange
-from pipeflow.parallel.transport.protocol import Lane, Transport
+from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.runtime.call import in_words
 from pipeflow.runtime.gradients.step_end import Change
-from pipeflow.runtime.program.cells import Results
+from pipeflow.runtime.program.results import Results
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -116,7 +116,7 @@ def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> 
     mine, its = (torch.zeros(1 + results.microbatches, dtype=torch.float64, device="cpu") for _ in range(2))
     for microbatch, part in parts.items():
         mine[0], mine[1 + microbatch] = 1 + _DTYPES.index(part.dtype), part
-    exchange(transport, Lane.CONTROL, {peer: mine}, {peer: its}, "waiting for the losses of the other last stage")
+    exchange(transport, Tag.CONTROL, {peer: mine}, {peer: its}, "waiting for the losses of the other last stage")
     dtype = _DTYPES[int(max(mine[0], its[0])) - 1]
     return (mine + its)[1:].to(dtype).sum().to(transport.device)
 

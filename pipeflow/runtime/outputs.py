@@ -10,9 +10,10 @@ from torch.utils._pytree import tree_unflatten
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.parallel.transport.protocol import Transport
 from pipeflow.runtime.microbatch import merge
-from pipeflow.runtime.program.cells import Cell, Results, flatten
-from pipeflow.runtime.program.described import Arrival, Lanes, PostDescribed, SendDescribed, WaitDescribed
+from pipeflow.runtime.program.dynamic_shapes import Arrival, DynamicChannels, PostDynamic, SendDynamic, WaitDynamic
 from pipeflow.runtime.program.operations import Operation
+from pipeflow.runtime.program.payload import Payload, flatten
+from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.program.running import run
 from pipeflow.runtime.program.transfers import Release
 
@@ -30,22 +31,23 @@ def merged(results: Results, transport: Transport, last: Sequence[int], stage: i
 
 
 def _exchange(results: Results, transport: Transport, peer: int, stage: int) -> None:
-    sending, receiving = Lanes.sending(transport, peer), Lanes.receiving(transport, peer)
+    sending, receiving = DynamicChannels.sending(transport, peer), DynamicChannels.receiving(transport, peer)
     link, inbox = transport.link(peer), deque[Arrival]()
     posts, sends, waits, releases = [list[Operation]() for _ in range(4)]
-    arriving: dict[int, Cell] = {}
+    arriving: dict[int, Payload] = {}
     for microbatch, output in enumerate(results.outputs):
-        value, cell = Value(Content.ACTIVATION, stage, microbatch), Cell()
+        value, payload = Value(Content.ACTIVATION, stage, microbatch), Payload()
         if output is None:
-            arriving[microbatch] = cell
-            arrival = Arrival(cell, receiving, transport.device)
-            posts.append(PostDescribed(value, link, arrival, inbox))
-            waits.append(WaitDescribed(value, link, arrival, inbox))
+            arriving[microbatch] = payload
+            arrival = Arrival(payload, receiving, transport.device)
+            posts.append(PostDynamic(value, link, arrival, inbox))
+            waits.append(WaitDynamic(value, link, arrival, inbox))
         else:
-            tensors, cell.spec = flatten(output, transport.device)
-            cell.tensors = [tensor.contiguous() for tensor in tensors]
-            sends.append(SendDescribed(value, link, cell, sending))
-            releases.append(Release(value, link, cell))
+            tensors, payload.spec = flatten(output, transport.device)
+            payload.tensors = [tensor.contiguous() for tensor in tensors]
+            sends.append(SendDynamic(value, link, payload, sending))
+            releases.append(Release(value, link, payload))
     run([*posts, *sends, *waits, *releases])
-    for microbatch, cell in arriving.items():
-        results.outputs[microbatch] = cell.tensors[0] if cell.spec is None else tree_unflatten(cell.tensors, cell.spec)
+    for microbatch, payload in arriving.items():
+        tensors, spec = payload.tensors, payload.spec
+        results.outputs[microbatch] = tensors[0] if spec is None else tree_unflatten(tensors, spec)

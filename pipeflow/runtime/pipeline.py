@@ -22,8 +22,8 @@ from pipeflow.runtime.call import Call
 from pipeflow.runtime.clipping import Clipping
 from pipeflow.runtime.devices import place
 from pipeflow.runtime.gradients.step_end import Gradients
-from pipeflow.runtime.program.cells import Meta
 from pipeflow.runtime.program.pairs import Overlap
+from pipeflow.runtime.program.payload import Metadata
 from pipeflow.runtime.programs import Programs, digest_of, require_sound
 from pipeflow.runtime.stage import Keywords, Stage
 from pipeflow.runtime.step import Output, Runner
@@ -98,21 +98,21 @@ class Pipeline(nn.Module):
         self.clippings: WeakSet[Clipping] = WeakSet()
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
-            held = _fitting_stages(self.chunks, schedule, context, stages)
-            has_loss = schedule.placement.num_stages - 1 in held
+            own = _fitting_stages(self.chunks, schedule, context, stages)
+            has_loss = schedule.placement.num_stages - 1 in own
             self.criterion = criterion if has_loss and isinstance(criterion, nn.Module) else None
             place(self, context.device)
-            modules = dict(zip(held, self.chunks, strict=True))
+            modules = dict(zip(own, self.chunks, strict=True))
             owners: dict[int, nn.Module] = dict(modules)  # of parameters, by the stage that has their gradients
             if self.criterion is not None:
-                owners[held[-1]] = nn.ModuleList([modules[held[-1]], self.criterion])
+                owners[own[-1]] = nn.ModuleList([modules[own[-1]], self.criterion])
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
             taken = _compare(context, self, shape, overlaps=overlap is not None, takes=_keywords_of(modules))
             self.gradients = Gradients(self, owners, schedule.placement, context, gradient_dtype)
             precise = _under_autocast(autocast, context.device)
             prepared = {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()}
-            meta = None if shape is None else Meta.known(*shape)
-            programs = Programs(schedule.placement, context, prepared, self.gradients, meta, overlap)
+            metadata = None if shape is None else Metadata.known(*shape)
+            programs = Programs(schedule.placement, context, prepared, self.gradients, metadata, overlap)
             loss = None if criterion is None else precise(criterion)
             self.runner = Runner(schedule.placement, context, prepared, self.gradients, programs, loss, weigh, taken)
             self.alarm.holders.add(self.runner)
@@ -200,17 +200,17 @@ def _fitting_stages(
     if ranks != context.pipeline_size:
         raise UsageError(f"schedule {schedule.name!r} is for {ranks} ranks, the pipeline has {context.pipeline_size}")
     require_sound(schedule, schedule.placement)
-    held = schedule.placement.stages_of(rank)
-    plan = f"rank {rank} holds stages {list(held)} under {schedule.name!r}"
-    if len(chunks) != len(held):
-        raise UsageError(f"{plan}: it needs {len(held)} chunks, got {len(chunks)}")
-    if stages is not None and tuple(stages) != held:
-        raise UsageError(f"{plan}; its chunks are for stages {list(stages)}")
+    own = schedule.placement.stages_of(rank)
+    there = f"rank {rank} holds stages {list(own)} under {schedule.name!r}"
+    if len(chunks) != len(own):
+        raise UsageError(f"{there}: it needs {len(own)} chunks, got {len(chunks)}")
+    if stages is not None and tuple(stages) != own:
+        raise UsageError(f"{there}; its chunks are for stages {list(stages)}")
     if any(isinstance(module, DistributedDataParallel) for module in chunks.modules()):
         raise UsageError("DistributedDataParallel inside a stage would average gradients at the wrong time: unwrap it")
     if lazy := [name for name, parameter in chunks.named_parameters() if is_lazy(parameter)]:
         raise UsageError(f"{lazy[0]} has no shape yet: run the lazy layers of a stage once before making the Pipeline")
-    return held
+    return own
 
 
 def _under_autocast(

@@ -16,9 +16,9 @@ from pipeflow.parallel.context import Context
 from pipeflow.runtime.devices import require_placed
 from pipeflow.runtime.gradients.orders import Orders, orders_of
 from pipeflow.runtime.gradients.step_end import Gradients
-from pipeflow.runtime.program.cells import Meta
 from pipeflow.runtime.program.compile import Compiled, compile_program
 from pipeflow.runtime.program.pairs import Overlap
+from pipeflow.runtime.program.payload import Metadata
 from pipeflow.runtime.stage import Stage
 from pipeflow.soundness.schedule import verify
 
@@ -54,14 +54,14 @@ class Programs:
         context: Context,
         stages: Mapping[int, Stage],
         gradients: Gradients,
-        meta: Meta | None,
+        metadata: Metadata | None,
         overlap: Overlap | None,
     ) -> None:
         self._placement = placement
         self._context = context
         self._stages = stages
         self._gradients = gradients
-        self._meta = meta
+        self._metadata = metadata
         self._overlap = overlap
         self._kept: list[Runnable] = []  # the one used last first
 
@@ -99,7 +99,7 @@ class Programs:
             schedule=ran,
             stages=self._stages,
             transport=self._context.transport,
-            meta=self._meta if mode.training else None,  # batches to evaluate have sizes and lengths of their own
+            metadata=self._metadata if mode.training else None,  # batches to evaluate have any size
             training=mode.training,
             overlap=self._overlap,
             gradients=self._gradients,

@@ -118,7 +118,7 @@ class Trace:
                 one.thread.join()
         spans: list[Span] = []
         free: defaultdict[Stream, float] = defaultdict(float)
-        for one in timed:  # one after the other, as a plan has them: what began behind another shares its time
+        for one in timed:  # one after the other, as when simulated: what began behind another shares its time
             action = one.beside.action
             stream = DATAFLOW[action.kind].stream
             start = max(one.start - self.zero, free[stream])

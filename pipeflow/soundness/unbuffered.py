@@ -21,14 +21,14 @@ def waiting_for_ever(programs: Sequence[Program], table: Table) -> Iterator[Viol
 
     The values and the ends of each channel are sound already.
     """
-    held = _Run(programs, table, (Send, Release))
-    if not held.stuck:
+    unbuffered = _Run(programs, table, (Send, Release))
+    if not unbuffered.stuck:
         return
     loose = _Run(programs, table, (Release,))
     if loose.stuck:
         yield from loose.cycles("an order in which no instruction waits for itself")
     else:
-        yield from held.cycles("an order that needs no buffers: here a send waits until its receive is posted")
+        yield from unbuffered.cycles("an order that needs no buffers: here a send waits until its receive is posted")
 
 
 class _Run:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.transport.agreement import all_gather, start
-from pipeflow.parallel.transport.protocol import Lane, Transport
+from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.parallel.transport.work import LinkError, Work
 
 _SOON = 1.0  # seconds
 _MANY = 8  # transfers
-_LANES = tuple(lane for lane in Lane if lane is not Lane.CONTROL)  # that one is for the meetings within a check
+_TAGS = tuple(tag for tag in Tag if tag is not Tag.CONTROL)  # that one is for the meetings within a check
 
 
 def conform(transport: Transport) -> None:
@@ -34,59 +34,59 @@ def tells_its_place(transport: Transport) -> None:
 
 
 def keeps_order(transport: Transport) -> None:
-    """A lane is a FIFO between every ordered pair of ranks."""
-    for lane in Lane:
+    """The transfers with one tag are a FIFO between every ordered pair of ranks."""
+    for tag in Tag:
         sent = [
-            _send(transport, peer, lane, _number(transport, lane, step))
+            _send(transport, peer, tag, _number(transport, tag, step))
             for step in range(_MANY)
             for peer in _peers(transport)
         ]
         for step in range(_MANY):
             for peer in _peers(transport):
-                _expect(transport, peer, lane, _number(transport, lane, step))
+                _expect(transport, peer, tag, _number(transport, tag, step))
         _finish(sent)
 
 
-def keeps_lanes_apart(transport: Transport) -> None:
-    """No lane waits for another: what was sent first, on one, may be received last."""
-    sent = [_send(transport, peer, lane, _number(transport, lane, lane)) for lane in Lane for peer in _peers(transport)]
-    for lane in reversed(Lane):
+def keeps_tags_apart(transport: Transport) -> None:
+    """No tag waits for another: what was sent first, with one, may be received last."""
+    sent = [_send(transport, peer, tag, _number(transport, tag, tag)) for tag in Tag for peer in _peers(transport)]
+    for tag in reversed(Tag):
         for peer in _peers(transport):
-            _expect(transport, peer, lane, _number(transport, lane, lane))
+            _expect(transport, peer, tag, _number(transport, tag, tag))
     _finish(sent)
 
 
 def receives_ahead(transport: Transport) -> None:
     """Receives may be posted before anything is sent, many at once; they are filled in their order, and one wait for
-    those of all lanes is enough.
+    those of all tags is enough.
     """
-    ends = [(lane, _number(transport, lane, step)) for lane in _LANES for step in range(_MANY)]
+    ends = [(tag, _number(transport, tag, step)) for tag in _TAGS for step in range(_MANY)]
     arriving = {peer: [torch.full_like(tensor, -1) for _, tensor in ends] for peer in _peers(transport)}
     received = {
-        peer: [transport.receiver(peer, lane)([tensor]) for (lane, _), tensor in zip(ends, tensors, strict=True)]
+        peer: [transport.receiver(peer, tag)([tensor]) for (tag, _), tensor in zip(ends, tensors, strict=True)]
         for peer, tensors in arriving.items()
     }
     all_gather(transport, [0.0])
-    sent = [_send(transport, peer, lane, tensor) for peer in _peers(transport) for lane, tensor in ends]
+    sent = [_send(transport, peer, tag, tensor) for peer in _peers(transport) for tag, tensor in ends]
     for peer, works in received.items():
         transport.link(peer).wait(reversed(works))
-        for (lane, tensor), arrived in zip(ends, arriving[peer], strict=True):
-            _require_equal(arrived, tensor, f"{lane.name} from rank {peer}")
+        for (tag, tensor), arrived in zip(ends, arriving[peer], strict=True):
+            _require_equal(arrived, tensor, f"{tag.name} from rank {peer}")
     _finish(sent)
 
 
 def sends_without_waiting(transport: Transport) -> None:
     """A send returns at once though its receive is not posted yet, however much is on its way."""
-    tensors = [_number(transport, Lane.ACTIVATION, step).expand(1 << 18).contiguous() for step in range(16)]
+    tensors = [_number(transport, Tag.ACTIVATION, step).expand(1 << 18).contiguous() for step in range(16)]
     sent = []
     if transport.rank == 0:
         started = time.monotonic()
-        sent = [_send(transport, 1, Lane.ACTIVATION, tensor) for tensor in tensors]
+        sent = [_send(transport, 1, Tag.ACTIVATION, tensor) for tensor in tensors]
         assert time.monotonic() - started < _SOON, "sending waited for the receiver"
     all_gather(transport, [0.0])
     if transport.rank == 1:
         for tensor in tensors:
-            _expect(transport, 0, Lane.ACTIVATION, tensor)
+            _expect(transport, 0, Tag.ACTIVATION, tensor)
     _finish(sent)
 
 
@@ -97,9 +97,9 @@ def moves_any_tensor(transport: Transport) -> None:
     tensors = [torch.ones(shape, dtype=dtype) for shape in shapes for dtype in (*dtypes, torch.bool)]
     tensors = [tensor.to(transport.device) for tensor in tensors]
     for peer in _peers(transport):
-        sent = [_send(transport, peer, Lane.ACTIVATION, tensor) for tensor in tensors]
+        sent = [_send(transport, peer, Tag.ACTIVATION, tensor) for tensor in tensors]
         for tensor in tensors:
-            _expect(transport, peer, Lane.ACTIVATION, tensor)
+            _expect(transport, peer, Tag.ACTIVATION, tensor)
         _finish(sent)
 
 
@@ -137,7 +137,7 @@ def tells_own_mistakes_apart(transport: Transport) -> None:
     _sent = _meet(transport, reporter=0)
     if transport.rank == 0:
         try:
-            _send(transport, 1, Lane.ACTIVATION, torch.ones(2, 2, device=transport.device).t()).wait()
+            _send(transport, 1, Tag.ACTIVATION, torch.ones(2, 2, device=transport.device).t()).wait()
         except LinkError as error:
             raise AssertionError(f"a tensor that is not contiguous is told as a broken channel: {error}") from None
         except Exception as error:
@@ -147,7 +147,7 @@ def tells_own_mistakes_apart(transport: Transport) -> None:
         transport.report(Failure(0, reason))
     else:
         try:
-            _receive(transport, 0, Lane.ACTIVATION, torch.zeros(2, 2, device=transport.device)).wait()
+            _receive(transport, 0, Tag.ACTIVATION, torch.zeros(2, 2, device=transport.device)).wait()
         except Exception:
             transport.report(Failure(transport.rank, "woke up"))
         else:
@@ -189,12 +189,10 @@ def tells_latecomers(transport: Transport) -> None:
 
 def starts_afresh(transport: Transport) -> None:
     """After a failure the channels hold nothing that was under way."""
-    under_way = [
-        _send(transport, peer, lane, _number(transport, lane, 1)) for lane in _LANES for peer in _peers(transport)
-    ]
+    under_way = [_send(transport, peer, tag, _number(transport, tag, 1)) for tag in _TAGS for peer in _peers(transport)]
     under_way += [
-        _receive(transport, peer, lane, _number(transport, lane, 2))
-        for lane in (Lane.HEADER, Lane.GRADIENT)
+        _receive(transport, peer, tag, _number(transport, tag, 2))
+        for tag in (Tag.HEADER, Tag.GRADIENT)
         for peer in _peers(transport)
     ]
     all_gather(transport, [0.0])
@@ -202,17 +200,17 @@ def starts_afresh(transport: Transport) -> None:
     under_way.clear()
     transport.report(Failure(transport.rank, "on purpose"))
     transport.reopen()
-    for lane in Lane:
-        sent = [_send(transport, peer, lane, _number(transport, lane, 3)) for peer in _peers(transport)]
+    for tag in Tag:
+        sent = [_send(transport, peer, tag, _number(transport, tag, 3)) for peer in _peers(transport)]
         for peer in _peers(transport):
-            _expect(transport, peer, lane, _number(transport, lane, 3))
+            _expect(transport, peer, tag, _number(transport, tag, 3))
         _finish(sent)
 
 
 CHECKS = (
     tells_its_place,
     keeps_order,
-    keeps_lanes_apart,
+    keeps_tags_apart,
     receives_ahead,
     sends_without_waiting,
     moves_any_tensor,
@@ -229,9 +227,9 @@ def _meet(transport: Transport, reporter: int) -> list[Work]:
     """All meet; who is to report a failure goes on when all others have left. They hold what is returned until then."""
     all_gather(transport, [0.0])
     if transport.rank != reporter:
-        return [_send(transport, reporter, Lane.CONTROL, _number(transport, Lane.CONTROL, 0))]
+        return [_send(transport, reporter, Tag.CONTROL, _number(transport, Tag.CONTROL, 0))]
     for peer in _peers(transport):
-        _expect(transport, peer, Lane.CONTROL, _number(transport, Lane.CONTROL, 0))
+        _expect(transport, peer, Tag.CONTROL, _number(transport, Tag.CONTROL, 0))
     return []
 
 
@@ -239,17 +237,17 @@ def _peers(transport: Transport) -> list[int]:
     return [peer for peer in range(transport.size) if peer != transport.rank]
 
 
-def _number(transport: Transport, lane: Lane, number: int) -> Tensor:
-    """A tensor to tell transfers apart, in the memory of its lane."""
-    return torch.tensor([float(number)], device="cpu" if lane.on_host else transport.device)
+def _number(transport: Transport, tag: Tag, number: int) -> Tensor:
+    """A tensor to tell transfers apart, in the memory of its tag."""
+    return torch.tensor([float(number)], device="cpu" if tag.on_host else transport.device)
 
 
-def _send(transport: Transport, peer: int, lane: Lane, tensor: Tensor) -> Work:
-    return start(transport, peer, lane, tensor, sending=True)
+def _send(transport: Transport, peer: int, tag: Tag, tensor: Tensor) -> Work:
+    return start(transport, peer, tag, tensor, sending=True)
 
 
-def _receive(transport: Transport, peer: int, lane: Lane, tensor: Tensor) -> Work:
-    return start(transport, peer, lane, tensor, sending=False)
+def _receive(transport: Transport, peer: int, tag: Tag, tensor: Tensor) -> Work:
+    return start(transport, peer, tag, tensor, sending=False)
 
 
 def _finish(works: Iterable[Work]) -> None:
@@ -257,11 +255,11 @@ def _finish(works: Iterable[Work]) -> None:
         work.wait()
 
 
-def _expect(transport: Transport, peer: int, lane: Lane, expected: Tensor) -> None:
+def _expect(transport: Transport, peer: int, tag: Tag, expected: Tensor) -> None:
     """Receives, and compares."""
     arrived = torch.empty_like(expected)
-    _receive(transport, peer, lane, arrived).wait()
-    _require_equal(arrived, expected, f"{lane.name} from rank {peer}")
+    _receive(transport, peer, tag, arrived).wait()
+    _require_equal(arrived, expected, f"{tag.name} from rank {peer}")
 
 
 def _require_equal(arrived: Tensor, expected: Tensor, what: str) -> None:
@@ -271,7 +269,7 @@ def _require_equal(arrived: Tensor, expected: Tensor, what: str) -> None:
 def _broken(transport: Transport, peer: int) -> LinkError:
     """How a receive fails for which nothing is sent."""
     try:
-        _receive(transport, peer, Lane.CONTROL, torch.empty(1)).wait()
+        _receive(transport, peer, Tag.CONTROL, torch.empty(1)).wait()
     except LinkError as error:
         return error
     raise AssertionError(f"rank {peer} sent nothing, and yet something was received")

@@ -27,12 +27,12 @@ from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
 from tests.runtime.work import Gradients, build, gradients_of, require_near, schedule_of
 from tests.training import blocks
 
-Layout = tuple[str, int, int]
-LAYOUTS = [("1f1b", 1, 1), ("interleaved-1f1b", 1, 2), ("1f1b", 2, 1), ("interleaved-1f1b", 2, 2), ("gpipe", 4, 1)]
+Variant = tuple[str, int, int]
+VARIANTS = [("1f1b", 1, 1), ("interleaved-1f1b", 1, 2), ("1f1b", 2, 1), ("interleaved-1f1b", 2, 2), ("gpipe", 4, 1)]
 
 
-def run_clipping(model: TinyModel, layout: Layout, max_norms: list[float]) -> list[tuple[float, Gradients]]:
-    pipeline = build(model, schedule_of(layout, 3))
+def run_clipping(model: TinyModel, variant: Variant, max_norms: list[float]) -> list[tuple[float, Gradients]]:
+    pipeline = build(model, schedule_of(variant, 3))
     told = []
     for max_norm in max_norms:
         pipeline.zero_grad()
@@ -57,10 +57,10 @@ def require_clipped(model: TinyModel, max_norms: list[float], results: list[list
 NORMS = [1e-3, 0.05, 100.0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("model", [PlainModel(), TiedModel()], ids=str)
-def test_threads(model: TinyModel, layout: Layout) -> None:
-    require_clipped(model, NORMS, run_threads(run_clipping, layout[1], model, layout, NORMS))
+def test_threads(model: TinyModel, variant: Variant) -> None:
+    require_clipped(model, NORMS, run_threads(run_clipping, variant[1], model, variant, NORMS))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.distributed import DistributedTransport
 from pipeflow.parallel.transport.local import LocalTransport
-from pipeflow.parallel.transport.protocol import Lane, Start
+from pipeflow.parallel.transport.protocol import Start, Tag
 from pipeflow.parallel.transport.work import LinkError, Work
 from pipeflow.testing import RankError, conformance, run_processes, run_threads
 
@@ -47,27 +47,27 @@ def test_agreements_of_gpus_go_over_gloo() -> None:
     run_processes(agree_as_on_gpus, 2, timeout=1.0)
 
 
-class OneLane(LocalTransport):
-    def sender(self, peer: int, lane: Lane) -> Start:
-        return super().sender(peer, max(lane, Lane.HEADER))
+class OneTag(LocalTransport):
+    def sender(self, peer: int, tag: Tag) -> Start:
+        return super().sender(peer, max(tag, Tag.HEADER))
 
-    def receiver(self, peer: int, lane: Lane) -> Start:
-        return super().receiver(peer, Lane.ACTIVATION if lane > Lane.CONTROL else lane)
+    def receiver(self, peer: int, tag: Tag) -> Start:
+        return super().receiver(peer, Tag.ACTIVATION if tag > Tag.CONTROL else tag)
 
 
 class Crossed(LocalTransport):
-    """Lanes but one are swapped on one end."""
+    """Tags but one are swapped on one end."""
 
-    def receiver(self, peer: int, lane: Lane) -> Start:
-        swap = {Lane.TIED: Lane.GRADIENT, Lane.GRADIENT: Lane.TIED}
-        return super().receiver(peer, swap.get(lane, lane))
+    def receiver(self, peer: int, tag: Tag) -> Start:
+        swap = {Tag.TIED: Tag.GRADIENT, Tag.GRADIENT: Tag.TIED}
+        return super().receiver(peer, swap.get(tag, tag))
 
 
 class Unordered(LocalTransport):
     """The latest send is received first."""
 
-    def _start(self, key: tuple[int, int, int, Lane], sending: bool, tensors: list[Tensor]) -> Work:  # type: ignore[override]
-        if key[3] is not Lane.CONTROL and not sending:
+    def _start(self, key: tuple[int, int, int, Tag], sending: bool, tensors: list[Tensor]) -> Work:  # type: ignore[override]
+        if key[3] is not Tag.CONTROL and not sending:
             self.hub.channels[key].sends.rotate(1)
         return super()._start(key, sending, tensors)
 
@@ -75,12 +75,12 @@ class Unordered(LocalTransport):
 class Rendezvous(LocalTransport):
     """A send waits for its receive."""
 
-    def sender(self, peer: int, lane: Lane) -> Start:
-        start = super().sender(peer, lane)
+    def sender(self, peer: int, tag: Tag) -> Start:
+        start = super().sender(peer, tag)
 
         def send(tensors: list[Tensor]) -> Work:
             work = start(tensors)
-            if lane is Lane.ACTIVATION:
+            if tag is Tag.ACTIVATION:
                 work.wait()
             return work
 
@@ -115,7 +115,7 @@ class Deaf(LocalTransport):
     [
         (Crossed, conformance.keeps_order),
         (Unordered, conformance.keeps_order),
-        (OneLane, conformance.keeps_lanes_apart),
+        (OneTag, conformance.keeps_tags_apart),
         (Rendezvous, conformance.sends_without_waiting),
         (Stale, conformance.starts_afresh),
         (Deaf, conformance.tells_the_first_failure),

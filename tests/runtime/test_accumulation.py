@@ -11,27 +11,27 @@ import torch
 from pipeflow import Placement, Schedule
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel, TreeModel
-from tests.runtime.work import Stepped, layouts, require_near, run_steps, schedule_of
+from tests.runtime.work import Stepped, require_near, run_steps, schedule_of, variants
 
 SEVERAL = [("gpipe", 1, 1), ("1f1b", 3, 1), ("interleaved-1f1b", 2, 2), ("interleaved-1f1b", 1, 2)]
 
 
-@pytest.mark.parametrize("layout", SEVERAL, ids=str)
+@pytest.mark.parametrize("variant", SEVERAL, ids=str)
 @pytest.mark.parametrize("model", [PlainModel(), TiedModel()], ids=str)
-def test_a_second_step_adds_the_same_again(model: TinyModel, layout: tuple[str, int, int]) -> None:
-    schedule, batch = schedule_of(layout, 4), model.batch(9)
-    results = run_threads(run_steps, layout[1], model, schedule, [batch, batch])
+def test_a_second_step_adds_the_same_again(model: TinyModel, variant: tuple[str, int, int]) -> None:
+    schedule, batch = schedule_of(variant, 4), model.batch(9)
+    results = run_threads(run_steps, variant[1], model, schedule, [batch, batch])
     _, once = model.plain_step(batch)
     for result in results:
         require_near(result.gradients, {name: 2 * gradient for name, gradient in once.items()})
         assert len(set(result.losses)) == 1
 
 
-@pytest.mark.parametrize("layout", SEVERAL, ids=str)
-def test_different_batches_add_up(layout: tuple[str, int, int]) -> None:
-    model, schedule = TiedModel(), schedule_of(layout, 3)
+@pytest.mark.parametrize("variant", SEVERAL, ids=str)
+def test_different_batches_add_up(variant: tuple[str, int, int]) -> None:
+    model, schedule = TiedModel(), schedule_of(variant, 3)
     batches = [model.batch(samples, length=length, seed=samples) for samples, length in ((5, 3), (9, 2), (5, 4))]
-    results = run_threads(run_steps, layout[1], model, schedule, batches)
+    results = run_threads(run_steps, variant[1], model, schedule, batches)
     module = model.stage(0, model.layers)
     for batch in batches:
         _, summed = model.plain_step(batch, module)
@@ -44,9 +44,9 @@ def test_different_batches_add_up(layout: tuple[str, int, int]) -> None:
 @pytest.mark.slow
 def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> None:
     alike = [
-        run_threads(run_two_steps, layout[1], model, schedule_of(layout, microbatches), 2 * microbatches + 1)
-        for layout in layouts()
-        if len(schedule_of(layout, microbatches).placement.paths) == 1  # else two copies sum half of the gradient each
+        run_threads(run_two_steps, variant[1], model, schedule_of(variant, microbatches), 2 * microbatches + 1)
+        for variant in variants()
+        if len(schedule_of(variant, microbatches).placement.paths) == 1  # else two copies sum half of the gradient each
     ]
     require_same_bits(alike)
 
@@ -56,9 +56,9 @@ def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> No
 def test_all_layouts_with_a_weight_tied_across_ranks_agree_to_the_bit(microbatches: int) -> None:
     model = TiedModel(12, torch.float32)
     alike = [
-        run_threads(run_two_steps, layout[1], model, schedule_of(layout, microbatches), 2 * microbatches + 1)
-        for layout in layouts()
-        if is_tied_across_ranks(schedule_of(layout, microbatches).placement)
+        run_threads(run_two_steps, variant[1], model, schedule_of(variant, microbatches), 2 * microbatches + 1)
+        for variant in variants()
+        if is_tied_across_ranks(schedule_of(variant, microbatches).placement)
     ]
     require_same_bits(alike)
 
@@ -73,7 +73,7 @@ def is_tied_across_ranks(placement: Placement) -> bool:
 @pytest.mark.parametrize("model", [PlainModel(8, torch.float32), TiedModel(8, torch.float32)], ids=str)
 @pytest.mark.slow
 def test_gloo_agrees_with_threads_to_the_bit(model: TinyModel) -> None:
-    every = [schedule_of(layout, 5) for layout in layouts(max_chunks=2) if layout[1] == 4]
+    every = [schedule_of(variant, 5) for variant in variants(max_chunks=2) if variant[1] == 4]
     schedules = [schedule for schedule in every if is_tied_across_ranks(schedule.placement)]
     columns = run_processes(run_all, 4, model, schedules)
     over_gloo = [[column[index] for column in columns] for index in range(len(schedules))]

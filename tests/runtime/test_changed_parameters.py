@@ -17,7 +17,7 @@ from pipeflow.testing.models import WIDTH, Layer, TiedModel, Words, initial
 from tests.runtime.work import Gradients, build, gradients_of, plain, require_near, schedule_of
 
 MODEL = TiedModel()
-LAYOUTS = [(("1f1b", 2, 1), 2), (("interleaved-1f1b", 2, 2), 1), (("chimera", 2, 1), 1), (("dualpipe", 2, 1), 2)]
+VARIANTS = [(("1f1b", 2, 1), 2), (("interleaved-1f1b", 2, 2), 1), (("chimera", 2, 1), 1), (("dualpipe", 2, 1), 2)]
 Change = Callable[[Pipeline], object]
 
 
@@ -47,9 +47,9 @@ def replace_words(pipeline: Pipeline) -> None:
 CHANGES = {"unfreeze": unfreeze, "assign": assign, "replace layers": replace_layers, "replace words": replace_words}
 
 
-def change_and_step(layout: tuple[str, int, int], change: Change, steps: int) -> list[Gradients]:
+def change_and_step(variant: tuple[str, int, int], change: Change, steps: int) -> list[Gradients]:
     """The gradients of this rank after each step that follows the change."""
-    schedule = schedule_of(layout, 3)
+    schedule = schedule_of(variant, 3)
     chunks = MODEL.chunks(schedule, current_context().pipeline_rank)
     MODEL.tie(chunks, schedule)
     if change is unfreeze:
@@ -76,10 +76,10 @@ def expected(replicas: int) -> dict[str, Any]:
     return {name: gradient / replicas for name, gradient in summed.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changed_is_summed_from_the_next_step_on(change: str, layout: tuple[tuple[str, int, int], int]) -> None:
-    schedule, replicas = layout
+def test_what_changed_is_summed_from_the_next_step_on(change: str, variant: tuple[tuple[str, int, int], int]) -> None:
+    schedule, replicas = variant
     whole = expected(replicas)
     results = run_threads(change_and_step, 2 * replicas, schedule, CHANGES[change], 2, data=replicas)
     for steps in results:
@@ -95,8 +95,8 @@ def test_over_gloo() -> None:
             require_near(gradients, whole)
 
 
-def make_from_meta(layout: tuple[str, int, int], evaluates: bool) -> list[Gradients]:
-    context, schedule = current_context(), schedule_of(layout, 3)
+def make_from_meta(variant: tuple[str, int, int], evaluates: bool) -> list[Gradients]:
+    context, schedule = current_context(), schedule_of(variant, 3)
     with torch.device("meta"):
         chunks = MODEL.chunks(schedule, context.pipeline_rank).to_empty(device="meta")
     MODEL.tie(chunks, schedule)
@@ -120,10 +120,10 @@ def make_from_meta(layout: tuple[str, int, int], evaluates: bool) -> list[Gradie
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("layout", [("1f1b", 2, 1), ("chimera", 2, 1)], ids=str)
-def test_a_model_that_is_made_after_its_pipeline(layout: tuple[str, int, int], evaluates: bool) -> None:
+@pytest.mark.parametrize("variant", [("1f1b", 2, 1), ("chimera", 2, 1)], ids=str)
+def test_a_model_that_is_made_after_its_pipeline(variant: tuple[str, int, int], evaluates: bool) -> None:
     whole = expected(2)
-    for steps in run_threads(make_from_meta, 4, layout, evaluates, data=2):
+    for steps in run_threads(make_from_meta, 4, variant, evaluates, data=2):
         for gradients in steps:
             require_near(gradients, whole)
 

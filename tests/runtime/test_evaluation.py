@@ -13,14 +13,14 @@ from pipeflow import Pipeline, execute_pipeline
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, KeywordModel, PlainModel, TiedModel, TinyModel, TreeModel
-from tests.runtime.work import build, each_once, gradients_of, layouts, plain, schedule_of
+from tests.runtime.work import build, each_once, gradients_of, plain, schedule_of, variants
 
-Layout = tuple[str, int, int]
+Variant = tuple[str, int, int]
 
 
-def run_evaluation(model: TinyModel, layout: Layout, options: dict[str, Any]) -> Any:
+def run_evaluation(model: TinyModel, variant: Variant, options: dict[str, Any]) -> Any:
     """Two steps with an evaluation between them; and the same without."""
-    pipeline = build(model, schedule_of(layout, 3), **options)
+    pipeline = build(model, schedule_of(variant, 3), **options)
     first, second, other = (model.batch(6, seed=seed) for seed in range(3))
     execute_pipeline(iter([first]), pipeline)
     before = gradients_of(pipeline)
@@ -60,22 +60,22 @@ def require_evaluated(model: TinyModel, results: list[Any]) -> None:
             assert abs(mine - its).max() <= 1e-14
 
 
-@pytest.mark.parametrize("layout", each_once(layouts(max_ranks=3, max_chunks=2)))
+@pytest.mark.parametrize("variant", each_once(variants(max_ranks=3, max_chunks=2)))
 @pytest.mark.parametrize("model", [TiedModel(6), KeywordModel(6), TreeModel(6)], ids=str)
-def test_threads(model: TinyModel, layout: Layout) -> None:
-    require_evaluated(model, run_threads(run_evaluation, layout[1], model, layout, {}))
+def test_threads(model: TinyModel, variant: Variant) -> None:
+    require_evaluated(model, run_threads(run_evaluation, variant[1], model, variant, {}))
 
 
-@pytest.mark.parametrize("layout", [("1f1b", 3, 1), ("interleaved-1f1b", 2, 2)], ids=str)
-def test_threads_with_the_shape_known(layout: Layout) -> None:
+@pytest.mark.parametrize("variant", [("1f1b", 3, 1), ("interleaved-1f1b", 2, 2)], ids=str)
+def test_threads_with_the_shape_known(variant: Variant) -> None:
     options = {"tensor_shape": (2, 3, WIDTH), "tensor_dtype": torch.float64}
-    require_evaluated(PlainModel(), run_threads(run_evaluation, layout[1], PlainModel(), layout, options))
+    require_evaluated(PlainModel(), run_threads(run_evaluation, variant[1], PlainModel(), variant, options))
 
 
 @pytest.mark.slow
 def test_gloo() -> None:
-    for layout in (("1f1b", 2, 1), ("interleaved-1f1b", 2, 2)):
-        require_evaluated(TiedModel(), run_processes(run_evaluation, 2, TiedModel(), layout, {}))
+    for variant in (("1f1b", 2, 1), ("interleaved-1f1b", 2, 2)):
+        require_evaluated(TiedModel(), run_processes(run_evaluation, 2, TiedModel(), variant, {}))
 
 
 def run_without_labels() -> Any:

@@ -189,22 +189,22 @@ def require_told(schedule: Schedule, cases: list[Case], results: list[list[Told]
             assert told.cause == (case.error if rank == origin else "NoneType")
 
 
-LAYOUTS = [("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-v", 2, 1), ("gpipe", 3, 1), ("gpipe", 1, 1)]
+VARIANTS = [("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-v", 2, 1), ("gpipe", 3, 1), ("gpipe", 1, 1)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_exceptions_on_threads(layout: tuple[str, int, int]) -> None:
-    schedule = schedule_of(layout, MICROBATCHES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_exceptions_on_threads(variant: tuple[str, int, int]) -> None:
+    schedule = schedule_of(variant, MICROBATCHES)
     cases = cases_of(schedule)
-    require_told(schedule, cases, run_threads(run_failures, layout[1], schedule, cases))
+    require_told(schedule, cases, run_threads(run_failures, variant[1], schedule, cases))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS[:3], ids=str)
 @pytest.mark.slow
-def test_exceptions_on_gloo(layout: tuple[str, int, int]) -> None:
-    schedule = schedule_of(layout, MICROBATCHES)
+def test_exceptions_on_gloo(variant: tuple[str, int, int]) -> None:
+    schedule = schedule_of(variant, MICROBATCHES)
     cases = cases_of(schedule)
-    require_told(schedule, cases, run_processes(run_failures, layout[1], schedule, cases))
+    require_told(schedule, cases, run_processes(run_failures, variant[1], schedule, cases))
 
 
 def run_two() -> list[str]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pipeflow import Schedule
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, KeywordModel, PlainModel, TiedModel, TinyModel, TreeModel
-from tests.runtime.work import Stepped, each_once, layouts, plain, require_step, run_steps, schedule_of
+from tests.runtime.work import Stepped, each_once, plain, require_step, run_steps, schedule_of, variants
 
 MODELS = {"plain": PlainModel(), "tied": TiedModel(), "keywords": KeywordModel(), "trees": TreeModel()}
 MICROBATCHES = range(1, 10)
@@ -30,23 +30,23 @@ def sized(kind: str, schedule: Schedule) -> TinyModel:
     return replace(MODELS[kind], layers=max(2, schedule.placement.num_stages))
 
 
-@pytest.mark.parametrize("layout", each_once(layouts()))
+@pytest.mark.parametrize("variant", each_once(variants()))
 @pytest.mark.parametrize("kind", MODELS)
-def test_threads(kind: str, layout: tuple[str, int, int]) -> None:
+def test_threads(kind: str, variant: tuple[str, int, int]) -> None:
     for microbatches in MICROBATCHES:
-        schedule = schedule_of(layout, microbatches)
+        schedule = schedule_of(variant, microbatches)
         model, samples = sized(kind, schedule), 2 * microbatches + 1  # the first microbatch is larger
-        results = run_threads(run_steps, layout[1], model, schedule, [model.batch(samples)])
+        results = run_threads(run_steps, variant[1], model, schedule, [model.batch(samples)])
         require_step(results, expected(model, samples))
 
 
-@pytest.mark.parametrize("layout", each_once(layouts()))
-def test_threads_with_the_shape_known(layout: tuple[str, int, int]) -> None:
+@pytest.mark.parametrize("variant", each_once(variants()))
+def test_threads_with_the_shape_known(variant: tuple[str, int, int]) -> None:
     for microbatches in MICROBATCHES:
-        schedule = schedule_of(layout, microbatches)
+        schedule = schedule_of(variant, microbatches)
         model, samples = sized("plain", schedule), 2 * microbatches
         options: dict[str, Any] = {"tensor_shape": (2, 3, WIDTH), "tensor_dtype": torch.float64}
-        results = run_threads(run_known, layout[1], model, schedule, samples, options)
+        results = run_threads(run_known, variant[1], model, schedule, samples, options)
         require_step(results, expected(model, samples))
 
 
@@ -57,8 +57,8 @@ def run_known(model: TinyModel, schedule: Schedule, samples: int, options: dict[
 @pytest.mark.parametrize("kind", MODELS)
 def test_outputs_are_those_of_the_plain_model(kind: str) -> None:
     for microbatches in (1, 3, 4):
-        for layout in (("gpipe", 2, 1), ("interleaved-1f1b", 2, 2)):
-            schedule = schedule_of(layout, microbatches)
+        for variant in (("gpipe", 2, 1), ("interleaved-1f1b", 2, 2)):
+            schedule = schedule_of(variant, microbatches)
             model = sized(kind, schedule)
             inputs, _ = batch = model.batch(7)
             module = model.stage(0, model.layers)
@@ -82,12 +82,12 @@ GLOO_CASES = [(kind, microbatches) for kind in MODELS for microbatches in (1, 3,
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.slow
 def test_gloo(ranks: int) -> None:
-    every = [layout for layout in layouts(max_chunks=2) if layout[1] == ranks]
+    every = [variant for variant in variants(max_chunks=2) if variant[1] == ranks]
     cases = [
         (sized(kind, schedule), schedule, 2 * microbatches + 1)
-        for layout in every
+        for variant in every
         for kind, microbatches in GLOO_CASES
-        for schedule in [schedule_of(layout, microbatches)]
+        for schedule in [schedule_of(variant, microbatches)]
     ]
     columns = run_processes(run_cases, ranks, cases)
     for index, (model, _, samples) in enumerate(cases):

@@ -21,7 +21,7 @@ from pipeflow.deferral.products import Deferral, Product
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH
-from tests.runtime.work import drawn_at_random, each_once, layouts, schedule_of
+from tests.runtime.work import drawn_at_random, each_once, schedule_of, variants
 
 SAMPLE = torch.ones(1, 3, WIDTH)
 
@@ -152,11 +152,11 @@ def require_counted(schedule: Schedule, results: list[dict[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
-@pytest.mark.parametrize("layout", each_once(layouts()))
-def test_activations_alive_are_as_many_as_planned(layout: tuple[str, int, int], shape: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("variant", each_once(variants()))
+def test_activations_alive_are_as_many_as_planned(variant: tuple[str, int, int], shape: tuple[int, ...] | None) -> None:
     for microbatches in (1, 4, 9):
-        schedule = schedule_of(layout, microbatches)
-        require_counted(schedule, run_threads(run_watched, layout[1], schedule, shape))
+        schedule = schedule_of(variant, microbatches)
+        require_counted(schedule, run_threads(run_watched, variant[1], schedule, shape))
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
@@ -168,8 +168,8 @@ def test_activations_alive_are_as_many_as_planned_in_any_order(first: int) -> No
 
 @pytest.mark.slow
 def test_over_gloo_too() -> None:
-    for layout in (("1f1b", 2, 1), ("interleaved-1f1b", 2, 2)):
-        schedule = schedule_of(layout, 6)
+    for variant in (("1f1b", 2, 1), ("interleaved-1f1b", 2, 2)):
+        schedule = schedule_of(variant, 6)
         require_counted(schedule, run_processes(run_watched, 2, schedule, None))
 
 
@@ -209,14 +209,14 @@ def require_received(schedule: Schedule, received: dict[str, Alive]) -> None:
 
 
 @pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
-@pytest.mark.parametrize("layout", each_once([layout for layout in layouts() if layout[1] > 1]))
+@pytest.mark.parametrize("variant", each_once([variant for variant in variants() if variant[1] > 1]))
 def test_receive_buffers_are_as_many_as_planned(
-    layout: tuple[str, int, int], shape: tuple[int, ...] | None, received: dict[str, Alive]
+    variant: tuple[str, int, int], shape: tuple[int, ...] | None, received: dict[str, Alive]
 ) -> None:
-    schedule = schedule_of(layout, 8).without_pairs()
-    run_threads(run_receiving, layout[1], schedule, shape, False)
+    schedule = schedule_of(variant, 8).without_pairs()
+    run_threads(run_receiving, variant[1], schedule, shape, False)
     require_received(schedule, received)
-    run_threads(run_receiving, layout[1], schedule, shape, True)
+    run_threads(run_receiving, variant[1], schedule, shape, True)
     require_received(schedule.forward_only(), received)
 
 

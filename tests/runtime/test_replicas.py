@@ -27,7 +27,7 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import KeywordModel, PlainModel, TiedModel, TinyModel
-from tests.runtime.work import Batch, build, gradients_of, layouts, plain, require_near, schedule_of
+from tests.runtime.work import Batch, build, gradients_of, plain, require_near, schedule_of, variants
 
 Run = Callable[..., list[Any]]
 Trained = tuple[list[float | None], dict[str, Any], dict[str, Any]]
@@ -81,14 +81,14 @@ def require_whole(results: list[Trained], expected: Trained) -> None:
         require_near(weights, {name: p.detach() for name, p in expected[2].items()})
 
 
-CASES = [layout for layout in layouts(2, 2) if layout[0] != "dualpipe"] + [("dualpipe", 2, 1)]
+CASES = [variant for variant in variants(2, 2) if variant[0] != "dualpipe"] + [("dualpipe", 2, 1)]
 
 
-@pytest.mark.parametrize("layout", CASES, ids=str)
+@pytest.mark.parametrize("variant", CASES, ids=str)
 @pytest.mark.parametrize("model", [TiedModel(layers=8), KeywordModel(layers=8)], ids=["tied", "keywords"])
-def test_training_is_that_of_one_process(model: TinyModel, layout: tuple[str, int, int]) -> None:
-    schedule, samples = schedule_of(layout, 4), [5, 8]  # the larger replica's samples count no more than the others
-    results = run_threads(train, 2 * layout[1], model, schedule, samples, 3, data=2)
+def test_training_is_that_of_one_process(model: TinyModel, variant: tuple[str, int, int]) -> None:
+    schedule, samples = schedule_of(variant, 4), [5, 8]  # the larger replica's samples count no more than the others
+    results = run_threads(train, 2 * variant[1], model, schedule, samples, 3, data=2)
     require_whole(results, whole(model, samples, 3))
 
 

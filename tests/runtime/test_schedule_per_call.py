@@ -23,7 +23,7 @@ from pipeflow.runtime.programs import KEPT
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel, TreeModel
 from tests.families import accepts
-from tests.runtime.work import build, gradients_of, layouts, plain, require_near, schedule_of
+from tests.runtime.work import build, gradients_of, plain, require_near, schedule_of, variants
 
 PLACEMENTS = [
     Placement.linear(3),
@@ -37,9 +37,9 @@ def family_of(placement: Placement) -> list[Schedule]:
     """Schedules of the registry that have this placement, with several numbers of microbatches."""
     found = [
         schedule
-        for layout in layouts(max_ranks=4, max_chunks=2)
+        for variant in variants(max_ranks=4, max_chunks=2)
         for microbatches in (4, 7, 2)
-        if layout[1] == placement.num_ranks and (schedule := schedule_of(layout, microbatches)).placement == placement
+        if variant[1] == placement.num_ranks and (schedule := schedule_of(variant, microbatches)).placement == placement
     ]
     assert len(found) >= 3
     return found
@@ -134,8 +134,8 @@ def test_a_schedule_that_does_not_fit_is_an_error(which: int) -> None:
     run_threads(run_wrong, 2, which)
 
 
-def run_few(model: TinyModel, layout: tuple[str, int, int], samples: int) -> Any:
-    pipeline = build(model, schedule_of(layout, 4))
+def run_few(model: TinyModel, variant: tuple[str, int, int], samples: int) -> Any:
+    pipeline = build(model, schedule_of(variant, 4))
     for count in (samples, 9, samples):
         batch = model.batch(count)
         output = execute_pipeline(iter([batch]), pipeline, forward_only=True, return_outputs=True)
@@ -143,11 +143,11 @@ def run_few(model: TinyModel, layout: tuple[str, int, int], samples: int) -> Any
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("layout", [each for each in layouts(3, 2) if accepts(each[0], each[1])], ids=str)
-def test_fewer_samples_than_microbatches_are_evaluated(layout: tuple[str, int, int], samples: int) -> None:
+@pytest.mark.parametrize("variant", [each for each in variants(3, 2) if accepts(each[0], each[1])], ids=str)
+def test_fewer_samples_than_microbatches_are_evaluated(variant: tuple[str, int, int], samples: int) -> None:
     model = PlainModel(6)
     loss, _ = model.plain_step(model.batch(samples))
-    told = [each for each in run_threads(run_few, layout[1], model, layout, samples) if each[0] is not None]
+    told = [each for each in run_threads(run_few, variant[1], model, variant, samples) if each[0] is not None]
     assert len(told) in (1, 2)  # two ranks have the last stage of a bidirectional schedule
     for its_loss, outputs in told:
         assert its_loss == pytest.approx(loss.item(), rel=1e-12)
@@ -174,8 +174,8 @@ def test_replicas_evaluate_batches_of_their_own_size() -> None:
 
 
 def test_the_first_microbatches_of_a_sound_schedule_are_one() -> None:
-    for layout in layouts(max_ranks=4, max_chunks=3):
-        schedule = schedule_of(layout, 6)
+    for variant in variants(max_ranks=4, max_chunks=3):
+        schedule = schedule_of(variant, 6)
         for microbatches in range(1, 6):
             fewer = schedule.forward_only().first(microbatches)
             assert fewer.num_microbatches == microbatches

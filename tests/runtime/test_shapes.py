@@ -16,12 +16,12 @@ from tests.runtime.work import build, gradients_of, require_near, schedule_of
 
 # A sequence is expected once it came twice: so repeats, changes after one and after several, and going back.
 SIZES = [(7, 3), (7, 3), (7, 3), (7, 5), (7, 5), (7, 3), (4, 3), (9, 2), (9, 2), (9, 2), (9, 2), (7, 3), (7, 1)]
-LAYOUTS = [("1f1b", 2, 1), ("gpipe", 3, 1), ("interleaved-1f1b", 2, 2)]
+VARIANTS = [("1f1b", 2, 1), ("gpipe", 3, 1), ("interleaved-1f1b", 2, 2)]
 
 
-def run_sizes(model: TinyModel, layout: tuple[str, int, int]) -> list[tuple[float, float, dict[str, Any]]]:
+def run_sizes(model: TinyModel, variant: tuple[str, int, int]) -> list[tuple[float, float, dict[str, Any]]]:
     """Trains and evaluates on batches of many sizes in turn; per batch both losses and the gradients."""
-    pipeline = build(model, schedule_of(layout, 4))
+    pipeline = build(model, schedule_of(variant, 4))
     told = []
     for seed, (samples, length) in enumerate(SIZES):
         pipeline.zero_grad()
@@ -45,10 +45,10 @@ def require_sizes(model: TinyModel, results: list[list[tuple[float, float, dict[
             require_near(result[seed][2], gradients)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("model", [TiedModel(), TreeModel()], ids=str)
-def test_any_size_follows_any_other_on_threads(model: TinyModel, layout: tuple[str, int, int]) -> None:
-    require_sizes(model, run_threads(run_sizes, layout[1], model, layout))
+def test_any_size_follows_any_other_on_threads(model: TinyModel, variant: tuple[str, int, int]) -> None:
+    require_sizes(model, run_threads(run_sizes, variant[1], model, variant))
 
 
 @pytest.mark.slow

@@ -23,14 +23,14 @@ from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, WORDS, PlainModel, TiedModel, Words, initial
 from tests.runtime.work import Gradients, build, gradients_of, plain, require_near, schedule_of
 
-Layout = tuple[str, int, int]
+Variant = tuple[str, int, int]
 EVERYWHERE = [("1f1b", 1, 1), ("interleaved-1f1b", 1, 2), ("1f1b", 2, 1), ("interleaved-1f1b", 2, 2), ("gpipe", 4, 1)]
 MODEL = TiedModel()
 
 
-def run_training(layout: Layout) -> tuple[list[float], dict[str, Any], list[Any]]:
+def run_training(variant: Variant) -> tuple[list[float], dict[str, Any], list[Any]]:
     """Three steps of Adam; the losses, every weight, and the tied gradient after each step."""
-    pipeline = build(MODEL, schedule_of(layout, 3))
+    pipeline = build(MODEL, schedule_of(variant, 3))
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
     losses, tied = [], []
     for seed in range(3):
@@ -66,9 +66,9 @@ def require_trained(results: list[tuple[list[float], dict[str, Any], list[Any]]]
         assert len({gradient.tobytes() for gradient in gradients if gradient is not None}) == 1
 
 
-@pytest.mark.parametrize("layout", EVERYWHERE, ids=str)
-def test_training_is_that_of_the_plain_model(layout: Layout) -> None:
-    require_trained(run_threads(run_training, layout[1], layout))
+@pytest.mark.parametrize("variant", EVERYWHERE, ids=str)
+def test_training_is_that_of_the_plain_model(variant: Variant) -> None:
+    require_trained(run_threads(run_training, variant[1], variant))
 
 
 @pytest.mark.slow

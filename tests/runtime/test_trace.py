@@ -16,16 +16,16 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import TiedModel
-from tests.runtime.work import build, each_once, layouts, schedule_of
+from tests.runtime.work import build, each_once, schedule_of, variants
 
-Layout = tuple[str, int, int]
+Variant = tuple[str, int, int]
 MICROBATCHES = 5
 MODEL = TiedModel(12)
 
 
-def run_traced(layout: Layout) -> tuple[Timeline, Timeline, float]:
+def run_traced(variant: Variant) -> tuple[Timeline, Timeline, float]:
     """A timeline of training and one of evaluation; and the seconds that the first step took."""
-    pipeline = build(MODEL, schedule_of(layout, MICROBATCHES))
+    pipeline = build(MODEL, schedule_of(variant, MICROBATCHES))
     batch = MODEL.batch(MICROBATCHES)
     execute_pipeline(iter([batch]), pipeline)
     started = time.perf_counter()
@@ -38,8 +38,8 @@ def run_traced(layout: Layout) -> tuple[Timeline, Timeline, float]:
     return trained.timeline, evaluated.timeline, seconds
 
 
-def require_traced(layout: Layout, results: list[tuple[Timeline, Timeline, float]]) -> None:
-    schedule = schedule_of(layout, MICROBATCHES).without_pairs()
+def require_traced(variant: Variant, results: list[tuple[Timeline, Timeline, float]]) -> None:
+    schedule = schedule_of(variant, MICROBATCHES).without_pairs()
     trained, evaluated, _ = results[0]
     for mine, its, seconds in results:
         assert (mine, its) == (trained, evaluated)
@@ -60,15 +60,15 @@ def require_traced(layout: Layout, results: list[tuple[Timeline, Timeline, float
     assert simulate(schedule, cost).makespan > 0
 
 
-@pytest.mark.parametrize("layout", each_once(layouts()))
-def test_threads(layout: Layout) -> None:
-    require_traced(layout, run_threads(run_traced, layout[1], layout))
+@pytest.mark.parametrize("variant", each_once(variants()))
+def test_threads(variant: Variant) -> None:
+    require_traced(variant, run_threads(run_traced, variant[1], variant))
 
 
 @pytest.mark.slow
 def test_gloo() -> None:
-    for layout in (("1f1b", 4, 1), ("interleaved-1f1b", 4, 2)):
-        require_traced(layout, run_processes(run_traced, 4, layout))
+    for variant in (("1f1b", 4, 1), ("interleaved-1f1b", 4, 2)):
+        require_traced(variant, run_processes(run_traced, 4, variant))
 
 
 class Slow(nn.Module):

@@ -30,7 +30,7 @@ class Stepped:
     gradients: Gradients = field(default_factory=dict)
 
 
-def layouts(max_ranks: int = 4, max_chunks: int = 3) -> list[tuple[str, int, int]]:
+def variants(max_ranks: int = 4, max_chunks: int = 3) -> list[tuple[str, int, int]]:
     """Every schedule of the registry, by (name, ranks, chunks)."""
     return [
         (name, ranks, chunks)
@@ -41,17 +41,17 @@ def layouts(max_ranks: int = 4, max_chunks: int = 3) -> list[tuple[str, int, int
     ]
 
 
-def each_once(layouts: list[tuple[str, int, int]]) -> list[Any]:
-    """The layouts as parameters of a test: each schedule's largest one, and the others for the exhaustive tests."""
-    largest = {name: (name, ranks, chunks) for name, ranks, chunks in layouts}
+def each_once(variants: list[tuple[str, int, int]]) -> list[Any]:
+    """The variants as parameters of a test: each schedule's largest one, and the others for the exhaustive tests."""
+    largest = {name: (name, ranks, chunks) for name, ranks, chunks in variants}
     return [
-        pytest.param(layout, id=str(layout), marks=[] if layout in largest.values() else [pytest.mark.exhaustive])
-        for layout in layouts
+        pytest.param(variant, id=str(variant), marks=[] if variant in largest.values() else [pytest.mark.exhaustive])
+        for variant in variants
     ]
 
 
-def schedule_of(layout: tuple[str, int, int], microbatches: int) -> Schedule:
-    name, ranks, chunks = layout
+def schedule_of(variant: tuple[str, int, int], microbatches: int) -> Schedule:
+    name, ranks, chunks = variant
     options = {"chunks": chunks} if "chunks" in options_of(name) else {}
     return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
 

@@ -1,4 +1,4 @@
-"""Text: a small planned timeline as text in a fixed layout, for docstrings and messages."""
+"""Text: a small planned timeline as text that never changes its form, for docstrings and messages."""
 
 from __future__ import annotations
 

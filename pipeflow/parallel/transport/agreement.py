@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.parallel.transport.plain import pack, unpack
-from pipeflow.parallel.transport.protocol import Lane, Transport
+from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.parallel.transport.work import Exchange, LinkError, Work
 
 
@@ -27,8 +27,8 @@ def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
         count = min(distance, size - distance)
         arriving = torch.empty(count, len(row), dtype=torch.float64, device="cpu")
         to, of = (rank - distance) % size, (rank + distance) % size
-        sent = start(transport, to, Lane.CONTROL, known[:count].clone(), sending=True)
-        received = start(transport, of, Lane.CONTROL, arriving, sending=False)
+        sent = start(transport, to, Tag.CONTROL, known[:count].clone(), sending=True)
+        received = start(transport, of, Tag.CONTROL, arriving, sending=False)
         finish(received, "in the agreement of all ranks")
         finish(sent, "in the agreement of all ranks")
         known = torch.cat([known, arriving])
@@ -43,24 +43,24 @@ def all_gather_object(transport: Transport, value: object) -> list[object]:
     sizes = [int(size) for [size] in all_gather(transport, [len(body)])]
     peers = [peer for peer in range(transport.size) if peer != transport.rank]
     arriving = {peer: torch.empty(sizes[peer], dtype=torch.uint8, device="cpu") for peer in peers}
-    exchange(transport, Lane.CONTROL, dict.fromkeys(peers, body), arriving, "gathering what every rank measured")
+    exchange(transport, Tag.CONTROL, dict.fromkeys(peers, body), arriving, "gathering what every rank measured")
     bodies = {**arriving, transport.rank: body}
     return [unpack(bytes(bodies[rank].tolist())) for rank in range(transport.size)]
 
 
 def exchange(
-    transport: Transport, lane: Lane, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], doing: str
+    transport: Transport, tag: Tag, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], doing: str
 ) -> None:
     """Sends a tensor to each peer of `outgoing` and fills those of `incoming` from theirs. Raises LinkError."""
-    received = [start(transport, peer, lane, tensor, sending=False) for peer, tensor in incoming.items()]
-    sent = [start(transport, peer, lane, tensor, sending=True) for peer, tensor in outgoing.items()]
+    received = [start(transport, peer, tag, tensor, sending=False) for peer, tensor in incoming.items()]
+    sent = [start(transport, peer, tag, tensor, sending=True) for peer, tensor in outgoing.items()]
     for work in (*received, *sent):
         finish(work, doing)
 
 
-def start(transport: Transport, peer: int, lane: Lane, tensor: Tensor, *, sending: bool) -> Work:
+def start(transport: Transport, peer: int, tag: Tag, tensor: Tensor, *, sending: bool) -> Work:
     """Starts one transfer. Raises LinkError when the channel is broken already."""
-    move = (transport.sender if sending else transport.receiver)(peer, lane)
+    move = (transport.sender if sending else transport.receiver)(peer, tag)
     return Exchange(transport.link(peer), move, [tensor])
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.control.store import MonitorStore
-from pipeflow.parallel.transport.protocol import Lane, Start
+from pipeflow.parallel.transport.protocol import Start, Tag
 from pipeflow.parallel.transport.work import LinkError
 
 _FOREVER = timedelta(days=7)  # the monitor says when time is up; a gloo wait that ends by itself breaks its channels
-_UNUSED_TAG = len(Lane)
+_UNUSED_TAG = len(Tag)
 
 
 class Channels:
@@ -41,7 +41,7 @@ class Channels:
         self.is_broken = False
         self._address = address
         self._timeout = timedelta(seconds=timeout)
-        self._nccl: dict[tuple[int, int, Lane], Any] = {}
+        self._nccl: dict[tuple[int, int, Tag], Any] = {}
         self._collective: dict[tuple[int, ...], Any] = {}
         self._breaking = threading.Lock()
         # One group for what goes to higher ranks and one for what goes to lower ones: a gloo connection with traffic
@@ -64,27 +64,28 @@ class Channels:
         options._timeout = self._timeout
         return dist.ProcessGroupNCCL(MonitorStore(self.monitor, name), rank, size, options)
 
-    def lane(self, source: int, destination: int, lane: Lane) -> Start:
-        """What starts to send on a lane where this rank is the source, else what starts to receive."""
+    def start(self, source: int, destination: int, tag: Tag) -> Start:
+        """What starts to send with a tag where this rank is the source, else what starts to receive."""
         sends = source == self.rank
         far = destination if sends else source
         on_gpu = self.device.type == "cuda"
-        if on_gpu and not lane.on_host:
-            group, peer, tag = self._communicator(source, destination, lane), int(sends), 0
+        if on_gpu and not tag.on_host:
+            group, peer, number = self._communicator(source, destination, tag), int(sends), 0
         else:
-            group, peer, tag = self._gloo[destination > source], far, int(lane)
-        start = partial(group.send, dstRank=peer, tag=tag) if sends else partial(group.recv, srcRank=peer, tag=tag)
-        return partial(_OnHost, start) if on_gpu and lane.on_host else start
+            group, peer, number = self._gloo[destination > source], far, int(tag)
+        start = partial(group.send, dstRank=peer) if sends else partial(group.recv, srcRank=peer)
+        start = partial(start, tag=number)
+        return partial(_OnHost, start) if on_gpu and tag.on_host else start
 
     def link(self, peer: int) -> End:
         """What waits for the transfers with a peer."""
         return End(self, self._gloo, {peer: peer}, "exchanging tensors")
 
-    def _communicator(self, source: int, destination: int, lane: Lane) -> Any:
+    def _communicator(self, source: int, destination: int, tag: Tag) -> Any:
         """The NCCL communicator of an ordered pair, in which the source is rank 0 and the destination rank 1."""
-        key = (source, destination, lane)
+        key = (source, destination, tag)
         if key not in self._nccl:
-            name = f"nccl-{source}-{destination}-{lane.name}"
+            name = f"nccl-{source}-{destination}-{tag.name}"
             self._nccl[key] = self._nccl_group(name, int(self.rank == destination), 2)
         return self._nccl[key]
 

@@ -1,5 +1,5 @@
 """The transport over torch.distributed: gloo between CPUs; NCCL between GPUs, one communicator per ordered pair
-and lane, so that a send never queues behind a receive. Headers and agreements always go over gloo.
+and tag, so that a send never queues behind a receive. Headers and agreements always go over gloo.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.transport.channels import Channels
 from pipeflow.parallel.transport.distributed_group import DistributedGroup
 from pipeflow.parallel.transport.group import Alone, Group
-from pipeflow.parallel.transport.protocol import Lane, Start
+from pipeflow.parallel.transport.protocol import Start, Tag
 from pipeflow.parallel.transport.work import Link, LinkError
 
 
@@ -91,11 +91,11 @@ class DistributedTransport:
     def world_rank(self, peer: int) -> int:
         return peer
 
-    def sender(self, peer: int, lane: Lane) -> Start:
-        return self.channels.lane(self.rank, peer, lane)
+    def sender(self, peer: int, tag: Tag) -> Start:
+        return self.channels.start(self.rank, peer, tag)
 
-    def receiver(self, peer: int, lane: Lane) -> Start:
-        return self.channels.lane(peer, self.rank, lane)
+    def receiver(self, peer: int, tag: Tag) -> Start:
+        return self.channels.start(peer, self.rank, tag)
 
     def link(self, peer: int) -> Link:
         return self.channels.link(peer)

@@ -16,7 +16,7 @@ from pipeflow.core.errors import Failure
 from pipeflow.parallel.control.diagnosis import Blame
 from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.parallel.transport.local_group import LocalGroup, Rendezvous
-from pipeflow.parallel.transport.protocol import Lane, Start
+from pipeflow.parallel.transport.protocol import Start, Tag
 from pipeflow.parallel.transport.work import Link, LinkError, Work
 
 
@@ -25,7 +25,7 @@ class Hub(Rendezvous):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.channels: dict[tuple[int, int, int, Lane], _Channel] = defaultdict(_Channel)
+        self.channels: dict[tuple[int, int, int, Tag], _Channel] = defaultdict(_Channel)
         self.failures: dict[int, Failure] = {}  # by generation
 
 
@@ -99,16 +99,16 @@ class LocalTransport:
     def group(self, ranks: Sequence[int]) -> Group:
         return LocalGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
 
-    def sender(self, peer: int, lane: Lane) -> Start:
-        return partial(self._start, (self.generation, self.rank, peer, lane), True)
+    def sender(self, peer: int, tag: Tag) -> Start:
+        return partial(self._start, (self.generation, self.rank, peer, tag), True)
 
-    def receiver(self, peer: int, lane: Lane) -> Start:
-        return partial(self._start, (self.generation, peer, self.rank, lane), False)
+    def receiver(self, peer: int, tag: Tag) -> Start:
+        return partial(self._start, (self.generation, peer, self.rank, tag), False)
 
     def link(self, peer: int) -> Link:
         return _LINK
 
-    def _start(self, key: tuple[int, int, int, Lane], sending: bool, tensors: list[Tensor]) -> _Transfer:
+    def _start(self, key: tuple[int, int, int, Tag], sending: bool, tensors: list[Tensor]) -> _Transfer:
         generation, source, destination, _ = key
         if not tensors[0].is_contiguous():
             raise RuntimeError("the tensor has to be contiguous")  # as between processes

@@ -14,12 +14,12 @@ from pipeflow.parallel.transport.group import Group
 from pipeflow.parallel.transport.work import Link, LinkError, Work
 
 
-class Lane(IntEnum):
-    """Between an ordered pair of ranks, every lane is a FIFO of its own."""
+class Tag(IntEnum):
+    """What a transfer is for. Between an ordered pair of ranks, the transfers with one tag are a channel, a FIFO."""
 
     CONTROL = 0  # small agreements between ranks, always in CPU memory
     HEADER = 1  # of activations whose shape is not known beforehand, always in CPU memory
-    DESCRIPTION = 2  # what a header announces, always in CPU memory
+    METADATA = 2  # what a header announces, always in CPU memory
     ACTIVATION = 3
     REDIRECTED = 4  # an activation that is not what its receiver had posted for
     GRADIENT = 5
@@ -27,7 +27,7 @@ class Lane(IntEnum):
 
     @property
     def on_host(self) -> bool:
-        return self <= Lane.DESCRIPTION
+        return self <= Tag.METADATA
 
 
 Start = Callable[[list[Tensor]], Work]
@@ -48,14 +48,14 @@ class Transport(Protocol):
     call: object
     """What this rank was asked to do in that call; as a string it is told to all when calls do not match."""
 
-    def sender(self, peer: int, lane: Lane) -> Start:
-        """What sends on `lane` to `peer`. Sending never blocks."""
+    def sender(self, peer: int, tag: Tag) -> Start:
+        """What sends with `tag` to `peer`. Sending never blocks."""
 
-    def receiver(self, peer: int, lane: Lane) -> Start:
-        """What receives on `lane` from `peer`, in the order of its sends."""
+    def receiver(self, peer: int, tag: Tag) -> Start:
+        """What receives with `tag` from `peer`, in the order of its sends."""
 
     def link(self, peer: int) -> Link:
-        """What waits for the transfers with `peer`, of whichever lanes, and reads their errors."""
+        """What waits for the transfers with `peer`, of whichever tags, and reads their errors."""
 
     def world_rank(self, peer: int) -> int:
         """What `peer` is called in messages to people: its rank in the world."""

@@ -8,7 +8,7 @@ import torch
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.transport.group import Group
-from pipeflow.parallel.transport.protocol import Lane, Start, Transport
+from pipeflow.parallel.transport.protocol import Start, Tag, Transport
 from pipeflow.parallel.transport.work import Link, LinkError
 
 
@@ -29,11 +29,11 @@ class Subset:
     def world_rank(self, peer: int) -> int:
         return self._whole.world_rank(self._ranks[peer])
 
-    def sender(self, peer: int, lane: Lane) -> Start:
-        return self._whole.sender(self._ranks[peer], lane)
+    def sender(self, peer: int, tag: Tag) -> Start:
+        return self._whole.sender(self._ranks[peer], tag)
 
-    def receiver(self, peer: int, lane: Lane) -> Start:
-        return self._whole.receiver(self._ranks[peer], lane)
+    def receiver(self, peer: int, tag: Tag) -> Start:
+        return self._whole.receiver(self._ranks[peer], tag)
 
     def link(self, peer: int) -> Link:
         return self._whole.link(self._ranks[peer])

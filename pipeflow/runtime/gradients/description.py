@@ -80,8 +80,8 @@ def compare(everyone: Sequence[Description], layout: Layout) -> None:
             _compare_ties(ranks, {place: everyone[pipeline[place]] for place in ranks})
 
 
-def _require(what: str, held: Sequence[Looks], expected: Sequence[Looks]) -> None:
-    for mine, its in zip_longest(held, expected):
+def _require(what: str, found: Sequence[Looks], expected: Sequence[Looks]) -> None:
+    for mine, its in zip_longest(found, expected):
         if mine != its:
             raise UsageError(f"{what}, but has {mine or 'nothing'}, not {its or 'that'}")
 

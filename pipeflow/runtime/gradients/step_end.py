@@ -150,13 +150,13 @@ class Gradients:
 
     def _compare(self, *, values: bool) -> None:
         look = partial(Looks.of, values=values)
-        described = Description(
+        description = Description(
             [look(name, tensor) for name, tensor in named_tensors(self._model)],
             [look(name, tensor) for name, tensor in self._whole()],
             {stage: [look(*named) for named in named_tensors(self._stages[stage])] for stage in self._copied},
             [(tie.ranks, [look(f"copy {index}", p) for index, p in enumerate(tie.parameters)]) for tie in self._ties],
         )
-        everyone: list[Any] = all_gather_object(self._context.world, described)
+        everyone: list[Any] = all_gather_object(self._context.world, description)
         compare(everyone, self._context.layout)
         self._unmade = any(looks.is_meta for each in everyone for looks in each.all)
 

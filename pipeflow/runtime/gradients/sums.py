@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import finish, start
 from pipeflow.parallel.transport.group import Group
-from pipeflow.parallel.transport.protocol import Lane, Transport
+from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.parallel.transport.work import Work
 from pipeflow.runtime.gradients.bucket import Bucket, in_buckets
 from pipeflow.runtime.gradients.orders import Orders
@@ -120,7 +120,7 @@ class _Once:
     __slots__ = ("_done", "_lock", "_work")
 
     def __init__(self, transport: Transport, peer: int, row: Tensor, *, sending: bool) -> None:
-        self._work = start(transport, peer, Lane.TIED, row, sending=sending)
+        self._work = start(transport, peer, Tag.TIED, row, sending=sending)
         self._done = False
         self._lock = Lock()
 

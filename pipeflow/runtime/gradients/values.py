@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeflow.parallel.sharding import local_part
 from pipeflow.parallel.transport.agreement import exchange
 from pipeflow.parallel.transport.group import Group
-from pipeflow.parallel.transport.protocol import Lane, Transport
+from pipeflow.parallel.transport.protocol import Tag, Transport
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -46,7 +46,7 @@ def share_in_pipeline(tensor: Tensor, ranks: tuple[int, ...], transport: Transpo
     row, (first, *others) = _bytes_of(values), ranks
     sent = dict.fromkeys(others, row) if transport.rank == first else {}
     arriving = {} if transport.rank == first else {first: row}
-    exchange(transport, Lane.TIED, sent, arriving, "waiting for the first values of a tied weight")
+    exchange(transport, Tag.TIED, sent, arriving, "waiting for the first values of a tied weight")
     local_part(tensor).copy_(values)
 
 

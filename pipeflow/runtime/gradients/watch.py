@@ -19,12 +19,12 @@ class Watch:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(dict.fromkeys(others_in(module)))
-        self._held = [
+        self._registries = [
             *(child._parameters for child in modules if child._parameters),
             *(child._modules for child in modules if child._modules),
         ]
         self._seen = self._now()  # kept alive, so that none is taken for another one in its place
-        self._parameters = [held for held in self._seen if isinstance(held, nn.Parameter)]
+        self._parameters = [each for each in self._seen if isinstance(each, nn.Parameter)]
         self._trained = list(map(_is_trained, self._parameters))
 
     def notices(self) -> bool:
@@ -35,4 +35,4 @@ class Watch:
         return list(map(_is_trained, self._parameters)) != self._trained
 
     def _now(self) -> list[nn.Parameter | nn.Module | None]:
-        return list(chain.from_iterable(map(methodcaller("values"), self._held)))
+        return list(chain.from_iterable(map(methodcaller("values"), self._registries)))

@@ -70,17 +70,17 @@ def weights_of(
             claims[id(parameter)].append(_Claim(tie.ranks, (0, number, index)))
     tied = set(claims)
     parameters: dict[int, nn.Parameter] = {}
-    held: dict[int, list[int]] = defaultdict(list)
+    stages_with: dict[int, list[int]] = defaultdict(list)
     for stage, module in stages.items():
         for index, parameter in enumerate(module.parameters()):
             parameters[id(parameter)] = parameter
-            held[id(parameter)].append(stage)
+            stages_with[id(parameter)].append(stage)
             claims[id(parameter)].append(_Claim(placement.ranks_of(stage), (1, stage, index)))
     return [
         Weight(
             names[key],
             parameter,
-            tuple(held[key]),
+            tuple(stages_with[key]),
             *_widest(names[key], claims[key], is_sharded=key in sharded),
             is_tied=key in tied,
             is_split=key in splits,

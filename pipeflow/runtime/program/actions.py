@@ -14,7 +14,8 @@ from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program import operations as ops
-from pipeflow.runtime.program.cells import Cell, Results, Saved
+from pipeflow.runtime.program.payload import BackwardState, Payload
+from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.stage import Stage
 
 
@@ -29,13 +30,13 @@ class Shared:
     gradients: Gradients
     results: Results
     positionals: list[tuple[object, ...]]  # per microbatch, what the first stage gets
-    cells: dict[Value, Cell] = field(default_factory=dict)
-    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
+    payloads: dict[Value, Payload] = field(default_factory=dict)
+    states: dict[tuple[int, int], BackwardState] = field(default_factory=dict)
     waits: dict[Value, ops.Operation] = field(default_factory=dict)
 
-    def cell(self, value: Value) -> Cell:
-        """The cell of a value that is made on this rank."""
-        return self.cells.setdefault(value, Cell())
+    def payload(self, value: Value) -> Payload:
+        """The payload of a value that is made on this rank."""
+        return self.payloads.setdefault(value, Payload())
 
     def awaited(self, value: Value) -> list[ops.Operation]:
         """The wait for a value from another rank; nothing for one that was made here."""
@@ -44,31 +45,31 @@ class Shared:
 
 def forward(shared: Shared, action: Action) -> list[ops.Operation]:
     stage, microbatch = action.stage, action.microbatch
-    saved = shared.saved.setdefault((stage, microbatch), Saved()) if shared.training else None
+    state = shared.states.setdefault((stage, microbatch), BackwardState()) if shared.training else None
     before: list[ops.Operation] = []
     source: Callable[[], tuple[object, ...]] = ops.FromBatch(shared.positionals, microbatch)
     if stage > 0:
         value = Value(Content.ACTIVATION, stage - 1, microbatch)
         before = shared.awaited(value)
-        source = ops.FromCell(shared.cells[value], saved)
-    sink: Callable[[object], None] = ops.ToResults(shared.results, microbatch, saved)
+        source = ops.FromPayload(shared.payloads[value], state)
+    sink: Callable[[object], None] = ops.ToResults(shared.results, microbatch, state)
     if stage < shared.num_stages - 1:
-        sink = ops.ToCell(shared.cell(Value(Content.ACTIVATION, stage, microbatch)), saved, shared.device)
+        sink = ops.ToPayload(shared.payload(Value(Content.ACTIVATION, stage, microbatch)), state, shared.device)
     return [*before, ops.Forward(action, shared.stages[stage], source, sink)]
 
 
 def backward(shared: Shared, action: Action) -> list[ops.Operation]:
-    before, saved, source, sink = _backward(shared, action)
-    return [*before, ops.Backward(action, saved, source, sink)]
+    before, state, source, sink = _backward(shared, action)
+    return [*before, ops.Backward(action, state, source, sink)]
 
 
 def backward_input(shared: Shared, action: Action) -> list[ops.Operation]:
-    before, saved, source, sink = _backward(shared, action)
-    return [*before, ops.BackwardInput(action, saved, source, sink, shared.stages[action.stage].deferral)]
+    before, state, source, sink = _backward(shared, action)
+    return [*before, ops.BackwardInput(action, state, source, sink, shared.stages[action.stage].deferral)]
 
 
 def backward_weight(shared: Shared, action: Action) -> list[ops.Operation]:
-    return [ops.BackwardWeight(action, shared.saved[action.stage, action.microbatch])]
+    return [ops.BackwardWeight(action, shared.states[action.stage, action.microbatch])]
 
 
 def reduction(shared: Shared, action: Action) -> list[ops.Operation]:
@@ -77,17 +78,17 @@ def reduction(shared: Shared, action: Action) -> list[ops.Operation]:
 
 def _backward(
     shared: Shared, action: Action
-) -> tuple[list[ops.Operation], Saved, Callable[[], list[Tensor]], Cell | None]:
-    """What is awaited first, what the forward saved, where the gradients come from and where they go."""
+) -> tuple[list[ops.Operation], BackwardState, Callable[[], list[Tensor]], Payload | None]:
+    """What is awaited first, what the forward kept, where the gradients come from and where they go."""
     stage, microbatch = action.stage, action.microbatch
     before: list[ops.Operation] = []
-    source: Callable[[], list[Tensor]] = ops.LossGradient(shared.results, microbatch)
+    source: ops.GradientSource = ops.LossGradient(shared.results, microbatch)
     if stage < shared.num_stages - 1:
         value = Value(Content.GRADIENT, stage + 1, microbatch)
         before = shared.awaited(value)
-        source = ops.CellGradients(shared.cells[value])
-    sink = shared.cell(Value(Content.GRADIENT, stage, microbatch)) if stage > 0 else None
-    return before, shared.saved[stage, microbatch], source, sink
+        source = ops.PayloadGradients(shared.payloads[value])
+    sink = shared.payload(Value(Content.GRADIENT, stage, microbatch)) if stage > 0 else None
+    return before, shared.states[stage, microbatch], source, sink
 
 
 OPERATIONS: dict[Kind, Callable[[Shared, Action], list[ops.Operation]]] = {

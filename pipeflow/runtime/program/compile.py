@@ -10,15 +10,16 @@ from pipeflow.core.action import Action, Pair
 from pipeflow.core.dataflow import DATAFLOW, Content, Value, makes, needs
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
-from pipeflow.parallel.transport.protocol import Lane, Transport
+from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.runtime.gradients.fully_sharded import Averaging, fully_sharded_in
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program import operations as ops
 from pipeflow.runtime.program import transfers
 from pipeflow.runtime.program.actions import OPERATIONS, Shared
-from pipeflow.runtime.program.cells import Cell, Meta, Results
-from pipeflow.runtime.program.described import Arrival, Lanes, PostDescribed, SendDescribed, WaitDescribed
+from pipeflow.runtime.program.dynamic_shapes import Arrival, DynamicChannels, PostDynamic, SendDynamic, WaitDynamic
 from pipeflow.runtime.program.pairs import Both, Half, Overlap
+from pipeflow.runtime.program.payload import Metadata, Payload
+from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.stage import Stage
 
 
@@ -37,7 +38,7 @@ def compile_program(
     schedule: Schedule,
     stages: Mapping[int, Stage],
     transport: Transport,
-    meta: Meta | None,
+    metadata: Metadata | None,
     training: bool,
     overlap: Overlap | None,
     gradients: Gradients,
@@ -50,7 +51,7 @@ def compile_program(
         schedule: what it was lowered from.
         stages: those this rank holds, by index.
         transport: makes the channels.
-        meta: what activations between ranks look like; None when headers are to tell.
+        metadata: what activations between ranks look like; None when headers are to tell.
         training: whether forwards keep what backwards need.
         overlap: runs pairs; without it there must be none.
         gradients: of all stages, to be reduced.
@@ -60,7 +61,7 @@ def compile_program(
     results = Results(num_microbatches)
     positionals: list[tuple[object, ...]] = [()] * num_microbatches
     shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals)
-    operations = _Compiler(shared, transport, meta, overlap).program(program.instructions)
+    operations = _Compiler(shared, transport, metadata, overlap).program(program.instructions)
     if training:
         operations = _averaged(operations, stages, reduce)
     return Compiled(operations, results, positionals)
@@ -86,9 +87,9 @@ def _is_backward_of(stage: int, operation: ops.Operation) -> bool:
 class _Compiler:
     shared: Shared
     transport: Transport
-    meta: Meta | None
+    metadata: Metadata | None
     overlap: Overlap | None
-    sends: dict[Value, transfers.Described] = field(default_factory=dict)
+    sends: dict[Value, transfers.SentActivation] = field(default_factory=dict)
     inboxes: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque))
     begun: dict[Value, ops.Beside] = field(default_factory=dict)  # what makes it beside the computations
 
@@ -106,32 +107,33 @@ class _Compiler:
             case Send(value, peer):
                 return [self.send(value, peer)]
             case Release(value, peer):
-                return [transfers.Release(value, self.transport.link(peer), self.shared.cells[value])]
+                return [transfers.Release(value, self.transport.link(peer), self.shared.payloads[value])]
 
     def post(self, value: Value, peer: int) -> ops.Operation:
-        cell = self.shared.cells[value] = Cell(() if self.meta is None else self.meta.grads)
+        payload = self.shared.payloads[value] = Payload(() if self.metadata is None else self.metadata.grads)
         link, device = self.transport.link(peer), self.transport.device
-        self.shared.waits[value] = transfers.Wait(value, link, cell)
+        self.shared.waits[value] = transfers.Wait(value, link, payload)
         if value.content is Content.GRADIENT:
-            start = self.transport.receiver(peer, Lane.GRADIENT)
+            start = self.transport.receiver(peer, Tag.GRADIENT)
             sent = self.sends[Value(Content.ACTIVATION, value.stage - 1, value.microbatch)]
-            return transfers.PostGradient(value, link, cell, start, sent, device)
-        if self.meta is not None:
-            start = self.transport.receiver(peer, Lane.ACTIVATION)
-            return transfers.Post(value, link, cell, start, self.meta, device)
-        arrival = Arrival(cell, Lanes.receiving(self.transport, peer), device)
-        self.shared.waits[value] = WaitDescribed(value, link, arrival, self.inboxes[peer])
-        return PostDescribed(value, link, arrival, self.inboxes[peer])
+            return transfers.PostGradient(value, link, payload, start, sent, device)
+        if self.metadata is not None:
+            start = self.transport.receiver(peer, Tag.ACTIVATION)
+            return transfers.Post(value, link, payload, start, self.metadata, device)
+        arrival = Arrival(payload, DynamicChannels.receiving(self.transport, peer), device)
+        self.shared.waits[value] = WaitDynamic(value, link, arrival, self.inboxes[peer])
+        return PostDynamic(value, link, arrival, self.inboxes[peer])
 
     def send(self, value: Value, peer: int) -> ops.Operation:
-        cell, link = self.shared.cells[value], self.transport.link(peer)
+        payload, link = self.shared.payloads[value], self.transport.link(peer)
         if value.content is Content.GRADIENT:
-            return transfers.SendGradient(value, link, cell, self.transport.sender(peer, Lane.GRADIENT))
-        if self.meta is None:
-            described = SendDescribed(value, link, cell, Lanes.sending(self.transport, peer))
-            self.sends[value] = described
-            return described
-        send = transfers.Send(value, link, cell, self.transport.sender(peer, Lane.ACTIVATION), self.meta)
+            return transfers.SendGradient(value, link, payload, self.transport.sender(peer, Tag.GRADIENT))
+        send: SendDynamic | transfers.Send
+        if self.metadata is None:
+            send = SendDynamic(value, link, payload, DynamicChannels.sending(self.transport, peer))
+        else:
+            start = self.transport.sender(peer, Tag.ACTIVATION)
+            send = transfers.Send(value, link, payload, start, self.metadata)
         self.sends[value] = send
         return send
 

@@ -1,5 +1,5 @@
 """The computations of a compiled program. Each is called once a step; all it needs was given to it beforehand, so
-that a step looks nothing up. What moves values between ranks is in `transfers` and `described`.
+that a step looks nothing up. What moves values between ranks is in `transfers` and `dynamic_shapes`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from pipeflow.core.errors import UsageError
 from pipeflow.deferral.module import Deferral
 from pipeflow.parallel.transport.work import Work
 from pipeflow.runtime.microbatch import snapshot
-from pipeflow.runtime.program.cells import Cell, Results, Saved, flatten
+from pipeflow.runtime.program.payload import BackwardState, Payload, flatten
+from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.stage import Stage
+
+GradientSource = Callable[[], list[Tensor]]
+"""Gives the gradients of a stage's output that a backward starts from."""
 
 
 class Operation(ABC):
@@ -75,62 +79,62 @@ class FromBatch:
         return self.positionals[self.microbatch]
 
 
-class FromCell:
+class FromPayload:
     """A later stage's input: the previous stage's output, as leaves of a graph of its own."""
 
-    __slots__ = ("cell", "saved")
+    __slots__ = ("payload", "state")
 
-    def __init__(self, cell: Cell, saved: Saved | None) -> None:
-        self.cell = cell
-        self.saved = saved
+    def __init__(self, payload: Payload, state: BackwardState | None) -> None:
+        self.payload = payload
+        self.state = state
 
     def __call__(self) -> tuple[object, ...]:
-        cell = self.cell
-        leaves, cell.tensors = cell.tensors, []
-        if self.saved is not None:
-            for leaf, wanted in zip(leaves, cell.grads, strict=True):
+        payload = self.payload
+        leaves, payload.tensors = payload.tensors, []
+        if self.state is not None:
+            for leaf, wanted in zip(leaves, payload.grads, strict=True):
                 if wanted:
                     leaf.requires_grad_()
-            self.saved.leaves = leaves
-        return (leaves[0] if cell.spec is None else tree_unflatten(leaves, cell.spec),)
+            self.state.leaves = leaves
+        return (leaves[0] if payload.spec is None else tree_unflatten(leaves, payload.spec),)
 
 
-class ToCell:
+class ToPayload:
     """Where an inner stage's output goes. What stays here is its gradient edge, not the output itself. Memory that was
     written in place may be written again before the next stage reads it, as a static buffer is, so that is copied.
     """
 
-    __slots__ = ("cell", "device", "saved")
+    __slots__ = ("device", "payload", "state")
 
-    def __init__(self, cell: Cell, saved: Saved | None, device: torch.device) -> None:
-        self.cell = cell
-        self.saved = saved
+    def __init__(self, payload: Payload, state: BackwardState | None, device: torch.device) -> None:
+        self.payload = payload
+        self.state = state
         self.device = device
 
     def __call__(self, output: object) -> None:
-        cell = self.cell
-        tensors, cell.spec = flatten(output, self.device)
-        cell.grads = tuple([tensor.requires_grad for tensor in tensors])
-        cell.tensors = [
+        payload = self.payload
+        tensors, payload.spec = flatten(output, self.device)
+        payload.grads = tuple([tensor.requires_grad for tensor in tensors])
+        payload.tensors = [
             (tensor.detach().clone() if tensor.is_inference() or tensor._version else tensor.detach())
             .contiguous()
             .resolve_conj()
             .resolve_neg()
             for tensor in tensors
         ]
-        if self.saved is not None:
-            self.saved.edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+        if self.state is not None:
+            self.state.edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
 
 class ToResults:
     """Where the last stage's output goes: into the loss."""
 
-    __slots__ = ("microbatch", "results", "saved")
+    __slots__ = ("microbatch", "results", "state")
 
-    def __init__(self, results: Results, microbatch: int, saved: Saved | None) -> None:
+    def __init__(self, results: Results, microbatch: int, state: BackwardState | None) -> None:
         self.results = results
         self.microbatch = microbatch
-        self.saved = saved
+        self.state = state
 
     def __call__(self, output: object) -> None:
         results, microbatch = self.results, self.microbatch
@@ -140,8 +144,8 @@ class ToResults:
                 what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise UsageError(f"criterion must return a scalar tensor, got {what}: take the mean over its samples")
             results.losses[microbatch] = loss.detach()
-            if self.saved is not None and loss.requires_grad:
-                self.saved.edges = [get_gradient_edge(loss)]
+            if self.state is not None and loss.requires_grad:
+                self.state.edges = [get_gradient_edge(loss)]
         if results.keep_outputs:
             results.outputs[microbatch] = snapshot(output)
 
@@ -149,23 +153,23 @@ class ToResults:
 class Backward(Compute):
     """B: from the output's gradients, through the graph, to the parameters' and the input's."""
 
-    __slots__ = ("saved", "sink", "source")
+    __slots__ = ("sink", "source", "state")
 
-    def __init__(self, action: Action, saved: Saved, source: Callable[[], list[Tensor]], sink: Cell | None) -> None:
+    def __init__(self, action: Action, state: BackwardState, source: GradientSource, sink: Payload | None) -> None:
         super().__init__(action)
-        self.saved = saved
+        self.state = state
         self.source = source
         self.sink = sink
 
     def __call__(self) -> None:
-        saved = self.saved
+        state = self.state
         gradients = self.source()
-        if saved.edges:
-            torch.autograd.backward(saved.edges, gradients)
-            saved.edges = []
+        if state.edges:
+            torch.autograd.backward(state.edges, gradients)
+            state.edges = []
         if self.sink is not None:
-            self.sink.tensors = [_gradient_of(leaf) for leaf in saved.leaves if leaf.requires_grad]
-        saved.leaves = []
+            self.sink.tensors = [_gradient_of(leaf) for leaf in state.leaves if leaf.requires_grad]
+        state.leaves = []
 
 
 class BackwardInput(Backward):
@@ -174,14 +178,14 @@ class BackwardInput(Backward):
     __slots__ = ("deferral",)
 
     def __init__(
-        self, action: Action, saved: Saved, source: Callable[[], list[Tensor]], sink: Cell | None, deferral: Deferral
+        self, action: Action, state: BackwardState, source: GradientSource, sink: Payload | None, deferral: Deferral
     ) -> None:
-        super().__init__(action, saved, source, sink)
+        super().__init__(action, state, source, sink)
         self.deferral = deferral
 
     def __call__(self) -> None:
         deferral = self.deferral
-        deferral.queue = self.saved.deferred
+        deferral.queue = self.state.deferred
         try:
             super().__call__()
         finally:
@@ -191,16 +195,16 @@ class BackwardInput(Backward):
 class BackwardWeight(Compute):
     """W: the products that I kept, in its order."""
 
-    __slots__ = ("saved",)
+    __slots__ = ("state",)
 
-    def __init__(self, action: Action, saved: Saved) -> None:
+    def __init__(self, action: Action, state: BackwardState) -> None:
         super().__init__(action)
-        self.saved = saved
+        self.state = state
 
     def __call__(self) -> None:
-        for product in self.saved.deferred:
+        for product in self.state.deferred:
             product()
-        self.saved.deferred = []
+        self.state.deferred = []
 
 
 class Beside(Operation):
@@ -276,14 +280,14 @@ class LossGradient:
         return [torch.full_like(loss, results.weights[self.microbatch] * results.gradient_scale)]
 
 
-class CellGradients:
+class PayloadGradients:
     """The gradients that the next stage made."""
 
-    __slots__ = ("cell",)
+    __slots__ = ("payload",)
 
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
+    def __init__(self, payload: Payload) -> None:
+        self.payload = payload
 
     def __call__(self) -> list[Tensor]:
-        gradients, self.cell.tensors = self.cell.tensors, []
+        gradients, self.payload.tensors = self.payload.tensors, []
         return gradients

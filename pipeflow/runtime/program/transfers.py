@@ -1,5 +1,5 @@
-"""The transfers of a compiled program, for values whose looks are known beforehand. A receive is posted, then waited
-for; a send is started, then released. Activations of unknown shape are in `described`.
+"""The transfers of a compiled program, for values of known shape and dtype. A receive is posted, then
+waited for; a send is started, then released. Activations of unknown shape are in `dynamic_shapes`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pipeflow.core.dataflow import Value
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.protocol import Start
 from pipeflow.parallel.transport.work import Link
-from pipeflow.runtime.program.cells import Cell, Meta
 from pipeflow.runtime.program.operations import Operation
+from pipeflow.runtime.program.payload import Metadata, Payload
 
 
 class Transfer(Operation):
     """An operation on a channel, whose `link` waits and reads its errors. `doing` says in one what it was about."""
 
-    __slots__ = ("cell", "link", "value")
+    __slots__ = ("link", "payload", "value")
 
     doing: str
 
-    def __init__(self, value: Value, link: Link, cell: Cell) -> None:
+    def __init__(self, value: Value, link: Link, payload: Payload) -> None:
         self.value = value
         self.link = link
-        self.cell = cell
+        self.payload = payload
 
 
 class Post(Transfer):
@@ -36,17 +36,19 @@ class Post(Transfer):
 
     doing = "posting the receive of"
 
-    def __init__(self, value: Value, link: Link, cell: Cell, start: Start, meta: Meta, device: torch.device) -> None:
-        super().__init__(value, link, cell)
+    def __init__(
+        self, value: Value, link: Link, payload: Payload, start: Start, metadata: Metadata, device: torch.device
+    ) -> None:
+        super().__init__(value, link, payload)
         self.start = start
-        [self.shape] = meta.shapes
-        [self.dtype] = meta.dtypes
+        [self.shape] = metadata.shapes
+        [self.dtype] = metadata.dtypes
         self.device = device
 
     def __call__(self) -> None:
-        cell = self.cell
-        cell.tensors = [torch.empty(self.shape, dtype=self.dtype, device=self.device)]
-        cell.works = [self.start(cell.tensors)]
+        payload = self.payload
+        payload.tensors = [torch.empty(self.shape, dtype=self.dtype, device=self.device)]
+        payload.works = [self.start(payload.tensors)]
 
 
 class PostGradient(Transfer):
@@ -57,27 +59,27 @@ class PostGradient(Transfer):
     doing = "posting the receive of"
 
     def __init__(
-        self, value: Value, link: Link, cell: Cell, start: Start, sent: Described, device: torch.device
+        self, value: Value, link: Link, payload: Payload, start: Start, sent: SentActivation, device: torch.device
     ) -> None:
-        super().__init__(value, link, cell)
+        super().__init__(value, link, payload)
         self.start = start
         self.sent = sent
         self.device = device
 
     def __call__(self) -> None:
-        cell, meta = self.cell, self.sent.meta
-        for shape, dtype, wanted in zip(meta.shapes, meta.dtypes, meta.grads, strict=True):
+        payload, metadata = self.payload, self.sent.metadata
+        for shape, dtype, wanted in zip(metadata.shapes, metadata.dtypes, metadata.grads, strict=True):
             if wanted:
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
-                cell.tensors.append(tensor)
-                cell.works.append(self.start([tensor]))
+                payload.tensors.append(tensor)
+                payload.works.append(self.start([tensor]))
 
 
-class Described(Protocol):
+class SentActivation(Protocol):
     """A send that knows what its activation looks like."""
 
     @property
-    def meta(self) -> Meta: ...
+    def metadata(self) -> Metadata: ...
 
 
 class Wait(Transfer):
@@ -88,36 +90,36 @@ class Wait(Transfer):
     doing = "waiting for"
 
     def __call__(self) -> None:
-        cell = self.cell
-        self.link.wait(cell.works)
-        cell.works = []
+        payload = self.payload
+        self.link.wait(payload.works)
+        payload.works = []
 
 
 class Send(Transfer):
     """Starts to send an activation whose shape was given, having checked it: a channel would not."""
 
-    __slots__ = ("meta", "start")
+    __slots__ = ("metadata", "start")
 
     doing = "sending"
 
-    def __init__(self, value: Value, link: Link, cell: Cell, start: Start, meta: Meta) -> None:
-        super().__init__(value, link, cell)
+    def __init__(self, value: Value, link: Link, payload: Payload, start: Start, metadata: Metadata) -> None:
+        super().__init__(value, link, payload)
         self.start = start
-        self.meta = meta
+        self.metadata = metadata
 
     def __call__(self) -> None:
-        cell, meta = self.cell, self.meta
-        if len(cell.tensors) != 1 or cell.spec is not None:
+        payload, metadata = self.payload, self.metadata
+        if len(payload.tensors) != 1 or payload.spec is not None:
             raise UsageError("with tensor_shape a stage returns one tensor; leave it None for anything else")
-        [tensor] = cell.tensors
-        if tensor.shape != meta.shapes[0] or tensor.dtype != meta.dtypes[0]:
+        [tensor] = payload.tensors
+        if tensor.shape != metadata.shapes[0] or tensor.dtype != metadata.dtypes[0]:
             raise UsageError(
                 f"stage {self.value.stage} made a {tensor.dtype} of shape {tuple(tensor.shape)}, but tensor_shape="
-                f"{tuple(meta.shapes[0])} and tensor_dtype={meta.dtypes[0]} were promised: correct them, or leave "
-                "tensor_shape None"
+                f"{tuple(metadata.shapes[0])} and tensor_dtype={metadata.dtypes[0]} were promised: correct them, or "
+                "leave tensor_shape None"
             )
-        cell.works = [self.start(cell.tensors)]
-        cell.tensors = []
+        payload.works = [self.start(payload.tensors)]
+        payload.tensors = []
 
 
 class SendGradient(Transfer):
@@ -127,19 +129,19 @@ class SendGradient(Transfer):
 
     doing = "sending"
 
-    def __init__(self, value: Value, link: Link, cell: Cell, start: Start) -> None:
-        super().__init__(value, link, cell)
+    def __init__(self, value: Value, link: Link, payload: Payload, start: Start) -> None:
+        super().__init__(value, link, payload)
         self.start = start
 
     def __call__(self) -> None:
-        cell = self.cell
-        for tensor in cell.tensors:
-            cell.works.append(self.start([tensor]))
-        cell.tensors = []
+        payload = self.payload
+        for tensor in payload.tensors:
+            payload.works.append(self.start([tensor]))
+        payload.tensors = []
 
 
 class Release(Wait):
-    """Lets go of a sent value: the plan proves that the peer has it, so the wait is none."""
+    """Lets go of a sent value: the program proves that the peer has it, so the wait is none."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Plan: what a layout of a GPT costs, on each rank and as a step. What must not live here: how it is shown."""
+"""Estimate: what a layout of a GPT costs, on each rank and as a step. What must not live here: how it is shown."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class RankPlan:
     @property
     def peak_bytes(self) -> float:
         """All of it. Not counted: buffers of transfers and of single operations, and what the allocator wastes."""
-        held = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
-        return held + self.activation_bytes + self.recomputed_bytes
+        state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        return state + self.activation_bytes + self.recomputed_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,13 @@ def plan(model: GPT, schedule: Schedule, setup: Setup | None = None, *, flops: f
 
 def _rank(model: GPT, setup: Setup, placement: Placement, rank: int, *, kept: float, idle: float) -> RankPlan:
     stages, parts, precision = placement.stages_of(rank), stage_layers(model, placement), setup.precision
-    held = tuple(parts[stage] for stage in stages)
-    parameters = model.parameters_of(held, setup.tensor)
+    own_parts = tuple(parts[stage] for stage in stages)
+    parameters = model.parameters_of(own_parts, setup.tensor)
     optimized = -(-parameters // setup.data) if setup.zero else parameters
     return RankPlan(
         rank,
         stages,
-        held,
+        own_parts,
         parameters,
         weight_bytes=parameters * precision.weight,
         gradient_bytes=parameters * precision.gradient,

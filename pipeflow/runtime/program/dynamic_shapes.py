@@ -1,0 +1,180 @@
+"""Transfers of activations whose shape is not known beforehand: a header travels with each, and says whether the
+activation is what its receiver posted for. What was seen twice in a row is posted for ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pipeflow.core.dataflow import Value
+from pipeflow.parallel.transport.plain import pack, unpack
+from pipeflow.parallel.transport.protocol import Start, Tag, Transport
+from pipeflow.parallel.transport.work import Link
+from pipeflow.runtime.program.payload import Metadata, Payload
+from pipeflow.runtime.program.transfers import Transfer
+
+
+class Expectation:
+    """What both ends expect of one value next step; they see the same, so they expect the same."""
+
+    __slots__ = ("expected", "last")
+
+    def __init__(self) -> None:
+        self.expected: Metadata | None = None
+        self.last: Metadata | None = None
+
+    def see(self, metadata: Metadata) -> None:
+        """Takes note of what came: what comes twice in a row is expected again."""
+        self.expected = metadata if metadata == self.last else None
+        self.last = metadata
+
+
+class DynamicChannels(NamedTuple):
+    """One end of the four channels that activations of unknown shape take between an ordered pair of ranks."""
+
+    header: Start
+    metadata: Start
+    expected: Start
+    redirected: Start
+
+    @classmethod
+    def sending(cls, transport: Transport, peer: int) -> DynamicChannels:
+        return cls(*(transport.sender(peer, tag) for tag in _TAGS))
+
+    @classmethod
+    def receiving(cls, transport: Transport, peer: int) -> DynamicChannels:
+        return cls(*(transport.receiver(peer, tag) for tag in _TAGS))
+
+
+_TAGS = (Tag.HEADER, Tag.METADATA, Tag.ACTIVATION, Tag.REDIRECTED)
+
+
+class SendDynamic(Transfer):
+    """Sends the header, then the activation: on the channel it is expected on, or behind its metadata, redirected."""
+
+    __slots__ = ("channels", "expectation", "metadata")
+
+    doing = "sending"
+    metadata: Metadata
+    """Of what was sent last."""
+
+    def __init__(self, value: Value, link: Link, payload: Payload, channels: DynamicChannels) -> None:
+        super().__init__(value, link, payload)
+        self.channels = channels
+        self.expectation = Expectation()
+
+    def __call__(self) -> None:
+        payload, expected = self.payload, self.expectation.expected
+        if expected is not None and expected.matches(payload.tensors, payload.spec, payload.grads):
+            payload.works.append(self.channels.header([_AS_EXPECTED]))
+            channel = self.channels.expected
+        else:
+            self._announce(expected)
+            channel = self.channels.redirected
+        for tensor in payload.tensors:
+            payload.works.append(channel([tensor]))
+        payload.tensors = []
+
+    def _announce(self, expected: Metadata | None) -> None:
+        """Sends what the activation looks like, and something to fill the receives that were posted in vain."""
+        payload, works = self.payload, self.payload.works
+        metadata = self.metadata = Metadata.of(payload.tensors, payload.spec, payload.grads)
+        body = torch.frombuffer(bytearray(_packed(metadata)), dtype=torch.uint8)
+        works.append(self.channels.header([torch.tensor([len(body)], device="cpu")]))
+        works.append(self.channels.metadata([body]))
+        for tensor in expected.empty(payload.tensors[0].device) if expected is not None else ():
+            works.append(self.channels.expected([tensor]))
+        self.expectation.see(metadata)
+
+
+_AS_EXPECTED = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+
+def _packed(metadata: Metadata) -> bytes:
+    """`metadata` as bytes. Its tree goes as a tree of numbers: torch's own TreeSpec is not made to travel."""
+    tree = None if metadata.spec is None else tree_unflatten(range(len(metadata.shapes)), metadata.spec)
+    return pack((metadata.spec is None, tree, *metadata[1:]))
+
+
+def _unpacked(body: bytes) -> Metadata:
+    bare, tree, shapes, dtypes, grads = unpack(body)
+    return Metadata(None if bare else tree_flatten(tree)[1], shapes, dtypes, grads)
+
+
+class Arrival:
+    """An activation on its way: the payload it will fill, and its header. `pending` until the header was read."""
+
+    __slots__ = ("channels", "device", "expectation", "header", "payload", "pending")
+
+    def __init__(self, payload: Payload, channels: DynamicChannels, device: torch.device) -> None:
+        self.payload = payload
+        self.channels = channels
+        self.device = device
+        self.expectation = Expectation()
+        self.header = torch.empty(1, dtype=torch.int64, device="cpu")
+        self.pending = False
+
+
+class PostDynamic(Transfer):
+    """Posts the receive of a header, and of the activation where one is expected."""
+
+    __slots__ = ("arrival", "inbox")
+
+    doing = "posting the receive of"
+
+    def __init__(self, value: Value, link: Link, arrival: Arrival, inbox: deque[Arrival]) -> None:
+        super().__init__(value, link, arrival.payload)
+        self.arrival = arrival
+        self.inbox = inbox  # what was posted between this pair of ranks, in order
+
+    def __call__(self) -> None:
+        arrival, payload = self.arrival, self.payload
+        channels, expected = arrival.channels, arrival.expectation.expected
+        payload.works = [channels.header([arrival.header])]
+        payload.tensors = []
+        for shape, dtype in zip(expected.shapes, expected.dtypes, strict=True) if expected is not None else ():
+            tensor = torch.empty(shape, dtype=dtype, device=arrival.device)
+            payload.tensors.append(tensor)
+            payload.works.append(channels.expected([tensor]))
+        arrival.pending = True
+        self.inbox.append(arrival)
+
+
+class WaitDynamic(Transfer):
+    """Waits for what was posted between this pair of ranks, in order, up to and with its own value. Reads each header
+    and, unless the activation is the expected one, receives it now.
+    """
+
+    __slots__ = ("arrival", "inbox")
+
+    doing = "waiting for"
+
+    def __init__(self, value: Value, link: Link, arrival: Arrival, inbox: deque[Arrival]) -> None:
+        super().__init__(value, link, arrival.payload)
+        self.arrival = arrival
+        self.inbox = inbox
+
+    def __call__(self) -> None:
+        while self.arrival.pending:
+            arrival = self.inbox.popleft()
+            payload, expectation = arrival.payload, arrival.expectation
+            self.link.wait(payload.works)
+            payload.works = []
+            if length := int(arrival.header):
+                expectation.see(self._redirected(arrival, length))
+            assert expectation.last is not None
+            payload.spec, payload.grads = expectation.last.spec, expectation.last.grads
+            arrival.pending = False
+
+    def _redirected(self, arrival: Arrival, length: int) -> Metadata:
+        """Receives what is not what was expected."""
+        body = torch.empty(length, dtype=torch.uint8, device="cpu")
+        self.link.wait([arrival.channels.metadata([body])])
+        metadata = _unpacked(bytes(body.tolist()))
+        arrival.payload.tensors = metadata.empty(arrival.device)
+        self.link.wait([arrival.channels.redirected([tensor]) for tensor in arrival.payload.tensors])
+        return metadata
