@@ -1,8 +1,11 @@
-"""Who may import whom. Imports at the top of a module, inside functions and for types alone all count."""
+"""Who may import whom, and who may name whom. Imports at the top of a module, inside functions and for types alone all
+count; so do names in code, strings, comments and docstrings.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +40,11 @@ FLOORS: dict[str, set[str]] = {
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {*PLANS, *ENGINE},
 }
+FOREIGN = {"networkx", "ortools", "rich", "safetensors", "torch"}
+NAMED_ANYWAY = {
+    "runtime/program/pairs.py": {"tensor"},  # an error says which layers draw from generators of their own
+}
+"""What a file names, in spite of its floor, and why."""
 
 
 def modules() -> list[Path]:
@@ -82,9 +90,92 @@ def test_a_file_imports_from_its_own_floor_and_those_below(path: Path) -> None:
     assert violations(path) == []
 
 
+def reach(floor: str) -> set[str]:
+    """The floor and all below it."""
+    return {floor}.union(*(reach(below) for below in FLOORS[floor] & set(FLOORS)))
+
+
+def named(text: str) -> set[str]:
+    """The floors that a text names: as `pipeflow.x` or `pipeflow/x`, as a folder `x/`, or by a module, `x.module` or
+    `x/module`. Their plain names are English words, too. Examples (`>>>`) may use anything, as tests may.
+    """
+    told = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((">>>", "...")))
+    outright = set(re.findall(r"\bpipeflow[./](\w+)", told)) & set(FLOORS)
+    outright |= set(re.findall(r"(?<![\w./])(\w+)/(?!\w)", told)) & set(FLOORS)
+    by_module = re.findall(r"(?<![\w./])(\w+)[./](\w+)", told)
+    return outright | {floor for floor, module in by_module if floor in FLOORS and is_module(floor, module)}
+
+
+def is_module(floor: str, name: str) -> bool:
+    return (PACKAGE / floor / f"{name}.py").exists() or (PACKAGE / floor / name / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_names_its_own_floor_and_those_below(path: Path) -> None:
+    exceptions = NAMED_ANYWAY.get(str(path.relative_to(PACKAGE)), set())
+    assert named(path.read_text()) - reach(floor_of(path)) == exceptions
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from pipeflow.optim.zero import Zero",
+        "# as `optim/zero` does",
+        '"""See pipeflow.optim."""',
+        'name = "optim.zero"',
+        "what optim/ does",
+        "pipeflow/optim",
+    ],
+)
+def test_the_guard_sees_every_form_of_a_name(text: str) -> None:
+    assert named(text) == {"optim"}
+    assert not named(text) <= reach("runtime")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "training/evaluation",
+        "torch.optim.optimizer",
+        "self.optim.zero",
+        "the core of it",
+        ">>> from pipeflow.optim import Zero",
+        "tensor.data",
+    ],
+)
+def test_the_guard_knows_words_from_names(text: str) -> None:
+    assert named(text) == set()
+
+
+def unknown() -> set[str]:
+    """What the table allows that is neither a floor, nor the root, nor a package that we stand on."""
+    return set().union(*FLOORS.values()) - set(FLOORS) - FOREIGN - {"pipeflow"}
+
+
 def test_every_floor_exists() -> None:
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert set(FLOORS) == there
+    assert unknown() == set()
+
+
+def test_a_floor_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FLOORS, "core", {"cellar"})
+    assert unknown() == {"cellar"}
+    monkeypatch.setitem(FLOORS, "cellar", set())
+    with pytest.raises(AssertionError):
+        test_every_floor_exists()
+
+
+@pytest.mark.parametrize(
+    "path", [*modules(), *sorted((PACKAGE.parent / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_every_module_that_is_named_exists(path: Path) -> None:
+    """In code and in docs, as `runtime/step.py` or as `pipeflow.runtime.step`."""
+    text = path.read_text()
+    files = re.findall(r"(?<![\w./])(?:pipeflow/)?((\w+)/[\w/]+\.py)\b", text)
+    assert [file for file, floor in files if floor in FLOORS and not (PACKAGE / file).exists()] == []
+    tops = set(re.findall(r"(?<![\w./-])pipeflow\.([a-z]\w*)", text)) - {"py", "json", "html", "svg", "css"}
+    assert tops - set(FLOORS) - set(dir(pipeflow)) == set()
 
 
 def test_floors_have_no_cycle() -> None:
