@@ -37,15 +37,19 @@ def run(rounds: int | None = None) -> Report:
         "next step works",
         "left behind",
     ]
-    title = f"drills: {RANKS} ranks over gloo, timeout {TIMEOUT:g} s, {tries} tries each"
+    title = f"drills: {RANKS} ranks over gloo, timeout {TIMEOUT:g} s"
     report = Report("drills", title, columns)
     choices = random.Random(0)
-    for name, one in (("stopped", stop_once), ("kill -9", kill_once), ("cut off", cut_once)):
+    for name, one, times in (
+        ("stopped", stop_once, tries),
+        ("kill -9", kill_once, 5 * tries),
+        ("cut off", cut_once, tries),
+    ):
         if name == "cut off" and not can_cut():
             report.notes.append("cut off: needs root and `ip netns`")
             continue
-        found = [one(choices, number) for number in range(tries)]
-        report.rows.append([name, str(tries), *summary(found)])
+        found = [one(choices, number) for number in range(times)]
+        report.rows.append([name, str(times), *summary(found)])
         report.data[name] = found
     identical = sum(restart_once(mode, 1 + number) for mode in MODES for number in range(max(1, tries // 4)))
     report.notes.append(

@@ -60,6 +60,34 @@ def test_the_training_script_of_the_readme_needs_no_word_about_devices(monkeypat
     assert "device='meta'" in last[0]
 
 
+def test_the_hybrid_script_of_the_readme_needs_no_word_about_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above; what has no values is neither clipped nor saved, and no loss is told to all."""
+    monkeypatch.setattr(pipeflow, "launch", lambda **_: current_context())
+    monkeypatch.setattr(pipeflow, "latest_checkpoint", lambda _: None)
+    monkeypatch.setattr(pipeflow, "clip_grad_norm_", lambda *_: None)
+    saved: list[str] = []
+    monkeypatch.setattr(pipeflow, "save_checkpoint", lambda path, *_, **__: saved.append(path))
+    found = re.search(r"```python\n(from collections.*?)```", README.read_text(), re.DOTALL)
+    assert found is not None
+    script = (
+        found[1]
+        .replace("first + 50", "first + 2")
+        .replace("{output.loss:.4f}", "")
+        .replace(", broadcast_loss=True", "")
+    )
+
+    def run() -> tuple[str, set[str]]:
+        names: dict[str, Any] = {}
+        exec(script, names)
+        return str(names["output"].loss), {parameter.device.type for parameter in names["model"].parameters()}
+
+    found_on = run_threads(run, 4, tensor=2, device="meta")
+    assert [("device='meta'" in loss, devices) for loss, devices in found_on] == [(True, {"meta"})] * 2 + [
+        (False, {"meta"})
+    ] * 2
+    assert saved == ["run/step-2"] * 4
+
+
 @pytest.mark.slow
 def test_the_hybrid_script_of_the_readme_goes_on_under_another_layout(tmp_path: Path) -> None:
     script = re.search(r"```python\n(from collections.*?)```", README.read_text(), re.DOTALL)
