@@ -103,7 +103,7 @@ class Job:
 
 def forked(steps: int) -> Callable[[str, int, int], Any]:
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "pipeflow.testing"])
+    context.set_forkserver_preload(["pipeflow.testing", "pipeflow.runtime.pipeline", "torch._dynamo"])
 
     def start(folder: str, rank: int, port: int) -> Any:
         process = context.Process(target=drill, args=(folder, rank, port, steps), daemon=True)

@@ -101,7 +101,9 @@ def run_processes(
     Raises RankError after `deadline` seconds, having ended all of them, or when a rank raised or died.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "pipeflow.testing"])
+    context.set_forkserver_preload(
+        ["pipeflow.testing", "pipeflow.runtime.pipeline", "torch._dynamo"]
+    )  # optimizers need it
     port, layout = _free_port(), Layout.of(ranks, ranks // (tensor * data), tensor)
     together = context.Barrier(ranks)  # processes start one after the other; `timeout` is for what comes then
     with tempfile.TemporaryDirectory() as folder:
