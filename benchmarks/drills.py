@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.drill_rank import RANKS, TIMEOUT, drill
 from benchmarks.report import Report
+from pipeflow.testing.ranks import PRELOADED
 
 TO_RAISE, TO_END = 10.0, 30.0  # seconds
 MANY = 1_000_000  # steps
@@ -103,7 +104,7 @@ class Job:
 
 def forked(steps: int) -> Callable[[str, int, int], Any]:
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeflow.testing", "pipeflow.runtime.pipeline", "torch._dynamo"])
+    context.set_forkserver_preload(PRELOADED)
 
     def start(folder: str, rank: int, port: int) -> Any:
         process = context.Process(target=drill, args=(folder, rank, port, steps), daemon=True)

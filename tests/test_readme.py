@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 import pipeflow
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
+from tests.scripts import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -100,9 +100,5 @@ def test_the_hybrid_script_of_the_readme_goes_on_under_another_layout(tmp_path: 
 def losses_of(script: str, ranks: int, folder: Path) -> list[tuple[int, float]]:
     """What a script prints that so many processes run: steps and losses."""
     (folder / "train.py").write_text(script)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(torchrun if ranks > 1 else ()), "train.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
-    return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", run.stdout)]
+    said = run_ranks(folder / "train.py", ranks=ranks, folder=folder)
+    return [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", said)]

@@ -29,6 +29,7 @@ from pipeflow.parallel.launch import launch
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.transport.local import Hub, LocalTransport
 
+PRELOADED = ["pipeflow.testing", "pipeflow.runtime.pipeline", "torch._dynamo"]  # the last, for optimizers
 _GRACE = 5.0  # seconds for a process to end
 
 
@@ -101,9 +102,7 @@ def run_processes(
     Raises RankError after `deadline` seconds, having ended all of them, or when a rank raised or died.
     """
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["pipeflow.testing", "pipeflow.runtime.pipeline", "torch._dynamo"]
-    )  # optimizers need it
+    context.set_forkserver_preload(PRELOADED)
     port, layout = _free_port(), Layout.of(ranks, ranks // (tensor * data), tensor)
     together = context.Barrier(ranks)  # processes start one after the other; `timeout` is for what comes then
     with tempfile.TemporaryDirectory() as folder:

@@ -18,14 +18,11 @@ GPT3 = EXAMPLES / "gpt3"
 collect_ignore_glob = [] if find_spec("tokenizers") else ["test_*.py"]
 
 
-def run_script(script: str | Path, *options: str, ranks: int = 0, **variables: str) -> str:
-    """What a script prints, of the examples unless its path says where: it ends well, and says nothing else. With
-    `ranks`, torchrun starts so many.
-    """
+def run_script(script: str, *options: str, **variables: str) -> str:
+    """What a script of the examples prints: it starts its own ranks, ends well, and says nothing else."""
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", **variables}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    command = [sys.executable, *launcher, str(EXAMPLES / script), *options]
+    command = [sys.executable, str(EXAMPLES / script), *options]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stderr == ""

@@ -13,7 +13,8 @@ import gpt3.hybrid
 from pipeflow import UsageError
 from pipeflow.optim import AMP_TYPE, HalfPrecision
 from pipeflow.training import read_config
-from tests.examples.conftest import GPT3, run_script
+from tests.examples.conftest import GPT3
+from tests.scripts import run_ranks
 
 CONFIGS = sorted((GPT3 / "configs").glob("*.py"))
 SMALLEST = {
@@ -60,8 +61,9 @@ def test_no_key_is_ignored(change: dict[str, Any], said: str) -> None:
         gpt3.hybrid.preset_of(read_config(given))
 
 
-def losses_of(path: Path, text: Path) -> list[float]:
-    printed = run_script("gpt3/hybrid.py", "--config", str(path), "--steps", "4", DATA=str(text), COLUMNS="200")
+def losses_of(path: Path, text: Path, ranks: int) -> list[float]:
+    options, variables = ("--config", str(path), "--steps", "4"), {"DATA": str(text), "COLUMNS": "200"}
+    printed = run_ranks(GPT3 / "hybrid.py", *options, ranks=ranks, **variables)
     assert "global batch size = 8" in printed
     return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
 
@@ -80,6 +82,6 @@ def test_layouts_and_accumulation_take_the_same_steps(tmp_path: Path, text: Path
         common + "BATCH_SIZE = 8\nNUM_MICRO_BATCHES = 4\nNUM_CHUNKS = 2\nWEIGHT_DECAY = 0.01\n"
         "model = dict(type='GPT_tiny_pipeline_hybrid')\n"
     )
-    one, other = losses_of(hybrid, text), losses_of(alone, text)
+    one, other = losses_of(hybrid, text, 4), losses_of(alone, text, 1)
     assert one == pytest.approx(other, abs=2e-4)
     assert one[-1] < one[0] - 0.5

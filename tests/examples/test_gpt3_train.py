@@ -10,7 +10,8 @@ import torch
 
 import gpt3.model
 import gpt3.train
-from tests.examples.conftest import run_script
+from tests.examples.conftest import GPT3, run_script
+from tests.scripts import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -80,15 +81,12 @@ def test_the_rate_rises_then_falls_to_a_tenth(steps: int) -> None:
     assert steps < 20 or rates[-1] == pytest.approx(0.05, rel=0.1)
 
 
-def run(*options: str) -> str:
-    return run_script(
-        "gpt3/train.py", "--batch", "5", "--microbatches", "3", "--sequence", "32", "--steps", "4", *options
-    )
+SMALL = ("--batch", "5", "--microbatches", "3", "--sequence", "32", "--steps", "4")
 
 
 @pytest.mark.slow
 def test_one_process_trains_draws_and_writes(cache: Path, text: Path) -> None:
-    printed = run("--ranks", "1", "--data", str(text), "--lr", "0.01")
+    printed = run_script("gpt3/train.py", *SMALL, "--ranks", "1", "--data", str(text), "--lr", "0.01")
     assert "step 4/4  loss" in printed
     assert "planned: 1f1b, 1 rank, 3 microbatches" in printed
     assert "measured: 1f1b, 1 rank, 3 microbatches" in printed
@@ -98,7 +96,8 @@ def test_one_process_trains_draws_and_writes(cache: Path, text: Path) -> None:
 @pytest.mark.slow
 def test_a_pipeline_of_tensor_ranks_and_its_replicas_train_what_one_piece_would(cache: Path, text: Path) -> None:
     layout = ["--ranks", "2", "--tensor", "2", "--replicas", "2"]
-    printed = run("--check", "--data", str(text), *layout, "--batch", "8", "--microbatches", "2", "--steps", "2")
+    options = ["--check", "--data", str(text), *layout, "--batch", "8", "--microbatches", "2", "--steps", "2"]
+    printed = run_ranks(GPT3 / "train.py", *SMALL, *options, ranks=8)
     assert "planned: 1f1b, 2 ranks, 2 microbatches" in printed
     assert "measured: 1f1b, 2 ranks, 2 microbatches" in printed
     assert "largest difference from the model in one piece: loss" in printed
@@ -107,5 +106,6 @@ def test_a_pipeline_of_tensor_ranks_and_its_replicas_train_what_one_piece_would(
 @pytest.mark.slow
 def test_several_ranks_train_what_one_piece_would(cache: Path, text: Path) -> None:
     """More than 1e-9 apart is an exit status of 1; uneven microbatches, two stages a rank, a tied word table."""
-    printed = run("--check", "--ranks", "2", "--schedule", "interleaved-1f1b", "--data", str(text))
+    options = ["--check", "--ranks", "2", "--schedule", "interleaved-1f1b", "--data", str(text)]
+    printed = run_script("gpt3/train.py", *SMALL, *options)
     assert "largest difference from the model in one piece: loss" in printed

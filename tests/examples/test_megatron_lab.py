@@ -14,7 +14,8 @@ import megatron_lab.megatron
 import megatron_lab.samples
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
-from tests.examples.conftest import run_script
+from tests.examples.conftest import EXAMPLES
+from tests.scripts import run_ranks
 
 SEQUENCE, WORDS = 16, 20
 
@@ -112,7 +113,8 @@ def test_ranks_of_a_replica_read_the_same() -> None:
 
 
 def test_the_lab_runs(tmp_path: Any) -> None:
-    printed = run_script("megatron_lab/lab.py", "--tiny", "--steps", "3", "--checkpoint", str(tmp_path / "saved"))
+    options = ("--tiny", "--steps", "3", "--checkpoint", str(tmp_path / "saved"))
+    printed = run_ranks(EXAMPLES / "megatron_lab" / "lab.py", *options, ranks=2)
     losses = [float(loss) for loss in re.findall(r"lm loss ([\d.]+)", printed)]
     assert len(losses) == 3
     assert all(later < sooner for sooner, later in pairwise(losses))

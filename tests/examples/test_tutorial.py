@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import pipeflow
-from tests.examples.conftest import EXAMPLES, run_script, write_text
+from tests.examples.conftest import EXAMPLES, write_text
+from tests.scripts import run_ranks
 
 PROGRAM = """
 import os
@@ -190,7 +191,7 @@ def test_the_tutorials_calls_train_a_model(tmp_path: Path, text: Path, chunks: s
     script.write_text(with_our_name(PROGRAM))
     write_text(text, [f"document {number % 3} says the same as {number % 3} " * 3 for number in range(48)])
     variables = {"DATA": str(text), "NUM_CHUNKS": chunks, "COLUMNS": "200", "PYTHONPATH": PATHS}
-    printed = run_script(script, ranks=4, **variables)
+    printed = run_ranks(script, ranks=4, **variables)
     assert "Init done, global batch size = 8" in printed
     layers = range(0, 4, 2 if chunks == "None" else 1)
     for start in layers:
