@@ -19,13 +19,14 @@ demo-hybrid: .venv/installed    ## the same over 8 processes: a pipeline of 2, t
 lab: .venv/installed            ## the Megatron lab: two tensor ranks, mock data, a checkpoint
 	$(PY) examples/megatron_lab/lab.py $(ARGS)
 
-JOBS ?= 2                       # processes that share the tests
-PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
+# How many processes share the tests.
+JOBS ?= 2
+SPREAD := --numprocesses $(JOBS) --dist worksteal
 test: .venv/installed           ## the suite, without matrices that repeat what parts of them show
-	$(PYTEST) -m "not exhaustive" $(ARGS)
+	$(PY) -m pytest $(SPREAD) -m "not exhaustive" $(ARGS)
 
 test-all: test                  ## and those matrices
-	$(PYTEST) -m exhaustive $(ARGS)
+	$(PY) -m pytest $(SPREAD) -m exhaustive $(ARGS)
 
 WHEEL := build/wheel
 wheel-test: .venv/installed     ## the quick tests against the built wheel, out of reach of the source
@@ -36,7 +37,7 @@ wheel-test: .venv/installed     ## the quick tests against the built wheel, out 
 	cp -r *.md pyproject.toml benchmarks docs examples tests $(WHEEL)/outside
 	cd $(WHEEL)/outside && export PYTHONPATH=$(abspath $(WHEEL))/site && \
 	$(abspath $(PY)) -c 'import pipeflow; assert pipeflow.__file__.startswith("$(abspath $(WHEEL))/site/"), pipeflow' && \
-	$(abspath $(PYTEST)) -m "not slow" tests/core tests/draw tests/cli tests/runtime tests/test_*.py $(abspath $(WHEEL))/site/pipeflow $(ARGS)
+	$(abspath $(PY)) -m pytest $(SPREAD) -m "not slow" tests/core tests/draw tests/cli tests/runtime tests/test_*.py $(abspath $(WHEEL))/site/pipeflow $(ARGS)
 
 fuzz: .venv/installed           ## random configurations against plain torch: make fuzz ARGS=0:1000
 	$(PY) -m tests.fuzz $(ARGS)
