@@ -109,12 +109,11 @@ def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> 
     """The batch's mean loss, summed in microbatch order. Where two ranks have the last stage, each for half of the
     microbatches, they tell each other theirs.
     """
-    parts = results.parts()
     if len(last) == 1:
-        return torch.stack(list(parts.values())).sum() if parts else None
+        return results.loss()
     [peer] = [rank for rank in last if rank != transport.rank]
     mine, its = (torch.zeros(1 + results.microbatches, dtype=torch.float64, device="cpu") for _ in range(2))
-    for microbatch, part in parts.items():
+    for microbatch, part in results.parts().items():
         mine[0], mine[1 + microbatch] = 1 + _DTYPES.index(part.dtype), part
     exchange(transport, Tag.CONTROL, {peer: mine}, {peer: its}, "waiting for the losses of the other last stage")
     dtype = _DTYPES[int(max(mine[0], its[0])) - 1]

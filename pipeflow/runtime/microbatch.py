@@ -168,7 +168,9 @@ def _snapshot(tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if tensor.is_inference() or tensor._version else tensor.detach()
 
 
-def weights_of(labels: list[object], sizes: list[int], weigh: Callable[..., float] | None) -> tuple[list[float], float]:
+def loss_weights(
+    labels: list[object], sizes: list[int], weigh: Callable[..., float] | None
+) -> tuple[list[float], float]:
     """Per microbatch, its part of the batch's mean loss: by samples, or by `weigh(labels)`, like a count of tokens. And
     what the whole batch weighs: where that is nothing, no microbatch has a part.
 

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.deferral.products import Deferral
-from pipeflow.parallel.context import Context, current_context
+from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.runtime.arguments import Arguments, compare, fitting_stages
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.clipping import Clipping
 from pipeflow.runtime.devices import place
 from pipeflow.runtime.gradients.step_end import Gradients
+from pipeflow.runtime.keywords import names_taken
 from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.program.payload import Metadata
-from pipeflow.runtime.programs import Programs, digest_of, require_sound
-from pipeflow.runtime.stage import Keywords, Stage
+from pipeflow.runtime.programs import Programs
+from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
 
 LOG = logging.getLogger("pipeflow")
@@ -98,7 +98,7 @@ class Pipeline(nn.Module):
         self.clippings: WeakSet[Clipping] = WeakSet()
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
-            own = _fitting_stages(self.chunks, schedule, context, stages)
+            own = fitting_stages(self.chunks, schedule, context, stages)
             has_loss = schedule.placement.num_stages - 1 in own
             self.criterion = criterion if has_loss and isinstance(criterion, nn.Module) else None
             place(self, context.device)
@@ -107,7 +107,9 @@ class Pipeline(nn.Module):
             if self.criterion is not None:
                 owners[own[-1]] = nn.ModuleList([modules[own[-1]], self.criterion])
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
-            taken = _compare(context, self, shape, overlaps=overlap is not None, takes=_keywords_of(modules))
+            mine = Arguments.of(schedule, shape, overlaps=overlap is not None, takes=names_taken(modules))
+            everyone: list[Any] = all_gather_object(context.world, mine)
+            taken = compare(everyone)
             self.gradients = Gradients(self, owners, schedule.placement, context, gradient_dtype)
             precise = _under_autocast(autocast, context.device)
             prepared = {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()}
@@ -192,61 +194,8 @@ def execute_pipeline(
         return model.runner.step(data_iter, call, model.loss_scale)
 
 
-def _fitting_stages(
-    chunks: nn.ModuleList, schedule: Schedule, context: Context, stages: Sequence[int] | None
-) -> tuple[int, ...]:
-    """The stages that this rank holds. Raises UsageError when schedule, ranks and chunks do not fit."""
-    ranks, rank = schedule.placement.num_ranks, context.pipeline_rank
-    if ranks != context.pipeline_size:
-        raise UsageError(f"schedule {schedule.name!r} is for {ranks} ranks, the pipeline has {context.pipeline_size}")
-    require_sound(schedule, schedule.placement)
-    own = schedule.placement.stages_of(rank)
-    there = f"rank {rank} holds stages {list(own)} under {schedule.name!r}"
-    if len(chunks) != len(own):
-        raise UsageError(f"{there}: it needs {len(own)} chunks, got {len(chunks)}")
-    if stages is not None and tuple(stages) != own:
-        raise UsageError(f"{there}; its chunks are for stages {list(stages)}")
-    if any(isinstance(module, DistributedDataParallel) for module in chunks.modules()):
-        raise UsageError("DistributedDataParallel inside a stage would average gradients at the wrong time: unwrap it")
-    if lazy := [name for name, parameter in chunks.named_parameters() if is_lazy(parameter)]:
-        raise UsageError(f"{lazy[0]} has no shape yet: run the lazy layers of a stage once before making the Pipeline")
-    return own
-
-
 def _under_autocast(
     dtype: torch.dtype | None, device: torch.device
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """What makes a function run under torch.autocast; without a dtype, leaves it as it is."""
     return (lambda function: function) if dtype is None else torch.autocast(device.type, dtype)
-
-
-def _keywords_of(modules: Mapping[int, nn.Module]) -> frozenset[str] | None:
-    """The names of the entries that a rank's stages take; None for any."""
-    names = [Keywords.of(module, takes_input=stage > 0).names for stage, module in modules.items()]
-    return _union(names)
-
-
-def _union(names: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    union: frozenset[str] = frozenset()
-    for each in names:
-        if each is None:
-            return None
-        union |= each
-    return union
-
-
-def _compare(
-    context: Context, pipeline: Pipeline, shape: object, *, overlaps: bool, takes: frozenset[str] | None
-) -> frozenset[str] | None:
-    """Raises UsageError, on every rank, unless all ranks were given the same. Returns the names of the entries that the
-    stages of all ranks take, None for any.
-    """
-    schedule = pipeline.schedule
-    plan = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
-    everyone: list[Any] = all_gather_object(context.world, (plan, shape, overlaps, takes))
-    plans, shapes, overlapping, taken = zip(*everyone, strict=True)
-    for what, given in (("schedule", plans), ("tensor_shape or tensor_dtype", shapes), ("overlap", overlapping)):
-        for rank, its in enumerate(given):
-            if its != given[0]:
-                raise UsageError(f"rank {rank} was given another {what} than rank 0: {its}, not {given[0]}")
-    return _union(taken)

@@ -15,7 +15,7 @@ from pipeflow.parallel.context import Context
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.loss import Told, agree, share_of
-from pipeflow.runtime.microbatch import Batch, next_batch, weights_of
+from pipeflow.runtime.microbatch import Batch, loss_weights, next_batch
 from pipeflow.runtime.outputs import merged
 from pipeflow.runtime.program.compile import Compiled
 from pipeflow.runtime.program.operations import Operation
@@ -74,7 +74,7 @@ class Runner:
         self.gradients.forget()
 
     def step(self, data_iter: Iterator[object], call: Call, loss_scale: float) -> Output:
-        """Runs one step; all ranks call it together."""
+        """Runs one step; all ranks call it together. Raises UsageError within a step, and as `execute_pipeline`."""
         if self._runs:
             raise UsageError("execute_pipeline was called within a step of the same Pipeline: its stages run already")
         self._runs = True
@@ -127,6 +127,7 @@ class Runner:
         self.gradients.end(reduce=runnable.mode.reduce)
 
     def _load(self, compiled: Compiled, batch: Batch, call: Call) -> None:
+        """Splits the batch, and puts its microbatches where the operations look for them."""
         for stage in self.stages.values():
             stage.load(batch)
         if 0 in self.stages and not isinstance(batch.inputs, dict):
@@ -137,7 +138,7 @@ class Runner:
             if call.training or batch.labels is not None:
                 results.criterion = self.criterion
                 results.labels = batch.split(batch.labels)
-                results.weights, results.weight = weights_of(results.labels, batch.sizes, self.weigh)
+                results.weights, results.weight = loss_weights(results.labels, batch.sizes, self.weigh)
 
     def _unload(self, compiled: Compiled) -> None:
         """Lets go of the batch and of what was made of it."""

@@ -32,7 +32,7 @@ class Unpacker:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are complete with `data`."""
+        """The messages that are complete with `data`. Raises ValueError for what is no message."""
         self._bytes += data
         while len(self._bytes) >= 4:
             end = 4 + int.from_bytes(self._bytes[:4])

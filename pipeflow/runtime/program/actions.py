@@ -44,6 +44,7 @@ class Shared:
 
 
 def forward(shared: Shared, action: Action) -> list[ops.Operation]:
+    """F: the batch or a payload goes in; a payload or the loss comes out."""
     stage, microbatch = action.stage, action.microbatch
     state = shared.states.setdefault((stage, microbatch), BackwardState()) if shared.training else None
     before: list[ops.Operation] = []
@@ -59,20 +60,24 @@ def forward(shared: Shared, action: Action) -> list[ops.Operation]:
 
 
 def backward(shared: Shared, action: Action) -> list[ops.Operation]:
+    """B: the gradient of the output goes in, that of the input comes out; those of the weights are added."""
     before, state, source, sink = _backward(shared, action)
     return [*before, ops.Backward(action, state, source, sink)]
 
 
 def backward_input(shared: Shared, action: Action) -> list[ops.Operation]:
+    """I: as B, with weight gradients left for W where layers can do so."""
     before, state, source, sink = _backward(shared, action)
     return [*before, ops.BackwardInput(action, state, source, sink, shared.stages[action.stage].deferral)]
 
 
 def backward_weight(shared: Shared, action: Action) -> list[ops.Operation]:
+    """W: the weight gradients that I left."""
     return [ops.BackwardWeight(action, shared.states[action.stage, action.microbatch])]
 
 
 def reduction(shared: Shared, action: Action) -> list[ops.Operation]:
+    """R: the sum of the stage's weight gradients over the ranks that hold it."""
     return [ops.Reduce(action, shared.gradients.reduce)]
 
 

@@ -81,8 +81,8 @@ class BackwardState:
 
 
 def flatten(output: object, device: torch.device) -> tuple[list[Tensor], TreeSpec | None]:
-    """The output of a stage on `device` as tensors and the tree they came from. Raises UsageError for anything but
-    tensors that can be sent.
+    """The output of a stage on `device` as tensors, of any shapes, and the tree they came from; None for a bare tensor.
+    Raises UsageError for anything but tensors that can be sent.
     """
     if isinstance(output, Tensor):
         _require_plain(output, device)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class Results:
-    """What the last stage needs of the batch and makes of it: per microbatch its loss, and its output if asked."""
+    """What the last stage needs of the batch and makes of it: per microbatch its loss, a scalar, and
+    its output if asked.
+    """
 
     def __init__(self, microbatches: int) -> None:
         self.microbatches = microbatches
@@ -27,7 +29,7 @@ class Results:
         self.outputs: list[object] = [None] * self.microbatches
 
     def loss(self) -> Tensor | None:
-        """The batch's mean loss, summed in microbatch order whatever the schedule; None where there is none."""
+        """The batch's mean loss, a scalar, summed in microbatch order under any schedule; None where there is none."""
         parts = self.parts()
         return torch.stack(list(parts.values())).sum() if parts else None
 

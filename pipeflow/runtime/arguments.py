@@ -1,0 +1,74 @@
+"""Arguments: whether a Pipeline can be made of what it was given. A rank's chunks must fit the schedule, and all ranks
+must have been given the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.parallel.context import Context
+from pipeflow.runtime.keywords import Names, union
+from pipeflow.runtime.programs import digest_of, require_sound
+
+
+class Arguments(NamedTuple):
+    """What one rank was given, as the others are told."""
+
+    schedule: tuple[str, Placement, int, float]  # its name, placement, microbatches and digest
+    tensor: tuple[tuple[int, ...], torch.dtype] | None  # the shape and dtype of what passes between stages
+    overlap: bool
+    names: Names  # the entries that its stages take
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, tensor: tuple[tuple[int, ...], torch.dtype] | None, *, overlaps: bool, takes: Names
+    ) -> Arguments:
+        """Those of this rank."""
+        told = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
+        return cls(told, tensor, overlaps, takes)
+
+
+_CALLED = {"schedule": "schedule", "tensor": "tensor_shape or tensor_dtype", "overlap": "overlap"}
+"""What must be the same on all ranks, and what users call it."""
+
+
+def compare(everyone: Sequence[Arguments]) -> Names:
+    """The names of the entries that the stages of all ranks take. Raises UsageError, the same one on every rank, unless
+    all ranks were given the same.
+    """
+    for field, called in _CALLED.items():
+        given = [getattr(arguments, field) for arguments in everyone]
+        for rank, its in enumerate(given):
+            if its != given[0]:
+                raise UsageError(f"rank {rank} was given another {called} than rank 0: {its}, not {given[0]}")
+    return union(arguments.names for arguments in everyone)
+
+
+def fitting_stages(
+    chunks: nn.ModuleList, schedule: Schedule, context: Context, stages: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The stages that this rank holds. Raises UsageError when schedule, ranks and chunks do not fit."""
+    ranks, rank = schedule.placement.num_ranks, context.pipeline_rank
+    if ranks != context.pipeline_size:
+        raise UsageError(f"schedule {schedule.name!r} is for {ranks} ranks, the pipeline has {context.pipeline_size}")
+    require_sound(schedule, schedule.placement)
+    own = schedule.placement.stages_of(rank)
+    there = f"rank {rank} holds stages {list(own)} under {schedule.name!r}"
+    if len(chunks) != len(own):
+        raise UsageError(f"{there}: it needs {len(own)} chunks, got {len(chunks)}")
+    if stages is not None and tuple(stages) != own:
+        raise UsageError(f"{there}; its chunks are for stages {list(stages)}")
+    if any(isinstance(module, DistributedDataParallel) for module in chunks.modules()):
+        raise UsageError("DistributedDataParallel inside a stage would average gradients at the wrong time: unwrap it")
+    if lazy := [name for name, parameter in chunks.named_parameters() if is_lazy(parameter)]:
+        raise UsageError(f"{lazy[0]} has no shape yet: run the lazy layers of a stage once before making the Pipeline")
+    return own
