@@ -46,15 +46,15 @@ def train_all(steps: int) -> dict[str, list[float]]:
     """On every rank: the losses of every step, by precision."""
     import torch
 
-    from pipeflow.optim import AMP_TYPE, HalfPrecision
+    from pipeflow.optim import HalfPrecision
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     return {
         "float32": train(steps, None),
         "float32, 2 microbatches": train(steps, None, microbatches=2),
-        "bfloat16, NAIVE": train(steps, HalfPrecision(AMP_TYPE.NAIVE, torch.bfloat16)),
-        "bfloat16, TORCH": train(steps, HalfPrecision(AMP_TYPE.TORCH, torch.bfloat16)),
-        "float16, NAIVE": train(steps, HalfPrecision(AMP_TYPE.NAIVE, torch.float16)),
+        "bfloat16 parameters": train(steps, HalfPrecision("parameters", torch.bfloat16)),
+        "bfloat16 autocast": train(steps, HalfPrecision("autocast", torch.bfloat16)),
+        "float16 parameters": train(steps, HalfPrecision("parameters", torch.float16)),
     }
 
 

@@ -22,11 +22,15 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
-from pipeflow.colossalai import get_default_parser, launch_from_torch
-from pipeflow.colossalai.context import ParallelMode
-from pipeflow.colossalai.core import global_context as gpc
 from pipeflow.tensor import manual_seed
-from pipeflow.training import Config, DataParallelLoader, get_dataloader, get_dist_logger, read_config
+from pipeflow.training import (
+    Config,
+    DataParallelLoader,
+    get_dataloader,
+    get_dist_logger,
+    launch_from_config,
+    read_config,
+)
 
 if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -62,13 +66,12 @@ def main() -> None:
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = get_default_parser()
-    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="a Python file; examples/gpt3/configs has some")
+    parser.add_argument("--world_size", type=int, help="processes to start without torchrun; by default one replica's")
+    parser.add_argument("--device", help="where to compute, as cpu; by default a GPU where there is one")
     parser.add_argument("--steps", type=int, help="stop after so many steps of the optimizer")
-    arguments = parser.parse_args()
-    if arguments.config is None:
-        parser.error("--config FILE is needed; examples/gpt3/configs has some")
-    return arguments
+    return parser.parse_args()
 
 
 def preset_of(config: Config) -> Preset:
@@ -91,7 +94,7 @@ def text() -> Path:
 
 def run(config: Config, preset: Preset, arguments: argparse.Namespace) -> None:
     """One rank's part, from the text to the last epoch."""
-    context = launch_from_torch(config, backend=arguments.backend)
+    context = launch_from_config(config, device=arguments.device)
     manual_seed(1024 if config.seed is None else config.seed)  # of dropout
     logger = get_dist_logger()
     dataset = WebtextDataset(text(), config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
@@ -103,10 +106,8 @@ def run(config: Config, preset: Preset, arguments: argparse.Namespace) -> None:
     pipeline, optimizer = make_pipeline(config, preset)
     first_replica = context.layout.pipeline_ranks(0)
     parameters = sum(parameter.numel() for parameter in pipeline.parameters())
-    logger.info(
-        f"{parameters:,} weights on each rank of stage {gpc.get_local_rank(ParallelMode.PIPELINE)}", ranks=first_replica
-    )
-    samples = config.BATCH_SIZE * gpc.get_world_size(ParallelMode.DATA) * accumulated
+    logger.info(f"{parameters:,} weights on each rank of stage {context.pipeline_rank}", ranks=first_replica)
+    samples = config.BATCH_SIZE * context.data_size * accumulated
     logger.info(f"global batch size = {samples}", ranks=[0])
     steps = 0
     for epoch in range(config.NUM_EPOCHS):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pipeflow.optim.clip import clip_grad_norm_, grad_norm
 from pipeflow.optim.masters import MasterWeights
 from pipeflow.optim.optimizer import load_named_state, named_state
-from pipeflow.optim.precision import AMP_TYPE, HalfPrecision
+from pipeflow.optim.precision import HalfPrecision
 from pipeflow.optim.scaler import LossScaler
 from pipeflow.optim.zero import Zero
 
 __all__ = [
-    "AMP_TYPE",
     "HalfPrecision",
     "LossScaler",
     "MasterWeights",

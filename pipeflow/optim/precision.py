@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Literal, get_args
 
 import torch
 from torch.nn import functional
@@ -15,30 +15,28 @@ from pipeflow.optim.masters import MasterWeights
 from pipeflow.optim.scaler import LossScaler
 from pipeflow.runtime.pipeline import Pipeline
 
-
-class AMP_TYPE(Enum):  # noqa: N801 (its name in every tutorial)
-    """How a model is trained in 16 bits."""
-
-    NAIVE = "naive"  # its parameters are; the optimizer steps float32 masters
-    TORCH = "torch"  # its parameters are float32, torch.autocast computes in 16 bits
-    APEX = "apex"  # NVIDIA's apex, which is not supported
+Mode = Literal["parameters", "autocast"]
+"""What is in 16 bits: the parameters, of which the optimizer steps float32 masters; or what torch.autocast computes,
+while the parameters are in float32.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HalfPrecision:
     """The 16-bit type and how it is used. `scaling` are the options of the LossScaler that float16 needs.
 
-    Raises UsageError for AMP_TYPE.APEX, for a dtype that is neither float16 nor bfloat16, and for options that a
+    Raises UsageError for another mode, for a dtype that is neither float16 nor bfloat16, and for options that a
     LossScaler refuses.
     """
 
-    mode: AMP_TYPE
+    mode: Mode
     dtype: torch.dtype = torch.float16
     scaling: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.mode is AMP_TYPE.APEX:
-            raise UsageError("AMP_TYPE.APEX is not supported: use AMP_TYPE.TORCH (autocast) or AMP_TYPE.NAIVE")
+        if self.mode not in get_args(Mode):
+            modes = " or ".join(map(repr, get_args(Mode)))
+            raise UsageError(f"training in 16 bits takes mode {modes}, got {self.mode!r}")
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise UsageError(f"training in 16 bits takes torch.float16 or torch.bfloat16, got {self.dtype}")
         self.scaler()  # refuses options that make no sense
@@ -46,16 +44,16 @@ class HalfPrecision:
     @property
     def parameters(self) -> torch.dtype:
         """That of the model's parameters."""
-        return self.dtype if self.mode is AMP_TYPE.NAIVE else torch.float32
+        return self.dtype if self.mode == "parameters" else torch.float32
 
     @property
     def autocast(self) -> torch.dtype | None:
         """For the Pipeline's argument of that name."""
-        return self.dtype if self.mode is AMP_TYPE.TORCH else None
+        return self.dtype if self.mode == "autocast" else None
 
     def scaler(self) -> LossScaler | None:
         """A new one, for float16; bfloat16 has float32's range and needs none."""
-        return LossScaler(**self.scaling) if self.dtype == torch.float16 else None  # type: ignore[arg-type]
+        return LossScaler(**self.scaling) if self.dtype == torch.float16 else None  # type: ignore[arg-type]  # it checks them
 
     def optimizer(self, model: Pipeline, optimizer: Optimizer) -> MasterWeights:
         """What steps `model` in this precision, by `optimizer`. Raises UsageError as `require_dtype` does, and for a
@@ -65,7 +63,7 @@ class HalfPrecision:
         dtypes = {parameter.dtype for parameter in model.parameters()}
         if dtypes and self.parameters not in dtypes:
             raise UsageError(
-                f"AMP_TYPE.{self.mode.name} steps parameters in {self.parameters}, and the model's are in "
+                f"mode {self.mode!s} steps parameters in {self.parameters}, and the model's are in "
                 f"{', '.join(sorted(map(str, dtypes)))}: convert it before its Pipeline is made"
             )
         return MasterWeights(model, optimizer, scaler=self.scaler())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipeflow.core.errors import UsageError
-from pipeflow.optim.precision import AMP_TYPE, HalfPrecision
+from pipeflow.optim.precision import HalfPrecision
 
 LOG = logging.getLogger("pipeflow")
 
@@ -204,11 +204,9 @@ def _precision(given: Section) -> HalfPrecision | None:
     if not fp16 and not bf16:
         return None
     section, dtype = (fp16, torch.float16) if fp16 else (bf16, torch.bfloat16)
-    mode = section.get("mode")
-    if not isinstance(mode, AMP_TYPE):
-        modes = ", ".join(f"AMP_TYPE.{kind.name}" for kind in (AMP_TYPE.NAIVE, AMP_TYPE.TORCH))
-        raise UsageError(f"the mode of 16 bits must be one of {modes}, got {mode!r}")
-    return HalfPrecision(mode, dtype, {key: section[key] for key in section if key != "mode"})
+    scaling = {key: section[key] for key in section if key != "mode"}
+    mode: Any = section.get("mode")  # HalfPrecision refuses what is none
+    return HalfPrecision(mode, dtype, scaling)
 
 
 def _clip_grad_norm(given: Section) -> float:

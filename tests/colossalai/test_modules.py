@@ -27,7 +27,6 @@ ONE_DIMENSIONAL = {
     "VocabParallelCrossEntropyLoss1D": "pipeflow.tensor.VocabParallelCrossEntropy",
 }
 OURS = {  # by module: each name, and what it is here
-    "amp": {"AMP_TYPE": "pipeflow.optim.AMP_TYPE"},
     "builder.pipeline": {
         "partition_uniform": "pipeflow.partition_uniform",
         "partition_balanced": "pipeflow.partition_balanced",
@@ -45,6 +44,7 @@ OURS = {  # by module: each name, and what it is here
 }
 ADAPTERS = {
     "": ("get_default_parser", "launch", "launch_from_torch"),
+    "amp": ("AMP_TYPE",),
     "context": ("ParallelMode",),
     "context.parallel_mode": ("ParallelMode",),
     "core": ("global_context",),

@@ -11,7 +11,7 @@ import torch
 
 import gpt3.hybrid
 from pipeflow import UsageError
-from pipeflow.optim import AMP_TYPE, HalfPrecision
+from pipeflow.optim import HalfPrecision
 from pipeflow.training import read_config
 from tests.examples.conftest import GPT3
 from tests.scripts import run_ranks
@@ -43,7 +43,7 @@ def test_the_big_ones_are_what_their_names_say() -> None:
     assert (found["gpt2_hybrid"].pipeline, found["gpt2_hybrid"].tensor) == (2, 2)
     assert (found["gpt3_hybrid"].pipeline, found["gpt3_hybrid"].tensor) == (8, 8)
     for name in ("gpt2_pipeline", "gpt2_hybrid", "gpt3_hybrid"):
-        assert found[name].precision == HalfPrecision(AMP_TYPE.NAIVE, torch.half)
+        assert found[name].precision == HalfPrecision("parameters", torch.half)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, load_checkpoint, save_checkpoint
-from pipeflow.optim import AMP_TYPE, HalfPrecision, LossScaler, MasterWeights, clip_grad_norm_, grad_norm
+from pipeflow.optim import HalfPrecision, LossScaler, MasterWeights, clip_grad_norm_, grad_norm
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import TiedModel, Words
@@ -148,7 +148,7 @@ def test_tied_weights_and_their_masters_keep_the_same_bits(dtype: torch.dtype) -
 
 def under_autocast(dtype: torch.dtype | None) -> tuple[dict[str, Any], float, float]:
     """Three steps with float32 parameters."""
-    precision = None if dtype is None else HalfPrecision(AMP_TYPE.TORCH, dtype, {"initial_scale": 256.0})
+    precision = None if dtype is None else HalfPrecision("autocast", dtype, {"initial_scale": 256.0})
     pipeline = blocks.build(torch.float32, autocast=None if precision is None else precision.autocast)
     optimizer: Optimizer = SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
     if precision is not None:
@@ -262,10 +262,13 @@ def misuse() -> None:
 
 
 def refuse_other_parameters() -> None:
-    for mode, dtype in ((AMP_TYPE.NAIVE, torch.float32), (AMP_TYPE.TORCH, torch.float16)):
+    for precision, dtype in (
+        (HalfPrecision("parameters"), torch.float32),
+        (HalfPrecision("autocast"), torch.float16),
+    ):
         pipeline = blocks.build(dtype)
         with pytest.raises(UsageError, match=f"and the model's are in {dtype}: convert it"):
-            HalfPrecision(mode).optimizer(pipeline, adamw(pipeline))
+            precision.optimizer(pipeline, adamw(pipeline))
 
 
 @pytest.mark.parametrize(
@@ -275,15 +278,15 @@ def test_one_rank(check: Any) -> None:
     run_threads(check, 1)
 
 
-def test_apex_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"AMP_TYPE\.TORCH .* or AMP_TYPE\.NAIVE"):
-        HalfPrecision(AMP_TYPE.APEX)
+def test_another_mode_is_refused() -> None:
+    with pytest.raises(UsageError, match="takes mode 'parameters' or 'autocast', got 'apex'"):
+        HalfPrecision("apex")  # type: ignore[arg-type]  # what is refused
 
 
 def probe_a_device_without() -> None:
     pipeline = blocks.build(torch.float16)
     with pytest.raises(UsageError, match=r"device 'cpu' cannot compute in torch.float16 \(.*not implemented.*\)"):
-        HalfPrecision(AMP_TYPE.NAIVE).optimizer(pipeline, adamw(pipeline))
+        HalfPrecision("parameters").optimizer(pipeline, adamw(pipeline))
 
 
 def test_a_device_that_lacks_the_dtype_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:

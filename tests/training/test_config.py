@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from pipeflow import UsageError
-from pipeflow.optim import AMP_TYPE, HalfPrecision
+from pipeflow.optim import HalfPrecision
 from pipeflow.training import Config, read_config
 
 TUTORIAL: dict[str, Any] = {
     "NUM_MICRO_BATCHES": 192,
     "parallel": {"pipeline": 2, "tensor": {"mode": "1d", "size": 2}},
-    "fp16": {"mode": AMP_TYPE.NAIVE, "initial_scale": 2**10},
+    "fp16": {"mode": "parameters", "initial_scale": 2**10},
     "clip_grad_norm": 1,
     "gradient_accumulation": 4,
     "TENSOR_SHAPE": (1, 1024, 1600),
@@ -31,10 +31,10 @@ TUTORIAL: dict[str, Any] = {
 def test_the_tutorials() -> None:
     config = read_config(TUTORIAL)
     assert (config.pipeline, config.tensor, config.num_microbatches, config.num_chunks) == (2, 2, 192, 2)
-    assert config.precision == HalfPrecision(AMP_TYPE.NAIVE, torch.float16, {"initial_scale": 2**10})
+    assert config.precision == HalfPrecision("parameters", torch.float16, {"initial_scale": 2**10})
     assert (config.clip_grad_norm, config.gradient_accumulation, config.seed) == (1.0, 4, 3)
     assert (config.tensor_shape, config.log_path) == ((1, 1024, 1600), "logs")
-    assert (config.BATCH_SIZE, config.model.type, config.fp16.mode) == (192, "gpt", AMP_TYPE.NAIVE)
+    assert (config.BATCH_SIZE, config.model.type, config.fp16.mode) == (192, "gpt", "parameters")
     assert config.parallel["tensor"]["size"] == config.parallel.tensor.size == 2
     assert getattr(config, "SEQ_LEN", None) is None
     assert read_config(config) is config
@@ -65,8 +65,8 @@ def test_layouts(parallel: dict[str, Any], expected: tuple[int, int]) -> None:
 def test_a_file(tmp_path: Path) -> None:
     file = tmp_path / "config.py"
     file.write_text(
-        "import os\nfrom pipeflow.optim import AMP_TYPE\n_HIDDEN = 4\nSEQ_LEN = 2 * _HIDDEN\n"
-        "parallel = dict(pipeline=2)\nbf16 = dict(mode=AMP_TYPE.TORCH)\n"
+        "import os\nfrom enum import Enum\n_HIDDEN = 4\nSEQ_LEN = 2 * _HIDDEN\n"
+        "parallel = dict(pipeline=2)\nbf16 = dict(mode='autocast')\n"
     )
     config = read_config(str(file))
     assert set(config.given) == {"SEQ_LEN", "parallel", "bf16"}
@@ -81,15 +81,15 @@ def test_a_file(tmp_path: Path) -> None:
     [
         ({"parallel": {"pipelines": 2}}, "parallel has no key 'pipelines': did you mean 'pipeline'"),
         ({"parallel": {"tensor": {"sizes": 2}}}, "tensor has no key 'sizes': did you mean 'size'"),
-        ({"fp16": {"mode": AMP_TYPE.NAIVE, "inital_scale": 2}}, "did you mean 'initial_scale'"),
+        ({"fp16": {"mode": "parameters", "inital_scale": 2}}, "did you mean 'initial_scale'"),
         ({"parallel": {"tensor": {"mode": "2d", "size": 4}}}, "mode '2d' does not exist here.*mode='1d', size=4"),
         ({"parallel": {"tensor": {"size": 2}}}, "mode None does not exist here"),
         ({"parallel": {"pipeline": 0}}, "parallel.pipeline must be a positive whole number, got 0"),
         ({"parallel": 2}, "parallel must be a dict of pipeline, tensor, got 2"),
-        ({"fp16": {"mode": "naive"}}, "must be one of AMP_TYPE.NAIVE, AMP_TYPE.TORCH, got 'naive'"),
-        ({"fp16": {"mode": AMP_TYPE.APEX}}, "APEX is not supported: use AMP_TYPE.TORCH"),
-        ({"fp16": {"mode": AMP_TYPE.NAIVE, "growth_factor": 0.5}}, "growth_factor 0.5"),
-        ({"fp16": {"mode": AMP_TYPE.NAIVE}, "bf16": {"mode": AMP_TYPE.NAIVE}}, "both fp16 and bf16"),
+        ({"fp16": {"mode": "naive"}}, "takes mode 'parameters' or 'autocast', got 'naive'"),
+        ({"fp16": {"initial_scale": 2}}, "takes mode 'parameters' or 'autocast', got None"),
+        ({"fp16": {"mode": "parameters", "growth_factor": 0.5}}, "growth_factor 0.5"),
+        ({"fp16": {"mode": "parameters"}, "bf16": {"mode": "parameters"}}, "both fp16 and bf16"),
         ({"NUM_CHUNKS": 2, "model": {"num_chunks": 3}}, "NUM_CHUNKS is 2 and model.num_chunks 3"),
         ({"NUM_MICRO_BATCHES": True}, "NUM_MICRO_BATCHES must be a positive whole number"),
         ({"BATCH_SIZE": 1.5}, "BATCH_SIZE must be"),

@@ -1,7 +1,5 @@
 """GPT-2 with 1.6 billion weights through a pipeline of two, whose every rank is two devices."""
 
-from pipeflow.optim import AMP_TYPE
-
 NUM_EPOCHS = 60
 SEQ_LEN = 1024
 BATCH_SIZE = 192
@@ -11,6 +9,6 @@ TENSOR_SHAPE = (1, 1024, 1600)
 
 model = dict(type="GPT2_exlarge_pipeline_hybrid", checkpoint=True)
 parallel = dict(pipeline=2, tensor=dict(mode="1d", size=2))
-fp16 = dict(mode=AMP_TYPE.NAIVE)
+fp16 = dict(mode="parameters")
 clip_grad_norm = 1.0
 gradient_accumulation = 1

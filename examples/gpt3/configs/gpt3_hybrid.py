@@ -1,7 +1,5 @@
 """GPT-3 with 175 billion weights through a pipeline of eight machines of eight devices each."""
 
-from pipeflow.optim import AMP_TYPE
-
 NUM_EPOCHS = 60
 SEQ_LEN = 2048
 BATCH_SIZE = 192
@@ -11,6 +9,6 @@ TENSOR_SHAPE = (1, 2048, 12288)
 
 model = dict(type="GPT3_pipeline_hybrid", checkpoint=True)
 parallel = dict(pipeline=8, tensor=dict(mode="1d", size=8))
-fp16 = dict(mode=AMP_TYPE.NAIVE)
+fp16 = dict(mode="parameters")
 clip_grad_norm = 1.0
 gradient_accumulation = 1

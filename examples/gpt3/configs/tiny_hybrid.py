@@ -1,7 +1,5 @@
 """A small GPT in 16 bits through a pipeline of two, whose every rank is two processes: for four, or eight."""
 
-from pipeflow.optim import AMP_TYPE
-
 NUM_EPOCHS = 1
 SEQ_LEN = 64
 BATCH_SIZE = 16
@@ -12,6 +10,6 @@ LEARNING_RATE = 0.001
 
 model = dict(type="GPT_tiny_pipeline_hybrid", checkpoint=True)
 parallel = dict(pipeline=2, tensor=dict(mode="1d", size=2))
-fp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=1024)
+fp16 = dict(mode="parameters", initial_scale=1024)
 clip_grad_norm = 1.0
 gradient_accumulation = 2
