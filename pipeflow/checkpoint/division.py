@@ -51,7 +51,7 @@ class Division:
         holders: dict[tuple[str, Sizes], list[int]] = defaultdict(list)
         offers: dict[tuple[str, Sizes], Offer] = {}
         for rank, one in enumerate(everyone):
-            for offer in (Offer(*each) for each in one):  # type: ignore[arg-type]
+            for offer in (Offer(*each) for each in one):  # type: ignore[arg-type]  # its fields
                 holders[offer.name, offer.offset].append(rank)
                 offers.setdefault((offer.name, offer.offset), offer)
         ranks: list[list[Offer]] = [[] for _ in everyone]

@@ -35,7 +35,7 @@ def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) ->
     context = context_here()
     with context.alarm.raised_everywhere():
         names = [str(path) for path in _newest_first(Path(folder))] if context.rank == 0 else None
-        everyone: list[list[str]] = all_gather_object(context.world, names)  # type: ignore[assignment]
+        everyone: list[list[str]] = all_gather_object(context.world, names)  # type: ignore[assignment]  # as all ranks send
         return _first_whole(map(Path, everyone[0]), partial(_fault_anywhere, context), warn=context.rank == 0)
 
 
@@ -61,7 +61,7 @@ def _fault_anywhere(context: Context, path: Path) -> str | None:
     """What any rank found wrong in its share; the same on all."""
     found: list[str | None] = []
     Task(context, lambda: found.append(_fault(path, context.rank, context.world_size))).wait()
-    everyone: list[str | None] = all_gather_object(context.world, found[0])  # type: ignore[assignment]
+    everyone: list[str | None] = all_gather_object(context.world, found[0])  # type: ignore[assignment]  # as all ranks send
     return next(filter(None, everyone), None)
 
 

@@ -15,6 +15,7 @@ from pipeflow.cli.options import cost_options, schedule_options, unit_options
 from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
 from pipeflow.cli.request import Request, is_file
 from pipeflow.cli.sources import Source, sound_source
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 
@@ -80,7 +81,7 @@ def _sources(names: list[str], request: Request) -> list[Source]:
             )
             for part in parts
         ]
-    reduces = any(file.schedule != file.schedule.without_reductions() for file in sources.values())
+    reduces = any(Stream.REDUCE in file.schedule.streams for file in sources.values())
     for index, name in enumerate(names):
         if index not in sources:
             schedule = sound_source(name, parts[index]).schedule

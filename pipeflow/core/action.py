@@ -18,7 +18,7 @@ class Kind(StrEnum):
 
     F = "F"  # forward
     B = "B"  # full backward
-    I = "I"  # input-gradient half  # noqa: E741  (the field's letter)
+    I = "I"  # input-gradient half  # noqa: E741  # the field's letter
     W = "W"  # weight-gradient half
     R = "R"  # reduction of a stage's weight gradients; its microbatch is the last one that it waits for
 

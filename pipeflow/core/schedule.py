@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeflow.core.action import Action, Entry, Kind, actions_of
+from pipeflow.core.dataflow import Stream, stream_of
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement, require_positive
@@ -44,6 +45,11 @@ class Schedule(Shown):
     def is_forward_only(self) -> bool:
         """Whether every action is a forward."""
         return all(action.kind is Kind.F for rank in range(len(self.rows)) for action in self.actions(rank))
+
+    @property
+    def streams(self) -> frozenset[Stream]:
+        """Those that anything in it runs on."""
+        return frozenset(stream_of(entry) for row in self.rows for entry in row)
 
     def forward_only(self) -> Schedule:
         """The same schedule without its backwards, for evaluation: sound whenever this one is, since a

@@ -64,13 +64,15 @@ class Deferring(nn.Module):
 
 
 class DeferringLinear(Deferring, nn.Linear):
+    """An nn.Linear whose weight's and bias's gradients can wait."""
+
     stock = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         deferred = self._deferred_weights()
         if deferred is None:
             return super().forward(input)
-        output: Tensor = _Linear.apply(deferred.deferral.anchor, input, deferred)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(deferred.deferral.anchor, input, deferred)  # type: ignore[no-untyped-call]  # torch's
         return output
 
 
@@ -82,7 +84,7 @@ class _DeferringConvolution(Deferring, nn.modules.conv._ConvNd):
         batched = input.dim() == self.weight.dim()
         input, padding = self._pad(input if batched else input.unsqueeze(0))
         geometry = (self.stride, padding, self.dilation, False, (0,) * len(padding), self.groups)
-        output: Tensor = _Convolution.apply(deferred.deferral.anchor, input, deferred, geometry)  # type: ignore[no-untyped-call]
+        output: Tensor = _Convolution.apply(deferred.deferral.anchor, input, deferred, geometry)  # type: ignore[no-untyped-call]  # torch's
         return output if batched else output.squeeze(0)
 
     def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -97,21 +99,27 @@ class _DeferringConvolution(Deferring, nn.modules.conv._ConvNd):
 
 
 class DeferringConv1d(_DeferringConvolution, nn.Conv1d):
+    """An nn.Conv1d whose weight's and bias's gradients can wait."""
+
     stock = nn.Conv1d
 
 
 class DeferringConv2d(_DeferringConvolution, nn.Conv2d):
+    """An nn.Conv2d whose weight's and bias's gradients can wait."""
+
     stock = nn.Conv2d
 
 
 class DeferringEmbedding(Deferring, nn.Embedding):
+    """An nn.Embedding whose weight's gradient can wait."""
+
     stock = nn.Embedding
 
     def forward(self, input: Tensor) -> Tensor:
         deferred = self._deferred_weights()
         if deferred is None:
             return super().forward(input)
-        output: Tensor = _Embedding.apply(deferred.deferral.anchor, input, deferred, self)  # type: ignore[no-untyped-call]
+        output: Tensor = _Embedding.apply(deferred.deferral.anchor, input, deferred, self)  # type: ignore[no-untyped-call]  # torch's
         return output
 
 

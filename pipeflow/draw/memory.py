@@ -49,6 +49,7 @@ class Memory:
         return min(ceil(amount / self.highest * 8 - 1e-6), 8) if self.highest else 0
 
     def text(self, amount: float) -> str:
+        """An amount in words, as "1.5 GiB", or as a number of activations."""
         return bytes_text(amount) if self.in_bytes else f"{amount:.4g}"
 
 

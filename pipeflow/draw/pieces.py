@@ -96,6 +96,7 @@ def heights(curve: list[tuple[float, float]], makespan: float, scale: float) -> 
 
 
 def round_half_up(number: float) -> int:
+    """The nearest whole number; of two, the greater one."""
     return math.floor(number + 0.5)
 
 

@@ -17,6 +17,7 @@ class Unit:
     factor: float = 1.0
 
     def text(self, time: float) -> str:
+        """A time in this unit, with its name."""
         return f"{number(time * self.factor)} {self.name}".rstrip()
 
 

@@ -66,7 +66,7 @@ class MasterWeights(Wrapper):
         self.share()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, so no loss
         """Steps the masters and rounds the parameters from them, or skips the step where a gradient overflowed.
         Raises PipelineError as `execute_pipeline` does.
         """

@@ -65,7 +65,7 @@ class Zero(Wrapper):
         self._buckets = list(_buckets(self.owners, self._group.size))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, so no loss
         """Steps what is owned here and exchanges the new values. Raises PipelineError when a rank fails."""
         self.refuse_closure(closure)
         with self.model.alarm.raised_everywhere():

@@ -17,7 +17,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.orders.bounds import Bounds, bounds
 from pipeflow.orders.neighbours import fits, run_times
-from pipeflow.orders.problem import Operations, Problem, make_problem, to_schedule, to_sequences
+from pipeflow.orders.problem import KEEPS, Operations, Problem, make_problem, to_schedule, to_sequences
 from pipeflow.orders.search import Found, search
 
 SCALES = (1, 10, 100, 1_000, 100_000)  # the first that makes all times whole numbers, else the last
@@ -126,16 +126,21 @@ def _model(cp_model: Any, problem: Problem, known: Bounds, sequences: Sequence[O
 
 
 def _keep_within(model: Any, problem: Problem, rank: int, begins: list[list[Any]], durations: list[int]) -> None:
-    stages, slots = problem.stages[rank], problem.slots[rank]
-    if len(stages) == 1:
-        (stage,) = stages
-        for ended, begun in zip(begins[3 * stage + 1], begins[3 * stage][slots:], strict=False):
-            model.add(begun >= ended + durations[3 * stage + 1])
+    """At most as many activations at once as the rank has slots: kept from where an operation that keeps one begins to
+    where one that lets go of one ends.
+    """
+    slots, stages = problem.slots[rank], problem.stages[rank]
+    takers, givers = (
+        [3 * stage + half for stage in stages for half, keeps in enumerate(KEEPS) if keeps == change]
+        for change in (1, -1)
+    )
+    kept = [begin for operation in takers for begin in begins[operation]]
+    freed = [begin + durations[operation] for operation in givers for begin in begins[operation]]
+    if len(stages) == 1:  # in order, so each waits for one other alone
+        for end, begin in zip(freed, kept[slots:], strict=False):
+            model.add(begin >= end)
         return
-    forwards = [begin for stage in stages for begin in begins[3 * stage]]
-    backwards = [begin + durations[3 * stage + 1] for stage in stages for begin in begins[3 * stage + 1]]
-    changes = [1] * len(forwards) + [-1] * len(backwards)
-    model.add_reservoir_constraint(forwards + backwards, changes, 0, slots)
+    model.add_reservoir_constraint(kept + freed, [1] * len(kept) + [-1] * len(freed), 0, slots)
 
 
 def _scale(problem: Problem) -> float:

@@ -94,19 +94,13 @@ def _reaches(slots: int, chunks: int) -> list[int]:
 
 
 def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> Candidate | None:
-    """The order that `rules` lead to; None when its span is found to be more than `stop`.
-
-    It is sound and within the slots. One pass, about a microsecond an action.
+    """The order that `rules` lead to, sound and within the slots; None when its span is found to be more than `stop`.
+    One pass, about a microsecond an action.
     """
     durations, slots, pace, patience = problem.durations, problem.slots, rules.pace, rules.patience
     state = _State(problem, rules)
-    done, sequences, alive, unfinished, deferred = (
-        state.done,
-        state.sequences,
-        state.alive,
-        state.unfinished,
-        state.deferred,
-    )
+    done, sequences, deferred = state.done, state.sequences, state.deferred
+    alive, unfinished = state.alive, state.unfinished
     begun, free, left = [0.0] * len(sequences), [0.0] * len(sequences), list(problem.work)
     events = [(0.0, rank) for rank in range(len(sequences))]
     while events:
@@ -149,8 +143,7 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> Candidat
         free[rank] = end = now + durations[picked]
         done[picked] += 1
         heappush(events, (end, rank))
-        user = state.users[picked]
-        if user is not None:
+        if (user := state.users[picked]) is not None:
             user.arrived.append(end + user.delay)
             heappush(events, (end + user.delay, user.rank))
         half = picked % 3

@@ -68,7 +68,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     rank 1  .  F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6 b2--- .  .  f4 B0--- F7 b3--- f5 B1--- b4--- .  f6 B2--- b5--- .  f7 B3--- b6--- B4--- .  i7 I5 w7 I6 W5 I7 W6 W7
     rank 2  .  .  F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5 b1--- .  f4 B0--- F6 b2--- f5 B1--- F7 b3--- f6 B2--- b4--- .  f7 B3--- b5--- B4--- .  b6--- I5 .  i7 I6 W5 I7 w7 W6 W7
     rank 3  .  .  .  F0 f0 F1 f1 F2 f2 F3 f3 F4 b0--- f4 B0--- F5 b1--- f5 B1--- F6 b2--- f6 B2--- F7 b3--- f7 B3--- b4--- B4--- .  b5--- B5--- .  i6 I6 .  i7 I7 w6 W6 w7 W7
-    """  # noqa: E501
+    """  # noqa: E501  # the picture is that wide
 
     def row(rank: int) -> tuple[Entry, ...]:
         streams = _Stream(rank, 0, 1), _Stream(2 * ranks - 1 - rank, 0, 1)

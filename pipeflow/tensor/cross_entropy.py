@@ -119,7 +119,7 @@ def vocab_parallel_cross_entropy(
     require_indices(labels.masked_fill(ignored, 0), classes, "labels")
     if group.size == 1:
         return whole_cross_entropy(logits, labels, label_smoothing, ignore_index, reduction)
-    losses: Tensor = _CrossEntropy.apply(logits, labels, ignored, classes, label_smoothing, group)  # type: ignore[no-untyped-call]
+    losses: Tensor = _CrossEntropy.apply(logits, labels, ignored, classes, label_smoothing, group)  # type: ignore[no-untyped-call]  # torch's
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum()

@@ -174,7 +174,7 @@ def look_up(layer: SplitEmbedding, indices: Tensor, padding: int | None) -> Tens
     deferred = layer._deferred_weights()
     if deferred is None:
         return functional.embedding(indices, layer.weight, padding)
-    output: Tensor = _LookUp.apply(deferred.deferral.anchor, indices, deferred, padding)  # type: ignore[no-untyped-call]
+    output: Tensor = _LookUp.apply(deferred.deferral.anchor, indices, deferred, padding)  # type: ignore[no-untyped-call]  # torch's
     return output
 
 

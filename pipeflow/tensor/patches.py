@@ -82,5 +82,5 @@ class PatchEmbedding(TensorLayer):
         layer = cls(image_size, module.kernel_size[0], module.in_channels, module.out_channels, **options)
         layer.projection.load_state_dict({"weight": weight, "bias": bias})
         layer.projection.weight.requires_grad_(weight.requires_grad)
-        layer.projection.bias.requires_grad_(bias.requires_grad)  # type: ignore[union-attr]
+        layer.projection.bias.requires_grad_(bias.requires_grad)  # type: ignore[union-attr]  # made with one
         return layer.train(module.training)

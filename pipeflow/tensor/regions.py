@@ -76,7 +76,7 @@ def reduce_scatter_to_sequence_region(input: Tensor, group: Group) -> Tensor:
 def _exchanged(input: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:
     if group.size == 1:
         return input
-    output: Tensor = _Exchanged.apply(input, group, there, back)  # type: ignore[no-untyped-call]
+    output: Tensor = _Exchanged.apply(input, group, there, back)  # type: ignore[no-untyped-call]  # torch's
     return output
 
 

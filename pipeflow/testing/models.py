@@ -99,7 +99,7 @@ class TinyModel(ABC):
         cut = self.cut(schedule.placement.num_stages)
         return nn.ModuleList(self.stage(*cut[stage]) for stage in schedule.placement.stages_of(rank))
 
-    def tie(self, chunks: nn.ModuleList, schedule: Schedule) -> None:  # noqa: B027 (most models tie nothing)
+    def tie(self, chunks: nn.ModuleList, schedule: Schedule) -> None:  # noqa: B027  # most models tie nothing
         """Ties the weights that `chunks` share with other stages."""
 
     def plain_step(self, batch: tuple[Any, Any], module: nn.Module | None = None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -128,6 +128,8 @@ class PlainModel(TinyModel):
 
 
 class PlainStage(LayersStage):
+    """Layers alone: [batch, length, width] in and out."""
+
     def forward(self, hidden: Tensor) -> Tensor:
         return self.run(hidden)
 
@@ -157,6 +159,8 @@ class TiedModel(TinyModel):
 
 
 class TiedStage(LayersStage):
+    """Layers, the embedding before the first one and the tied head after the last one."""
+
     def __init__(self, model: TinyModel, start: int, end: int) -> None:
         super().__init__(model, start, end)
         self.words = Words(model.dtype) if self.is_first or self.is_last else None
@@ -181,16 +185,22 @@ class KeywordModel(TinyModel):
 
 
 class KeywordFirst(LayersStage):
+    """Takes the values and the mask by name."""
+
     def forward(self, values: Tensor, attention_mask: Tensor) -> Tensor:
         return self.run(values, attention_mask)
 
 
 class KeywordMiddle(LayersStage):
+    """Takes the mask by name."""
+
     def forward(self, hidden: Tensor, *, attention_mask: Tensor) -> Tensor:
         return self.run(hidden, attention_mask)
 
 
 class KeywordLast(LayersStage):
+    """Takes the offset and the mask by name."""
+
     def forward(self, hidden: Tensor, offset: Tensor, attention_mask: Tensor) -> Tensor:
         return self.run(hidden, attention_mask) + offset
 
@@ -221,6 +231,8 @@ class TreeModel(TinyModel):
 
 
 class TreeStage(LayersStage):
+    """Takes and returns a dict; the first stage makes it."""
+
     def __init__(self, model: TinyModel, start: int, end: int) -> None:
         super().__init__(model, start, end)
         self.words = Words(model.dtype) if self.is_first else None

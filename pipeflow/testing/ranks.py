@@ -134,7 +134,7 @@ def _run_rank(
     arguments: tuple[object, ...],
 ) -> None:
     rank, layout, port, timeout, stack = place
-    faulthandler.register(signal.SIGUSR1, file=Path(stack).open("w"), all_threads=True)  # noqa: SIM115 (open until the end)
+    faulthandler.register(signal.SIGUSR1, file=Path(stack).open("w"), all_threads=True)  # noqa: SIM115  # open until the end
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.world_size), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)

@@ -110,7 +110,7 @@ class DataParallelLoader(DataLoader[Any]):
         if epoch != self.epoch:
             self.epoch, self._position, self._start = epoch, 0, 0
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's is more narrow
         part = self._part
         assert self.generator is not None
         start, self._start = self._start, 0

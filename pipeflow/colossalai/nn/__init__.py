@@ -21,7 +21,7 @@ __all__ = ["Classifier", "CrossEntropyLoss", "Dropout", "Embedding", "LayerNorm"
 VOCAB_PARALLEL_LIMIT = 2048  # up to so many embeddings or classes a vocabulary is not split
 
 
-def Linear(  # noqa: N802 (the name of a layer)
+def Linear(  # noqa: N802  # its name there
     in_features: int, out_features: int, bias: bool = True, *, input_is_parallel: bool = False, **options: Any
 ) -> ColumnParallelLinear | RowParallelLinear:
     """A RowParallelLinear where the input is split, as after a Linear; else a ColumnParallelLinear, which splits its
@@ -34,7 +34,7 @@ def Linear(  # noqa: N802 (the name of a layer)
     return RowParallelLinear(in_features, out_features, bias, **options)
 
 
-def Embedding(  # noqa: N802
+def Embedding(  # noqa: N802  # its name there
     num_embeddings: int,
     embedding_dim: int,
     padding_idx: int | None = None,
@@ -47,7 +47,7 @@ def Embedding(  # noqa: N802
     return layer(num_embeddings, embedding_dim, padding_idx, **options)
 
 
-def Classifier(  # noqa: N802
+def Classifier(  # noqa: N802  # its name there
     in_features: int,
     num_classes: int,
     bias: bool = True,
@@ -62,6 +62,6 @@ def Classifier(  # noqa: N802
     return layer(in_features, num_classes, bias, **options)
 
 
-def CrossEntropyLoss(*, num_classes: int | None = None, **options: Any) -> CrossEntropy:  # noqa: N802
+def CrossEntropyLoss(*, num_classes: int | None = None, **options: Any) -> CrossEntropy:  # noqa: N802  # its name there
     """A CrossEntropy of logits that are whole, or split over `num_classes`. Further options are that layer's."""
     return CrossEntropy(vocab_size=num_classes, **options)

@@ -49,6 +49,7 @@ class Frame:
     streams: tuple[Stream, ...]
 
     def x(self, time: float) -> float:
+        """Where a time is, from the left."""
         return self.left + time * self.scale
 
     def y(self, rank: int, stream: Stream = Stream.COMPUTE) -> float:
