@@ -24,17 +24,17 @@ def run(rounds: int | None = None) -> Report:
 
 
 def measure() -> dict[str, int]:
-    """On every rank: the plan's number, and those that were allocated."""
+    """On every rank: the program's number, and those that were allocated."""
     import pipeflow
     from benchmarks import by_hand, pipeflow_side, torch_side
     from benchmarks.trivial import make_task
 
     task, rank = make_task(RANKS, MICROBATCHES), int(os.environ["RANK"])
-    plan = pipeflow.lower(pipeflow_side.schedule_of(task, "1f1b", 1))[rank]
+    program = pipeflow.lower(pipeflow_side.schedule_of(task, "1f1b", 1))[rank]
     ours = pipeflow_side.contender(task, rank, "1f1b")
     hand = by_hand.loop(task, rank)
     return {
-        "pipeflow, planned": plan.receive_buffers,
+        "pipeflow, planned": program.receive_buffers,
         "pipeflow, allocated": _most_alive(ours.step, task.shape),
         "torch, allocated": _of_torch(torch_side.one_f_one_b(task, rank)),
         "by hand, allocated": _most_alive(hand.step, task.shape),

@@ -1,6 +1,6 @@
 """pipeflow: pipeline-parallel training whose schedule is a value: proved, priced, drawn, executed, compared.
 
-The names of plans need no torch; the names that run a plan load it on first use, and a search what it needs.
+The names of schedules need no torch; the names that run one load it on first use, and a search what it needs.
 """
 
 from __future__ import annotations

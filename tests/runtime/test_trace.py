@@ -45,14 +45,14 @@ def require_traced(variant: Variant, results: list[tuple[Timeline, Timeline, flo
         assert (mine, its) == (trained, evaluated)
         assert 0 < mine.makespan < max(seconds for _, _, seconds in results)
         assert min(span.start for span in mine) > -0.1 * seconds  # ranks begin within an agreement of each other
-    for timeline, plan in ((trained, schedule), (evaluated, schedule.forward_only())):
+    for timeline, ran in ((trained, schedule), (evaluated, schedule.forward_only())):
         assert (timeline.name, timeline.placement) == (schedule.name, schedule.placement)
         computed = timeline.on(Stream.COMPUTE)
-        assert tuple(tuple(span.action for span in row) for row in computed) == plan.rows
+        assert tuple(tuple(span.action for span in row) for row in computed) == ran.rows
         for rank, row in enumerate(computed):
             assert all(span.rank == rank and span.start < span.end for span in row)
             assert all(before.end <= after.start for before, after in pairwise(row))
-        assert timeline.peak_activations == simulate(plan).peak_activations
+        assert timeline.peak_activations == simulate(ran).peak_activations
         assert timeline.span <= timeline.makespan - min(span.start for span in timeline) + 1e-9
     cost = measured_costs(trained)
     assert all(value > 0 for value in (*cost.forward, *cost.backward_input, *cost.backward_weight))

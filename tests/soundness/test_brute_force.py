@@ -1,4 +1,4 @@
-"""Simulate against a slow simulator of its own, written from the definitions, over random sound plans: pairs, split
+"""Simulate against a slow simulator of its own, written from the definitions, over random sound schedules: pairs, split
 backwards, both directions, reductions, unequal costs, links and bytes. Costs are multiples of 1/4, so that sums are
 exact.
 """
