@@ -42,7 +42,7 @@ class Costs:
 
     @property
     def reduce(self) -> bool:
-        """Whether they price reductions, and so ask for schedules that have them. Raises UsageError for a wrong file."""
+        """Whether they price reductions, so that schedules are to have them. Raises UsageError for a wrong file."""
         return "reduce" in self.even if self.file is None else bool(self._read(self.file).reduce)
 
     def model(self, placement: Placement) -> CostModel:

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from pipeflow.core.action import Action, Kind, Pair, actions_of
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.reductions import is_reduction
@@ -118,6 +119,12 @@ def test_each_rank_reduces_each_of_its_stages_after_its_last_weight_gradient(nam
                 last, (reduction,) = actions_of(before)[-1], actions_of(entry)
                 assert last.kind in (Kind.B, Kind.W)
                 assert (last.stage, last.microbatch) == (reduction.stage, reduction.microbatch)
+
+
+def test_a_schedule_says_which_streams_it_uses() -> None:
+    schedule = Schedule.from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
+    assert schedule.streams == {Stream.COMPUTE}
+    assert schedule.with_reductions().streams == {Stream.COMPUTE, Stream.REDUCE}
 
 
 def test_a_reduction_that_is_there_stays_where_it_is() -> None:
