@@ -191,7 +191,7 @@ def test_the_tutorials_calls_train_a_model(tmp_path: Path, text: Path, chunks: s
     script.write_text(with_our_name(PROGRAM))
     write_text(text, [f"document {number % 3} says the same as {number % 3} " * 3 for number in range(48)])
     variables = {"DATA": str(text), "NUM_CHUNKS": chunks, "COLUMNS": "200", "PYTHONPATH": PATHS}
-    printed = run_ranks(script, ranks=4, **variables)
+    printed = run_ranks(script, ranks=4, folder=None, **variables)
     assert "Init done, global batch size = 8" in printed
     layers = range(0, 4, 2 if chunks == "None" else 1)
     for start in layers:
