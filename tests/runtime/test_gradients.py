@@ -76,17 +76,15 @@ def run_with_outputs(model: TinyModel, schedule: Schedule, batch: tuple[object, 
     return run_steps(model, schedule, [batch], return_outputs=True)
 
 
-GLOO_CASES = [(kind, microbatches) for kind in MODELS for microbatches in (1, 3, 6)]
-
-
+@pytest.mark.parametrize("microbatches", [3, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (1, 6))])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.slow
-def test_gloo(ranks: int) -> None:
+def test_gloo(ranks: int, microbatches: int) -> None:
     every = [variant for variant in variants(max_chunks=2) if variant[1] == ranks]
     cases = [
         (sized(kind, schedule), schedule, 2 * microbatches + 1)
         for variant in every
-        for kind, microbatches in GLOO_CASES
+        for kind in MODELS
         for schedule in [schedule_of(variant, microbatches)]
     ]
     columns = run_processes(run_cases, ranks, cases)
