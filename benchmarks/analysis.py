@@ -1,5 +1,5 @@
 """Plans as values, at scale: 1F1B for 64 ranks and 1,024 microbatches, and ZB-H1 (F, I, W) for 64 and 512: made,
-verified, simulated, their critical path followed, lowered, and the programs verified.
+verified, simulated, their critical path followed, drawn in every form, lowered, and the programs verified.
 
 Beside it, what torch.distributed.pipelining can do with the same schedules through its private functions: its own
 generator makes another order than the one it runs, which its validator refuses, so the others are given ours.
@@ -8,13 +8,16 @@ generator makes another order than the one it runs, which its validator refuses,
 from __future__ import annotations
 
 import gc
+import io
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import pipeflow
 from benchmarks.processes import ROOT
 from benchmarks.report import Report
 
@@ -69,7 +72,6 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _ours(name: str, microbatches: int) -> Work:
-    import pipeflow
     from pipeflow.soundness.schedule import verify_programs
 
     schedule = pipeflow.make_schedule(name, ranks=RANKS, microbatches=microbatches)
@@ -79,17 +81,33 @@ def _ours(name: str, microbatches: int) -> Work:
         "verify": lambda: pipeflow.verify(schedule),
         "verify, with a memory cap": lambda: pipeflow.verify(schedule, memory_cap=RANKS),
         "simulate": lambda: pipeflow.simulate(schedule),
-        "critical_path": lambda: pipeflow.critical_path(timeline),
+        "critical_path": lambda: pipeflow.critical_path(replace(timeline)),
+        **_drawings(timeline),
         "lower": lambda: pipeflow.lower(schedule),
         "verify_programs": lambda: verify_programs(programs),
+    }
+
+
+def _drawings(timeline: pipeflow.Timeline) -> Work:
+    from rich.console import Console
+
+    from pipeflow import draw
+
+    def terminal() -> None:
+        console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system="truecolor")
+        console.print(draw.Gantt(replace(timeline)))  # a copy has worked out nothing yet
+
+    return {
+        "draw in a terminal": terminal,
+        "draw as SVG": lambda: draw.svg(replace(timeline)),
+        "draw as a page": lambda: draw.html(replace(timeline)),
+        "draw for Perfetto": lambda: draw.perfetto(replace(timeline)),
     }
 
 
 def _theirs(name: str, microbatches: int) -> Work:
     from torch.distributed.pipelining import _schedule_visualizer as visualizer
     from torch.distributed.pipelining import schedules
-
-    import pipeflow
 
     rows = pipeflow.make_schedule(name, ranks=RANKS, microbatches=microbatches).rows
     parse = schedules._Action.from_str

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipeflow.core.dataflow import DATAFLOW, KEPT, Content, Flow
 from pipeflow.core.span import Row
 
-Curve = list[tuple[float, float]]  # (time, amount from then on), in order of time
+Curve = tuple[tuple[float, float], ...]  # (time, amount from then on), in order of time
 
 
 class Change(NamedTuple):
@@ -67,7 +67,7 @@ def _amounts(
 
 def _added_up(changes: list[tuple[float, float]]) -> Curve:
     """The changes added up; those of one moment are one."""
-    curve: Curve = []
+    curve: list[tuple[float, float]] = []
     amount = 0.0
     for time, change in changes:
         amount += change
@@ -75,4 +75,4 @@ def _added_up(changes: list[tuple[float, float]]) -> Curve:
             curve.pop()
         if not curve or curve[-1][1] != amount:
             curve.append((time, amount))
-    return curve
+    return tuple(curve)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pipeflow.core.dataflow import DATAFLOW, Content, Stream
 from pipeflow.core.errors import UsageError
@@ -13,7 +15,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.span import Row, Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline(Shown):
     """Per rank, its spans in the order in which they began, on whichever stream; time 0 is the start of the step.
 
@@ -21,6 +23,7 @@ class Timeline(Shown):
     bubble rates are made of, `makespan` what a step with a barrier at its end costs.
 
     What runs beside computations, as gradient reductions do, counts for makespan and span, not for work.
+    What follows from the spans is worked out once, when it is first asked for.
 
     `saved_bytes`, `deferred_bytes` and `kept_bytes` are the cost model's; empty when it says nothing of memory.
     """
@@ -36,34 +39,46 @@ class Timeline(Shown):
         for row in self.rows:
             yield from row
 
-    @property
+    @cached_property
     def streams(self) -> tuple[Stream, ...]:
         """Those on which anything runs."""
-        kinds = {span.action.kind for span in self}
-        found = {DATAFLOW[kind].stream for kind in kinds}
-        return tuple(stream for stream in Stream if stream in found)
+        return tuple(stream for stream in Stream if stream in self._by_stream)
 
     def on(self, stream: Stream) -> tuple[Row, ...]:
         """Per rank, its spans on one stream, in the order in which they ran."""
-        kinds = {kind for kind, flow in DATAFLOW.items() if flow.stream is stream}
-        return tuple(tuple([span for span in row if span.action.kind in kinds]) for row in self.rows)
+        return self._by_stream.get(stream, ((),) * len(self.rows))
 
-    @property
+    @cached_property
+    def _by_stream(self) -> dict[Stream, tuple[Row, ...]]:
+        """Of the streams on which anything runs, what `on` says."""
+        stream_of = {kind: flow.stream for kind, flow in DATAFLOW.items()}
+        found: defaultdict[Stream, list[list[Span]]] = defaultdict(lambda: [[] for _ in self.rows])
+        for rank, row in enumerate(self.rows):
+            for span in row:
+                found[stream_of[span.action.kind]][rank].append(span)
+        return {stream: tuple(map(tuple, rows)) for stream, rows in found.items()}
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """How many microbatches run."""
+        return len({span.action.microbatch for row in self.rows for span in row})
+
+    @cached_property
     def makespan(self) -> float:
         """Last end minus time 0."""
-        return max((span.end for span in self), default=0.0)
+        return max((span.end for row in self.rows for span in row), default=0.0)
 
     @property
     def exposed(self) -> float:
         """How long what runs beside computations goes on when all of these have ended: what it adds to the makespan."""
         return self.makespan - max((row[-1].end for row in self.on(Stream.COMPUTE) if row), default=0.0)
 
-    @property
+    @cached_property
     def span(self) -> float:
         """The largest, over ranks, of last end minus the rank's own first start."""
         return max((max(span.end for span in row) - row[0].start for row in self.rows if row), default=0.0)
 
-    @property
+    @cached_property
     def work(self) -> float:
         """The longest that a rank computes."""
         return max((sum(span.end - span.start for span in row) for row in self.on(Stream.COMPUTE)), default=0.0)
@@ -79,9 +94,7 @@ class Timeline(Shown):
         model. An activation lives from its F to the end of its B or I; without backwards nobody keeps it, and
         there is the one being made.
         """
-        ones = {Content.SAVED: (1.0,) * self.placement.num_stages}
-        share = self.placement.chunks_per_rank
-        return tuple(_highest(kept(row, ones)) / share for row in self.rows)
+        return tuple(map(_highest, self._activations))
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
@@ -90,17 +103,25 @@ class Timeline(Shown):
         """
         if not self.saved_bytes:
             raise UsageError("bytes are not known: give the CostModel saved_bytes (and deferred_bytes) per stage")
-        return tuple(_highest(self.memory(rank)) for rank in range(len(self.rows)))
+        return tuple(map(_highest, self._bytes))
 
     def memory(self, rank: int) -> Curve:
         """What `rank` keeps for its backwards, as (time, amount from then on), in order of time: in bytes where the
         cost model knows them, else in activations as `peak_activations` counts them.
         """
-        if self.saved_bytes:
-            known = {Content.SAVED: self.saved_bytes, Content.DEFERRED: self.deferred_bytes, **self.kept_bytes}
-            return kept(self.rows[rank], {content: sizes for content, sizes in known.items() if sizes})
+        return self._bytes[rank] if self.saved_bytes else self._activations[rank]
+
+    @cached_property
+    def _activations(self) -> tuple[Curve, ...]:
+        ones = {Content.SAVED: (1.0,) * self.placement.num_stages}
         share = self.placement.chunks_per_rank
-        return kept(self.rows[rank], {Content.SAVED: (1 / share,) * self.placement.num_stages})
+        return tuple(tuple((time, amount / share) for time, amount in kept(row, ones)) for row in self.rows)
+
+    @cached_property
+    def _bytes(self) -> tuple[Curve, ...]:
+        known = {Content.SAVED: self.saved_bytes, Content.DEFERRED: self.deferred_bytes, **self.kept_bytes}
+        sizes = {content: sizes for content, sizes in known.items() if sizes}
+        return tuple(kept(row, sizes) for row in self.rows)
 
     def to_json(self) -> str:
         """The timeline as text, to be kept in a file: `Timeline.from_json` gives back an equal one."""

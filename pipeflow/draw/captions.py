@@ -14,7 +14,7 @@ def heading(timeline: Timeline) -> str:
     sizes = {
         "rank": len(timeline.rows),
         "chunk": num_chunks(timeline),
-        "microbatch": len({span.action.microbatch for span in timeline}),
+        "microbatch": timeline.num_microbatches,
     }
     if sizes["chunk"] == 1:
         del sizes["chunk"]

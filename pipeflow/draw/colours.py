@@ -4,7 +4,6 @@ live here: geometry, and how a terminal is given its colours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
@@ -55,8 +54,7 @@ def mixed(hue: Hue, chunk: int, chunks: int) -> str:
     return "#{:02x}{:02x}{:02x}".format(*(round(part + (255 - part) * white) for part in hue.rgb))
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
+class Scheme(NamedTuple):
     """The colours of what is not a block, as CSS writes them."""
 
     background: str
@@ -68,21 +66,14 @@ class Scheme:
     accent: str
 
 
-LIGHT = Scheme(
-    background="#ffffff",
-    lane="#e9edf3",
-    grid="#d5dbe3",
-    text="#171c26",
-    muted="#566072",
-    memory="#7c6bb0",
-    accent="#c8102e",
-)
-DARK = Scheme(
-    background="#14171d",
-    lane="#222732",
-    grid="#363d4b",
-    text="#e8ebf0",
-    muted="#a3adbd",
-    memory="#a79bdc",
-    accent="#ff5d52",
-)
+_COLOURS = {  # on a light ground, and on a dark one
+    "background": ("#ffffff", "#14171d"),
+    "lane": ("#e9edf3", "#222732"),
+    "grid": ("#d5dbe3", "#363d4b"),
+    "text": ("#171c26", "#e8ebf0"),
+    "muted": ("#566072", "#a3adbd"),
+    "memory": ("#7c6bb0", "#a79bdc"),
+    "accent": ("#c8102e", "#ff5d52"),
+}
+LIGHT = Scheme(**{name: light for name, (light, _) in _COLOURS.items()})
+DARK = Scheme(**{name: dark for name, (_, dark) in _COLOURS.items()})

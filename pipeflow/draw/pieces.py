@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, Stream
+from pipeflow.core.liveness import Curve
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.lanes import Lane
 
@@ -85,7 +86,7 @@ def _blocks(lane: Lane, scale: float) -> list[Piece]:
     return blocks
 
 
-def heights(curve: list[tuple[float, float]], makespan: float, scale: float) -> list[float]:
+def by_column(curve: Curve, makespan: float, scale: float) -> list[float]:
     """Per column the most of what `curve` says, as (time, amount from then on): a peak is seen however short it is."""
     line = [0.0] * round_half_up(makespan * scale)
     for (time, amount), (until, _) in pairwise([*curve, (makespan, 0.0)]):

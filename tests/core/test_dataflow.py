@@ -42,7 +42,7 @@ def test_what_is_kept_for_backwards_is_gone_after_them() -> None:
     for kinds in WHOLE:
         assert sum(ACTIVATIONS[kind] for kind in kinds) == 0
     empty: Row = ()
-    assert kept(empty, {Content.SAVED: (1.0,)}) == []
+    assert kept(empty, {Content.SAVED: (1.0,)}) == ()
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5])

@@ -54,11 +54,11 @@ def test_an_activation_ends_with_its_input_gradient() -> None:
 
 def test_memory_is_in_activations_unless_bytes_are_known() -> None:
     spans = timeline("0F0@0-1 0F1@1-2 0I0@2-3 0W0@3-4 0B1@5-6")
-    assert spans.memory(0) == [(0, 1), (1, 2), (3, 1), (6, 0)]
+    assert spans.memory(0) == ((0, 1), (1, 2), (3, 1), (6, 0))
     with pytest.raises(UsageError, match="give the CostModel saved_bytes"):
         _ = spans.peak_bytes
     sized = replace(spans, saved_bytes=(10.0,), deferred_bytes=(4.0,))
-    assert sized.memory(0) == [(0, 10), (1, 20), (3, 14), (4, 10), (6, 0)]
+    assert sized.memory(0) == ((0, 10), (1, 20), (3, 14), (4, 10), (6, 0))
     assert sized.peak_bytes == (20,)
 
 

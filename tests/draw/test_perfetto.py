@@ -159,7 +159,7 @@ def test_memory_is_a_counter_per_rank(timeline: Timeline, counted: str) -> None:
     counters = of_phase(events(timeline, factor=1), "C")
     for rank in range(4):
         curve = [(event["ts"], event["args"][counted]) for event in counters if event["name"] == f"rank {rank}"]
-        assert curve == timeline.memory(rank)
+        assert tuple(curve) == timeline.memory(rank)
 
 
 def test_hostile_names_are_names() -> None:

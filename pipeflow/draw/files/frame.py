@@ -7,30 +7,16 @@ from typing import NamedTuple
 
 from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import Stream
+from pipeflow.core.liveness import Curve
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
+from pipeflow.draw.heights import SPACE, Heights, heights
 from pipeflow.draw.lanes import lanes
 from pipeflow.draw.memory import amount_text, peaks
 from pipeflow.draw.pieces import fit, shortest
 
 LEAST, NARROWEST, WIDEST = 300.0, 560.0, 1400.0  # of the lanes: at least, where spans are not wide enough, at most
-SPACE = 1  # between the lanes of a rank
 SHORTEST = 20, 44  # of the shortest span: the width that it would like, the width that is enough
-
-
-class Heights(NamedTuple):
-    """Of what belongs to one rank, in pixels: the lane of its computations, those of what runs beside them, that of its
-    memory, and the gap before the next rank.
-    """
-
-    lane: int
-    beside: int
-    memory: int
-    gap: int
-
-    def offset(self, lane: int) -> int:
-        """How far below the first lane another one begins."""
-        return 0 if lane == 0 else self.lane + SPACE + (lane - 1) * (self.beside + SPACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +77,6 @@ def frame(timeline: Timeline, top: float) -> Frame:
     )
 
 
-def heights(ranks: int) -> Heights:
-    """The flatter the more ranks there are."""
-    if ranks <= 8:
-        return Heights(24, 10, 16, 8)
-    if ranks <= 16:
-        return Heights(20, 8, 12, 6)
-    return Heights(14, 6, 8, 5) if ranks <= 32 else Heights(9, 4, 7, 3)
-
-
 class Block(NamedTuple):
     """A span and where it lies from left to right."""
 
@@ -124,7 +101,7 @@ def blocks(row: Row, at: Frame) -> list[Block]:
     return found
 
 
-def steps(curve: list[tuple[float, float]], at: Frame, finest: float) -> list[tuple[float, float]]:
+def steps(curve: Curve, at: Frame, finest: float) -> list[tuple[float, float]]:
     """A memory curve as (x, amount from there on), with at most one step every `finest` pixels: the highest of
     those that it stands for, so that no peak is lost.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeflow.core.dataflow import DATAFLOW, Stream, Value, makes, needs
 from pipeflow.core.span import Span
@@ -52,35 +52,39 @@ def _tracks(timeline: Timeline) -> list[Lane]:
     return [lane for of_stream in zip(*all_lanes(timeline), strict=True) for lane in of_stream]
 
 
+class _Bound(NamedTuple):
+    """What an arrow is bound to: a thread, at a moment within one of its slices."""
+
+    tid: int
+    ts: float
+
+
 def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Iterator[Event]:
     """The actions, and the transfers between them."""
     stages = timeline.placement.num_stages
-    arrows: dict[Value, Event] = {}  # per value, the event in its maker's slice
-    ends: list[Event] = []
-    for track, lane in enumerate(_tracks(timeline)):
-        of = {"pid": process, "tid": thread + track}
+    made: dict[Value, _Bound] = {}
+    used: list[tuple[Value, _Bound]] = []
+    for track, lane in enumerate(_tracks(timeline), start=thread):
         free = 0.0
         for span in lane.row:
             start = max(_microseconds(span.start, factor), free)
             free = max(_microseconds(span.end, factor), start)
-            yield {"ph": "X", **of, "ts": start, "dur": free - start, **_described(span, lane.chunk(span))}
-            if start == free:
-                continue  # no moment is inside it that an arrow could be bound to
-            for value in makes(span.action, stages):
-                arrows[value] = {"ph": "s", **of, "ts": (start + free) / 2}
-            ends += [{"ph": "f", "bp": "e", **of, "ts": start, "value": value} for value in needs(span.action, stages)]
-    yield from _arrows(arrows, ends)
+            times = {"ph": "X", "pid": process, "tid": track, "ts": start, "dur": free - start}
+            yield times | _described(span, lane.chunk(span))
+            if start < free:  # else no moment is inside it that an arrow could be bound to
+                made |= dict.fromkeys(makes(span.action, stages), _Bound(track, (start + free) / 2))
+                used += [(value, _Bound(track, start)) for value in needs(span.action, stages)]
+    yield from _arrows(made, used, process)
 
 
-def _arrows(starts: dict[Value, Event], ends: list[Event]) -> Iterator[Event]:
+def _arrows(made: dict[Value, _Bound], used: list[tuple[Value, _Bound]], process: int) -> Iterator[Event]:
     """Where a value passes from one thread to another, both ends of its arrow."""
-    for number, end in enumerate(ends, start=1):
-        value: Value = end.pop("value")
-        start = starts.get(value)
-        if start is not None and start["tid"] != end["tid"]:
-            called = {"cat": "transfer", "name": value.content.value, "id": start["pid"] << 32 | number}
-            yield {**start, **called}
-            yield {**end, **called}
+    for number, (value, end) in enumerate(used, start=process << 32 | 1):
+        start = made.get(value)
+        if start is not None and start.tid != end.tid:
+            called = {"pid": process, "cat": "transfer", "name": value.content.value, "id": number}
+            yield {"ph": "s", **start._asdict(), **called}
+            yield {"ph": "f", "bp": "e", **end._asdict(), **called}
 
 
 def _described(span: Span, chunk: int) -> Event:

@@ -12,8 +12,8 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import heading, summary
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, shade
 from pipeflow.draw.files.frame import Block, Frame, blocks, frame, steps
-from pipeflow.draw.files.markup import escaped
 from pipeflow.draw.lanes import Lane, kinds, lanes, num_chunks
+from pipeflow.draw.markup import escaped
 from pipeflow.draw.memory import amount_text, peaks, unit_of
 from pipeflow.draw.pieces import Piece, pieces
 from pipeflow.draw.times import Unit, round_step

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from pipeflow.analysis.causes import SENTENCES, Cause, causes, critical_path
 from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import DATAFLOW, PASSING, VALUE, Content
+from pipeflow.core.dataflow import DATAFLOW, PASSING, VALUE, Content, Stream
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.colours import shade
-from pipeflow.draw.files.frame import heights
-from pipeflow.draw.lanes import Lane, all_lanes, num_chunks
+from pipeflow.draw.heights import heights
+from pipeflow.draw.lanes import all_lanes, num_chunks
 from pipeflow.draw.memory import amount_text, peaks, unit_of
 from pipeflow.draw.pieces import shortest
 from pipeflow.draw.times import Unit
 
 CONTENTS = list(Content)
-
-
-Places = dict[Span, tuple[int, int]]  # rank, and index in its row
 
 
 def page_data(timelines: tuple[Timeline, ...], unit: Unit) -> dict[str, Any]:
@@ -50,23 +49,22 @@ def _kind(kind: Kind, chunks: int) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline) -> dict[str, Any]:
-    places = {span: (span.rank, index) for row in timeline.rows for index, span in enumerate(row)}
     drawn, most, levels = all_lanes(timeline), peaks(timeline), _levels(timeline)
     level = {amount: index for index, amount in enumerate(levels)}
-    why = {cause.span: cause for row in causes(timeline) for cause in row}
+    why = causes(timeline)
     return {
         "makespan": _short(timeline.makespan),
         "streams": [lane.stream for lane in drawn[0]],
         "highest": _short(max(most)),
         "levels": [[_short(amount), text] for amount, text in levels.items()],
         "heights": heights(len(drawn))._asdict(),
-        "path": [places[cause.span] for cause in critical_path(timeline)],
+        "path": [_place(timeline, cause.span) for cause in critical_path(timeline)],
         "rows": [
             {
                 **_row(timeline.rows[rank]),
                 "names": [lane.name for lane in lanes],
                 "chunks": {stage: chunk for chunk, stage in enumerate(lanes[0].stages)},
-                "causes": [cause for lane in lanes for cause in _causes(lane, why, places)],
+                "causes": [*_causes(timeline, why[rank])],
                 "memory": [(_short(time), level[amount]) for time, amount in timeline.memory(rank)],
                 "peak": amount_text(timeline, most[rank]),
             }
@@ -86,17 +84,26 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def _causes(lane: Lane, why: dict[Span, Cause], places: Places) -> Iterator[tuple[int, ...]]:
-    """Of each span that began after something else than the one before it on its lane: its index; rank and index of
+def _causes(timeline: Timeline, row: Sequence[Cause]) -> Iterator[tuple[int, ...]]:
+    """Of each span that began after something else than the one before it on its stream: its index; rank and index of
     what it began after, unless it began at once; content, stage and microbatch of the value that it waited for, if any.
     """
-    for before, span in zip((None, *lane.row), lane.row, strict=False):
-        _, after, value = why[span]
-        if value is None and after is before:
-            continue
-        place = () if after is None else places[after]
-        waited = () if value is None else (CONTENTS.index(value.content), value.stage, value.microbatch)
-        yield places[span][1], *place, *waited
+    before: dict[Stream, Span] = {}
+    for index, (span, after, value) in enumerate(row):
+        if value is not None or after is not before.get(span.stream):
+            place = () if after is None else _place(timeline, after)
+            waited = () if value is None else (CONTENTS.index(value.content), value.stage, value.microbatch)
+            yield index, *place, *waited
+        before[span.stream] = span
+
+
+def _place(timeline: Timeline, span: Span) -> tuple[int, int]:
+    """The rank that ran a span, and its index in the rank's row."""
+    row = timeline.rows[span.rank]
+    index = bisect_left(row, span.start, key=attrgetter("start"))
+    while row[index] is not span:
+        index += 1
+    return span.rank, index
 
 
 def _levels(timeline: Timeline) -> dict[float, str]:

@@ -8,7 +8,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from functools import cache
 from importlib.resources import files
 from string import Template
 
@@ -16,8 +16,8 @@ from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import heading, summary
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, shade
-from pipeflow.draw.files.markup import escaped
 from pipeflow.draw.lanes import kinds, num_chunks, several
+from pipeflow.draw.markup import escaped
 from pipeflow.draw.memory import unit_of
 from pipeflow.draw.page.bundle import bundle
 from pipeflow.draw.page.data import page_data
@@ -34,7 +34,7 @@ def html(timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: fl
     """
     drawn = several(timelines)
     times = Unit(unit, factor)
-    script = bundle("main", lambda name: _file(f"{name}.js"))
+    script = _program()
     return Template(_file("page.html")).substitute(
         policy=_policy(script),
         title=escaped("; ".join(map(heading, drawn))),
@@ -45,6 +45,12 @@ def html(timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: fl
         data=_as_script_text(page_data(drawn, times)),
         script=script,
     )
+
+
+@cache
+def _program() -> str:
+    """What the page runs."""
+    return bundle("main", lambda name: _file(f"{name}.js"))
 
 
 def _file(name: str) -> str:
@@ -65,7 +71,7 @@ def _as_script_text(data: object) -> str:
 
 def _variables() -> str:
     def block(selector: str, scheme: Scheme) -> str:
-        colours = asdict(scheme) | {"ink": INK}
+        colours = scheme._asdict() | {"ink": INK}
         return selector + "{" + ";".join(f"--{name}:{colour}" for name, colour in colours.items()) + "}"
 
     return (

@@ -15,7 +15,7 @@ from pipeflow.draw.captions import heading, summary
 from pipeflow.draw.lanes import kinds, lanes, num_chunks
 from pipeflow.draw.memory import Memory, memory_of, same_memory
 from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
-from pipeflow.draw.pieces import fit, heights, pieces, round_half_up
+from pipeflow.draw.pieces import by_column, fit, pieces, round_half_up
 from pipeflow.draw.times import Unit, axis
 
 
@@ -100,7 +100,7 @@ def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept:
         for lane, line in zip(of_rank, painted, strict=True):
             yield _line(next(labels).ljust(margin), *paint(line, width, painter, lane.stream))
         if kept is not None:
-            amounts = heights(timeline.memory(rank), makespan, scale)
+            amounts = by_column(timeline.memory(rank), makespan, scale)
             yield _line((next(labels).ljust(margin), "bright_black"), painter.memory(amounts, kept))
             yield from [Text()] * painter.space
 
