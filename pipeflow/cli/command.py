@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 from pipeflow import __version__
 from pipeflow.cli import compare, diff, draw, export, plan, simulate, verify
@@ -58,6 +59,7 @@ def _let_go() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+@cache
 def _parser() -> Parser:
     parser = Parser(
         prog="pipeflow",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 
 from pipeflow.core.errors import UsageError
 
@@ -26,6 +25,8 @@ def read(path: str) -> str:
 
 
 def _near(path: str) -> str | None:
+    from difflib import get_close_matches
+
     folder, name = os.path.split(path)
     try:
         names = get_close_matches(name, os.listdir(folder or "."), n=1)

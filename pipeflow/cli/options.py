@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from functools import cache
 from typing import TYPE_CHECKING, NoReturn
 
 from pipeflow.core.errors import UsageError
@@ -45,6 +46,7 @@ def family_options() -> list[str]:
     return sorted({option for name in SCHEDULES for option in options_of(name)} - {"cost"})
 
 
+@cache
 def schedule_argument() -> Parser:
     """Which schedule it is about."""
     parser = Parser(add_help=False)
@@ -53,6 +55,7 @@ def schedule_argument() -> Parser:
     return parser
 
 
+@cache
 def schedule_options() -> Parser:
     """The sizes of a named one, what a file leaves open."""
     parser = Parser(add_help=False)
@@ -67,6 +70,7 @@ def schedule_options() -> Parser:
     return parser
 
 
+@cache
 def cost_options() -> Parser:
     """How long everything takes, and what it keeps."""
     parser = Parser(add_help=False)
@@ -78,6 +82,7 @@ def cost_options() -> Parser:
     return parser
 
 
+@cache
 def unit_options() -> Parser:
     """How times are written."""
     parser = Parser(add_help=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -74,3 +74,12 @@ def _describe(failure: Failure) -> str:
         where += f" in {failure.action} (stage {failure.stage}, microbatch {failure.microbatch})"
     message = f"{where}: {failure.reason}"
     return f"{message}\n\nOn rank {failure.rank}:\n{failure.trace}" if failure.trace else message
+
+
+def unknown(what: str, name: str, known: Collection[str]) -> UsageError:
+    """The error for a name that is none of those `known`: it says the nearest one, or all where none is near."""
+    from difflib import get_close_matches  # loaded by those who need it
+
+    near = get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return UsageError(f"unknown {what} {name!r}; {hint}")

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.placement import require_positive
 
 Part = tuple[int, int]  # layers [start, end)
@@ -54,9 +53,7 @@ class GPT:
     def named(cls, name: str) -> GPT:
         """The model `name` of GPT_PRESETS. Raises UsageError for an unknown name, with the nearest known one."""
         if name not in GPT_PRESETS:
-            near = get_close_matches(name, GPT_PRESETS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(GPT_PRESETS)}"
-            raise UsageError(f"unknown model {name!r}; {hint}")
+            raise unknown("model", name, GPT_PRESETS)
         return GPT_PRESETS[name]
 
     @property

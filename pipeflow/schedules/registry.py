@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from functools import cache
 from types import MappingProxyType
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.controllable import v_half, v_min
@@ -49,7 +49,12 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
 
 def options_of(name: str) -> tuple[str, ...]:
     """The options of a family of schedules, beyond ranks and microbatches."""
-    parameters = inspect.signature(SCHEDULES[name]).parameters.values()
+    return _keywords(SCHEDULES[name])
+
+
+@cache
+def _keywords(function: Callable[..., Schedule]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
 
 
@@ -67,12 +72,10 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, **options: object
     rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
     """
     if name not in SCHEDULES:
-        near = get_close_matches(name, SCHEDULES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(SCHEDULES)}"
-        raise UsageError(f"unknown schedule {name!r}; {hint}")
+        raise unknown("schedule", name, SCHEDULES)
     require_positive(ranks=ranks, microbatches=microbatches)
     known = options_of(name)
-    if unknown := sorted(set(options) - set(known)):
+    if others := sorted(set(options) - set(known)):
         takes = f"its options are {', '.join(known)}" if known else "it has no options"
-        raise UsageError(f"schedule {name!r} does not take {', '.join(unknown)}; {takes}")
+        raise UsageError(f"schedule {name!r} does not take {', '.join(others)}; {takes}")
     return SCHEDULES[name](ranks, microbatches, **options)
