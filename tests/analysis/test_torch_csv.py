@@ -23,10 +23,15 @@ from pipeflow.draw import picture
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.schedule import verify
 
-pytest.importorskip("torch")
-from torch.distributed.pipelining import schedules as theirs
+pytestmark = pytest.mark.slow  # it takes seconds to load torch's pipelining
 
 SIZES = [(2, 3), (4, 4), (4, 9)]
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    """torch's schedules."""
+    return pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
 def stages(ranks: int, chunks: int) -> list[Any]:
@@ -35,7 +40,7 @@ def stages(ranks: int, chunks: int) -> list[Any]:
     return [SimpleNamespace(stage_index=chunk * ranks, **common) for chunk in range(chunks)]
 
 
-def loaded(schedule: Schedule, path: Path) -> Any:
+def loaded(theirs: Any, schedule: Schedule, path: Path) -> Any:
     """torch's runtime, which has validated and lowered the file."""
     path.write_text(schedule.to_csv())
     ranks = schedule.placement.num_ranks
@@ -62,10 +67,11 @@ def one_way(name: str) -> bool:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])
-@pytest.mark.slow
-def test_torch_loads_runs_and_sends_the_same(name: str, ranks: int, microbatches: int, tmp_path: Path) -> None:
+def test_torch_loads_runs_and_sends_the_same(
+    theirs: Any, name: str, ranks: int, microbatches: int, tmp_path: Path
+) -> None:
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
-    runtime = loaded(schedule, tmp_path / "schedule.csv")
+    runtime = loaded(theirs, schedule, tmp_path / "schedule.csv")
     assert tuple(tuple(map(str, runtime.pipeline_order[rank])) for rank in range(ranks)) == tuple(
         tuple(map(str, row)) for row in schedule.rows
     )
@@ -85,9 +91,9 @@ def test_torch_loads_runs_and_sends_the_same(name: str, ranks: int, microbatches
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])
-def test_torch_reduces_where_we_do(name: str, tmp_path: Path) -> None:
+def test_torch_reduces_where_we_do(theirs: Any, name: str, tmp_path: Path) -> None:
     schedule = make_schedule(name, ranks=4, microbatches=8)
-    lowered = loaded(schedule, tmp_path / "schedule.csv").pipeline_order_with_comms
+    lowered = loaded(theirs, schedule, tmp_path / "schedule.csv").pipeline_order_with_comms
     rows = [[str(action) for action in lowered[rank] if action.is_compute_op or reduces(action)] for rank in range(4)]
     text = "".join(",".join(row) + "\n" for row in rows)
     assert text == schedule.with_reductions().to_csv()
@@ -95,14 +101,14 @@ def test_torch_reduces_where_we_do(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if not one_way(name)])
-def test_torch_cannot_say_two_directions(name: str, tmp_path: Path) -> None:
+def test_torch_cannot_say_two_directions(theirs: Any, name: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="is assigned to both rank"):
-        loaded(make_schedule(name, ranks=4, microbatches=8), tmp_path / "schedule.csv")
+        loaded(theirs, make_schedule(name, ranks=4, microbatches=8), tmp_path / "schedule.csv")
 
 
-def test_torch_cannot_say_forwards_alone(tmp_path: Path) -> None:
+def test_torch_cannot_say_forwards_alone(theirs: Any, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="Invalid backward microbatches"):
-        loaded(make_schedule("1f1b", ranks=2, microbatches=2).forward_only(), tmp_path / "schedule.csv")
+        loaded(theirs, make_schedule("1f1b", ranks=2, microbatches=2).forward_only(), tmp_path / "schedule.csv")
 
 
 MULTI = [
@@ -118,7 +124,7 @@ MULTI = [
 @pytest.mark.parametrize(("theirs_name", "name", "chunks"), MULTI, ids=lambda value: str(value))
 @pytest.mark.parametrize("microbatches", [8, 16])
 def test_torch_exports_what_we_read_verify_simulate_and_draw(
-    theirs_name: str, name: str, chunks: int, microbatches: int, tmp_path: Path
+    theirs: Any, theirs_name: str, name: str, chunks: int, microbatches: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "schedule.csv"
     exported = theirs.get_schedule_class(theirs_name)(stages(4, chunks), microbatches)
@@ -139,7 +145,7 @@ def test_torch_exports_what_we_read_verify_simulate_and_draw(
         assert timeline.peak_activations == ours.peak_activations
 
 
-def single(theirs_name: str) -> Schedule:
+def single(theirs: Any, theirs_name: str) -> Schedule:
     """What torch draws of a schedule with one stage a rank."""
     exported = theirs.get_schedule_class(theirs_name)(stages(4, 1)[0], 8)
     rows = [
@@ -152,13 +158,13 @@ def reduces(action: Any) -> bool:
     return bool(action.computation_type.name == "REDUCE_GRAD")
 
 
-def test_gpipe_of_torch_is_ours() -> None:
-    assert single("GPipe").rows == make_schedule("gpipe", ranks=4, microbatches=8).with_reductions().rows
+def test_gpipe_of_torch_is_ours(theirs: Any) -> None:
+    assert single(theirs, "GPipe").rows == make_schedule("gpipe", ranks=4, microbatches=8).with_reductions().rows
 
 
-def test_1f1b_of_torch_is_drawn_wrong_on_the_last_rank() -> None:
+def test_1f1b_of_torch_is_drawn_wrong_on_the_last_rank(theirs: Any) -> None:
     """It runs another order there: its drawing counts that rank's forwards from 1."""
-    drawn, ours = single("1F1B"), make_schedule("1f1b", ranks=4, microbatches=8).with_reductions()
+    drawn, ours = single(theirs, "1F1B"), make_schedule("1f1b", ranks=4, microbatches=8).with_reductions()
     assert drawn.rows[:3] == ours.rows[:3]
     wrong = Schedule("1F1B", drawn.placement, 8, drawn.rows)
     assert [str(violation) for violation in verify(wrong)] == [

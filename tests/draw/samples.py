@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 from pipeflow.analysis.simulate import simulate
@@ -15,6 +16,7 @@ from pipeflow.schedules import make_schedule
 HOSTILE = "</script><script>alert(1)</script> & <b>\"'bold'</b> \u2028 ]]> "
 
 
+@cache
 def planned(name: str = "1f1b", ranks: int = 4, microbatches: int = 8, **options: int) -> Timeline:
     return simulate(make_schedule(name, ranks=ranks, microbatches=microbatches, **options))
 

@@ -14,7 +14,7 @@ from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import Comparison, Gantt
 from pipeflow.schedules import make_schedule
-from tests.draw.samples import reducing
+from tests.draw.samples import planned, reducing
 
 Colours = Literal["standard", "truecolor"]
 
@@ -27,10 +27,6 @@ def draw(
     console.print(renderable)
     file.seek(0)
     return file.read()
-
-
-def planned(name: str = "1f1b", ranks: int = 4, microbatches: int = 8, **options: int) -> Timeline:
-    return simulate(make_schedule(name, ranks=ranks, microbatches=microbatches, **options))
 
 
 def slower(timeline: Timeline, factor: float) -> Timeline:

@@ -175,7 +175,7 @@ def test_what_can_be_focused_has_a_name() -> None:
 
 def test_the_size_is_bounded() -> None:
     """About twenty letters a block."""
-    timeline = planned("zb-h1", 16, 256)
+    timeline = planned("zb-h1", 8, 128)
     assert len(html(timeline)) - len(html(planned("zb-h1", 1, 1))) < 24 * sum(map(len, timeline.rows))
 
 

@@ -4,9 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional
 
 from pipeflow import (
     GPT,
@@ -20,8 +17,6 @@ from pipeflow import (
     make_schedule,
     plan,
 )
-from pipeflow.deferral.module import defer_weight_gradients
-from pipeflow.deferral.products import LinearProduct
 from pipeflow.planning.transformer_costs import stage_costs
 from pipeflow.schedules import SCHEDULES
 from tests.families import make_near
@@ -151,56 +146,6 @@ def test_wide_activations_are_twice_as_wide_but_for_masks() -> None:
     wide = Setup(precision=PRECISIONS["float32"], keep_scores=True)
     scores = 4 * 32 / 64
     assert per_layer(SMALL, wide) == 2 * 32 + 2 + (2 * 4 + 1) * scores
-
-
-class Block(nn.Module):
-    """A layer as `transformer` describes it."""
-
-    def __init__(self, model: GPT) -> None:
-        super().__init__()
-        hidden, self.heads = model.hidden, model.heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.query_key_value, self.attention = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.wide, self.output = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, hidden = x.shape
-        mixed = self.query_key_value(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = mixed
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention(seen.transpose(1, 2).reshape(batch, length, hidden))
-        output: torch.Tensor = self.output(functional.gelu(self.wide(self.norm_2(x))))
-        return x + output
-
-
-def sizes(tensors: list[torch.Tensor], but: nn.Module) -> int:
-    """Bytes of the memory behind the tensors, each piece once, without parameters."""
-    pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    own = {parameter.untyped_storage().data_ptr() for parameter in but.parameters()}
-    return sum(size for pointer, size in pieces.items() if pointer not in own)
-
-
-def test_a_real_layer_has_keeps_and_defers_that_much() -> None:
-    """Without dropout, so without its two masks; what a norm and attention keep per token or head is left out."""
-    block, token = Block(SMALL), 2 * 32 * 64
-    deferral = defer_weight_gradients(block)
-    queue: list[Callable[[], None]] = []
-    saved: list[torch.Tensor] = []
-    deferral.queue = queue
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    assert sum(map(torch.numel, block.parameters())) == SMALL.parameters_of([(1, 2)])
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        output = block(torch.randn(2, 32, 64, requires_grad=True))
-    costs = whole(SMALL, Setup(microbatch_size=2, precision=PRECISIONS["float32"]), stages=8)
-    assert sizes(saved, block) == pytest.approx(costs.saved_bytes[1] - 2 * token, rel=0.01)
-    output.backward(torch.randn_like(output))
-    products = [product for product in queue if isinstance(product, LinearProduct)]
-    held = [tensor for product in products for tensor in (product.input, product.gradient)]
-    assert sizes(held, block) == costs.deferred_bytes[1] == 4 * 16 * token
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
 from pipeflow.core.reductions import is_reduction
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
 from pipeflow.soundness.schedule import verify
 
 seeds = pytest.mark.parametrize("seed", range(40))
@@ -172,23 +174,23 @@ class Slow:
         link = self.cost.links.get((sender, receiver), Link(self.cost.latency, self.cost.bandwidth))
         return link.latency + self.cost.activation_bytes[min(before.stage, after.stage)] / link.bandwidth
 
-    def kept(self, rank: int, now: float) -> float:
-        """What the rank's forwards and input-gradient halves keep at a moment."""
-        total = 0.0
+    def kept(self, rank: int) -> list[tuple[float, float, float]]:
+        """What the rank's forwards and input-gradient halves keep: from when to when, and how much."""
+        pieces = []
         trained = any(action.kind is not Kind.F for action in self.schedule.actions(rank))
         for action in self.schedule.actions(rank):
             stage, microbatch = action.stage, action.microbatch
-            ends = {kind: self.times.get(self.at.get(Action(kind, stage, microbatch), (-1, -1))) for kind in Kind}
+            times = {kind: self.times.get(self.at.get(Action(kind, stage, microbatch), (-1, -1))) for kind in Kind}
             if action.kind is Kind.F:
-                last = (ends[Kind.B] or ends[Kind.I]) if trained else ends[Kind.F]
+                last = (times[Kind.B] or times[Kind.I]) if trained else times[Kind.F]
                 assert last is not None
-                total += self.cost.saved_bytes[stage] * (self.times[self.at[action]].start <= now < last.end)
-            if action.kind is Kind.W and (half := ends[Kind.I]) is not None:
-                end = self.times[self.at[action]].end
-                total += self.cost.deferred_bytes[stage] * (half.end <= now < end)
-        return total
+                pieces.append((self.times[self.at[action]].start, last.end, self.cost.saved_bytes[stage]))
+            if action.kind is Kind.W and (half := times[Kind.I]) is not None:
+                pieces.append((half.end, self.times[self.at[action]].end, self.cost.deferred_bytes[stage]))
+        return pieces
 
 
+@cache
 def drawn(seed: int) -> tuple[Schedule, CostModel]:
     draw = random.Random(seed)
     schedule = random_schedule(draw)
@@ -196,10 +198,15 @@ def drawn(seed: int) -> tuple[Schedule, CostModel]:
     return schedule, random_cost(draw, schedule.placement)
 
 
+@cache
+def ran(seed: int) -> tuple[Slow, Timeline]:
+    """What was drawn, as the two simulators run it."""
+    return Slow(*drawn(seed)), simulate(*drawn(seed))
+
+
 @seeds
 def test_times_are_those_of_the_definition(seed: int) -> None:
-    schedule, cost = drawn(seed)
-    slow, fast = Slow(schedule, cost), simulate(schedule, cost)
+    slow, fast = ran(seed)
     spans = {span.action: span for row in fast.on(Stream.COMPUTE) for span in row}
     assert set(spans) == set(slow.at)
     for action, place in slow.at.items():
@@ -215,7 +222,7 @@ def test_times_are_those_of_the_definition(seed: int) -> None:
 @seeds
 def test_reductions_are_served_as_their_ranks_come_to_them(seed: int) -> None:
     schedule, cost = drawn(seed)
-    slow, fast = Slow(schedule, cost), simulate(schedule, cost)
+    slow, fast = ran(seed)
     spans = {span.action: span for row in fast.on(Stream.REDUCE) for span in row}
     came: dict[Action, float] = {}
     for rank, row in enumerate(schedule.rows):
@@ -242,12 +249,11 @@ def test_reductions_are_served_as_their_ranks_come_to_them(seed: int) -> None:
 
 @seeds
 def test_memory_is_that_of_the_definition(seed: int) -> None:
-    schedule, cost = drawn(seed)
-    slow, fast = Slow(schedule, cost), simulate(schedule, cost)
+    slow, fast = ran(seed)
     moments = {moment for times in slow.times.values() for moment in times}
-    for rank in range(len(schedule.rows)):
-        curve = fast.memory(rank)
-        kept = {moment: slow.kept(rank, moment) for moment in moments}
+    for rank in range(len(fast.rows)):
+        curve, pieces = fast.memory(rank), slow.kept(rank)
+        kept = {moment: sum(held * (start <= moment < end) for start, end, held in pieces) for moment in moments}
         assert {time for time, _ in curve} <= moments
         for moment, amount in kept.items():
             assert [held for time, held in [(-1.0, 0.0), *curve] if time <= moment][-1] == amount
@@ -256,8 +262,7 @@ def test_memory_is_that_of_the_definition(seed: int) -> None:
 
 @seeds
 def test_the_critical_path_is_a_chain_of_waits_as_long_as_the_makespan(seed: int) -> None:
-    schedule, cost = drawn(seed)
-    slow, fast = Slow(schedule, cost), simulate(schedule, cost)
+    slow, fast = ran(seed)
     path = [cause for cause in critical_path(fast) if cause.span.action.kind is not Kind.R]
     reduced = critical_path(fast)[len(path) :]
     assert all(cause.after and cause.after.end == cause.span.start for cause in reduced)
@@ -281,5 +286,5 @@ def test_random_plans_have_all_that_there_is() -> None:
     assert any(len(schedule.placement.paths) == 2 for schedule in schedules)
     entries = [entry for schedule in schedules for row in schedule.rows for entry in row]
     assert sum(isinstance(entry, Pair) for entry in entries) > 30
-    assert any(simulate(*drawn(seed)).exposed == 0 for seed in range(40))
+    assert any(ran(seed)[1].exposed == 0 for seed in range(40))
     assert {action.kind for entry in entries for action in actions_of(entry)} == set(Kind)

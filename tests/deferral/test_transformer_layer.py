@@ -1,0 +1,68 @@
+"""A layer as planning describes it: what it keeps and defers is what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeflow import GPT, PRECISIONS, Placement, Setup
+from pipeflow.deferral.module import defer_weight_gradients
+from pipeflow.deferral.products import LinearProduct
+from pipeflow.planning.transformer_costs import stage_costs
+
+MODEL = GPT(layers=8, hidden=64, heads=4, positions=32, vocabulary=101)
+
+
+class Block(nn.Module):
+    """A layer as `transformer` describes it."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        hidden, self.heads = model.hidden, model.heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.query_key_value, self.attention = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.wide, self.output = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, hidden = x.shape
+        mixed = self.query_key_value(self.norm_1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = mixed
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention(seen.transpose(1, 2).reshape(batch, length, hidden))
+        output: torch.Tensor = self.output(functional.gelu(self.wide(self.norm_2(x))))
+        return x + output
+
+
+def sizes(tensors: list[torch.Tensor], but: nn.Module) -> int:
+    """Bytes of the memory behind the tensors, each piece once, without parameters."""
+    pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    own = {parameter.untyped_storage().data_ptr() for parameter in but.parameters()}
+    return sum(size for pointer, size in pieces.items() if pointer not in own)
+
+
+def test_a_real_layer_has_keeps_and_defers_that_much() -> None:
+    """Without dropout, so without its two masks; what a norm and attention keep per token or head is left out."""
+    block, token = Block(MODEL), 2 * 32 * 64
+    deferral = defer_weight_gradients(block)
+    queue: list[Callable[[], None]] = []
+    saved: list[torch.Tensor] = []
+    deferral.queue = queue
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    assert sum(map(torch.numel, block.parameters())) == MODEL.parameters_of([(1, 2)])
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        output = block(torch.randn(2, 32, 64, requires_grad=True))
+    setup = Setup(microbatch_size=2, precision=PRECISIONS["float32"])
+    costs = stage_costs(MODEL, Placement.linear(8), setup)
+    assert sizes(saved, block) == pytest.approx(costs.saved_bytes[1] - 2 * token, rel=0.01)
+    output.backward(torch.randn_like(output))
+    products = [product for product in queue if isinstance(product, LinearProduct)]
+    held = [tensor for product in products for tensor in (product.input, product.gradient)]
+    assert sizes(held, block) == costs.deferred_bytes[1] == 4 * 16 * token
