@@ -48,7 +48,7 @@ class Copied:
 class Copy(ops.Beside):
     def __init__(self, shared, action):
         super().__init__(action)
-        self.saved = shared.saved[action.stage, action.microbatch]
+        self.state = shared.states[action.stage, action.microbatch]
 
     def begin(self):
         return [Copied(COPIES.submit(self.run))]
@@ -57,14 +57,14 @@ class Copy(ops.Beside):
 class Offload(Copy):
     def run(self):
         sleep(2e-3)
-        HOST[self.saved] = self.saved.leaves, self.saved.edges
-        self.saved.leaves, self.saved.edges = [], []
+        HOST[self.state] = self.state.leaves, self.state.edges
+        self.state.leaves, self.state.edges = [], []
 
 
 class Fetch(Copy):
     def run(self):
         sleep(2e-3)
-        self.saved.leaves, self.saved.edges = HOST.pop(self.saved)
+        self.state.leaves, self.state.edges = HOST.pop(self.state)
 
 
 OPERATIONS[Kind.D] = lambda shared, action: [Offload(shared, action)]

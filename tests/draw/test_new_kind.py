@@ -14,6 +14,8 @@ import pytest
 
 import pipeflow
 
+pytestmark = pytest.mark.slow  # it starts a process
+
 KIND = '    R = "R"', '    O = "O"  # noqa: E741\n    R = "R"'
 STREAM = '    REDUCE = "reductions"', '    REDUCE = "reductions"\n    COPY = "copies"'
 TABLE = "DATAFLOW: dict[Kind, Flow] = {"
