@@ -10,6 +10,7 @@ NAMES = (
     "compute",
     "zero_bubble",
     "plans",
+    "links",
     "one_rank",
     "halves",
     "failure",

@@ -16,10 +16,13 @@ Times = dict[str, list[float]]
 Clock = Callable[[], float]
 
 
-def alternate(contenders: dict[str, Contender], rounds: int, clock: Clock = time.monotonic) -> Times:
+def alternate(
+    contenders: dict[str, Contender], rounds: int, clock: Clock = time.monotonic, *, notice: float = 0.02
+) -> Times:
     """Per contender, this rank's time in seconds from the common start to its own end, one per round.
 
     Every round runs every contender once, starting with another one each time, after one round of warm-up.
+    `notice` is how many seconds before a step its ranks agree on its start.
     """
     times: Times = {name: [] for name in contenders}
     gc.collect()
@@ -28,22 +31,22 @@ def alternate(contenders: dict[str, Contender], rounds: int, clock: Clock = time
     for number in range(-1, rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            seconds = _timed(contenders[name], clock)
+            seconds = _timed(contenders[name], clock, notice)
             if number >= 0:
                 times[name].append(seconds)
     return times
 
 
-def _timed(contender: Contender, clock: Clock) -> float:
+def _timed(contender: Contender, clock: Clock, notice: float) -> float:
     contender.zero_grad()
     gc.collect()
-    moment = _common_moment()
+    moment = _common_moment(notice)
     start = moment if clock is time.monotonic else clock()
     contender.step()
     return clock() - start
 
 
-def _common_moment(notice: float = 0.02) -> float:
+def _common_moment(notice: float) -> float:
     """Waits until a moment on which all ranks agree; the machine's clock is one for all of its processes."""
     moment = torch.tensor(time.monotonic() + notice, dtype=torch.float64)
     dist.all_reduce(moment, dist.ReduceOp.MAX)

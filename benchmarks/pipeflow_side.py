@@ -9,9 +9,17 @@ import pipeflow
 from benchmarks.task import Contender, Task
 
 
-def contender(task: Task, rank: int, name: str, *, chunks: int = 1, known_shape: bool = True) -> Contender:
+def contender(
+    task: Task,
+    rank: int,
+    name: str,
+    *,
+    chunks: int = 1,
+    known_shape: bool = True,
+    cost: pipeflow.CostModel | None = None,
+) -> Contender:
     """`name` is a schedule; without `known_shape` the shapes travel with the activations."""
-    model = pipeline(task, rank, name, chunks=chunks, known_shape=known_shape)
+    model = pipeline(task, rank, name, chunks=chunks, known_shape=known_shape, cost=cost)
     batch = (task.inputs, task.labels)
     label = "pipeflow" if known_shape else "pipeflow, no shape"
     return Contender(label, lambda: pipeflow.execute_pipeline(iter([batch]), model), [model], model)
@@ -22,7 +30,15 @@ def schedule_of(task: Task, name: str, chunks: int) -> pipeflow.Schedule:
     return pipeflow.make_schedule(name, ranks=task.ranks, microbatches=task.microbatches, **options)
 
 
-def pipeline(task: Task, rank: int, name: str, *, chunks: int = 1, known_shape: bool = True) -> pipeflow.Pipeline:
+def pipeline(
+    task: Task,
+    rank: int,
+    name: str,
+    *,
+    chunks: int = 1,
+    known_shape: bool = True,
+    cost: pipeflow.CostModel | None = None,
+) -> pipeflow.Pipeline:
     schedule = schedule_of(task, name, chunks)
     return pipeflow.Pipeline(
         nn.ModuleList(task.stages_of(rank, schedule.placement)),
@@ -30,4 +46,5 @@ def pipeline(task: Task, rank: int, name: str, *, chunks: int = 1, known_shape: 
         criterion=task.criterion,
         tensor_shape=task.shape if known_shape else None,
         tensor_dtype=torch.float32,
+        cost=cost,
     )

@@ -47,7 +47,7 @@ def measure(rounds: int) -> dict[str, Any]:
     for name in SCHEDULES:
         contender = pipeflow_side.contender(task, rank, name)
         check(task, contender, rank, contender.runner.schedule.placement)
-        traced = _Traced(task, contender.runner)
+        traced = Traced(task, contender.runner)
         both = alternate({"untraced": contender, "traced": traced.contender}, rounds)
         times[name] = both["untraced"]
         planned[name] = traced.makespans[-rounds:]
@@ -55,7 +55,7 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"times": times, "planned": planned}
 
 
-class _Traced:
+class Traced:
     """A pipeline with every step traced; from each step's costs, what the simulator says it should take."""
 
     def __init__(self, task: Any, model: Any) -> None:

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,8 +21,18 @@ class BenchmarkError(RuntimeError):
     """A rank failed or did not end in time; what every rank printed went to standard error."""
 
 
-def run_ranks(function: str, ranks: int, options: dict[str, Any], deadline: float) -> list[Any]:
-    """Calls `function` ("module:name", of this package) as `name(**options)` in `ranks` processes.
+class Place(NamedTuple):
+    """Where a rank runs: in which network namespace, and the address of rank 0 as seen from there."""
+
+    namespace: str
+    address: str
+
+
+def run_ranks(
+    function: str, ranks: int, options: dict[str, Any], deadline: float, *, places: Sequence[Place] = ()
+) -> list[Any]:
+    """Calls `function` ("module:name", of this package) as `name(**options)` in `ranks` processes, all of them here
+    unless each has a place.
 
     Returns what each rank returned, as JSON carries it. When a rank fails, or after `deadline` seconds, every
     rank that still runs prints its stacks and is ended, and BenchmarkError is raised.
@@ -29,7 +40,7 @@ def run_ranks(function: str, ranks: int, options: dict[str, Any], deadline: floa
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         paths = [Path(folder, f"rank{rank}") for rank in range(ranks)]
         port = _free_port()
-        processes = [_start(function, rank, ranks, options, port, path) for rank, path in enumerate(paths)]
+        processes = [_start(function, rank, ranks, options, port, path, places) for rank, path in enumerate(paths)]
         try:
             problem = _wait(processes, time.monotonic() + deadline)
         finally:
@@ -49,19 +60,26 @@ def _free_port() -> int:
 
 
 def _start(
-    function: str, rank: int, ranks: int, options: dict[str, Any], port: int, path: Path
+    function: str,
+    rank: int,
+    ranks: int,
+    options: dict[str, Any],
+    port: int,
+    path: Path,
+    places: Sequence[Place],
 ) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": places[rank].address if places else "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
     result = path.with_suffix(".json")
-    command = [sys.executable, "-m", "benchmarks.worker", function, json.dumps(options), str(result)]
+    command = ["ip", "netns", "exec", places[rank].namespace] if places else []
+    command += [sys.executable, "-m", "benchmarks.worker", function, json.dumps(options), str(result)]
     with path.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 

@@ -11,6 +11,7 @@ from pipeflow.analysis.causes import Cause, causes, critical_path
 from pipeflow.analysis.graph import dependency_graph
 from pipeflow.analysis.lower import lower
 from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.step import step_time
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.errors import PipeflowError, PipelineError, ScheduleError, UsageError
@@ -139,6 +140,7 @@ __all__ = [
     "save_safetensors",
     "search",
     "simulate",
+    "step_time",
     "verify",
 ]
 

@@ -21,7 +21,9 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     maker, and a Recv before its user.
 
     Receives are posted ahead, so that the transfer overlaps computation: each one action before the one that its
-    rank runs when the value is sent, in a simulation under `cost`; real times are never quite those. Between an
+    rank runs when the sender must know of it, in a simulation under `cost`; real times are never quite those. A channel
+    may begin to send only when the post is known at the other end, so that is the link's latency before the value is
+    sent. Between an
     ordered pair of ranks, activations keep the sender's order on both ends, and so do gradients. A Release follows
     as soon as a value made after the use of the sent one has come back. What runs beside computations follows the sends
     of the computation before it, and changes nothing else of the program.
@@ -34,7 +36,7 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     times = [_times(row, spans) for row, spans in zip(schedule.rows, rows, strict=True)]
     del rows  # the garbage collector would walk it again and again
     channels = _channels(schedule)
-    posts = _posts(times, channels)
+    posts = _posts(times, channels, cost or CostModel.even(schedule.placement))
     sends, releases = _sends(schedule, channels), _releases(schedule, channels)
     return tuple(
         Program(
@@ -101,21 +103,22 @@ def _passing(ends: Ends) -> Ends:
     return tuple(end for end in ends if end[0] in PASSING)
 
 
-def _posts(times: list[_Times], channels: Channels) -> list[dict[int, list[Recv]]]:
+def _posts(times: list[_Times], channels: Channels, cost: CostModel) -> list[dict[int, list[Recv]]]:
     """Per rank and position, the receives to post before the entry there."""
     posts: list[dict[int, list[Recv]]] = [defaultdict(list) for _ in times]
     for (sender, receiver), transfers in sorted(channels.items()):
         starts, ends = times[receiver].starts, times[sender].ends
+        notice = cost.link(receiver, sender).latency  # until the sender knows of a post
         activations = {
             (value.stage, value.microbatch): made
             for value, made, _ in channels.get((receiver, sender), ())
             if value.content is Content.ACTIVATION
         }
-        running = 0  # the entry that the receiver is at when the value is sent
+        running = 0  # the entry that the receiver is at when the post must be on its way
         described = 0  # a gradient looks like its activation, so it is posted for once that was made
         for value, made, _ in transfers:
-            sent = ends[made]
-            while running + 1 < len(starts) and starts[running + 1] < sent:
+            latest = ends[made] - notice
+            while running + 1 < len(starts) and starts[running + 1] < latest:
                 running += 1
             position = max(0, running - 1)
             if value.content is Content.GRADIENT:

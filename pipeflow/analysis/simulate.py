@@ -20,10 +20,11 @@ from pipeflow.core.timeline import Timeline
 def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     """The timeline of `schedule` under `cost` (by default 1 for F, 1 for each half of a backward, transfers free).
 
-    A value made on another rank arrives a transfer after its maker ends; transfers overlap computation and
-    each other. A full backward is seen by its neighbour only when whole. A pair starts when both of its actions
-    have what they need, takes what `CostModel.pair` says, and is seen by others when whole; run one half after the
-    other, a schedule is `schedule.without_pairs()`.
+    A value made on another rank arrives a transfer after its maker ends. Transfers overlap computation, and those on
+    other links; from one rank to another values go one after the other, each when the one before it has left. So the
+    bytes of a link take turns, its latencies pass at once. A full backward is seen by its neighbour only when whole. A
+    pair starts when both of its actions have what they need, takes what `CostModel.pair` says, and is seen by others
+    when whole; run one half after the other, a schedule is `schedule.without_pairs()`.
 
     What runs beside computations starts when its rank reaches it, its values are there, and what was begun before it on
     its stream has ended; a reduction, when all of this is so on all ranks that hold its stage. It does not hold up its
@@ -33,11 +34,14 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     another number of stages.
     """
     cost = CostModel.even(schedule.placement) if cost is None else cost
-    durations = _durations(schedule, cost)
+    require_costs(schedule, cost)
+    durations = {(kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(len(cost.forward))}
     order = Order(schedule)
-    delays = [delay for content, stage in order.ends for delay in _delays(schedule, cost, content, stage)]
-    made = [0.0] * len(delays)  # per value, when it exists
-    maker = [0] * len(delays)  # per value, on which rank
+    transfers = [each for content, stage in order.ends for each in _transfers(schedule, cost, content, stage)]
+    delays, holding = [each.latency for each in transfers], [each if each.held else None for each in transfers]
+    made = [0.0] * len(transfers)  # per value, when it exists, or has left for another rank
+    maker = [0] * len(transfers)  # per value, on which rank
+    left: defaultdict[tuple[int, int], float] = defaultdict(float)  # per link, when the last value has left
     spans: list[list[Span]] = [[] for _ in schedule.rows]
     free = [0.0] * len(schedule.rows)
     beside: defaultdict[tuple[int, Stream], float] = defaultdict(float)  # when each other stream is free
@@ -67,6 +71,8 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
         for value in makes:
             made[value] = end
             maker[value] = rank
+            if (holds := holding[value]) is not None:
+                made[value] = left[holds.link] = max(left[holds.link], end) + holds.held
     if order.stuck:
         entries = ", ".join(f"rank {rank} at {schedule.rows[rank][position]}" for rank, position in order.stuck[:8])
         raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end: stuck are {entries}; see verify()")
@@ -77,15 +83,14 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     return Timeline(schedule.name, schedule.placement, tuple(map(tuple, rows)), *memory)
 
 
-def _durations(schedule: Schedule, cost: CostModel) -> dict[tuple[Kind, int], float]:
-    """Per kind and stage. Raises UsageError for costs of another number of stages."""
+def require_costs(schedule: Schedule, cost: CostModel) -> None:
+    """Raises UsageError for costs of another number of stages."""
     stages = schedule.placement.num_stages
     if len(cost.forward) != stages:
         raise UsageError(
             f"the cost model has {len(cost.forward)} stages, schedule {schedule.name!r} has {stages}: give one cost "
             "per stage, as CostModel.even(schedule.placement) does"
         )
-    return {(kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(stages)}
 
 
 _BESIDE = {kind: flow.stream for kind, flow in DATAFLOW.items() if flow.stream is not Stream.COMPUTE}
@@ -122,10 +127,21 @@ def _paired(forward: Action, backward: Action, rank: int, start: float, cost: Co
     return Span(forward, rank, start, middle, backward), Span(backward, rank, middle, start + whole, forward)
 
 
-def _delays(schedule: Schedule, cost: CostModel, content: Content, stage: int) -> list[float]:
-    """Per microbatch, the time for a value to reach the rank of its user; a gradient is as large as the activation it
-    belongs to.
-    """
+class _Transfer(NamedTuple):
+    """How a value gets to its user: it holds the link for a while, and arrives a latency after that."""
+
+    link: tuple[int, int]
+    held: float = 0.0
+    latency: float = 0.0
+
+
+def _transfers(schedule: Schedule, cost: CostModel, content: Content, stage: int) -> list[_Transfer]:
+    """Per microbatch; a gradient is as large as the activation it belongs to."""
     paths, user = schedule.placement.paths, stage + PASSING.get(content, 0)
-    by_path = [cost.transfer(min(stage, user), path[stage], path[user]) if user != stage else 0.0 for path in paths]
+    by_path = []
+    for path in paths:
+        link = path[stage], path[user]
+        stays = user == stage or link[0] == link[1]
+        costs = (0.0, 0.0) if stays else (cost.holding(min(stage, user), *link), cost.link(*link).latency)
+        by_path.append(_Transfer(link, *costs))
     return [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]

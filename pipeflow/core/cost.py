@@ -24,10 +24,11 @@ class Link(NamedTuple):
 class CostModel:
     """Per stage, the time of a forward and of the two halves of a backward; the time of a transfer; and memory.
 
-    A full backward takes both halves. Moving a value between two ranks takes `latency` plus, for each
-    stage's activation (and its gradient, of the same size), `activation_bytes[stage] / bandwidth`; `links` has the
-    ordered pairs of ranks (from, to) that differ. Of a pair, `overlap` is the part of the shorter half
-    that the longer one hides: 0, the pair takes the sum of both; 1, only the longer one's time.
+    A full backward takes both halves. A value that moves between two ranks holds their link for
+    `activation_bytes[stage] / bandwidth` (its stage's activation, or the gradient of that, of the same size), and
+    arrives a `latency` after that; `links` has the ordered pairs of ranks (from, to) that differ. Of a pair, `overlap`
+    is the part of the shorter half that the longer one hides: 0, the pair takes the sum of both; 1, only the longer
+    one's time.
 
     Per stage, a forward keeps `saved_bytes` for its backward; between its two halves a backward keeps `deferred_bytes`.
     Per stage, reducing its weight gradients over the ranks that hold it takes `reduce`, once per step; empty, nothing.
@@ -121,12 +122,20 @@ class CostModel:
         one, other = self.duration(Kind.F, forward), self.duration(backward, stage)
         return one + other - self.overlap * min(one, other)
 
+    def link(self, sender: int | None = None, receiver: int | None = None) -> Link:
+        """What connects rank `sender` to rank `receiver`."""
+        usual = Link(self.latency, self.bandwidth)
+        return usual if sender is None or receiver is None else self.links.get((sender, receiver), usual)
+
+    def holding(self, stage: int, sender: int | None = None, receiver: int | None = None) -> float:
+        """For how long the activation of `stage`, or its gradient, holds the link from `sender` to `receiver`."""
+        return self.activation_bytes[stage] / self.link(sender, receiver).bandwidth if self.activation_bytes else 0.0
+
     def transfer(self, stage: int, sender: int | None = None, receiver: int | None = None) -> float:
-        """The time to move the activation of `stage`, or its gradient, from rank `sender` to rank `receiver`."""
-        link = Link(self.latency, self.bandwidth)
-        if sender is not None and receiver is not None:
-            link = self.links.get((sender, receiver), link)
-        return link.latency + (self.activation_bytes[stage] / link.bandwidth if self.activation_bytes else 0.0)
+        """The time to move the activation of `stage`, or its gradient, from rank `sender` to rank `receiver`, when
+        nothing else is on its way.
+        """
+        return self.link(sender, receiver).latency + self.holding(stage, sender, receiver)
 
 
 def _require_cost(what: str, number: float) -> None:

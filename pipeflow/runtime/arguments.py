@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -25,19 +26,26 @@ class Arguments(NamedTuple):
 
     schedule: tuple[str, Placement, int, float]  # its name, placement, microbatches and digest
     tensor: tuple[tuple[int, ...], torch.dtype] | None  # the shape and dtype of what passes between stages
+    cost: str
     overlap: bool
     names: Names  # the entries that its stages take
 
     @classmethod
     def of(
-        cls, schedule: Schedule, tensor: tuple[tuple[int, ...], torch.dtype] | None, *, overlaps: bool, takes: Names
+        cls,
+        schedule: Schedule,
+        tensor: tuple[tuple[int, ...], torch.dtype] | None,
+        cost: CostModel | None,
+        *,
+        overlaps: bool,
+        takes: Names,
     ) -> Arguments:
         """Those of this rank."""
         told = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
-        return cls(told, tensor, overlaps, takes)
+        return cls(told, tensor, repr(cost), overlaps, takes)
 
 
-_CALLED = {"schedule": "schedule", "tensor": "tensor_shape or tensor_dtype", "overlap": "overlap"}
+_CALLED = {"schedule": "schedule", "tensor": "tensor_shape or tensor_dtype", "cost": "cost", "overlap": "overlap"}
 """What must be the same on all ranks, and what users call it."""
 
 

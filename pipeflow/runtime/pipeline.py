@@ -10,7 +10,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from pipeflow.analysis.simulate import require_costs
 from pipeflow.core.action import Kind
+from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.deferral.products import Deferral
@@ -54,6 +56,8 @@ class Pipeline(nn.Module):
         gradient_dtype: in which gradients are added up over microbatches and ranks, where a parameter's own dtype is
             narrower, such as torch.float32 for a model in bfloat16; `.grad` is left in it, for MasterWeights to step
             with. By default the parameter's own. Under fully_shard its MixedPrecisionPolicy says it.
+        cost: what the stages and links take, in one unit: where a link's latency is long, receives are posted earlier
+            by it, into more buffers, so that no transfer waits for its receiver. By default links take no time.
 
     Attributes:
         loss_scale: what the gradients of a step are multiplied by, so that those of half precision do not vanish.
@@ -87,6 +91,7 @@ class Pipeline(nn.Module):
         overlap: Overlap | None = None,
         autocast: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         super().__init__()
         context = current_context()
@@ -99,6 +104,8 @@ class Pipeline(nn.Module):
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
             own = fitting_stages(self.chunks, schedule, context, stages)
+            if cost is not None:
+                require_costs(schedule, cost)
             has_loss = schedule.placement.num_stages - 1 in own
             self.criterion = criterion if has_loss and isinstance(criterion, nn.Module) else None
             place(self, context.device)
@@ -107,14 +114,14 @@ class Pipeline(nn.Module):
             if self.criterion is not None:
                 owners[own[-1]] = nn.ModuleList([modules[own[-1]], self.criterion])
             shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
-            mine = Arguments.of(schedule, shape, overlaps=overlap is not None, takes=names_taken(modules))
+            mine = Arguments.of(schedule, shape, cost, overlaps=overlap is not None, takes=names_taken(modules))
             everyone: list[Any] = all_gather_object(context.world, mine)
             taken = compare(everyone)
             self.gradients = Gradients(self, owners, schedule.placement, context, gradient_dtype)
             precise = _under_autocast(autocast, context.device)
             prepared = {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()}
             metadata = None if shape is None else Metadata.known(*shape)
-            programs = Programs(schedule.placement, context, prepared, self.gradients, metadata, overlap)
+            programs = Programs(schedule.placement, context, prepared, self.gradients, metadata, overlap, cost)
             loss = None if criterion is None else precise(criterion)
             self.runner = Runner(schedule.placement, context, prepared, self.gradients, programs, loss, weigh, taken)
             self.alarm.holders.add(self.runner)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pipeflow.analysis.lower import lower
+from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -56,6 +57,7 @@ class Programs:
         gradients: Gradients,
         metadata: Metadata | None,
         overlap: Overlap | None,
+        cost: CostModel | None,
     ) -> None:
         self._placement = placement
         self._context = context
@@ -63,6 +65,7 @@ class Programs:
         self._gradients = gradients
         self._metadata = metadata
         self._overlap = overlap
+        self._cost = cost
         self._kept: list[Runnable] = []  # the one used last first
 
     def __len__(self) -> int:
@@ -95,7 +98,7 @@ class Programs:
         if self._overlap is None:
             ran = ran.without_pairs()
         return compile_program(
-            lower(ran)[self._context.transport.rank],
+            lower(ran, self._cost)[self._context.transport.rank],
             schedule=ran,
             stages=self._stages,
             transport=self._context.transport,

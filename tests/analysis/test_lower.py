@@ -10,6 +10,7 @@ from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.soundness.programs import verify_programs
 from tests.families import make_near
 
 
@@ -30,6 +31,31 @@ def test_the_programs_of_two_ranks() -> None:
     ]  # fmt: skip
 
 
+def test_over_a_slow_link_receives_are_posted_earlier_by_its_latency() -> None:
+    """F takes 1 and the link 3. Activation k is sent at k + 1, so its post must leave at k - 2, when rank 1 runs its
+    forward k - 7, which began at k - 3: it is posted before the forward k - 8.
+    """
+    schedule = make_schedule("gpipe", ranks=2, microbatches=12)
+    _, last = lower(schedule, CostModel.even(schedule.placement, transfer=3))
+    before, positions = 0, []
+    for step in last.instructions:
+        before += isinstance(step, Compute)
+        if isinstance(step, Recv):
+            positions.append(before)
+    assert positions == [0] * 9 + [1, 2, 3]
+    assert last.receive_buffers == brute_force_buffers(last)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("latency", [1, 7])
+def test_programs_for_slow_links_are_sound(name: str, latency: float) -> None:
+    schedule = make_near(name, ranks=4, microbatches=8).without_pairs()
+    programs = lower(schedule, CostModel.even(schedule.placement, transfer=latency))
+    assert verify_programs(programs) == []
+    for program in programs:
+        assert program.receive_buffers == brute_force_buffers(program)
+
+
 def test_one_rank_sends_nothing_not_even_between_its_chunks() -> None:
     (program,) = lower(make_schedule("interleaved-1f1b", ranks=1, microbatches=3, chunks=2))
     assert all(isinstance(step, Compute) for step in program.instructions)
@@ -38,7 +64,8 @@ def test_one_rank_sends_nothing_not_even_between_its_chunks() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("transfer", [0, 2])
-def test_a_receive_is_posted_before_what_runs_when_its_value_is_sent(name: str, transfer: float) -> None:
+def test_a_receive_is_posted_before_what_runs_when_its_sender_must_know(name: str, transfer: float) -> None:
+    """That is a latency before the value is sent, or at the start."""
     schedule = make_schedule(name, ranks=4, microbatches=8)
     cost = CostModel.even(schedule.placement, transfer=transfer)
     spans = {span.action: span for span in simulate(schedule, cost)}
@@ -61,7 +88,7 @@ def test_a_receive_is_posted_before_what_runs_when_its_value_is_sent(name: str, 
                 case Compute(entry):
                     posted = spans[actions_of(entry)[0]].start
                 case Recv(value, _):
-                    assert posted <= sent[value]
+                    assert posted <= max(0.0, sent[value] - transfer)
                 case _:
                     pass
 

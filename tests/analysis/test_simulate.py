@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import isclose
 
 import pytest
@@ -29,14 +30,16 @@ def random_cost(stages: int, seed: int) -> CostModel:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("seed", range(3))
 def test_every_action_starts_as_early_as_the_graph_allows(name: str, seed: int) -> None:
-    """The longest path through the dependency graph, with networkx's order and nothing else in common."""
+    """The longest path through the dependency graph, with networkx's order and nothing else in common. Links are free
+    of bytes here, since what queues on them is no edge of the graph.
+    """
     networkx = pytest.importorskip("networkx")
     schedule = make_near(name, ranks=3, microbatches=5).without_pairs()
     if (
         len(schedule.placement.paths) == 1
     ):  # else reductions wait for other ranks, which a graph of one order cannot say
         schedule = schedule.with_reductions()
-    cost = random_cost(schedule.placement.num_stages, seed)
+    cost = replace(random_cost(schedule.placement.num_stages, seed), activation_bytes=())
     graph = dependency_graph(schedule)
     ends: dict[object, float] = {}
     for action in networkx.topological_sort(graph):
@@ -55,6 +58,27 @@ def test_two_ranks_with_a_transfer() -> None:
     schedule = Schedule.from_csv("0F0,0B0\n1F0,1B0")
     timeline = simulate(schedule, CostModel.even(schedule.placement, 1, 2, 3, transfer=0.5))
     assert [(span.start, span.end) for span in timeline] == [(0, 1), (8, 13), (1.5, 2.5), (2.5, 7.5)]
+
+
+def test_values_leave_a_link_one_after_the_other_and_travel_at_once() -> None:
+    """F takes 1, a value 3 on the link and then 10 on its way; what goes back is on a link of its own.
+
+    Sent at 1, 2 and 3, the activations have left at 4, 7 and 10 and arrive at 14, 17 and 20. The gradients are made at
+    23, 25 and 27, have left at 26, 29 and 32 and arrive at 36, 39 and 42.
+    """
+    schedule = Schedule.from_csv("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2")
+    cost = CostModel((1, 1), (1, 1), (0, 1), latency=10, bandwidth=2, activation_bytes=(6, 100))
+    first, last = simulate(schedule, cost).rows
+    assert [span.start for span in last] == [14, 17, 20, 21, 23, 25]
+    assert [span.start for span in first] == [0, 1, 2, 36, 39, 42]
+
+
+def test_each_ordered_pair_of_ranks_has_a_link_of_its_own() -> None:
+    """What goes from rank 0 to 1 (4 each) does not wait for what goes from 1 to 2 (5 each), nor for what comes back."""
+    schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n2F0,2F1,2B0,2B1")
+    cost = CostModel((1,) * 3, (1,) * 3, (1,) * 3, bandwidth=1, activation_bytes=(4, 5, 0))
+    starts = [[span.start for span in row] for row in simulate(schedule, cost).rows]
+    assert starts == [[0, 1, 30, 35], [5, 9, 24, 29], [11, 16, 17, 19]]
 
 
 def test_a_neighbour_sees_the_input_gradient_before_the_weight_gradient() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeflow import (
+    CostModel,
     Pipeline,
     PipelineError,
     Schedule,
@@ -79,6 +80,14 @@ def shape_on_one_rank(rank: int) -> Pipeline:
     return Pipeline(chunks(rank), TWO, tensor_shape=(1, 3) if rank else None)
 
 
+def other_costs(rank: int) -> Pipeline:
+    return Pipeline(chunks(rank), TWO, cost=CostModel.even(TWO.placement, transfer=rank))
+
+
+def costs_of_other_stages(rank: int) -> Pipeline:
+    return Pipeline(chunks(rank), TWO, cost=CostModel((1,) * 3, (1,) * 3, (1,) * 3))
+
+
 def replicas_inside(rank: int) -> Pipeline:
     module = chunks(rank)[0]
     module.replicated = object.__new__(nn.parallel.DistributedDataParallel)
@@ -97,6 +106,8 @@ MAKING: list[tuple[Making, type[UsageError], str]] = [
     (other_shapes, UsageError, r"rank 1 was given another tensor_shape or tensor_dtype than rank 0: .*\(1, 3, 7\)"),
     (other_dtypes, UsageError, "rank 1 was given another tensor_shape or tensor_dtype than rank 0: .*torch.float64"),
     (shape_on_one_rank, UsageError, "rank 1 was given another tensor_shape .*, not None"),
+    (other_costs, UsageError, r"rank 1 was given another cost than rank 0: CostModel\(.*latency=1"),
+    (costs_of_other_stages, UsageError, "the cost model has 3 stages, schedule '1f1b' has 2: give one cost per stage"),
     (replicas_inside, UsageError, "DistributedDataParallel inside a stage would average .*: unwrap it"),
 ]
 

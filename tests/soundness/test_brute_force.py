@@ -117,6 +117,17 @@ def random_cost(draw: random.Random, placement: Placement) -> CostModel:
     )
 
 
+def users(action: Action) -> set[tuple[Kind, int]]:
+    """Who on other stages may use what `action` makes."""
+    match action.kind:
+        case Kind.F:
+            return {(Kind.F, action.stage + 1)}
+        case Kind.B | Kind.I if action.stage:
+            return {(Kind.B, action.stage - 1), (Kind.I, action.stage - 1)}
+        case _:
+            return set()
+
+
 class Times(NamedTuple):
     start: float
     end: float
@@ -165,14 +176,24 @@ class Slow:
         for action in actions_of(self.entry(place)):
             for before in set().union(*befores(action, self.stages)) & set(self.at):
                 there = self.at[before]
-                waits.append((there, self.times[there].end + self.transfer(before, action, there[0], rank)))
+                waits.append((there, self.arrival(before, rank)))
         return waits
 
-    def transfer(self, before: Action, after: Action, sender: int, receiver: int) -> float:
+    def arrival(self, made: Action, receiver: int) -> float:
+        """When what `made` makes is on `receiver`: behind all that its rank sent there before."""
+        sender, position = self.at[made]
         if sender == receiver:
-            return 0
+            return self.times[sender, position].end
         link = self.cost.links.get((sender, receiver), Link(self.cost.latency, self.cost.bandwidth))
-        return link.latency + self.cost.activation_bytes[min(before.stage, after.stage)] / link.bandwidth
+        left = 0.0
+        for action in (each for entry in self.schedule.rows[sender][: position + 1] for each in actions_of(entry)):
+            for user in self.at.keys() & {Action(kind, stage, action.microbatch) for kind, stage in users(action)}:
+                if self.at[user][0] == receiver:
+                    size = self.cost.activation_bytes[min(action.stage, user.stage)]
+                    left = max(left, self.times[self.at[action]].end) + size / link.bandwidth
+            if action == made:
+                break
+        return left + link.latency
 
     def kept(self, rank: int) -> list[tuple[float, float, float]]:
         """What the rank's forwards and input-gradient halves keep: from when to when, and how much."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipeflow.core.rounds import rounds
 from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.parallel.transport.work import Exchange, LinkError, Work
@@ -17,22 +18,26 @@ from pipeflow.parallel.transport.work import Exchange, LinkError, Work
 def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
     """Every rank's `row` of float64 numbers, in rank order, the same on every rank; all rows equally long.
 
-    Bruck's algorithm: ceil(log2 R) rounds, each with two known peers. No rank returns before every rank has
-    called. Raises LinkError naming the peer that did not answer.
+    Every rank posts the receives of all rounds at once, so that over a slow link only the first one waits for its
+    receiver. No rank returns before every rank has called. Raises LinkError naming the peer that did not answer.
     """
     rank, size = transport.rank, transport.size
-    known = torch.tensor([list(row)], dtype=torch.float64, device="cpu")  # of rank, rank + 1, ...
-    while len(known) < size:
-        distance = len(known)
-        count = min(distance, size - distance)
-        arriving = torch.empty(count, len(row), dtype=torch.float64, device="cpu")
-        to, of = (rank - distance) % size, (rank + distance) % size
-        sent = start(transport, to, Tag.CONTROL, known[:count].clone(), sending=True)
-        received = start(transport, of, Tag.CONTROL, arriving, sending=False)
-        finish(received, "in the agreement of all ranks")
-        finish(sent, "in the agreement of all ranks")
-        known = torch.cat([known, arriving])
+    known = torch.empty(size, len(row), dtype=torch.float64, device="cpu")  # of rank, rank + 1, ...
+    known[0] = torch.tensor(row, dtype=torch.float64, device="cpu")
+    received = [
+        start(transport, (rank + distance) % size, Tag.CONTROL, known[distance : distance + count], sending=False)
+        for distance, count in rounds(size)
+    ]
+    sent: list[Work] = []
+    for (distance, count), arriving in zip(rounds(size), received, strict=True):
+        sent.append(start(transport, (rank - distance) % size, Tag.CONTROL, known[:count], sending=True))
+        finish(arriving, _DOING)
+    for leaving in sent:
+        finish(leaving, _DOING)
     return known.roll(rank, dims=0).tolist()
+
+
+_DOING = "in the agreement of all ranks"
 
 
 def all_gather_object(transport: Transport, value: object) -> list[object]:
