@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeflow import Pipeline, PipelineError
+    from pipeflow import Pipeline
 
 RANKS, MICROBATCHES, WIDTH, TIMEOUT = 4, 4, 16, 5.0
 KILLED = 20  # the step in which a rank of a restarted job is killed
@@ -24,10 +24,12 @@ KILLED = 20  # the step in which a rank of a restarted job is killed
 
 @dataclass
 class Told:
-    """What a rank was told: in which phase, about whom, and when by the clock that all processes share."""
+    """What a rank was told: in which phase, about whom (None in an error that names nobody), and when by the clock that
+    all processes share.
+    """
 
     phase: str
-    rank: int
+    rank: int | None
     died: int | None
     at: float
     message: str
@@ -78,15 +80,19 @@ def drill(folder: str, rank: int, port: int, steps: int, address: str = "127.0.0
             write(where, f"stepping-{rank}", [step])
         phase = "exit"
     except pipeflow.PipelineError as error:
-        note(where, rank, phase, error)
+        note(where, rank, phase, error, error.rank, error.died)
         if error.died is None and phase == "step":
             write(where, f"works-{rank}", try_again(model, where))
+    except Exception as error:
+        note(where, rank, phase, error)
     if context is not None:
         context.close()
 
 
-def note(folder: Path, rank: int, phase: str, error: PipelineError) -> None:
-    told = Told(phase, error.rank, error.died, time.monotonic(), str(error)[:300])
+def note(
+    folder: Path, rank: int, phase: str, error: Exception, named: int | None = None, died: int | None = None
+) -> None:
+    told = Told(phase, named, died, time.monotonic(), f"{type(error).__name__}: {error}"[:300])
     write(folder, f"told-{rank}", asdict(told))
 
 

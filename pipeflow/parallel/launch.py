@@ -14,15 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from pipeflow.core.errors import PipelineError
 from pipeflow.parallel.context import Context, set_process_context
 from pipeflow.parallel.control.coordinator import Coordinator
-from pipeflow.parallel.control.monitor import Monitor, grace_of
+from pipeflow.parallel.control.diagnosis import gone
+from pipeflow.parallel.control.monitor import HOST, Monitor, grace_of
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.network import address_towards, resolve, use_interface_of
 from pipeflow.parallel.rendezvous import did_not_come, find_each_other, missing
 from pipeflow.parallel.transport.distributed import DistributedTransport
 from pipeflow.parallel.transport.local import Hub, LocalTransport
 from pipeflow.parallel.transport.protocol import Transport
+from pipeflow.parallel.transport.work import LinkError
 
 _OF_TORCH = timedelta(minutes=30)  # for the collectives of torch's own groups, as torch has it
 
@@ -77,7 +80,10 @@ def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> D
     if rank == 0:
         coordinator = Coordinator(address_towards(address), world_size, secret, grace_of(timeout))
     secret, address, port = _told_by_rank_0(secret, address, 0 if coordinator is None else coordinator.port)
-    monitor = Monitor(address, port, rank=rank, size=world_size, secret=secret, timeout=timeout)
+    try:
+        monitor = Monitor(address, port, rank=rank, size=world_size, secret=secret, timeout=timeout)
+    except OSError:
+        raise PipelineError(gone(HOST).failure("")) from None
     transport = DistributedTransport(
         monitor,
         rank=rank,
@@ -88,6 +94,10 @@ def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> D
         leave=lambda: None if coordinator is None else coordinator.close(),
     )
     atexit.register(transport.close)
+    try:
+        transport.reopen()
+    except LinkError as error:
+        raise PipelineError(transport.report(error)) from None
     return transport
 
 

@@ -24,6 +24,7 @@ from pipeflow.parallel.control import wire
 from pipeflow.parallel.control.coordinator import Coordinator
 from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, silent
 from pipeflow.parallel.control.monitor import Monitor
+from pipeflow.parallel.transport import distributed
 from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.testing import run_processes, run_threads
 
@@ -118,6 +119,26 @@ def test_launch_names_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(PipelineError, match=f"{absent} did not come within 1 s of launch"):
             launch(timeout=1.0)
         assert time.monotonic() - started < SOON
+
+
+def die_while_channels_open(victim: int) -> tuple[int, int | None, float]:
+    current_context().close()
+    if int(os.environ["RANK"]) == victim:
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr(distributed, "Channels", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    started = time.monotonic()
+    with pytest.raises(PipelineError) as caught:
+        launch(timeout=30.0)
+    return caught.value.rank, caught.value.died, time.monotonic() - started
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_dies_while_channels_open_is_named(victim: int) -> None:
+    told = run_processes(die_while_channels_open, 3, victim, may_die=[victim])
+    assert told.pop(victim) is None
+    for named, died, took in told:
+        assert (named, died) == (victim, victim)
+        assert took < SOON
 
 
 MISTAKES: dict[str, Callable[[], Tensor]] = {

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.control import wire
-from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, left, silent
+from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, gone, left, silent
 from pipeflow.parallel.control.wire import Message, forget_in_children
 
 _TO_PROVE = 5.0  # seconds
@@ -195,7 +195,7 @@ class Coordinator:
     def _lose(self, rank: int) -> None:
         """A rank that hangs up without a word has died: that ends what is under way."""
         if rank not in self._gone:
-            blame = Blame(rank, "its process is gone; restart the job", died=rank)
+            blame = gone(rank)
             self._let_go(rank, blame)
             self._settle(self._generation, blame.failure(""))
 

@@ -45,6 +45,11 @@ def silent(rank: int) -> Blame:
     return Blame(rank, "it does not answer: its process is stopped or hangs, or its machine is cut off")
 
 
+def gone(rank: int) -> Blame:
+    """Of a rank whose process has ended without a word."""
+    return Blame(rank, "its process is gone; restart the job", died=rank)
+
+
 def left(rank: int) -> Blame:
     """Of a rank that has said goodbye, though others still need it."""
     return Blame(rank, "it has left, as its script ended or it closed its context; restart the job", died=rank)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.control import wire
-from pipeflow.parallel.control.diagnosis import Blame, left, silent
+from pipeflow.parallel.control.diagnosis import Blame, gone, left, silent
 from pipeflow.parallel.control.wire import Message, forget_in_children
 from pipeflow.parallel.transport.work import LinkError
 
@@ -203,7 +203,7 @@ class Monitor:
         except (OSError, ValueError):
             data = b""
         if not data and self._host is None and not self._leaving:
-            self._host = Blame(HOST, "its process is gone; restart the job", died=HOST)
+            self._host = gone(HOST)
             self._tell(self._generation, self._host.failure(""))
         return not self._leaving or bool(data)
 

@@ -18,7 +18,7 @@ from pipeflow.parallel.transport.work import Link, LinkError
 
 
 class DistributedTransport:
-    """Channels between the processes of a world, and groups of them. Every rank makes its own at the same time.
+    """Channels between the processes of a world, and groups of them; `reopen` makes the first ones, too.
 
     Args:
         monitor: joined to the world's coordinator.
@@ -27,8 +27,6 @@ class DistributedTransport:
         timeout: seconds until a wait gives up.
         address: of this machine, for the others.
         leave: called at the end.
-
-    Raises LinkError when not all ranks come.
     """
 
     def __init__(
@@ -49,11 +47,9 @@ class DistributedTransport:
         self.monitor = monitor
         self._address = address
         self._leave = leave
-        self._generation = 0
-        self._told: Failure | None = None
+        self._generation = -1  # of the channels, the last that were opened
         self._channels: Channels | None = None
         monitor.breaks(self._break)
-        self._open()
 
     @property
     def patience(self) -> float | None:
@@ -111,16 +107,15 @@ class DistributedTransport:
         return DistributedGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
 
     def report(self, failure: Failure | LinkError) -> Failure:
-        self._told = self.monitor.report(self._generation, failure)
+        told = self.monitor.report(self._generation, failure)
         self._close_channels()
-        return self._told
+        return told
 
     def enter(self, number: int) -> None:
         self.monitor.enter(number)
 
     def reopen(self) -> None:
-        if self._told is not None:
-            self._told = None
+        if self._channels is None:
             self._generation += 1
             self._open()
 

@@ -74,8 +74,8 @@ class Transport(Protocol):
         """
 
     def reopen(self) -> None:
-        """Makes fresh channels after a failure; every rank calls it. Nothing to do when none was reported. Raises
-        LinkError when not all ranks come.
+        """Makes channels where there are none, as after a failure; every rank calls it. Raises LinkError when not all
+        ranks come.
         """
 
     def close(self) -> None:
