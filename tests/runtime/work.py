@@ -109,24 +109,28 @@ def require_step(results: list[Stepped], expected: tuple[Tensor, dict[str, Tenso
     assert {name for result in results for name in result.gradients} == set(gradients)
 
 
-def drawn_at_random(seed: int) -> Schedule:
-    """A sound schedule as nobody would draw it: any stage on any rank, sometimes two paths; any order in which inputs
-    come first; backwards whole or in halves; and some forwards paired with the backward after them.
-    """
+def drawn_at_random(seed: int, max_ranks: int = 4) -> Schedule:
+    """A sound schedule as nobody would draw it: any stage on any rank, sometimes two paths, in any order."""
     random = Random(seed)
-    ranks, microbatches = random.randint(1, 4), random.randint(1, 5)
+    ranks, microbatches = random.randint(1, max_ranks), random.randint(1, 5)
     holders = [*range(ranks), *(random.randrange(ranks) for _ in range(random.randint(0, 4)))]
     random.shuffle(holders)
     paths = [tuple(holders), tuple(ranks - 1 - rank for rank in holders)][: random.randint(1, 2)]
-    placement = Placement(tuple(paths))
-    rows: list[list[Entry]] = [[] for _ in range(ranks)]
+    return ordered_at_random(Placement(tuple(paths)), microbatches, random, f"random-{seed}")
+
+
+def ordered_at_random(placement: Placement, microbatches: int, random: Random, name: str) -> Schedule:
+    """Any order in which inputs come first; backwards whole or in halves; some forwards paired with the backward after
+    them.
+    """
+    rows: list[list[Entry]] = [[] for _ in range(placement.num_ranks)]
     ready = [Action(Kind.F, 0, microbatch) for microbatch in range(microbatches)]
     while ready:
         action = ready.pop(random.randrange(len(ready)))
         rows[placement.rank_of(action.stage, action.microbatch)].append(action)
-        ready += _enabled(action, len(holders) - 1, random)
-    schedule = Schedule(f"random-{seed}", placement, microbatches, tuple(map(tuple, rows)))
-    for rank in range(ranks):
+        ready += _enabled(action, placement.num_stages - 1, random)
+    schedule = Schedule(name, placement, microbatches, tuple(map(tuple, rows)))
+    for rank in range(placement.num_ranks):
         schedule = _paired(schedule, rank, random)
     return schedule
 
