@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
+from pipeflow import Pipeline, PipelineError, UsageError, Whole, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 
@@ -55,6 +55,22 @@ def run_elsewhere() -> set[str]:
 
 def test_stages_and_criterion_go_where_the_rank_computes() -> None:
     assert run_threads(run_elsewhere, 1, device="meta") == [{"meta"}]
+
+
+class Masked(Scale):
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden) * mask
+
+
+def run_whole_entry() -> str:
+    batch = {"hidden": BATCH[0], "mask": Whole(torch.ones(2))}, BATCH[1]
+    output = execute_pipeline(iter([batch]), pipeline_of(Masked()), forward_only=True, return_outputs=True).outputs
+    assert isinstance(output, Tensor)
+    return output.device.type
+
+
+def test_entries_that_are_whole_go_where_the_rank_computes() -> None:
+    assert run_threads(run_whole_entry, 1, device="meta") == ["meta"]
 
 
 def run_unmade() -> None:

@@ -142,11 +142,14 @@ def chunk_of_masked() -> nn.Module:
 
 def run_mistyped() -> None:
     pipeline = Pipeline(chunk_of_masked(), schedule_of())
-    batch = {"hidden": INPUTS, "maks": torch.ones(8, 1), "id": "a name is no tensor"}
-    with pytest.raises(UsageError, match=r"no stage takes the batch's entry 'maks': stages take \['hidden', 'mask'\]"):
+    for mask in (torch.ones(8, 1), Whole(torch.ones(2))):
+        batch = {"hidden": INPUTS, "maks": mask, "id": "a name is no tensor"}
+        with pytest.raises(
+            UsageError, match=r"no stage takes the batch's entry 'maks': stages take \['hidden', 'mask'"
+        ):
+            execute_pipeline(iter([(batch, None)]), pipeline, forward_only=True)
+        batch["mask"] = batch.pop("maks")
         execute_pipeline(iter([(batch, None)]), pipeline, forward_only=True)
-    batch["mask"] = batch.pop("maks")
-    execute_pipeline(iter([(batch, None)]), pipeline, forward_only=True)
 
 
 @pytest.mark.parametrize("start", [run_threads, run_processes])
@@ -268,15 +271,25 @@ def test_inputs_that_are_no_leaves_train(ranks: int) -> None:
     assert abs(results[0][1] - leaf.grad.numpy()).max() <= 1e-12
 
 
-def run_whole_that_trains() -> Any:
+class AttendingToOne(Attending):
+    """Takes a list of masks."""
+
+    def forward(self, hidden: Tensor, mask: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden, mask[0])
+
+
+def run_whole_that_trains(in_list: bool) -> None:
     weight = nn.Parameter(torch.eye(2, dtype=torch.float64))
-    pipeline = Pipeline(Attending(), schedule_of(ranks=1), criterion=nn.functional.mse_loss)
-    inputs = {"hidden": INPUTS.double(), "mask": Whole(weight * 2)}
+    stage = AttendingToOne() if in_list else Attending()
+    pipeline = Pipeline(stage, schedule_of(ranks=1), criterion=nn.functional.mse_loss)
+    mask = weight.exp()
+    inputs = {"hidden": INPUTS.double(), "mask": Whole([mask] if in_list else mask)}
     execute_pipeline(iter([(inputs, INPUTS.double())]), pipeline)
     expected = nn.Parameter(torch.eye(2, dtype=torch.float64))
-    nn.functional.mse_loss(INPUTS.double() @ (expected * 2), INPUTS.double()).backward()
+    nn.functional.mse_loss(INPUTS.double() @ expected.exp(), INPUTS.double()).backward()
     torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-12, atol=0)
 
 
-def test_a_whole_entry_trains() -> None:
-    run_threads(run_whole_that_trains, 1)
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_whole_entry_trains(in_list: bool) -> None:
+    run_threads(run_whole_that_trains, 1, in_list)
