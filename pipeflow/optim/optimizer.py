@@ -64,7 +64,7 @@ class Wrapper(Optimizer):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+                parameter.grad = parameter.grad.detach().zero_()  # may be a view, or have a graph
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps: `state` by parameter name, as `named_state` gives it, and the groups' options, the

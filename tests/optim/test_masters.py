@@ -204,6 +204,16 @@ def start_with_states() -> None:
     optimizer.step()
 
 
+def zero_views() -> None:
+    """As torch leaves them where a gradient is a part of something larger."""
+    pipeline = blocks.build(torch.bfloat16)
+    optimizer = MasterWeights(pipeline, adamw(pipeline))
+    for parameter in pipeline.parameters():
+        parameter.grad = torch.ones(parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and (p.grad == 0).all() for p in pipeline.parameters())
+
+
 def load_other_weights() -> None:
     pipeline = blocks.build(torch.bfloat16)
     optimizer = MasterWeights(pipeline, adamw(pipeline))
@@ -272,7 +282,9 @@ def refuse_other_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [start_with_states, load_other_weights, misuse, refuse_other_parameters], ids=lambda check: check.__name__
+    "check",
+    [start_with_states, zero_views, load_other_weights, misuse, refuse_other_parameters],
+    ids=lambda check: check.__name__,
 )
 def test_one_rank(check: Any) -> None:
     run_threads(check, 1)

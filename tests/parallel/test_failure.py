@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pickle
@@ -10,14 +11,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.immutable_collections import immutable_list
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, launch, make_schedule
+from pipeflow.core.action import Kind
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.control import wire
@@ -48,6 +52,30 @@ def test_the_end_of_the_chain_is_blamed() -> None:
     assert circle is not None
     assert circle.rank == 0
     assert "their calls do not match" in circle.reason
+    assert diagnose(0, 4.0, {0: waits(1), 1: waits(0)}) is None
+
+
+def test_a_silent_rank_outside_the_chain_is_blamed_after_those_in_it() -> None:
+    waits, computes = Status((1,), 5.0), Status((), 5.0)
+    assert diagnose(0, 1.0, {0: waits, 1: computes, 2: silent(2)}) == silent(2)
+    assert diagnose(2, 5.0, {0: silent(0), 1: silent(1), 2: waits}) == silent(1)
+
+
+def test_all_that_a_rank_waits_for_are_followed() -> None:
+    statuses = {0: Status((1, 2), 5.0), 1: Status((0,), 5.0), 2: Status((), 5.0)}
+    assert diagnose(0, 5.0, statuses) == Blame(2, "it took too long")
+
+
+def test_ranks_that_wait_in_different_calls_are_told_so() -> None:
+    def waits(rank: int, call: str) -> Status:
+        return Status((rank,), 5.0, call)
+
+    blame = diagnose(0, 5.0, {0: waits(1, "trains"), 1: waits(0, "evaluates")})
+    assert blame == Blame(0, "it trains, but rank 1 evaluates: all ranks make the same call")
+    for calls in (("trains", ""), ("", "trains"), ("trains", "trains")):
+        blame = diagnose(0, 5.0, {rank: waits(1 - rank, call) for rank, call in enumerate(calls)})
+        assert blame is not None
+        assert "their calls do not match" in blame.reason
 
 
 class Stage(nn.Linear):
@@ -246,6 +274,11 @@ class Point(NamedTuple):
     x: int
 
 
+@dataclass
+class Foreign:
+    """No value of pipeflow's."""
+
+
 PLAIN = [
     None,
     {"a": (1, 2.5, [True])},
@@ -254,7 +287,10 @@ PLAIN = [
     Point(3),
     Failure(1, "why"),
     frozenset("a"),
+    Kind.F,
+    immutable_list([1]),  # a node of torch's trees
 ]
+FOREIGN = [Harmful(), print, nn.Linear(1, 1), Path("x"), Foreign(), UsageError("x"), ast.Name("x"), enumerate("x")]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=str)
@@ -262,9 +298,7 @@ def test_plain_values_travel(value: object) -> None:
     assert unpack(pack(value)) == value
 
 
-@pytest.mark.parametrize(
-    "value", [Harmful(), print, nn.Linear(1, 1), Path("x")], ids=lambda value: type(value).__name__
-)
+@pytest.mark.parametrize("value", FOREIGN, ids=lambda value: type(value).__name__)
 def test_nothing_else_is_read(value: object) -> None:
     with pytest.raises(UsageError, match="a rank sent"):
         unpack(pickle.dumps(value))

@@ -82,7 +82,7 @@ class _Noted:
 
 def backward(module: nn.Module, input: Tensor, gradient: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """The output, and the gradient of a copy of the input."""
-    input = input.clone().requires_grad_(input.is_floating_point())
+    input = input.clone().requires_grad_(input.is_floating_point() or input.is_complex())
     output = module(input)
     output.backward(normal(*output.shape, seed=9, dtype=output.dtype) if gradient is None else gradient)
     return output.detach(), input.grad

@@ -57,7 +57,7 @@ class Bucket:
             if parameter.grad is not None:
                 _replace(parameter.grad, part)
             elif has_one:
-                parameter.grad = like(part.clone().view(local_part(parameter).shape), parameter)
+                parameter.grad = like(part.view(local_part(parameter).shape).clone(), parameter)
 
     def _row(self, parameter: nn.Parameter, size: int) -> Tensor:
         if parameter.grad is None:
