@@ -143,3 +143,14 @@ def test_a_measured_reduction_began_after_its_weight_gradient_whatever_the_clock
     early = timeline("0F0@0-1 0B0@1-3 0R0@2.9-5")
     assert [str(cause) for cause in causes(early)[0]][-1] == "0R0 on rank 0 came after 0B0"
     assert [str(cause.span.action) for cause in critical_path(early)] == ["0F0", "0B0", "0R0"]
+
+
+def test_what_follows_from_the_spans_is_worked_out_once_and_is_no_part_of_the_value() -> None:
+    planned = simulate(make_schedule("1f1b", ranks=2, microbatches=3))
+    fresh = replace(planned)
+    assert planned.on(Stream.COMPUTE) is planned.on(Stream.COMPUTE)
+    assert planned.memory(1) is planned.memory(1)
+    assert (planned.makespan, planned.num_microbatches, planned.streams) == (12, 3, (Stream.COMPUTE,))
+    assert planned == fresh
+    assert (hash(planned), repr(planned)) == (hash(fresh), repr(fresh))
+    assert replace(planned, rows=((), ())).makespan == 0
