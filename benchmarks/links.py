@@ -25,9 +25,7 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1}
 MICROBATCHES = (4, 12)
 LINKS = {  # latency in seconds, bandwidth in bytes per second, bytes of an activation
     "5 ms": (0.005, float("inf"), 4096),
-    "20 ms": (0.020, float("inf"), 4096),
     "100 Mbit/s": (0.0, 12.5e6, 65536),
-    "100 Mbit/s, 5 ms": (0.005, 12.5e6, 65536),
 }
 
 
