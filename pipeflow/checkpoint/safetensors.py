@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -197,8 +197,7 @@ def _writers(everyone: Sequence[Sequence[tuple[str, str, TensorSpec]]]) -> dict[
     return {theirs: rank for theirs, (rank, _, _) in known.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """A file under its temporary name, what it has, and how many bytes of it are tensors."""
 
     file: str

@@ -1,59 +1,129 @@
-"""Plain values as bytes, between ranks. Reading them imports nothing and calls nothing but the types of plain values,
+"""Plain values as bytes, between ranks: JSON, in which a list begins with what it stands for. Reading them imports
+nothing and finds no types but those listed here, named tuples, and what this rank has registered with torch's pytrees;
 so whoever gets to send bytes to a rank cannot have it run code.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import io
-import pickle
+import json
 import sys
-from collections import OrderedDict, defaultdict, deque
-from enum import Enum
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
 from torch.utils._pytree import SUPPORTED_NODES
 
+from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.span import Span
 
-_PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, slice, range)
-_CONTAINERS = (OrderedDict, defaultdict, deque, torch.Size)
+_SCALARS = frozenset({type(None), bool, int, float, str})
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+}
+_FACTORIES = {factory.__name__: factory for factory in (bool, int, float, str, list, tuple, set, dict)}
+_DTYPES = {str(found): found for found in vars(torch).values() if isinstance(found, torch.dtype)}
 
 
 def pack(value: object) -> bytes:
-    """`value` as bytes: numbers, texts, containers, dtypes, named tuples, and values of pipeflow's own."""
-    return pickle.dumps(value)
+    """`value` as bytes: numbers, texts, containers, dtypes, named tuples, what torch's pytrees know, and the values of
+    `pipeflow.core` that ranks tell each other. Raises UsageError for anything else.
+    """
+    try:
+        return json.dumps(_written(value)).encode()
+    except RecursionError:
+        raise UsageError("a value in itself, or of too much depth, is no plain value") from None
 
 
 def unpack(body: bytes) -> Any:
-    """The value. Raises UsageError for bytes that would make anything else."""
+    """The value. Raises UsageError for bytes that stand for none."""
     try:
-        return _Reader(io.BytesIO(body)).load()
-    except UsageError:
-        raise
+        return _read(json.loads(body.decode("ascii")))
     except Exception as error:
-        raise UsageError(f"a rank sent bytes that are no plain value: {error}") from None
+        reason = f"{type(error).__name__}: {error}"
+        raise UsageError(f"a rank sent bytes that are no plain value: {reason}") from None
 
 
-class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if not _is_plain(found):
-            raise UsageError(f"a rank sent a {module}.{name}, which is no plain value, or not imported on this rank")
-        return found
+def _written(value: Any) -> Any:
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    write = _WRITERS.get(kind)
+    if write is not None:
+        return write(value)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return ["named", kind.__module__, kind.__qualname__, *map(_written, value)]
+    if kind in SUPPORTED_NODES:
+        children, context = SUPPORTED_NODES[kind].flatten_fn(value)
+        return ["node", _name(kind), _written(context), *map(_written, children)]
+    if kind is type and value in _FACTORIES.values():  # of a defaultdict
+        return ["type", value.__name__]
+    raise UsageError(f"a {kind.__name__} is no plain value, which ranks could tell each other: {value!r}")
 
 
-def _is_plain(found: object) -> bool:
-    """Whether making one of it runs no code but its own constructor's, of a value's type."""
-    if isinstance(found, torch.dtype):
-        return True
-    if not isinstance(found, type):
-        return False
-    is_ours = found.__module__.startswith("pipeflow.") and dataclasses.is_dataclass(found)
-    is_tuple = issubclass(found, tuple) and hasattr(found, "_fields")
-    return (
-        found in (*_PLAIN, *_CONTAINERS) or found in SUPPORTED_NODES or is_ours or is_tuple or issubclass(found, Enum)
-    )
+def _writer(tag: str) -> Callable[[Any], list[Any]]:
+    return lambda values: [tag, *[_written(value) for value in values]]
+
+
+_WRITERS: dict[type, Callable[[Any], list[Any]]] = {
+    **{kind: _writer(kind.__name__) for kind in (list, tuple, set, frozenset)},
+    dict: lambda value: ["dict", *([_written(key), _written(held)] for key, held in value.items())],
+    torch.Size: lambda value: ["Size", *value],
+    torch.dtype: lambda value: ["dtype", str(value)],
+    Action: lambda value: ["Action", str(value)],
+    Placement: lambda value: ["Placement", _written(value.paths)],
+    Span: lambda value: ["Span", *map(_written, (value.action, value.rank, value.start, value.end, value.partner))],
+}
+
+
+def _read(written: Any) -> Any:
+    if type(written) in _SCALARS:
+        return written
+    tag, *rest = written
+    return _READERS[tag](*rest)
+
+
+def _reader(make: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    return lambda *values: make([_read(value) for value in values])
+
+
+def _dict(*pairs: list[Any]) -> dict[Any, Any]:
+    return {_read(key): _read(value) for key, value in pairs}
+
+
+def _named(module: str, qualname: str, *fields: Any) -> Any:
+    """A tuple of a class that is there, made as tuples are: without code of the class."""
+    found = reduce(lambda holder, name: vars(holder)[name], qualname.split("."), sys.modules[module])
+    if not (
+        isinstance(found, type) and issubclass(found, tuple) and len(getattr(found, "_fields", ())) == len(fields) > 0
+    ):
+        raise TypeError(f"{module}.{qualname} has not {len(fields)} fields, or is no named tuple")
+    return tuple.__new__(found, map(_read, fields))
+
+
+def _node(name: str, context: Any, *children: Any) -> Any:
+    [kind] = (kind for kind in SUPPORTED_NODES if _name(kind) == name)
+    return SUPPORTED_NODES[kind].unflatten_fn(list(map(_read, children)), _read(context))
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+_READERS: dict[str, Callable[..., Any]] = {
+    **{tag: _reader(make) for tag, make in _SEQUENCES.items()},
+    "dict": _dict,
+    "named": _named,
+    "node": _node,
+    "type": _FACTORIES.__getitem__,
+    "dtype": _DTYPES.__getitem__,
+    "Action": Action.parse,
+    "Placement": lambda paths: Placement(_read(paths)),
+    "Span": lambda *fields: Span(*map(_read, fields)),
+}
