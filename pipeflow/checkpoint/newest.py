@@ -10,6 +10,8 @@ from pathlib import Path
 
 from pipeflow.checkpoint import folders
 from pipeflow.checkpoint.manifest import MANIFEST, Manifest, find, verified
+from pipeflow.checkpoint.state import read_run
+from pipeflow.checkpoint.storage import Storage
 from pipeflow.checkpoint.task import Task, context_here
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
@@ -24,9 +26,10 @@ def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) ->
     begun last; one that was saved without a step counts as of the highest step before it. None when there is none. What
     is damaged is left out, and the log "pipeflow" is warned of it.
 
-    Every file must have the size that it was written with and, with `verify`, the digest. Then all ranks call it
-    together where pipeflow was launched: each digests a share of the files, and all get the same answer. Without
-    `verify` any rank may call it alone; `load_checkpoint` verifies the digests in any case.
+    Every file must have the size that it was written with and, with `verify`, the digest; and all that the index lists
+    must be there and be read. Then all ranks call it together where pipeflow was launched: each looks into a share of
+    the files, and all get the same answer. Without `verify` any rank may call it alone; `load_checkpoint` verifies in
+    any case.
 
     Raises PipelineError where a rank failed.
     """
@@ -49,9 +52,14 @@ def _first_whole(paths: Iterable[Path], fault_of: Callable[[Path], str | None], 
 
 
 def _fault(path: Path, rank: int, ranks: int) -> str | None:
-    """What is wrong with a checkpoint, as far as `rank` of so many looks at the digests; none of 0."""
+    """What is wrong with a checkpoint, as far as `rank` of so many looks into its files; none of 0."""
     try:
-        verified(find(path), rank, ranks)
+        folder = find(path)
+        manifest = verified(folder, rank, ranks)
+        if ranks:
+            storage = Storage(folder, manifest)
+            storage.require_readable(rank, ranks)
+            read_run(storage)
     except UsageError as error:
         return str(error)
     return None

@@ -131,6 +131,16 @@ class Storage:
             raise UsageError(f"{self._folder} has no {name!r}: the checkpoint is damaged; load an earlier one")
         return self._read(name, self.values[name])
 
+    def require_readable(self, rank: int, ranks: int) -> None:
+        """Reads all plain values and, of the tensors, the share of `rank` of so many. Raises UsageError for one that is
+        not what the index says.
+        """
+        for name in self.values:
+            self.value(name)
+        for name in sorted(self.tensors)[rank::ranks]:
+            for part in self.tensors[name].parts:
+                self._tensor(name, part)
+
     def parts_of(self, pieces: Mapping[str, Piece]) -> Iterator[tuple[Tensor, Tensor]]:
         """What makes up the pieces, part by part: the entries of a piece, and the values that were saved for them.
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipeflow import Saving, UsageError, latest_checkpoint, load_checkpoint, save_checkpoint
+from pipeflow.checkpoint.manifest import Digest, Manifest
 from pipeflow.checkpoint.storage import write
 from pipeflow.optim import named_state
 from pipeflow.testing import run_threads
@@ -110,6 +111,45 @@ def test_what_is_damaged_is_left_out_with_a_warning(
     assert filled(loaded) == {1}
     save_checkpoint(tmp_path / "step-4", model(4), step=4)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-4"
+
+
+def digested(path: Path) -> None:
+    """With a manifest that fits the files as they are."""
+    manifest = Manifest.read(path)
+    files = {name: Digest.of(path / name) for name in manifest.files}
+    Manifest(manifest.step, manifest.sequence, manifest.layout, files).write(path)
+
+
+def forge_index(path: Path) -> None:
+    (path / "index.json").write_text('{"tensors": {}, "values": {}}')
+    digested(path)
+
+
+def forge_dtype(path: Path) -> None:
+    file = path / "index.json"
+    file.write_text(file.read_text().replace("float32", "int32"))
+    digested(path)
+
+
+def forge_data(path: Path) -> None:
+    file = path / "__0_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+    digested(path)
+
+
+@pytest.mark.parametrize("forge", [forge_index, forge_dtype, forge_data])
+def test_what_has_fitting_digests_but_cannot_be_read_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, forge: Callable[[Path], object]
+) -> None:
+    for step in (1, 2):
+        save_checkpoint(tmp_path / f"step-{step}", model(step), step=step)
+    forge(tmp_path / "step-2")
+    with caplog.at_level(logging.WARNING, "pipeflow"):
+        newest = latest_checkpoint(tmp_path)
+    assert f"checkpoint {tmp_path / 'step-2'} is left out" in caplog.text
+    assert newest == tmp_path / "step-1"
+    load_checkpoint(newest, loaded := model())
+    assert filled(loaded) == {1}
 
 
 def test_without_verifying_digests_sizes_are_looked_at(tmp_path: Path) -> None:
