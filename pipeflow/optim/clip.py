@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,15 @@ def grad_norm(model: Pipeline, norm_type: float = 2.0) -> Tensor:
 
     Raises UsageError for a `norm_type` that is not positive, PipelineError as `execute_pipeline` does.
     """
+    return _grad_norm(model, norm_type, {})
+
+
+def _grad_norm(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, float]) -> Tensor:
+    """As `grad_norm`, of gradients multiplied by `factors`."""
     with model.alarm.raised_everywhere():
         if not norm_type > 0:
             raise UsageError(f"norm_type must be positive, such as 2.0 or math.inf, got {norm_type}")
-        rows = all_gather(model.context.world, _norms(model, norm_type))
+        rows = all_gather(model.context.world, _norms(model, norm_type, factors))
     if not all(math.isfinite(norm) for row in rows for norm in row):
         return torch.tensor(math.inf, dtype=torch.float64)
     counted = torch.tensor([counted for counted, _ in rows], dtype=torch.float64)
@@ -40,22 +45,24 @@ def grad_norm(model: Pipeline, norm_type: float = 2.0) -> Tensor:
 def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scales the gradients of all ranks so that their global norm is at most `max_norm`, and returns the norm before,
     as `grad_norm` does. All ranks call it together, whatever steps the model: where that is a MasterWeights, its next
-    step scales the float32 gradients instead, so that those in 16 bits lose nothing.
+    step scales the float32 gradients instead, so that those in 16 bits lose nothing; what is clipped again before that
+    step counts as scaled already.
 
     Gradients stay multiplied by `model.loss_scale`, which the norm leaves out; a norm that is not finite leaves them
     as they are.
 
     Raises UsageError for a `max_norm` or `norm_type` that is not positive, PipelineError as `execute_pipeline` does.
     """
-    norm = grad_norm(model, norm_type)
-    factor = _clip_factor(norm, max_norm)
-    later: set[nn.Parameter] = set()
+    pending: dict[nn.Parameter, float] = {}
     for clipping in model.clippings:
-        clipping.norm, clipping.factor = norm, factor
-        later |= clipping.parameters
+        pending |= dict.fromkeys(clipping.parameters, clipping.pending)
+    norm = _grad_norm(model, norm_type, pending)
+    factor = _clip_factor(norm, max_norm)
+    for clipping in model.clippings:
+        clipping.add(norm, factor)
     if factor < 1:
         for parameter in model.parameters():
-            if parameter.grad is not None and parameter not in later:
+            if parameter.grad is not None and parameter not in pending:
                 parameter.grad.mul_(factor)
     return norm
 
@@ -69,7 +76,7 @@ def _clip_factor(norm: Tensor, max_norm: float) -> float:
     return min(1.0, max_norm / (norm.item() + 1e-6))  # torch adds it too: a pipeline changes no digit
 
 
-def _norms(model: Pipeline, norm_type: float) -> list[float]:
+def _norms(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, float]) -> list[float]:
     """The norm of what of this rank's gradients counts, and that of the rest, which another rank counts."""
     layout, rank = model.context.layout, model.context.rank
     split, elsewhere = splits_of(model), model.gradients.counted_elsewhere
@@ -80,7 +87,8 @@ def _norms(model: Pipeline, norm_type: float) -> list[float]:
             key = id(parameter)
             first = key not in elsewhere and is_first_holder(parameter, layout, rank, is_split=key in split)
             dtype = torch.complex128 if local.is_complex() else torch.float64
-            norms[not first].append(torch.linalg.vector_norm(local, norm_type, dtype=dtype))
+            norm = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
+            norms[not first].append(norm * factors.get(parameter, 1.0))
     device = model.context.device
     both: list[float] = torch.stack([_combined(_stacked(each, device), norm_type) for each in norms]).tolist()
     return both  # by one look at the device's memory

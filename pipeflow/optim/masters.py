@@ -24,7 +24,8 @@ LOG = logging.getLogger("pipeflow")
 class MasterWeights(Wrapper):
     """Gives `optimizer` float32 masters to step in place of the model's bfloat16 or float16 parameters, which are
     rounded from them after each step. What is float32 or float64 already is its own master. Weights that something else
-    changes, such as a checkpoint that is loaded without this optimizer, are taken for masters in the next step.
+    changes, such as a checkpoint that is loaded without this optimizer, are taken for masters in the next step; but for
+    what is written through `parameter.data`, which torch tells nobody: write to the parameter, under torch.no_grad().
 
     With a scaler, gradients are `model.loss_scale` times too large until `step` divides them, in float32. When any
     gradient on any rank of the world is not finite, no rank steps, and the scale is the same on all of them. All

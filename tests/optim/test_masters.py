@@ -52,6 +52,29 @@ def one_step(dtype: torch.dtype, scale: float, max_norm: float) -> None:
         assert torch.equal(parameter, wanted.to(dtype))
 
 
+def clip_twice(dtype: torch.dtype) -> None:
+    """As torch does where gradients are scaled at once; new gradients are not scaled by what was asked of the old."""
+    pipeline = blocks.build(dtype)
+    optimizer = MasterWeights(pipeline, SGD(pipeline.parameters(), lr=1.0))
+    before = [master.detach().clone() for master in optimizer.stepped.values()]
+    for repeated in (False, True):
+        optimizer.zero_grad()
+        execute_pipeline(blocks.mine(0, dtype), pipeline)
+        norm = clip_grad_norm_(pipeline, 0.5)
+        assert norm == grad_norm(pipeline) > 0.5
+        assert clip_grad_norm_(pipeline, 0.25, 2.0).item() == pytest.approx(0.5, rel=1e-4)
+        assert clip_grad_norm_(pipeline, 10.0).item() == pytest.approx(0.25, rel=1e-4), repeated
+    gradients = [parameter.grad.float() for parameter in optimizer.stepped if parameter.grad is not None]
+    optimizer.step()
+    for start, gradient, master in zip(before, gradients, optimizer.stepped.values(), strict=True):
+        torch.testing.assert_close(start - master, gradient * 0.25 / norm.item(), rtol=1e-3, atol=1e-6)
+
+
+@HALVES
+def test_clipping_again_counts_what_was_clipped(dtype: torch.dtype) -> None:
+    run_threads(clip_twice, 4, dtype, tensor=2)
+
+
 @HALVES
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_masters_are_stepped_in_float32(dtype: torch.dtype, max_norm: float) -> None:
