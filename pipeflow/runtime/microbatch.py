@@ -160,12 +160,27 @@ def _merge_leaf(column: list[object]) -> object:
 
 
 def snapshot(tree: object) -> object:
-    """The same tree, its tensors without their history; copied where they were written in place: they may be again."""
+    """The same tree, its tensors without their history; copied where they may be written to later."""
     return tree_map(lambda leaf: _snapshot(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _snapshot(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone() if tensor.is_inference() or tensor._version else tensor.detach()
+    return tensor.detach().clone() if may_be_overwritten(tensor) else tensor.detach()
+
+
+def may_be_overwritten(tensor: Tensor) -> bool:
+    """Whether its memory may be written to after a stage has returned it, as a static buffer's is: it was before, or
+    belongs to no graph and something else holds it, too.
+    """
+    if tensor._version or tensor.is_inference():
+        return True
+    return tensor.grad_fn is None and tensor.layout is torch.strided and _holders(tensor) > 1
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many tensors have its memory, this one among them."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # the look itself holds it, too
 
 
 def loss_weights(

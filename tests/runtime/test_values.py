@@ -107,6 +107,20 @@ class Static(nn.Module):
         return self.memory[:2]
 
 
+class Late(nn.Module):
+    """Returns a view of memory that it has never written to, and will write to in the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next, self.memory = 1.0, torch.zeros(3)
+
+    def forward(self, values: Tensor) -> Tensor:
+        if self.next > 1:
+            self.memory.fill_(self.next)
+        self.next += 1
+        return self.memory[:1]
+
+
 def run_overwriting(kind: type[nn.Module], last: bool) -> Any:
     """One rank with all stages, whose values stay in its memory; or two."""
     context = current_context()
@@ -124,6 +138,7 @@ INPUTS = torch.arange(16.0).view(8, 2)
 def test_what_a_stage_overwrites_later_arrives_as_it_was(ranks: int, last: bool) -> None:
     assert run_threads(run_overwriting, ranks, Counting, last)[-1].tolist() == [1, 2, 3, 4]
     assert (run_threads(run_overwriting, ranks, Static, last)[-1] == INPUTS.numpy()).all()
+    assert run_threads(run_overwriting, ranks, Late, last)[-1].tolist() == [0, 2, 3, 4]
 
 
 class Masked(nn.Module):

@@ -16,7 +16,7 @@ from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
 from pipeflow.deferral.module import Deferral
 from pipeflow.parallel.transport.work import Work
-from pipeflow.runtime.microbatch import snapshot
+from pipeflow.runtime.microbatch import may_be_overwritten, snapshot
 from pipeflow.runtime.program.payload import BackwardState, Payload, flatten
 from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.stage import Stage
@@ -100,8 +100,8 @@ class FromPayload:
 
 
 class ToPayload:
-    """Where an inner stage's output goes. What stays here is its gradient edge, not the output itself. Memory that was
-    written in place may be written again before the next stage reads it, as a static buffer is, so that is copied.
+    """Where an inner stage's output goes. What stays here is its gradient edge, not the output itself. Memory that may
+    be written to before the next stage reads it, as a static buffer is, is copied.
     """
 
     __slots__ = ("device", "payload", "state")
@@ -116,7 +116,7 @@ class ToPayload:
         tensors, payload.spec = flatten(output, self.device)
         payload.grads = tuple([tensor.requires_grad for tensor in tensors])
         payload.tensors = [
-            (tensor.detach().clone() if tensor.is_inference() or tensor._version else tensor.detach())
+            (tensor.detach().clone() if may_be_overwritten(tensor) else tensor.detach())
             .contiguous()
             .resolve_conj()
             .resolve_neg()
