@@ -57,6 +57,14 @@ class Deferring(nn.Module):
     def _get_name(self) -> str:
         return self.stock.__name__
 
+    def __prepare_scriptable__(self) -> Deferring:  # torch.jit.script asks
+        if "stock" in vars(type(self)):
+            raise UsageError(
+                f"a {self._get_name()} that defers its weight gradient, as in a Pipeline's chunk, cannot be scripted: "
+                "script a copy, which does not defer, as with torch.jit.script(copy.deepcopy(chunk))"
+            )
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if "stock" not in vars(type(self)):  # a class that something else made of this one, like a parametrization
             return super().__reduce_ex__(protocol)

@@ -5,6 +5,7 @@ run as its two halves, I and W. What must not live here: when either runs.
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
+from weakref import ref
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ class Deferrable(Protocol):
         ...
 
 
-def defer_weight_gradients(module: nn.Module) -> Deferral:
+def defer_weight_gradients(module: nn.Module, deferral: Deferral | None = None) -> Deferral:
     """Makes every nn.Linear, nn.Conv1d, nn.Conv2d and nn.Embedding in `module`, and every layer that is Deferrable,
     hand its weight gradients to the Deferral that is returned.
 
@@ -38,10 +39,12 @@ def defer_weight_gradients(module: nn.Module) -> Deferral:
     parameters alone as ever, but cannot ask for a deferred one, nor for a graph of the backward.
 
     Calling it again is harmless: the same layers keep their Deferral, and a layer that is also part of another
-    module goes to the last caller's; a backward of the other module then computes that layer's gradient at once.
+    module goes to the last caller's; a backward of the other module then computes that layer's gradient at once. With
+    the `deferral` of an earlier call, layers that have replaced others since hand their gradients to that one.
     """
     layers = [layer for layer in map(_prepared, module.modules()) if layer is not None]
-    deferral = _given_to_just(layers) or Deferral()
+    deferral = deferral or _given_to_just(layers) or Deferral(module)
+    deferral.module = ref(module)
     for layer in layers:
         layer.deferral = deferral
     deferral.num_layers = len(layers)

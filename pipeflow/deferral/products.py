@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -136,16 +136,6 @@ class Hooked:
     def __init__(self) -> None:
         self.products: list[Product] = []
 
-    def add(self, product: Product) -> None:
-        """Raises UsageError where autograd gives the weight another part of its gradient in the same backward."""
-        if torch._C._will_engine_execute_node(get_gradient_edge(product.weight).node):
-            raise UsageError(
-                f"a parameter of shape {tuple(product.weight.shape)} has hooks, and is used by a layer that defers its "
-                "weight gradient and by other code, so that no hook would see its whole gradient: make the layer an "
-                "instance of a subclass of its own, which is left as it is"
-            )
-        self.products.append(product)
-
     def __call__(self) -> None:
         sums: dict[nn.Parameter, Tensor] = {}
         products, self.products = self.products, []
@@ -194,11 +184,13 @@ class Deferral:
         queue: where products go, in the order of the backward; None to run each at once.
         deferred: the parameters whose gradients are products, by name, with their numbers of elements.
         remaining: the other parameters that want a gradient: they get it inside I.
+        module: whose layers they are, as long as it lives.
     """
 
-    __slots__ = ("_hooked", "anchor", "deferred", "num_layers", "queue", "remaining")
+    __slots__ = ("_hooked", "anchor", "deferred", "module", "num_layers", "queue", "remaining")
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self.module = ref(module)
         self.queue: list[Callable[[], None]] | None = None
         self._hooked: WeakValueDictionary[int, Hooked] = WeakValueDictionary()  # by the backward
         self.deferred: Mapping[str, int] = {}
@@ -211,11 +203,26 @@ class Deferral:
         """Runs or keeps `product`; called inside a backward."""
         queue = self.queue
         if product.has_hooks:
-            self._hooked_products().add(product)
+            self._require_whole(product)
+            self._hooked_products().products.append(product)
         elif queue is None:
             product()
         else:
             queue.append(product)
+
+    def _require_whole(self, product: Product) -> None:
+        """Raises UsageError where autograd gives the weight another part of its gradient in the same backward."""
+        if torch._C._will_engine_execute_node(get_gradient_edge(product.weight).node):
+            raise UsageError(
+                f"{self._name_of(product.weight)} has hooks, and is used by a layer that defers its weight gradient "
+                "and by other code, so that no hook would see its whole gradient: make the layer an instance of a "
+                "subclass of its own, which is left as it is"
+            )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        module = self.module()
+        named = () if module is None else module.named_parameters()
+        return next((repr(name) for name, each in named if each is parameter), "a parameter of no module")
 
     def _hooked_products(self) -> Hooked:
         """Those of the backward that runs; they are run at its end, or by its W."""

@@ -119,7 +119,8 @@ class Pipeline(nn.Module):
             taken = compare(everyone)
             self.gradients = Gradients(self, owners, schedule.placement, context, gradient_dtype)
             precise = _under_autocast(autocast, context.device)
-            prepared = {stage: Stage(stage, module, precise(module)) for stage, module in modules.items()}
+            watched = None if overlap is None else context.device
+            prepared = {stage: Stage(stage, module, precise(module), watched) for stage, module in modules.items()}
             metadata = None if shape is None else Metadata.known(*shape)
             programs = Programs(schedule.placement, context, prepared, self.gradients, metadata, overlap, cost)
             loss = None if criterion is None else precise(criterion)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipeflow.deferral.module import defer_weight_gradients
@@ -16,17 +17,61 @@ from pipeflow.runtime.microbatch import Batch
 
 class Stage:
     """A module, prepared for split backwards, how it is called, and per microbatch of the step that runs, the keywords
-    for it.
+    for it. With `watched`, the generator of that device is watched in its calls.
     """
 
-    def __init__(self, index: int, module: nn.Module, call: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        call: Callable[..., Any] | None = None,
+        watched: torch.device | None = None,
+    ) -> None:
         self.index = index
         self.module = module
         self.call = module if call is None else call
+        self._watched: WatchedCall | None = None
+        if watched is not None:
+            self.call = self._watched = WatchedCall(self.call, watched)
         self.deferral = defer_weight_gradients(module)
         self.keywords: list[dict[str, object]] = []
         self.takes = Keywords.of(module, takes_input=index > 0)
 
+    @property
+    def draws(self) -> bool:
+        """Whether a forward has ever drawn from torch's own generator, as far as it was watched."""
+        return self._watched is not None and self._watched.draws
+
+    def defer(self) -> None:
+        """Makes the layers defer that have come into the module since."""
+        defer_weight_gradients(self.module, self.deferral)
+
     def load(self, batch: Batch) -> None:
         """Keeps, per microbatch, the entries that the module takes."""
         self.keywords = batch.split({name: entry for name, entry in batch.named.items() if name in self.takes})
+
+
+class WatchedCall:
+    """A call that notes whether it ever draws from the generator of `device`. Draws of other threads meanwhile count,
+    too.
+    """
+
+    def __init__(self, call: Callable[..., Any], device: torch.device) -> None:
+        self.draws = False
+        self._call = call
+        self._generator = _generator_of(device)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if self.draws:
+            return self._call(*arguments, **keywords)
+        before = self._generator.get_state()
+        output = self._call(*arguments, **keywords)
+        self.draws = not torch.equal(before, self._generator.get_state())
+        return output
+
+
+def _generator_of(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

@@ -100,6 +100,8 @@ class Runner:
         loss, change = agree(told, results, self.context, self._last_ranks, everywhere=call.broadcast_loss)
         if change:
             self.gradients.renew(change, reduce=call.reduce)
+            for stage in self.stages.values():
+                stage.defer()
         timeline = None if measured is None else measured.timeline(call.schedule.name, call.schedule.placement)
         self._unload(compiled)
         return Output(loss, outputs, timeline)

@@ -121,9 +121,10 @@ def test_a_failed_backward_leaves_nothing_to_the_next() -> None:
 
 def test_a_hook_on_a_weight_that_other_code_uses_too_is_refused() -> None:
     module, input = nn.Linear(5, 5), normal(3, 5, dtype=torch.float32)
-    defer_weight_gradients(module)
+    model = nn.Sequential(module)
+    defer_weight_gradients(model)
     module.weight.register_hook(torch.square)
-    with pytest.raises(UsageError, match=r"parameter of shape \(5, 5\) has hooks, and is used by a layer that defers"):
+    with pytest.raises(UsageError, match=r"'0.weight' has hooks, and is used by a layer that defers its weight"):
         functional.linear(module(input), module.weight).sum().backward()
 
 

@@ -95,6 +95,27 @@ def test_over_gloo() -> None:
             require_near(gradients, whole)
 
 
+def replace_and_look(schedule: tuple[str, int, int]) -> None:
+    """What defers before the change, right after it, and after one step more."""
+    pipeline = build(MODEL, schedule_of(schedule, 3))
+    seen = []
+    for change in (None, replace_layers, None):
+        if change is not None:
+            change(pipeline)
+        execute_pipeline(iter([MODEL.batch(4)]), pipeline)
+        seen.append({index: sorted(deferral.deferred) for index, deferral in pipeline.deferrals.items()})
+        layers = [each for each in pipeline.modules() if isinstance(each, nn.Linear)]
+        assert layers
+        for layer in layers:
+            assert getattr(layer, "deferral", None) in pipeline.deferrals.values()
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("schedule", [("zb-h1", 2, 1), ("dualpipe", 2, 1)], ids=str)
+def test_replaced_layers_defer_from_the_next_step_on(schedule: tuple[str, int, int]) -> None:
+    run_threads(replace_and_look, 2, schedule)
+
+
 def make_from_meta(variant: tuple[str, int, int], evaluates: bool) -> list[Gradients]:
     context, schedule = current_context(), schedule_of(variant, 3)
     with torch.device("meta"):

@@ -73,7 +73,19 @@ def run_tracing() -> None:
     torch.testing.assert_close(torch.export.export(chunk, (inputs,)).module()(inputs), chunk(inputs))
 
 
-@pytest.mark.parametrize(("run", "ranks"), [(run_copying, 2), (run_averaging, 2), (run_tracing, 1)])
+def run_scripting() -> None:
+    chunk = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    pipeline = pipeline_of(chunk)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch would rather export
+        with pytest.raises(UsageError, match=r"a Linear that defers .* script a copy"):
+            torch.jit.script(chunk)
+        scripted = torch.jit.script(copy.deepcopy(chunk))
+    torch.testing.assert_close(scripted(BATCH[0]), chunk(BATCH[0]))
+    execute_pipeline(iter([BATCH]), pipeline)
+
+
+@pytest.mark.parametrize(("run", "ranks"), [(run_copying, 2), (run_averaging, 2), (run_tracing, 1), (run_scripting, 1)])
 def test_chunks_are_modules_as_any(run: Any, ranks: int) -> None:
     run_threads(run, ranks)
 

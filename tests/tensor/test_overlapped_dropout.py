@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from pipeflow import Schedule, UsageError, execute_pipeline
+from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline
 from pipeflow.runtime.program.pairs import Half, Overlap
 from pipeflow.tensor import Dropout, checkpoint, manual_seed
 from pipeflow.testing import run_threads
@@ -109,6 +109,27 @@ def test_torchs_generator_in_a_recompute_on_another_thread_is_refused(recompute:
     for name, gradient in run(model, in_turn).items():
         assert gradient == pytest.approx(expected[name], rel=1e-12, abs=1e-12)
     run(Dropping(dropout=nn.Dropout, recompute=kept), at_once)
+
+
+def switch_on(pipeline: Pipeline) -> None:
+    for module in pipeline.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+
+
+def test_a_dropout_that_is_switched_on_later_is_refused_then() -> None:
+    def refused(start: Callable[[Pipeline], object], switch: Callable[[Pipeline], object]) -> None:
+        pipeline = build(model, PAIRED, overlap=at_once)
+        start(pipeline)
+        execute_pipeline(iter([model.batch(32)]), pipeline)
+        switch(pipeline)
+        with pytest.raises(UsageError, match=r"drew from torch's own generator"):
+            execute_pipeline(iter([model.batch(32)]), pipeline)
+
+    model = Dropping(dropout=lambda _: nn.Dropout(0.0), recompute=torchs)
+    run_threads(refused, 1, lambda _: None, switch_on)
+    model = Dropping(dropout=nn.Dropout, recompute=torchs)
+    run_threads(refused, 1, Pipeline.eval, Pipeline.train)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -154,5 +154,4 @@ class _Compiler:
         assert isinstance(forward, ops.Forward)
         assert isinstance(backward, ops.Backward)
         assert self.overlap is not None
-        module = self.shared.stages[pair.backward.stage].module
-        return [*before, *also, Both(forward, backward, self.overlap, module)]
+        return [*before, *also, Both(forward, backward, self.overlap, self.shared.stages[pair.backward.stage])]

@@ -17,6 +17,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import in_this_context
 from pipeflow.parallel.failure import ActionError
 from pipeflow.runtime.program.operations import Backward, Compute, Forward
+from pipeflow.runtime.stage import Stage
 
 
 class Half:
@@ -64,26 +65,31 @@ class Draws(TorchDispatchMode):
 
 
 class Both(Compute):
-    """A pair, as one computation. The first time, what its backward draws is looked at."""
+    """A pair, as one computation. What its backward draws is looked at once: as soon as a forward of its stage draws,
+    since a backward draws nothing but what it computes again.
+    """
 
-    __slots__ = ("backward", "forward", "overlap")
+    __slots__ = ("backward", "forward", "looked", "overlap", "stage")
 
-    def __init__(self, forward: Forward, backward: Backward, overlap: Overlap, module: nn.Module) -> None:
+    def __init__(self, forward: Forward, backward: Backward, overlap: Overlap, stage: Stage) -> None:
         super().__init__(forward.action)
         self.forward = Half(forward, forward.stage.module)
-        self.backward = Half(backward, module)
-        self.backward.watch = Draws()
+        self.backward = Half(backward, stage.module)
+        self.stage = stage  # of the backward
+        self.looked = False
         self.overlap = overlap
 
     def __call__(self) -> None:
         forward, backward = self.forward, self.backward
         forward.done = backward.done = False
+        if self.stage.draws and not self.looked:
+            backward.watch = Draws()
         self.overlap(forward, backward)
         if not (forward.done and backward.done):
             raise UsageError("overlap(forward, backward) returned before it had called both of them")
         if backward.watch is not None:
             self._require_masks_of_its_own(backward.watch)
-            backward.watch = None
+            backward.watch, self.looked = None, True
 
     def _require_masks_of_its_own(self, draws: Draws) -> None:
         """Raises ActionError where a backward that computes a forward again, beside one on another thread, takes its
