@@ -20,7 +20,7 @@ from pipeflow.parallel.control.coordinator import Coordinator
 from pipeflow.parallel.control.diagnosis import gone
 from pipeflow.parallel.control.monitor import HOST, Monitor, grace_of
 from pipeflow.parallel.layout import Layout
-from pipeflow.parallel.network import address_towards, resolve, use_interface_of
+from pipeflow.parallel.network import address_towards, reachable, resolve, use_interface_of
 from pipeflow.parallel.rendezvous import did_not_come, find_each_other, missing
 from pipeflow.parallel.transport.distributed import DistributedTransport
 from pipeflow.parallel.transport.local import Hub, LocalTransport
@@ -104,7 +104,7 @@ def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> D
 def _initialize(rank: int, world_size: int, device: torch.device, timeout: float) -> str:
     """Makes torch's default process group unless there is one. Returns the address of rank 0's machine."""
     if dist.is_initialized():
-        return resolve(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        return _address_of_rank_0(rank, world_size)
     found = find_each_other(rank, world_size, timeout)
     use_interface_of(address_towards(found.address))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -119,6 +119,17 @@ def _initialize(rank: int, world_size: int, device: torch.device, timeout: float
     _set_pg_timeout(_OF_TORCH)
     atexit.register(_leave)
     return found.address
+
+
+def _address_of_rank_0(rank: int, world_size: int) -> str:
+    """Where all ranks reach rank 0's machine, which may know its own name as a loopback address alone."""
+    named = os.environ.get("MASTER_ADDR") or (socket.gethostname() if rank == 0 else "")
+    seen = [torch.zeros(64, dtype=torch.uint8, device="cpu") for _ in range(world_size)]
+    body = resolve(named).encode() if named else b""
+    seen[rank][: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else 0
+    dist.all_gather(seen, seen[rank].clone())
+    told = [bytes(each.tolist()).rstrip(b"\0").decode() for each in seen]
+    return reachable([address for address in told if address])
 
 
 def _told_by_rank_0(secret: bytes, address: str, port: int) -> tuple[bytes, str, int]:

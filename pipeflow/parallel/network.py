@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 
@@ -18,6 +19,11 @@ def resolve(host: str) -> str:
 def is_loopback(address: str) -> bool:
     """Whether it is reached from its own machine alone."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def reachable(seen: Sequence[str]) -> str:
+    """Of what the machines call one of them, what all of them reach: no loopback address, unless they all do so."""
+    return next((address for address in seen if not is_loopback(address)), seen[0])
 
 
 def address_towards(address: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from pipeflow.core.errors import Failure, PipelineError, UsageError
-from pipeflow.parallel.network import is_loopback, resolve
+from pipeflow.parallel.network import is_loopback, reachable, resolve
 
 _PAUSE = 0.01  # seconds between two looks
 _MARGIN = 1.0  # seconds by which rank 0 decides earlier than the others
@@ -132,7 +132,7 @@ class _Meeting:
         here = [rank for rank in range(1, self.size) if rank not in absent]
         said = {rank: json.loads(self.store.get(f"pipeflow/{life}/{rank}")) for rank in here}
         seen = [self.seen, *(each["seen"] for each in said.values())]
-        address = next((each for each in seen if not is_loopback(each)), self.seen)
+        address = reachable(seen)
         tickets = {str(rank): each["ticket"] for rank, each in said.items()}
         self.store.set(f"pipeflow/{life}/go", json.dumps({"tickets": tickets, "address": address, "absent": absent}))
         end = time.monotonic() + _MARGIN  # this process may serve the store, and end next

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
+from pipeflow.parallel.transport.agreement import all_gather, exchange
 from pipeflow.parallel.transport.distributed import DistributedTransport
 from pipeflow.parallel.transport.local import LocalTransport
 from pipeflow.parallel.transport.protocol import Start, Tag
@@ -45,6 +47,74 @@ def agree_as_on_gpus() -> None:
 
 def test_agreements_of_gpus_go_over_gloo() -> None:
     run_processes(agree_as_on_gpus, 2, timeout=1.0)
+
+
+def end_the_call_before() -> None:
+    """Rank 0 fails in a call that the others have not come to: they still reach each other, until they come to it."""
+    transport = current_context().world
+    assert isinstance(transport, DistributedTransport)
+    transport.enter(100)
+    all_gather(transport, [0.0])
+    failure = Failure(0, "in the call after", number=101)
+    if transport.rank == 0:
+        transport.enter(101)
+        assert transport.report(failure) == failure
+        return
+    _wait_until(lambda: transport.monitor.has_failed(0))
+    time.sleep(0.1)  # in which its thread would break the channels
+    number, peer = torch.full((3,), float(transport.rank)), 3 - transport.rank
+    exchange(transport, Tag.CONTROL, {peer: number}, {peer: number.clone()}, "ending the call before")
+    channels = transport.channels
+    transport.enter(101)
+    _wait_until(lambda: channels.is_broken)
+    assert transport.report(LinkError(0)) == failure
+
+
+def _wait_until(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 5
+    while not happened() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert happened()
+
+
+def test_a_failure_breaks_no_channel_of_a_rank_that_still_ends_the_call_before() -> None:
+    run_processes(end_the_call_before, 3, timeout=5.0)
+
+
+class LikeNccl:
+    """Stands for a communicator of NCCL: moves nothing that is in CPU memory, and says so as NCCL does."""
+
+    def allreduce(self, tensors: list[Tensor]) -> Work:
+        raise RuntimeError("something is wrong with this rank's own tensor")
+
+    def recv(self, *_: object) -> Work:
+        raise ValueError("Tensors must be CUDA and dense")
+
+    def abort(self) -> None: ...
+
+
+def read_errors_as_on_gpus() -> None:
+    """What a collective of NCCL raises is this rank's own mistake as long as its peer's end is open."""
+    transport = current_context().world
+    assert isinstance(transport, DistributedTransport)
+    everyone = tuple(range(transport.size))
+    transport.channels.device = torch.device("cuda")
+    transport.channels._collective[everyone] = LikeNccl()
+    group = transport.group(everyone)
+    with pytest.raises(RuntimeError, match="this rank's own tensor"):
+        group.all_reduce(torch.zeros(1))
+    all_gather(transport, [0.0])
+    if transport.rank == 1:
+        transport.channels.break_all()  # as a process that ends does
+        time.sleep(1)
+    else:
+        time.sleep(0.5)
+        with pytest.raises(LinkError, match=r"in a collective of ranks \[0, 1\] \(rank 1\)"):
+            group.all_reduce(torch.zeros(1))
+
+
+def test_errors_of_collectives_on_gpus_are_read_over_gloo() -> None:
+    run_processes(read_errors_as_on_gpus, 2, timeout=5.0)
 
 
 class OneTag(LocalTransport):

@@ -81,6 +81,15 @@ class Channels:
         """What waits for the transfers with a peer."""
         return End(self, self._gloo, {peer: peer}, "exchanging tensors")
 
+    def collective_link(self, ranks: tuple[int, ...]) -> End:
+        """What waits for the collectives of `ranks`. Whether a peer's end is closed is asked over gloo: NCCL moves
+        nothing that is in CPU memory (never run on GPUs).
+        """
+        others = [rank for rank in ranks if rank != self.rank]
+        if self.device.type == "cuda":
+            return End(self, self._gloo, {rank: rank for rank in others}, in_collective(ranks))
+        return End(self, [self.collective(ranks)], {rank: ranks.index(rank) for rank in others}, in_collective(ranks))
+
     def _communicator(self, source: int, destination: int, tag: Tag) -> Any:
         """The NCCL communicator of an ordered pair, in which the source is rank 0 and the destination rank 1."""
         key = (source, destination, tag)

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeflow.parallel.transport.channels import Channels, End, in_collective
+from pipeflow.parallel.transport.channels import Channels
 from pipeflow.parallel.transport.work import Exchange, Work
 
 
@@ -28,8 +28,6 @@ class DistributedGroup:
         self.rank = ranks.index(transport.rank)
         self.size = len(ranks)
         self.ranks = ranks
-        self._others = {rank: index for index, rank in enumerate(ranks) if rank != transport.rank}
-        self._doing = in_collective(ranks)
         self._transport = transport
 
     def all_reduce(self, tensor: Tensor) -> Work:
@@ -52,5 +50,4 @@ class DistributedGroup:
     def _start(self, name: str, *arguments: object) -> Work:
         channels = self._transport.channels
         group = channels.collective(self.ranks)
-        end = End(channels, [group], self._others, self._doing)
-        return Exchange(end, getattr(group, name), *arguments)
+        return Exchange(channels.collective_link(self.ranks), getattr(group, name), *arguments)
