@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("pipeflow", deadline=None)  # no test asserts a time
+settings.load_profile("pipeflow")
 
 collect_ignore = ["core/offloading.py"]  # a program, for a package with more kinds of action
 

@@ -90,7 +90,7 @@ placements = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(placement=placements, many=st.integers(1, 6), seed=st.integers(0, 99), room=st.floats(0, 3))
 @pytest.mark.slow
 def test_every_candidate_is_sound_within_the_cap_and_above_the_bound(

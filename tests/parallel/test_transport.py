@@ -25,7 +25,7 @@ def conform() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_threads(ranks: int) -> None:
-    run_threads(conform, ranks, timeout=1.0)
+    run_threads(conform, ranks, timeout=2.0)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -45,7 +45,7 @@ grouped = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(**grouped, larger=st.integers(0, 8), extra=st.integers(0, 8))
 @pytest.mark.slow
 def test_groups_and_warm_ups_of_interleaved_1f1b(
@@ -68,7 +68,7 @@ def test_groups_and_warm_ups_of_interleaved_1f1b(
     assert [peak * chunks for peak in timeline.peak_activations] == pytest.approx(peaks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(**grouped, data=st.data())
 @pytest.mark.slow
 def test_groups_of_gis(
@@ -92,7 +92,7 @@ def test_groups_of_gis(
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(ranks=st.integers(1, 6), groups=st.integers(1, 3), extra=st.integers(0, 6), costs=all_costs)
 def test_an_extra_forward_costs_an_activation_at_most_and_no_time(
     name: str, ranks: int, groups: int, extra: int, costs: Costs

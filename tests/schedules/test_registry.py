@@ -268,7 +268,7 @@ def test_every_small_size_is_sound(name: str, require_sound: Callable[[Schedule]
 
 
 @names
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(data=st.data())
 @pytest.mark.slow
 def test_large_sizes_are_sound(name: str, require_sound: Callable[[Schedule], None], data: st.DataObject) -> None:
@@ -279,7 +279,7 @@ times = st.integers(1, 5)
 
 
 @names
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data(), drawn=st.builds(Costs, times, times, times))
 @pytest.mark.slow
 def test_bubble_and_peak_are_those_of_the_docstring(name: str, data: st.DataObject, drawn: Costs) -> None:

@@ -28,7 +28,7 @@ def part_of(whole: Tensor, padding: float = torch.nan) -> Tensor:
     return part
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.sampled_from([1, 2, 3, 4]),
     classes=st.integers(1, 13),
