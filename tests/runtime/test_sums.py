@@ -202,8 +202,9 @@ class Sparse(nn.Module):
         return output
 
 
-def step_with_sparse(name: str, sparse: bool) -> list[Any]:
-    context, schedule = current_context(), make_schedule(name, ranks=2, microbatches=4)
+def step_with_sparse(name: str, microbatches: int, sparse: bool) -> list[Any]:
+    """Of one microbatch, one of two copies of a stage has no gradient of its own."""
+    context, schedule = current_context(), make_schedule(name, ranks=2, microbatches=microbatches)
     held = schedule.placement.stages_of(context.pipeline_rank)
     stages = nn.ModuleList(Sparse(sparse) if stage == 0 else line(stage) for stage in held)
     pipeline = Pipeline(stages, schedule, criterion=functional.mse_loss)
@@ -217,10 +218,13 @@ def step_with_sparse(name: str, sparse: bool) -> list[Any]:
     return [norm, *(gradient.to_dense().tolist() for gradient in told)]
 
 
-@pytest.mark.parametrize(("name", "replicas"), [("1f1b", 2), ("chimera", 1), ("chimera", 2)])
-def test_sparse_gradients_are_summed_and_stay_sparse(name: str, replicas: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "microbatches", "replicas"), [("1f1b", 4, 2), ("chimera", 4, 1), ("chimera", 4, 2), ("chimera", 1, 2)]
+)
+def test_sparse_gradients_are_summed_and_stay_sparse(name: str, microbatches: int, replicas: int) -> None:
     dense, sparse = (
-        run_threads(step_with_sparse, 2 * replicas, name, is_sparse, data=replicas) for is_sparse in (False, True)
+        run_threads(step_with_sparse, 2 * replicas, name, microbatches, is_sparse, data=replicas)
+        for is_sparse in (False, True)
     )
     for mine, its in zip(dense, sparse, strict=True):
         assert len(mine) == len(its)

@@ -34,7 +34,7 @@ class Bucket:
         UsageError for a gradient that is neither dense nor sparse rows.
         """
         rows = [self._row(parameter, size) for parameter, size in zip(self.parameters, self.sizes, strict=True)]
-        there = [float(parameter.grad is not None) for parameter in self.parameters]
+        there = [_presence(parameter.grad) for parameter in self.parameters]
         row = torch.cat([*rows, torch.tensor(there, dtype=self.dtype, device=rows[0].device)])
         return torch.view_as_real(row).flatten() if row.is_complex() else row
 
@@ -52,12 +52,15 @@ class Bucket:
         row = torch.view_as_complex(row.view(-1, 2)) if self.dtype.is_complex else row
         *parts, there = row.split([*self.sizes, len(self.sizes)])
         missing = any(parameter.grad is None for parameter in self.parameters)
-        somewhere = there.tolist() if missing else self.sizes  # a look at the device's memory, where it is needed
+        somewhere = (
+            (there.real if there.is_complex() else there).tolist() if missing else self.sizes
+        )  # a look at the device's memory, where it is needed
         for parameter, part, has_one in zip(self.parameters, parts, somewhere, strict=True):
             if parameter.grad is not None:
                 _replace(parameter.grad, part)
             elif has_one:
-                parameter.grad = like(part.view(local_part(parameter).shape).clone(), parameter)
+                gradient = part.view(local_part(parameter).shape).clone()
+                parameter.grad = gradient.to_sparse(1) if has_one < 0 else like(gradient, parameter)
 
     def _row(self, parameter: nn.Parameter, size: int) -> Tensor:
         if parameter.grad is None:
@@ -72,6 +75,13 @@ class Bucket:
                 "which cannot be summed over ranks: make it dense, or sparse as nn.Embedding does"
             )
         return gradient.flatten().to(self.dtype)
+
+
+def _presence(gradient: Tensor | None) -> float:
+    """What a row says of a parameter: 0 where it has no gradient, and less where it has sparse rows."""
+    if gradient is None:
+        return 0.0
+    return -1.0 if gradient.is_sparse else 1.0
 
 
 def in_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET) -> Iterator[list[nn.Parameter]]:
