@@ -46,7 +46,7 @@ check: .venv/installed          ## lint, types, layers
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests/test_layers.py
+	$(PY) -m pytest -q tests/test_layers.py tests/test_style.py
 
 bench: .venv/installed          ## every benchmark, side by side with its peers
 	$(PY) -m benchmarks $(ARGS)

@@ -69,7 +69,7 @@ def partial_in(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _layers(module: nn.Module, protocol: type) -> Iterator[Any]:
-    return (layer for layer in module.modules() if _keeps(type(layer), protocol))  # type: ignore[arg-type]
+    return (layer for layer in module.modules() if _keeps(type(layer), protocol))  # type: ignore[arg-type]  # types are hashable
 
 
 @lru_cache(maxsize=1024)
