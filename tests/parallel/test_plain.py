@@ -68,7 +68,11 @@ VALUES: list[object] = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+def named(value: object) -> str:
+    return type(value).__name__
+
+
+@pytest.mark.parametrize("value", VALUES, ids=named)
 def test_a_value_comes_as_it_went(value: object) -> None:
     came = unpack(pack(value))
     assert came == value
@@ -81,7 +85,9 @@ class Missing(enum.Enum):
 
 
 @pytest.mark.parametrize(
-    "value", [torch.zeros(1), object(), Registered, Missing.ONE, lambda: 0, {"a": [Path()]}, Kind.F.__class__], ids=repr
+    "value",
+    [torch.zeros(1), object(), Registered, Missing.ONE, lambda: 0, {"a": [Path()]}, Kind.F.__class__],
+    ids=named,
 )
 def test_what_is_no_plain_value_is_refused_where_it_is_sent(value: object) -> None:
     with pytest.raises(UsageError, match="no plain value"):

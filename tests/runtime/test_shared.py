@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -127,6 +128,25 @@ def test_a_single_rank_ties_by_object(by_module: bool) -> None:
         require_near({"weight": plain(stages[0].weight.grad)}, {"weight": weight.grad})
 
     run_threads(run, 1)
+
+
+def test_a_parameter_that_is_replaced_before_the_pipeline_is_missed(caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> None:
+        stages = [Bare(first=True), Bare(first=False)]
+        wrapper = PipelineSharedModuleWrapper([0, 0])
+        for stage in stages:
+            wrapper.register_parameter(stage.weight)
+        stages[0].weight = nn.Parameter(stages[0].weight.detach())
+        gc.collect()
+        assert "a parameter that PipelineSharedModuleWrapper([0, 0]) registered was replaced" in caplog.text
+        caplog.clear()
+        wrapper.register_parameter(stages[0].weight)
+        Pipeline(nn.ModuleList(stages), schedule_of(("interleaved-1f1b", 1, 2), 2), criterion=MODEL.criterion)
+        assert stages[0].weight is stages[1].weight
+
+    run_threads(run, 1)
+    gc.collect()
+    assert caplog.text == ""
 
 
 def run_lowest_rank_wins() -> list[float]:

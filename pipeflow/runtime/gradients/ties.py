@@ -4,6 +4,8 @@ embedding that is also the head. What must not live here: what is done with thei
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from torch import nn
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import current_context
 
+LOG = logging.getLogger("pipeflow")
 _MARK = "_pipeflow_copies"  # what a registered module, or parameter, is a copy of: it has no other place to be found
 _NUMBERS = count()
 
@@ -57,9 +60,11 @@ class PipelineSharedModuleWrapper:
 
     def register_parameter(self, parameter: nn.Parameter) -> None:
         """Ties `parameter`, which must be in the model when the Pipeline is made: register its module where it may be
-        replaced before. Raises UsageError as `register_module` does.
+        replaced before. A warning is logged where it was. Raises UsageError as `register_module` does.
         """
-        vars(parameter).setdefault(_MARK, []).append(self._copy([parameter]))
+        copy = self._copy([parameter])
+        vars(parameter).setdefault(_MARK, []).append(copy)
+        weakref.finalize(parameter, copy.warn_unless_adopted).atexit = False
 
     def _copy(self, parameters: list[nn.Parameter]) -> _Copy:
         shared = self._shared
@@ -85,6 +90,7 @@ class _Shared:
     number: int = field(default_factory=lambda: next(_NUMBERS))
     looks: Mapping[str, list[Any]] = field(default_factory=dict)  # of the first copy
     copies: int = 0
+    adopted: set[int] = field(default_factory=set)  # copies that were parameters alone, and now are in modules
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -106,6 +112,15 @@ class _Copy:
 
     def parameters(self, module: nn.Module) -> list[nn.Parameter]:
         return list(module.parameters()) if self.name is None else [module.get_parameter(self.name)]
+
+    def warn_unless_adopted(self) -> None:
+        """When the parameter is gone."""
+        if self.index not in self.shared.adopted:
+            LOG.warning(
+                "a parameter that PipelineSharedModuleWrapper(%s) registered was replaced before a Pipeline was made, "
+                "so it is not tied: register its module instead",
+                list(self.shared.named),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +212,5 @@ def _move_marks_to_modules(model: nn.Module) -> None:
         if marks := _marks_of(owner):
             vars(owner)[_MARK] = marks
     for parameter in model.parameters():
-        vars(parameter).pop(_MARK, None)
+        for mark in vars(parameter).pop(_MARK, ()):
+            mark.shared.adopted.add(mark.index)
