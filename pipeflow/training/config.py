@@ -4,21 +4,19 @@ here: anything that acts on it.
 
 from __future__ import annotations
 
-import logging
 import runpy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.precision import HalfPrecision
-
-LOG = logging.getLogger("pipeflow")
 
 
 class Section(Mapping[str, Any]):
@@ -58,6 +56,8 @@ class Config:
         precision: from `fp16` or `bf16`, None for what the parameters are.
         clip_grad_norm: 0 when gradients are not to be clipped.
         gradient_accumulation: batches per step of the optimizer.
+        batch_size: BATCH_SIZE, of one data rank, None when not given.
+        num_epochs: NUM_EPOCHS, None when not given.
         seed: None when not given.
         log_path: LOG_PATH, a folder, None when not given.
         given: all of it.
@@ -71,6 +71,8 @@ class Config:
     precision: HalfPrecision | None = None
     clip_grad_norm: float = 0.0
     gradient_accumulation: int = 1
+    batch_size: int | None = None
+    num_epochs: int | None = None
     seed: int | None = None
     log_path: str | None = None
     given: Section = field(default_factory=lambda: Section({}))
@@ -84,52 +86,14 @@ class Config:
 def read_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
     """The configuration in a dict, or in a Python file's names.
 
-    Raises UsageError for a file that is not there, values that cannot work, and keys unknown to the sections
-    `parallel`, `fp16` and `bf16`. Other unknown keys are the user's; one much like a known key is logged.
+    Raises UsageError for a file that is not there, for values that cannot work, for unknown keys in the sections
+    `parallel`, `fp16` and `bf16`, and for a key that is much like a known one. Other unknown keys are the user's.
     """
     if isinstance(source, Config):
         return source
     given = Section(source if isinstance(source, Mapping) else _names_in(Path(source)))
-    _warn_of_slips(given)
-    for key in ("BATCH_SIZE", "NUM_EPOCHS", "SEQ_LEN"):
-        _number(given, key, None)
-    pipeline, tensor = _layout(_section(given, "parallel", ("pipeline", "tensor")))
-    return Config(
-        pipeline,
-        tensor,
-        num_microbatches=_number(given, "NUM_MICRO_BATCHES", None),
-        num_chunks=_num_chunks(given),
-        tensor_shape=_tensor_shape(given),
-        precision=_precision(given),
-        clip_grad_norm=_clip_grad_norm(given),
-        gradient_accumulation=_number(given, "gradient_accumulation", None) or 1,
-        seed=_checked(given, "seed", "a whole number", lambda value: isinstance(value, int)),
-        log_path=_checked(given, "LOG_PATH", "a folder", lambda value: isinstance(value, str | Path)),
-        given=given,
-    )
-
-
-_KNOWN = (
-    "parallel",
-    "fp16",
-    "bf16",
-    "clip_grad_norm",
-    "gradient_accumulation",
-    "seed",
-    "NUM_MICRO_BATCHES",
-    "NUM_CHUNKS",
-    "TENSOR_SHAPE",
-    "LOG_PATH",
-)
-_SCALING = (
-    "initial_scale",
-    "growth_factor",
-    "growth_interval",
-    "backoff_factor",
-    "hysteresis",
-    "min_scale",
-    "max_scale",
-)
+    _refuse_unread(given)
+    return Config(**_read(given), given=given)
 
 
 def _names_in(file: Path) -> dict[str, Any]:
@@ -144,88 +108,163 @@ def _names_in(file: Path) -> dict[str, Any]:
     }
 
 
-def _warn_of_slips(given: Section) -> None:
+def _read(given: Section) -> dict[str, Any]:
+    """The attributes that the keys of `given` become."""
+    found: dict[str, tuple[str, Any]] = {}
+    for key, (attribute, read) in KEYS.items():
+        value = _value_of(given, key)
+        became = None if value is None else read(key, value)
+        if became is None:
+            continue
+        other, its = found.setdefault(attribute, (key, became))
+        if its != became:
+            raise UsageError(f"the configuration has both {other} and {key}, which differ: give one of them")
+    return {attribute: became for attribute, (_, became) in found.items()}
+
+
+def _value_of(given: Mapping[str, Any], key: str) -> Any:
+    """What is given under a key, None where nothing is; its dot goes into a section."""
+    name, _, inside = key.partition(".")
+    value = given.get(name)
+    if not inside:
+        return value
+    return _value_of(value, inside) if isinstance(value, Mapping) else None
+
+
+def _refuse_unread(given: Section) -> None:
+    """Raises UsageError for a key that was meant to be read, and would not be."""
     for key in given:
-        near = get_close_matches(key.lower(), [known.lower() for known in _KNOWN], n=1, cutoff=0.85)
-        if near and key not in _KNOWN:
-            meant = next(known for known in _KNOWN if known.lower() == near[0])
-            LOG.warning("the configuration's %r is not read: did you mean %r?", key, meant)
+        if key in UNREAD:
+            raise UsageError(f"the configuration's {key!r} is not read: {UNREAD[key]}")
+        _refuse_slip(key, [known.partition(".")[0] for known in KEYS])
+    if given.get("parallel") is not None:
+        _require_section("parallel", given["parallel"], _inside("parallel"))
+    if isinstance(model := given.get("model"), Mapping):
+        for key in model:
+            _refuse_slip(f"model.{key}", [f"model.{known}" for known in _inside("model")])
 
 
-def _section(given: Mapping[str, Any], name: str, known: Collection[str]) -> Mapping[str, Any]:
-    """That section of `given`, empty when it is not there. Raises UsageError for an unknown key."""
-    section = given.get(name)
-    if section is None:
-        return {}
+def _inside(section: str) -> list[str]:
+    """The known keys of a section."""
+    return [key.partition(".")[2] for key in KEYS if key.startswith(f"{section}.")]
+
+
+def _refuse_slip(key: str, known: Collection[str]) -> None:
+    names = {name.lower(): name for name in known}
+    near = get_close_matches(key.lower(), names, n=1, cutoff=0.85)
+    if near and key not in known:
+        raise UsageError(
+            f"the configuration's {key!r} is not read: did you mean {names[near[0]]!r}? "
+            "A key of your own needs a name that is less like it"
+        )
+
+
+def _require_section(key: str, section: Any, known: Collection[str]) -> None:
+    """Raises UsageError unless `section` is a dict of known keys."""
     if not isinstance(section, Mapping):
-        raise UsageError(f"{name} must be a dict of {', '.join(known)}, got {section!r}")
-    for key in section:
-        if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.0)
-            raise UsageError(f"{name} has no key {key!r}: did you mean {near[0]!r}? It has {', '.join(known)}")
-    return section
+        raise UsageError(f"{key} must be a dict of {', '.join(known)}, got {section!r}")
+    for name in section:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.0)
+            raise UsageError(f"{key} has no key {name!r}: did you mean {near[0]!r}? It has {', '.join(known)}")
 
 
-def _layout(parallel: Mapping[str, Any]) -> tuple[int, int]:
-    pipeline, tensor = parallel.get("pipeline"), parallel.get("tensor")
-    if isinstance(pipeline, Mapping):
-        pipeline = _number(_section(parallel, "pipeline", ("size",)), "size", None)
-    if isinstance(tensor, Mapping):
-        section = _section(parallel, "tensor", ("mode", "size"))
-        tensor, mode = _number(section, "size", None), section.get("mode")
-        if mode != "1d" and (mode is not None or (tensor or 1) > 1):
-            raise UsageError(f"tensor mode {mode!r} does not exist here: write tensor=dict(mode='1d', size={tensor})")
-    sizes = {"parallel.pipeline": pipeline, "parallel.tensor": tensor}
-    return _number(sizes, "parallel.pipeline", None) or 1, _number(sizes, "parallel.tensor", None) or 1
+def _checked(kind: str, fits: Callable[[Any], bool], convert: Callable[[Any], Any], key: str, value: Any) -> Any:
+    if not fits(value):
+        raise UsageError(f"{key} must be {kind}, got {value!r}")
+    return convert(value)
 
 
-def _num_chunks(given: Section) -> int | None:
-    model = given.get("model")
-    nested = _number(model, "num_chunks", None) if isinstance(model, Mapping) else None
-    number = _number(given, "NUM_CHUNKS", nested)
-    if nested not in (None, number):
-        raise UsageError(f"NUM_CHUNKS is {number} and model.num_chunks {nested}: give one of them")
-    return number
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _tensor_shape(given: Section) -> tuple[int, ...] | None:
-    shape = _checked(given, "TENSOR_SHAPE", "a tuple of positive whole numbers", _is_shape)
-    return None if shape is None else tuple(shape)
+def _is_positive(value: Any) -> bool:
+    return _is_whole(value) and value > 0
 
 
-def _is_shape(value: object) -> bool:
+def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple | list | torch.Size) and len(value) > 0 and all(map(_is_positive, value))
 
 
-def _precision(given: Section) -> HalfPrecision | None:
-    fp16, bf16 = _section(given, "fp16", ("mode", *_SCALING)), _section(given, "bf16", ("mode",))
-    if fp16 and bf16:
-        raise UsageError("the configuration has both fp16 and bf16: give one of them")
-    if not fp16 and not bf16:
+def _is_norm(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+_number = partial(_checked, "a positive whole number", _is_positive, int)
+_seed = partial(_checked, "a whole number", _is_whole, int)
+_shape = partial(_checked, "a tuple of positive whole numbers", _is_shape, tuple)
+_norm = partial(_checked, "a number, 0 for no clipping", _is_norm, float)
+_folder = partial(_checked, "a folder", lambda value: isinstance(value, str | Path), lambda value: value)
+
+
+def _pipeline(key: str, value: Any) -> int | None:
+    if isinstance(value, Mapping):
+        _require_section(key, value, ("size",))
+        key, value = f"{key}.size", value.get("size")
+    return None if value is None else _number(key, value)
+
+
+def _tensor(key: str, value: Any) -> int | None:
+    if isinstance(value, Mapping):
+        _require_section(key, value, ("mode", "size"))
+        mode, size = value.get("mode"), value.get("size")
+        if mode != "1d" and (mode is not None or (size or 1) > 1):
+            raise UsageError(f"tensor mode {mode!r} does not exist here: write tensor=dict(mode='1d', size={size})")
+        key, value = f"{key}.size", size
+    return None if value is None else _number(key, value)
+
+
+_SCALING = (
+    "initial_scale",
+    "growth_factor",
+    "growth_interval",
+    "backoff_factor",
+    "hysteresis",
+    "min_scale",
+    "max_scale",
+)
+
+
+def _precision(dtype: torch.dtype, scaling: Collection[str], key: str, section: Any) -> HalfPrecision | None:
+    _require_section(key, section, ("mode", *scaling))
+    if not section:
         return None
-    section, dtype = (fp16, torch.float16) if fp16 else (bf16, torch.bfloat16)
-    scaling = {key: section[key] for key in section if key != "mode"}
-    mode: Any = section.get("mode")  # HalfPrecision refuses what is none
-    return HalfPrecision(mode, dtype, scaling)
+    options = {name: section[name] for name in section if name != "mode"}
+    return HalfPrecision(section.get("mode"), dtype, options)  # which refuses a mode that is none
 
 
-def _clip_grad_norm(given: Section) -> float:
-    kind = "a number, 0 for no clipping"
-    norm = _checked(given, "clip_grad_norm", kind, lambda value: isinstance(value, int | float) and value >= 0)
-    return float(norm or 0.0)
+class Key(NamedTuple):
+    """What a key of a configuration becomes: an attribute of Config, by a function of the key and its value that raises
+    UsageError for a value that cannot work, and gives None for one that says nothing.
+    """
+
+    attribute: str
+    read: Callable[[str, Any], Any]
 
 
-def _number(given: Mapping[str, Any], key: str, default: int | None) -> int | None:
-    number: int | None = _checked(given, key, "a positive whole number", _is_positive)
-    return default if number is None else number
+KEYS: Mapping[str, Key] = {
+    "parallel.pipeline": Key("pipeline", _pipeline),
+    "parallel.tensor": Key("tensor", _tensor),
+    "NUM_MICRO_BATCHES": Key("num_microbatches", _number),
+    "NUM_CHUNKS": Key("num_chunks", _number),
+    "model.num_chunks": Key("num_chunks", _number),
+    "TENSOR_SHAPE": Key("tensor_shape", _shape),
+    "fp16": Key("precision", partial(_precision, torch.float16, _SCALING)),
+    "bf16": Key("precision", partial(_precision, torch.bfloat16, ())),
+    "clip_grad_norm": Key("clip_grad_norm", _norm),
+    "gradient_accumulation": Key("gradient_accumulation", _number),
+    "BATCH_SIZE": Key("batch_size", _number),
+    "NUM_EPOCHS": Key("num_epochs", _number),
+    "seed": Key("seed", _seed),
+    "LOG_PATH": Key("log_path", _folder),
+}
+"""Every key that is honoured; the dot stands for a dict in the configuration."""
 
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _checked(given: Mapping[str, Any], key: str, kind: str, fits: Callable[[Any], bool]) -> Any:
-    value = given.get(key)
-    if value is not None and not fits(value):
-        raise UsageError(f"{key} must be {kind}, got {value!r}")
-    return value
+UNREAD: Mapping[str, str] = {
+    "zero": "wrap the optimizer, as in pipeflow.optim.Zero(model, optimizer)",
+    "gradient_handler": "every step reduces its gradients; leave it out",
+    "cudnn_benchmark": "set torch.backends.cudnn.benchmark",
+    "cudnn_deterministic": "set torch.backends.cudnn.deterministic",
+}
+"""Keys of ColossalAI's that would change what a program does and are not honoured, and what to do instead."""

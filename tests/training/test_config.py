@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import FrozenInstanceError
+import re
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from pipeflow import UsageError
 from pipeflow.optim import HalfPrecision
 from pipeflow.training import Config, read_config
+from pipeflow.training.config import KEYS, UNREAD
 
 TUTORIAL: dict[str, Any] = {
     "NUM_MICRO_BATCHES": 192,
@@ -80,7 +81,7 @@ def test_a_file(tmp_path: Path) -> None:
     ("given", "message"),
     [
         ({"parallel": {"pipelines": 2}}, "parallel has no key 'pipelines': did you mean 'pipeline'"),
-        ({"parallel": {"tensor": {"sizes": 2}}}, "tensor has no key 'sizes': did you mean 'size'"),
+        ({"parallel": {"tensor": {"sizes": 2}}}, "parallel.tensor has no key 'sizes': did you mean 'size'"),
         ({"fp16": {"mode": "parameters", "inital_scale": 2}}, "did you mean 'initial_scale'"),
         ({"parallel": {"tensor": {"mode": "2d", "size": 4}}}, "mode '2d' does not exist here.*mode='1d', size=4"),
         ({"parallel": {"tensor": {"size": 2}}}, "mode None does not exist here"),
@@ -89,11 +90,14 @@ def test_a_file(tmp_path: Path) -> None:
         ({"fp16": {"mode": "naive"}}, "takes mode 'parameters' or 'autocast', got 'naive'"),
         ({"fp16": {"initial_scale": 2}}, "takes mode 'parameters' or 'autocast', got None"),
         ({"fp16": {"mode": "parameters", "growth_factor": 0.5}}, "growth_factor 0.5"),
-        ({"fp16": {"mode": "parameters"}, "bf16": {"mode": "parameters"}}, "both fp16 and bf16"),
-        ({"NUM_CHUNKS": 2, "model": {"num_chunks": 3}}, "NUM_CHUNKS is 2 and model.num_chunks 3"),
+        ({"fp16": {"mode": "parameters"}, "bf16": {"mode": "parameters"}}, "both fp16 and bf16, which differ"),
+        ({"NUM_CHUNKS": 2, "model": {"num_chunks": 3}}, "both NUM_CHUNKS and model.num_chunks, which differ"),
         ({"NUM_MICRO_BATCHES": True}, "NUM_MICRO_BATCHES must be a positive whole number"),
         ({"BATCH_SIZE": 1.5}, "BATCH_SIZE must be"),
         ({"TENSOR_SHAPE": (1, 0)}, "TENSOR_SHAPE must be a tuple"),
+        ({"TENSOR_SHAPE": (2, None)}, "TENSOR_SHAPE must be a tuple"),
+        ({"TENSOR_SHAPE": ()}, "TENSOR_SHAPE must be a tuple"),
+        ({"NUM_EPOCHS": 0}, "NUM_EPOCHS must be a positive whole number"),
         ({"clip_grad_norm": -1}, "clip_grad_norm must be"),
         ({"gradient_accumulation": 0}, "gradient_accumulation must be"),
         ({"seed": "x"}, "seed must be"),
@@ -112,10 +116,92 @@ def test_what_is_no_file_is_refused(file: str, tmp_path: Path) -> None:
         read_config(tmp_path / file)
 
 
-def test_a_slip_at_the_top_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("pipeflow"), "propagate", True)
-    assert read_config({"NUM_MICROBATCHES": 4, "BATCH_SIZE": 2, "HIDDEN": 3}).NUM_MICROBATCHES == 4
-    [record] = {id(record): record for record in caplog.records}.values()  # from whichever logger pytest hears it
-    assert (
-        record.getMessage() == "the configuration's 'NUM_MICROBATCHES' is not read: did you mean 'NUM_MICRO_BATCHES'?"
-    )
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("NUM_MICROBATCHES", "NUM_MICRO_BATCHES"),
+        ("NUM_CHUNK", "NUM_CHUNKS"),
+        ("BATCHSIZE", "BATCH_SIZE"),
+        ("NUM_EPOCH", "NUM_EPOCHS"),
+        ("SEED", "seed"),
+        ("paralell", "parallel"),
+        ("clip_grad_norms", "clip_grad_norm"),
+        ("gradient_accumulation_steps", "gradient_accumulation"),
+    ],
+)
+def test_a_slip_is_refused_with_the_nearest_key(slip: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"'{slip}' is not read: did you mean '{meant}'"):
+        read_config({slip: 4})
+
+
+def test_a_slip_inside_the_model_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"'model.num_chunk' is not read: did you mean 'model.num_chunks'"):
+        read_config({"model": {"num_chunk": 2}})
+
+
+def test_keys_of_the_users_own_stay() -> None:
+    own = [
+        "HIDDEN_SIZE",
+        "SEQ_LENGTH",
+        "IMG_SIZE",
+        "DEPTH",
+        "NUM_HEADS",
+        "MLP_RATIO",
+        "NUM_CLASSES",
+        "CHECKPOINT",
+        "LEARNING_RATE",
+        "WEIGHT_DECAY",
+        "WARMUP_EPOCHS",
+        "DROP_RATE",
+        "TENSOR_PARALLEL_SIZE",
+        "TENSOR_PARALLEL_MODE",
+        "EVAL_BATCH_SIZE",
+        "GLOBAL_BATCH_SIZE",
+        "MAX_EPOCHS",
+        "LOG_DIR",
+        "DATA_PATH",
+        "NUM_LAYERS",
+        "dali",
+    ]
+    config = read_config({**dict.fromkeys(own, 1), "model": {"type": "gpt", "checkpoint": True}})
+    assert set(config.given) == {*own, "model"}
+    assert read_config({"model": "gpt"}).model == "gpt"
+
+
+def test_what_is_not_honoured_is_refused_by_name() -> None:
+    for key in UNREAD:
+        with pytest.raises(UsageError, match=f"'{key}' is not read: {re.escape(UNREAD[key])}"):
+            read_config({key: {}})
+
+
+EACH: dict[str, tuple[Any, Any]] = {
+    "parallel.pipeline": (2, 2),
+    "parallel.tensor": ({"mode": "1d", "size": 2}, 2),
+    "NUM_MICRO_BATCHES": (8, 8),
+    "NUM_CHUNKS": (2, 2),
+    "model.num_chunks": (3, 3),
+    "TENSOR_SHAPE": ([2, 16, 8], (2, 16, 8)),
+    "fp16": ({"mode": "autocast"}, HalfPrecision("autocast", torch.float16)),
+    "bf16": ({"mode": "parameters"}, HalfPrecision("parameters", torch.bfloat16)),
+    "clip_grad_norm": (2, 2.0),
+    "gradient_accumulation": (4, 4),
+    "BATCH_SIZE": (16, 16),
+    "NUM_EPOCHS": (3, 3),
+    "seed": (0, 0),
+    "LOG_PATH": ("logs", "logs"),
+}
+
+
+def test_every_key_is_here() -> None:
+    assert set(EACH) == set(KEYS)
+    assert {key.attribute for key in KEYS.values()} == {each.name for each in fields(Config)} - {"given"}
+
+
+@pytest.mark.parametrize("key", EACH)
+def test_each_key_becomes_its_attribute(key: str) -> None:
+    """And is the one that does: without it the attribute is another."""
+    value, expected = EACH[key]
+    section, _, inside = key.partition(".")
+    config = read_config({section: {inside: value} if inside else value})
+    assert getattr(config, KEYS[key].attribute) == expected
+    assert getattr(Config(), KEYS[key].attribute) != expected
