@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import pickle
@@ -11,17 +10,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.immutable_collections import immutable_list
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, launch, make_schedule
-from pipeflow.core.action import Kind
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.control import wire
@@ -29,7 +25,6 @@ from pipeflow.parallel.control.coordinator import Coordinator
 from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, silent
 from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.transport import distributed
-from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.testing import run_processes, run_threads
 
 Run = Callable[..., list[Any]]
@@ -268,37 +263,3 @@ def test_a_stranger_learns_nothing_and_ends_nothing() -> None:
     for monitor in monitors:
         monitor.close()
     coordinator.close()
-
-
-class Point(NamedTuple):
-    x: int
-
-
-@dataclass
-class Foreign:
-    """No value of pipeflow's."""
-
-
-PLAIN = [
-    None,
-    {"a": (1, 2.5, [True])},
-    torch.Size([2, 3]),
-    torch.bfloat16,
-    Point(3),
-    Failure(1, "why"),
-    frozenset("a"),
-    Kind.F,
-    immutable_list([1]),  # a node of torch's trees
-]
-FOREIGN = [Harmful(), print, nn.Linear(1, 1), Path("x"), Foreign(), UsageError("x"), ast.Name("x"), enumerate("x")]
-
-
-@pytest.mark.parametrize("value", PLAIN, ids=str)
-def test_plain_values_travel(value: object) -> None:
-    assert unpack(pack(value)) == value
-
-
-@pytest.mark.parametrize("value", FOREIGN, ids=lambda value: type(value).__name__)
-def test_nothing_else_is_read(value: object) -> None:
-    with pytest.raises(UsageError, match="a rank sent"):
-        unpack(pickle.dumps(value))

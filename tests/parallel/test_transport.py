@@ -39,6 +39,7 @@ def agree_as_on_gpus() -> None:
     transport = current_context().world
     assert isinstance(transport, DistributedTransport)
     transport.device = torch.device("cuda")
+    all_gather(transport, [0.0])  # when all have been launched
     transport.report(Failure(transport.rank, "on purpose"))
     transport.reopen()
     conformance.waits_for_who_is_between_calls(transport)
