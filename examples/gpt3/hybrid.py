@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 import pipeflow
-from pipeflow.tensor import manual_seed
 from pipeflow.training import (
     Config,
     DataParallelLoader,
@@ -95,7 +94,6 @@ def text() -> Path:
 def run(config: Config, preset: Preset, arguments: argparse.Namespace) -> None:
     """One rank's part, from the text to the last epoch."""
     context = launch_from_config(config, device=arguments.device)
-    manual_seed(1024 if config.seed is None else config.seed)  # of dropout
     logger = get_dist_logger()
     dataset = WebtextDataset(text(), config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
     pin = context.device.type == "cuda"

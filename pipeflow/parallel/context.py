@@ -85,7 +85,8 @@ class Context:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The layout as torch's libraries want it: dimensions "data", "pipeline", "tensor". Ranks ask together the
-        first time. Raises UsageError where torch.distributed was not initialized, as in threads or a world of one.
+        first time. Raises UsageError where torch.distributed was not initialized, as in threads, or in a
+        world of one without torchrun.
         """
         if not dist.is_initialized():
             raise UsageError("a device mesh needs torch.distributed: start processes, or call init_process_group first")

@@ -27,6 +27,7 @@ from pipeflow.parallel.transport.local import Hub, LocalTransport
 from pipeflow.parallel.transport.protocol import Transport
 from pipeflow.parallel.transport.work import LinkError
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_TORCH = timedelta(minutes=30)  # for the collectives of torch's own groups, as torch has it
 
 
@@ -40,8 +41,9 @@ def launch(
     """Joins this process to the others and returns its place, which all of its threads see. Tensor ranks are
     neighbours, then come the ranks of a pipeline; what is left of the world are replicas, for data parallelism.
 
-    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT); without it, this process
-    is a world of its own. Initializes torch.distributed's default process group unless that was done.
+    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initializes
+    torch.distributed's default process group unless that was done, for a world of one process, too. Without that
+    environment, this process is a world of its own and needs no process group.
 
     Args:
         pipeline: ranks of a pipeline; by default there is one pipeline, through the whole world.
@@ -60,6 +62,8 @@ def launch(
     transport: Transport = LocalTransport(Hub(1), 0, device=place, timeout=timeout)
     if world_size > 1:
         transport = _join(rank, world_size, place, timeout)
+    elif all(name in os.environ for name in _TORCHRUN):
+        _initialize(rank, world_size, place, timeout)  # for torch's libraries; nothing here needs it
     context = Context(rank, layout, place, transport)
     set_process_context(context)
     return context

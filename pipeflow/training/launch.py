@@ -11,6 +11,7 @@ import torch
 
 from pipeflow.parallel.context import Context, current_context, keep, kept
 from pipeflow.parallel.launch import launch
+from pipeflow.tensor.random import manual_seed
 from pipeflow.training.config import Config, read_config
 from pipeflow.training.logging import get_dist_logger
 
@@ -29,7 +30,8 @@ def launch_from_config(
     Then `current_config()` is what was read.
 
     Python's and torch's random numbers start from the configuration's seed, or `seed`, the same on all ranks of a
-    stage and another one on each stage. With LOG_PATH each rank keeps a log there.
+    stage and another one on each stage; so do those of dropout over tensor ranks (`pipeflow.tensor.manual_seed`). With
+    LOG_PATH each rank keeps a log there.
 
     Args:
         config: a dict, or the path of a Python file; see `Config`.
@@ -42,7 +44,7 @@ def launch_from_config(
     checked = read_config(config)
     context = launch(checked.pipeline, checked.tensor, timeout=timeout, device=device)
     keep_config(checked)
-    _seed((seed if checked.seed is None else checked.seed) + 1024 * context.pipeline_rank)
+    _seed(seed if checked.seed is None else checked.seed, context)
     logger = get_dist_logger()
     if checked.log_path is not None:
         logger.log_to_file(checked.log_path)
@@ -65,6 +67,8 @@ def current_config() -> Any:
     return kept(_CONFIG)
 
 
-def _seed(number: int) -> None:
-    random.seed(number)
-    torch.manual_seed(number)
+def _seed(number: int, context: Context) -> None:
+    of_stage = number + 1024 * context.pipeline_rank
+    random.seed(of_stage)
+    torch.manual_seed(of_stage)
+    manual_seed(number)

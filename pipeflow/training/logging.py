@@ -45,16 +45,22 @@ class DistributedLogger:
 
     def log_to_file(self, folder: str | Path) -> Path:
         """Keeps what this rank says in `folder`/rank_<rank>.log, which it returns, after what is there already. Makes
-        the folder, whichever rank comes first.
+        the folder, whichever rank comes first. Called again for the same folder, it changes nothing.
         """
         rank = _rank()
         file = Path(folder, f"rank_{rank}.log")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(file)
-        handler.setFormatter(logging.Formatter(_FORMAT))
-        handler.addFilter(lambda _: _rank() == rank)  # other ranks may be threads of this process
-        self.logger.addHandler(handler)
+        with _SETTING_UP:
+            if not self._keeps(file):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                handler = logging.FileHandler(file)
+                handler.setFormatter(logging.Formatter(_FORMAT))
+                handler.addFilter(lambda _: _rank() == rank)  # other ranks may be threads of this process
+                self.logger.addHandler(handler)
         return file
+
+    def _keeps(self, file: Path) -> bool:
+        handlers = [each for each in self.logger.handlers if isinstance(each, logging.FileHandler)]
+        return str(file.absolute()) in [each.baseFilename for each in handlers]
 
 
 def get_dist_logger(name: str = "pipeflow") -> DistributedLogger:
