@@ -37,7 +37,11 @@ class PatchEmbedding(TensorLayer):
         super().__init__()
         self.join(group)
         if image_size % patch_size:
-            raise UsageError(f"{self._get_name()}: patch_size={patch_size} does not divide image_size={image_size}")
+            fitting = max(1, image_size // patch_size) * patch_size
+            raise UsageError(
+                f"{self._get_name()}: patch_size={patch_size} does not divide image_size={image_size}: resize the "
+                f"images to {fitting}, or choose a patch size that divides {image_size}"
+            )
         self.image_size = image_size
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         self.projection = nn.Conv2d(in_channels, embed_dim, patch_size, stride=patch_size, **options)
