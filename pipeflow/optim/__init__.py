@@ -1,4 +1,6 @@
-"""What steps the parameters, around torch's optimizers: sharded states, float32 masters, loss scaling, clipping."""
+"""What steps the parameters, around torch's optimizers: sharded states, float32 masters, loss scaling, clipping; and
+the schedules of rates that torch lacks.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,27 @@ from pipeflow.optim.clip import clip_grad_norm_, grad_norm
 from pipeflow.optim.masters import MasterWeights
 from pipeflow.optim.optimizer import load_named_state, named_state
 from pipeflow.optim.precision import HalfPrecision
+from pipeflow.optim.rates import (
+    CosineAnnealingWarmupLR,
+    FlatAnnealingLR,
+    FlatAnnealingWarmupLR,
+    LinearWarmupLR,
+    MultiStepWarmupLR,
+    PolynomialWarmupLR,
+)
 from pipeflow.optim.scaler import LossScaler
 from pipeflow.optim.zero import Zero
 
 __all__ = [
+    "CosineAnnealingWarmupLR",
+    "FlatAnnealingLR",
+    "FlatAnnealingWarmupLR",
     "HalfPrecision",
+    "LinearWarmupLR",
     "LossScaler",
     "MasterWeights",
+    "MultiStepWarmupLR",
+    "PolynomialWarmupLR",
     "Zero",
     "clip_grad_norm_",
     "grad_norm",

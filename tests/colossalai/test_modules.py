@@ -30,6 +30,14 @@ ONE_DIMENSIONAL = {
     "Dropout1D": "pipeflow.tensor.Dropout",
     "VocabParallelCrossEntropyLoss1D": "pipeflow.tensor.VocabParallelCrossEntropy",
 }
+SCHEDULES = (
+    "CosineAnnealingWarmupLR",
+    "FlatAnnealingLR",
+    "FlatAnnealingWarmupLR",
+    "LinearWarmupLR",
+    "MultiStepWarmupLR",
+    "PolynomialWarmupLR",
+)
 OURS = {  # by module: each name, and what it is here
     "builder.pipeline": {
         "partition_uniform": "pipeflow.partition_uniform",
@@ -43,6 +51,7 @@ OURS = {  # by module: each name, and what it is here
     "nn": {name: f"pipeflow.tensor.{name}" for name in ("LayerNorm", "PatchEmbedding", "Dropout")},
     "nn.layer.parallel_1d": ONE_DIMENSIONAL,
     "nn.layer.wrapper": {"PipelineSharedModuleWrapper": "pipeflow.PipelineSharedModuleWrapper"},
+    "nn.lr_scheduler": {name: f"pipeflow.optim.{name}" for name in SCHEDULES},
     "shardformer.layer": ONE_DIMENSIONAL,
     "utils": {"get_dataloader": "pipeflow.get_dataloader"},
 }
