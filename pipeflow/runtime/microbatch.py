@@ -172,7 +172,7 @@ def may_be_overwritten(tensor: Tensor) -> bool:
     """Whether its memory may be written to after a stage has returned it, as a static buffer's is: it was before, or
     belongs to no graph and something else holds it, too.
     """
-    if tensor._version or tensor.is_inference():
+    if tensor.is_inference() or tensor._version:
         return True
     return tensor.grad_fn is None and tensor.layout is torch.strided and _holders(tensor) > 1
 

@@ -121,6 +121,14 @@ class Late(nn.Module):
         return self.memory[:1]
 
 
+class Inferring(nn.Module):
+    """Returns a tensor of inference mode, of which torch counts no versions."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return values * 2
+
+
 def run_overwriting(kind: type[nn.Module], last: bool) -> Any:
     """One rank with all stages, whose values stay in its memory; or two."""
     context = current_context()
@@ -139,6 +147,11 @@ def test_what_a_stage_overwrites_later_arrives_as_it_was(ranks: int, last: bool)
     assert run_threads(run_overwriting, ranks, Counting, last)[-1].tolist() == [1, 2, 3, 4]
     assert (run_threads(run_overwriting, ranks, Static, last)[-1] == INPUTS.numpy()).all()
     assert run_threads(run_overwriting, ranks, Late, last)[-1].tolist() == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_stage_may_compute_in_inference_mode(last: bool) -> None:
+    assert (run_threads(run_overwriting, 2, Inferring, last)[-1] == 2 * INPUTS.numpy()).all()
 
 
 class Masked(nn.Module):

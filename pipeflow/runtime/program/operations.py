@@ -116,7 +116,11 @@ class ToPayload:
         tensors, payload.spec = flatten(output, self.device)
         payload.grads = tuple([tensor.requires_grad for tensor in tensors])
         payload.tensors = [
-            (tensor.detach().clone() if may_be_overwritten(tensor) else tensor.detach())
+            (
+                tensor.detach().clone()
+                if (may_be_overwritten(tensor) if tensor.grad_fn is None else tensor._version)  # a call less for most
+                else tensor.detach()
+            )
             .contiguous()
             .resolve_conj()
             .resolve_neg()
