@@ -4,6 +4,12 @@ thin adapter of it.
 
 from __future__ import annotations
 
-from pipeflow.colossalai.initialize import get_default_parser, launch, launch_from_torch
+from pipeflow.colossalai.initialize import (
+    get_default_parser,
+    launch,
+    launch_from_openmpi,
+    launch_from_slurm,
+    launch_from_torch,
+)
 
-__all__ = ["get_default_parser", "launch", "launch_from_torch"]
+__all__ = ["get_default_parser", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"]

@@ -71,6 +71,26 @@ def launch(
     return launch_from_torch(config, backend, seed, verbose, timeout=timeout)
 
 
+def launch_from_slurm(config: Source, host: str, port: int, backend: str | None = None, **options: Any) -> Context:
+    """As `launch`, for processes that srun started. Raises UsageError where Slurm's variables are missing."""
+    rank, world_size, local_rank = _numbers("srun", "SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID")
+    return launch(config, rank, world_size, host, port, backend, local_rank, **options)
+
+
+def launch_from_openmpi(config: Source, host: str, port: int, backend: str | None = None, **options: Any) -> Context:
+    """As `launch`, for processes that OpenMPI's mpirun started. Raises UsageError where its variables are missing."""
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    rank, world_size, local_rank = _numbers("mpirun", *names)
+    return launch(config, rank, world_size, host, port, backend, local_rank, **options)
+
+
+def _numbers(launcher: str, *names: str) -> list[int]:
+    """What `launcher` put into this process's environment."""
+    if missing := [name for name in names if not os.environ.get(name, "").isdecimal()]:
+        raise UsageError(f"{missing[0]} is not a number in this environment: start the program with {launcher}")
+    return [int(os.environ[name]) for name in names]
+
+
 def _device_for(backend: str | None) -> str | None:
     if backend not in (None, *_BACKENDS):
         raise UsageError(f"backend {backend!r} does not exist here: there are {' and '.join(_BACKENDS)}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeflow import UsageError
-from pipeflow.colossalai import get_default_parser, launch_from_torch
+from pipeflow.colossalai import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from pipeflow.parallel.context import Context
 from pipeflow.testing.ranks import _free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,3 +147,25 @@ def test_backends_that_are_not_there(backend: str, message: str, monkeypatch: py
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UsageError, match=message):
         launch_from_torch({}, backend=backend)
+
+
+LAUNCHERS: list[tuple[Callable[..., Context], list[str]]] = [
+    (launch_from_slurm, ["SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"]),
+    (launch_from_openmpi, ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"]),
+]
+
+
+@pytest.mark.parametrize(("launcher", "names"), LAUNCHERS, ids=["slurm", "openmpi"])
+def test_other_launchers_say_where_a_process_is(
+    launcher: Callable[..., Context], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("pipeflow.colossalai.initialize.launch", lambda *given, **named: told.append((given, named)))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for missing, value in zip(names, ("5", "8", "1"), strict=True):
+        with pytest.raises(UsageError, match=f"{missing} is not a number in this environment: start the program with"):
+            launcher({}, "host", 29500)
+        monkeypatch.setenv(missing, value)
+    launcher({}, "host", 29500, backend="gloo", seed=3)
+    assert told == [(({}, 5, 8, "host", 29500, "gloo", 1), {"seed": 3})]

@@ -53,14 +53,17 @@ OURS = {  # by module: each name, and what it is here
     "nn.layer.wrapper": {"PipelineSharedModuleWrapper": "pipeflow.PipelineSharedModuleWrapper"},
     "nn.lr_scheduler": {name: f"pipeflow.optim.{name}" for name in SCHEDULES},
     "shardformer.layer": ONE_DIMENSIONAL,
-    "utils": {"get_dataloader": "pipeflow.get_dataloader"},
+    "registry": {"Registry": "pipeflow.training.Registry"},
+    "utils": {"get_dataloader": "pipeflow.get_dataloader", "MultiTimer": "pipeflow.training.MultiTimer"},
+    "utils.timer": {"MultiTimer": "pipeflow.training.MultiTimer", "Timer": "pipeflow.training.Timer"},
 }
 ADAPTERS = {
-    "": ("get_default_parser", "launch", "launch_from_torch"),
+    "": ("get_default_parser", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"),
     "amp": ("AMP_TYPE",),
     "context": ("ParallelMode",),
     "context.parallel_mode": ("ParallelMode",),
     "core": ("global_context",),
+    "registry": ("LAYERS", "MODELS"),
     "nn": ("Classifier", "CrossEntropyLoss", "Embedding", "Linear"),
     "utils": ("get_current_device", "is_using_pp"),
 }

@@ -6,8 +6,9 @@ import torch
 
 from pipeflow.parallel.context import current_context
 from pipeflow.training.data import get_dataloader
+from pipeflow.training.timer import MultiTimer
 
-__all__ = ["get_current_device", "get_dataloader", "is_using_pp"]
+__all__ = ["MultiTimer", "get_current_device", "get_dataloader", "is_using_pp"]
 
 
 def get_current_device() -> torch.device:

@@ -1,0 +1,69 @@
+"""Runs a script that was written for ColossalAI, as it stands:
+
+    python -m pipeflow.colossalai SCRIPT ARGUMENTS
+    torchrun --nproc-per-node 4 -m pipeflow.colossalai SCRIPT ARGUMENTS
+
+In it `colossalai` and `megatron` are pipeflow's modules of these names, and `model_zoo` is that of the examples, where
+these lie beside the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = Path(__file__).parents[1]
+LED_HERE = ("colossalai", "megatron")
+
+
+class Leading(MetaPathFinder, Loader):
+    """Finds `colossalai.x` as the module `x` of the package of that name here: the very same object."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in LED_HERE or find_spec(_here(fullname)) is None:
+            return None
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(_here(spec.name))
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to run; the module keeps its own spec, in whose place the import has put another."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+def _here(name: str) -> str:
+    return f"{PACKAGE.name}.{name}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the script that `argv` names, by default the command line's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeflow.colossalai", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="its own")
+    given = parser.parse_args(argv)
+    if not given.script.is_file():
+        parser.error(f"there is no file {str(given.script)!r}")
+    sys.meta_path.insert(0, Leading())
+    sys.path.insert(0, str(given.script.resolve().parent))
+    if (examples := PACKAGE.parent / "examples").is_dir():
+        sys.path.append(str(examples))
+    sys.argv = [str(given.script), *given.arguments]
+    runpy.run_path(str(given.script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A script that was written for ColossalAI runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import sys
+
+import colossalai
+import colossalai.utils as utils
+import model_zoo.gpt.gpt as col_gpt
+from colossalai import nn as col_nn
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from colossalai.logging import disable_existing_loggers, get_dist_logger
+from colossalai.registry import LAYERS
+from colossalai.utils.timer import MultiTimer
+from model import WIDTH  # a package of the script's own
+
+@LAYERS.register_module
+class Block(col_nn.LayerNorm):
+    pass
+
+if __name__ == "__main__":
+    args = colossalai.get_default_parser().parse_args()
+    colossalai.launch_from_torch(config=dict(parallel=dict(pipeline=1, tensor=dict(mode="1d", size=2))),
+                                 backend=args.backend, verbose=False)
+
+    import pipeflow.colossalai.core
+    import pipeflow.colossalai.nn.layer.wrapper
+    import colossalai.nn.layer.wrapper
+    from colossalai.nn.layer import wrapper
+    assert pipeflow.colossalai is colossalai
+    assert pipeflow.colossalai.core.global_context is gpc
+    assert pipeflow.colossalai.nn.layer.wrapper is wrapper is sys.modules["colossalai.nn.layer.wrapper"]
+    assert wrapper.__spec__.name == wrapper.__name__ == "pipeflow.colossalai.nn.layer.wrapper"
+    assert isinstance(LAYERS.get_module("Block")(WIDTH), pipeflow.colossalai.nn.LayerNorm)
+    assert col_gpt.GPTBlock
+    assert utils.MultiTimer is MultiTimer
+    try:
+        import colossalai.nowhere
+    except ModuleNotFoundError as error:
+        print(error, sys.argv[1:], gpc.get_local_rank(ParallelMode.TENSOR), flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "__init__.py").write_text("WIDTH = 4\n")
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *argv]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.slow
+def test_a_script_runs_under_torchrun(script: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run(*torchrun, "-m", "pipeflow.colossalai", str(script), "--backend", "gloo")
+    assert done.returncode == 0, done.stderr
+    said = "No module named 'colossalai.nowhere' ['--backend', 'gloo']"
+    assert sorted(done.stdout.splitlines()) == [f"{said} 0", f"{said} 1"]
+
+
+@pytest.mark.slow
+def test_what_is_no_script_is_one_clear_error(tmp_path: Path) -> None:
+    done = run("-m", "pipeflow.colossalai", str(tmp_path / "nowhere.py"))
+    assert done.returncode == 2
+    assert f"there is no file '{tmp_path / 'nowhere.py'}'" in done.stderr
