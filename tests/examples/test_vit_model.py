@@ -199,3 +199,30 @@ def test_tensor_ranks_drop_the_same_samples() -> None:
     one, other = run_threads(drop, 2, tensor=2)
     assert one.equal(other)
     assert 0 < float((one == 0).float().mean()) < 1
+
+
+def dropping(checkpoint: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output and the gradients of a block that drops with every probability it has."""
+    manual_seed(3)
+    block = ViTBlock(16, 4, 4, 0.2, 0.2, 0.5, checkpoint=checkpoint)
+    vit.initial.initialize(block, "torch", seed=0)
+    tokens = torch.linspace(-1, 1, 4 * 3 * 16).view(4, 3, 16).requires_grad_()
+    output = block(tokens)
+    output.square().sum().backward()
+    assert tokens.grad is not None
+    whole = {name: each.grad for name, each in block.named_parameters() if each.grad is not None}
+    return output.detach(), {"tokens": tokens.grad, **whole}
+
+
+def test_a_block_computed_again_drops_the_same() -> None:
+    [(kept, expected)] = run_threads(dropping, 1, False)
+    [(again, found)] = run_threads(dropping, 1, True)
+    assert again.equal(kept)
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_a_block_drops_leaves_tensor_ranks_in_agreement() -> None:
+    (one, first), (other, second) = run_threads(dropping, 2, True, tensor=2)
+    assert one.equal(other)
+    for name in ("tokens", "norm_1.weight", "norm_2.bias", "narrow.bias"):
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=0, msg=name)

@@ -1,0 +1,147 @@
+"""Which rank makes what of a vision transformer, and that it trains the same in every layout."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipeflow
+from pipeflow.parallel.context import current_context
+from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.sharding import Split, splits_of
+from pipeflow.testing import run_threads
+from tests.examples.test_gpt3_build import at, whole_sizes
+from vit.build import build_pipeline_vit, build_stage, vit_base_patch16_224
+from vit.model import PipelineVisionTransformer
+
+SIZES: dict[str, Any] = {
+    "img_size": 8,
+    "patch_size": 4,
+    "in_chans": 1,
+    "dim": 16,
+    "num_heads": 4,
+    "num_classes": 5,
+    "dropout": 0.0,
+    "dtype": torch.float64,
+    "seed": 3,
+}
+Gradients = dict[str, Tensor]
+
+
+def stages_of(model: nn.Module) -> list[PipelineVisionTransformer]:
+    stages = list(model) if isinstance(model, nn.ModuleList) else [model]
+    assert all(isinstance(stage, PipelineVisionTransformer) for stage in stages)
+    return stages  # type: ignore[return-value]  # as was just seen
+
+
+def test_every_layer_is_on_one_stage_and_the_ends_are_at_the_ends() -> None:
+    for chunks in (1, 2):
+        ranks = [
+            stages_of(at(rank, Layout(pipeline=2), build_pipeline_vit, 8, chunks, "meta", **SIZES)) for rank in (0, 1)
+        ]
+        in_order = [ranks[rank][chunk] for chunk in range(chunks) for rank in (0, 1)]
+        names = [name for stage in in_order for name, _ in stage.layers.named_children()]
+        assert names == ["embedding", *map(str, range(8)), "norm", "head"]
+
+
+def test_without_a_launch_the_whole_model_is_built() -> None:
+    model = build_pipeline_vit(2, **SIZES)
+    assert model(torch.randn(3, 1, 8, 8, dtype=torch.float64)).shape == (3, 5)
+
+
+def test_tensor_ranks_have_a_part_of_every_layer_of_86_million_weights() -> None:
+    """Over 2 x 4 ranks. What is whole on each is the embedding, the norms, and the bias of what is summed."""
+    layout, total, whole = Layout(pipeline=2, tensor=4), 0, set()
+    for first in (0, 4):
+        model = at(first, layout, vit_base_patch16_224, device="meta")
+        total += sum(whole_sizes(model).values())
+        splits = splits_of(model)
+        whole |= {name for name, parameter in model.layers.named_parameters() if id(parameter) not in splits}
+    assert total == 86_567_656
+    assert {re.sub(r"^\d+\.", "", name) for name in whole} == {
+        *(f"embedding.patches.{name}" for name in ("class_token", "positions", "projection.weight", "projection.bias")),
+        *(f"{name}.{kind}" for name in ("norm_1", "norm_2", "norm") for kind in ("weight", "bias")),
+        *("attention.output.bias", "narrow.bias", "head.classifier.bias"),
+    }
+
+
+def batches(context: pipeflow.Context) -> list[tuple[Tensor, Tensor]]:
+    """Four batches of 8, of which each replica takes its part."""
+    generator = torch.Generator().manual_seed(0)
+    each = []
+    for _ in range(4):
+        images = torch.randn(8, 1, 8, 8, generator=generator, dtype=torch.float64)
+        labels = torch.randint(5, (8,), generator=generator)
+        parts = (whole.tensor_split(context.data_size)[context.data_rank] for whole in (images, labels))
+        each.append((*parts,))
+    return each  # type: ignore[return-value]  # pairs
+
+
+def train(chunks: int, options: dict[str, Any]) -> tuple[list[float], Gradients, dict[str, Split]]:
+    """Losses, and the last step's gradients by their names in the whole model, and how they are split."""
+    context, name = current_context(), "interleaved-1f1b" if chunks > 1 else "1f1b"
+    more = {"chunks": chunks} if chunks > 1 else {}
+    schedule = pipeflow.make_schedule(name, ranks=context.pipeline_size, microbatches=2, **more)
+    model = build_pipeline_vit(4, chunks, **{**SIZES, **options})
+    pipeline = pipeflow.Pipeline(model, schedule, criterion=nn.CrossEntropyLoss())
+    optimizer, losses = torch.optim.SGD(pipeline.parameters(), lr=0.1), []
+    for batch in batches(context):
+        optimizer.zero_grad()
+        output = pipeflow.execute_pipeline(iter([batch]), pipeline, broadcast_loss=True)
+        assert output.loss is not None
+        losses.append(float(output.loss))
+        optimizer.step()
+    splits, gradients, places = splits_of(model), {}, {}
+    for stage in stages_of(model):
+        for parameter_name, parameter in stage.named_parameters():
+            assert parameter.grad is not None
+            gradients[parameter_name] = parameter.grad
+            if id(parameter) in splits:
+                places[parameter_name] = splits[id(parameter)]
+    return losses, gradients, places
+
+
+def train_in_one_piece(options: dict[str, Any]) -> tuple[list[float], Gradients]:
+    """By torch alone."""
+    model = build_stage(depth=4, **{**SIZES, **options})
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for images, labels in batches(current_context()):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+LAYOUTS = {
+    "single": (Layout(), 1),
+    "2 replicas": (Layout(data=2), 1),
+    "pipeline": (Layout(pipeline=2), 1),
+    "pipeline and tensor": (Layout(pipeline=2, tensor=2), 1),
+    "pipeline, interleaved": (Layout(pipeline=2), 2),
+    "pipeline and tensor, interleaved": (Layout(pipeline=2, tensor=2), 2),
+    "all": (Layout(data=2, pipeline=2, tensor=2), 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"init_method": "jax", "checkpoint": True, "representation_size": 8}], ids=str)
+@pytest.mark.slow
+def test_every_layout_trains_the_same_model(name: str, options: dict[str, Any]) -> None:
+    layout, chunks = LAYOUTS[name]
+    [(losses, expected)] = run_threads(train_in_one_piece, 1, options)
+    ranks = run_threads(train, layout.world_size, chunks, options, tensor=layout.tensor, data=layout.data)
+    seen = set()
+    for rank, (found, gradients, splits) in enumerate(ranks):
+        assert found == pytest.approx(losses, rel=0, abs=1e-9)
+        for each, gradient in gradients.items():
+            whole, split = expected[each], splits.get(each)
+            mine = whole if split is None else whole.chunk(layout.tensor, split.dim)[rank % layout.tensor]
+            torch.testing.assert_close(gradient, mine, rtol=0, atol=1e-9, msg=f"{each} of rank {rank}")
+        seen |= gradients.keys()
+    assert seen == expected.keys()
