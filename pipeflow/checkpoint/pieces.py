@@ -53,12 +53,9 @@ class Piece:
     @classmethod
     def of(cls, tensor: Tensor, split: Split, rank: int) -> Piece:
         """What tensor rank `rank` holds of a split tensor, the padding left out."""
-        length = tensor.shape[split.dim]
-        start = min(rank * length, split.size)
         offset, shape = [0] * tensor.dim(), list(tensor.shape)
-        offset[split.dim], shape[split.dim] = start, split.size
-        values = tensor.narrow(split.dim, 0, min(length, split.size - start))
-        return cls(values, torch.Size(offset), torch.Size(shape))
+        offset[split.dim], shape[split.dim] = min(rank * tensor.shape[split.dim], split.size), split.size
+        return cls(split.unpadded(tensor, rank), torch.Size(offset), torch.Size(shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """What steps the parameters, around torch's optimizers: sharded states, float32 masters, loss scaling, clipping; and
-the schedules of rates that torch lacks.
+the optimizer and the schedules of rates that torch lacks.
 """
 
 from __future__ import annotations
 
 from pipeflow.optim.clip import clip_grad_norm_, grad_norm
+from pipeflow.optim.lamb import Lamb
 from pipeflow.optim.masters import MasterWeights
 from pipeflow.optim.optimizer import load_named_state, named_state
 from pipeflow.optim.precision import HalfPrecision
@@ -24,6 +25,7 @@ __all__ = [
     "FlatAnnealingLR",
     "FlatAnnealingWarmupLR",
     "HalfPrecision",
+    "Lamb",
     "LinearWarmupLR",
     "LossScaler",
     "MasterWeights",

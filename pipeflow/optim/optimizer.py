@@ -5,7 +5,7 @@ around optimizers. What must not live here: what such a wrapper does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -15,6 +15,14 @@ from pipeflow.core.errors import UsageError
 from pipeflow.runtime.names import plain_name
 
 MASTER = "master"  # among a parameter's states: the float32 weight that is stepped in its place
+
+
+@runtime_checkable
+class LooksAtWholes(Protocol):
+    """An optimizer whose step looks at whole weights, of which a rank may hold a part."""
+
+    def lies_in(self, model: nn.Module, stepped: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Says whose parameters it steps, and what it steps in place of each."""
 
 
 class Wrapper(Optimizer):
@@ -34,9 +42,7 @@ class Wrapper(Optimizer):
     step_was_skipped = False
 
     def __init__(self, model: nn.Module, inner: Optimizer) -> None:
-        known = {id(parameter) for parameter in model.parameters()}
-        if any(id(parameter) not in known for parameter in stepped_by(inner)):
-            raise UsageError("the optimizer steps what is no parameter of the model: make it from model.parameters()")
+        require_parameters_of(model, inner)
         super().__init__(inner.param_groups, inner.defaults)
         self.model = model
         self.inner = inner
@@ -44,6 +50,9 @@ class Wrapper(Optimizer):
             inner.parameters if isinstance(inner, Wrapper) else list(stepped_by(inner))
         )
         self.stepped = stepped_by(inner)
+        plain = innermost(inner)
+        if isinstance(plain, LooksAtWholes):
+            plain.lies_in(model, self.stepped)
         self.share()
 
     def share(self) -> None:
@@ -87,6 +96,13 @@ class Wrapper(Optimizer):
         """Raises UsageError for a closure: a step that is run again needs all ranks."""
         if closure is not None:
             raise UsageError(f"{type(self).__name__}.step takes no closure: run execute_pipeline, then step()")
+
+
+def require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises UsageError when `optimizer` steps what is no parameter of `model`."""
+    known = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) not in known for parameter in stepped_by(optimizer)):
+        raise UsageError("the optimizer steps what is no parameter of the model: make it from model.parameters()")
 
 
 def by_name(optimizer: Optimizer, model: nn.Module) -> Wrapper:

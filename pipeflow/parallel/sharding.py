@@ -24,6 +24,11 @@ class Split:
     dim: int
     size: int
 
+    def unpadded(self, part: Tensor, rank: int) -> Tensor:
+        """What of tensor rank `rank`'s part is no padding, in the memory where it lies."""
+        length = part.shape[self.dim]
+        return part.narrow(self.dim, 0, min(length, max(0, self.size - rank * length)))
+
 
 @runtime_checkable
 class Divided(Protocol):

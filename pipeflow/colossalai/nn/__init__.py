@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeflow.core.errors import UsageError
+from pipeflow.optim.lamb import Lamb
 from pipeflow.tensor.classifier import Classifier as RowClassifier
 from pipeflow.tensor.classifier import VocabParallelClassifier
 from pipeflow.tensor.cross_entropy import CrossEntropy
@@ -16,7 +17,7 @@ from pipeflow.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from pipeflow.tensor.norm import LayerNorm
 from pipeflow.tensor.patches import PatchEmbedding
 
-__all__ = ["Classifier", "CrossEntropyLoss", "Dropout", "Embedding", "LayerNorm", "Linear", "PatchEmbedding"]
+__all__ = ["Classifier", "CrossEntropyLoss", "Dropout", "Embedding", "Lamb", "LayerNorm", "Linear", "PatchEmbedding"]
 
 VOCAB_PARALLEL_LIMIT = 2048  # up to so many embeddings or classes a vocabulary is not split
 
