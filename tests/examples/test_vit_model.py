@@ -16,6 +16,7 @@ import model_zoo.vit.vit
 import pipeflow
 import vit.build
 import vit.initial
+from pipeflow.colossalai import nn as col_nn
 from pipeflow.tensor import current_tracker, manual_seed
 from pipeflow.testing import run_threads
 from vit.build import build_stage
@@ -62,6 +63,23 @@ def test_the_faces_name_the_parts() -> None:
     model = parts._create_vit_model(**SIZES)
     assert model(torch.randn(2, 3, 8, 8)).shape == (2, 5)
     assert list(dict(model.layers.named_children())) == ["embedding", "0", "1", "2", "norm", "head"]
+
+
+def test_a_model_of_a_users_own_is_made_of_the_parts() -> None:
+    """With the keywords, and between the norms, that tutorials use."""
+    common: dict[str, Any] = {"dtype": torch.float64, "init_method": "jax"}
+    parts = model_zoo.vit.vit
+    rates: dict[str, Any] = {"attention_dropout": 0.0, "dropout": 0.1, "drop_path": 0.1, "checkpoint": True}
+    layers = nn.Sequential(
+        parts.ViTEmbedding(img_size=8, patch_size=4, in_chans=3, embedding_dim=16, dropout=0.1, **common),
+        parts.ViTBlock(dim=16, num_heads=4, mlp_ratio=4, activation=functional.gelu, bias=True, **rates, **common),
+        col_nn.LayerNorm(normalized_shape=16, eps=1e-6, dtype=torch.float64),
+        parts.ViTHead(dim=16, num_classes=5, representation_size=None, bias=True, **common),
+    )
+    scores = layers(torch.randn(2, 3, 8, 8, dtype=torch.float64))
+    scores.square().sum().backward()
+    assert scores.shape == (2, 5)
+    assert all(parameter.grad is not None for parameter in layers.parameters())
 
 
 def test_a_block_computes_what_torchs_encoder_layer_does() -> None:
