@@ -29,6 +29,7 @@ def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_data")
+@pytest.mark.slow  # scikit-learn takes a second to import
 def test_digits_are_cut_without_overlap_and_always_alike() -> None:
     sklearn = pytest.importorskip("sklearn.datasets")
     train, test = tensors(load_images(8, channels=1))
@@ -48,6 +49,7 @@ def scale(original: Tensor, normalised: Tensor) -> float:
 
 
 @pytest.mark.usefixtures("_no_data")
+@pytest.mark.slow  # scikit-learn takes a second to import
 def test_digits_are_enlarged_and_normalised() -> None:
     pytest.importorskip("sklearn")
     train, test = tensors(load_images(32))
