@@ -18,6 +18,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
 from pipeflow.runtime.keywords import Names, union
+from pipeflow.runtime.program.payload import Promise
 from pipeflow.runtime.programs import digest_of, require_sound
 
 
@@ -25,7 +26,7 @@ class Arguments(NamedTuple):
     """What one rank was given, as the others are told."""
 
     schedule: tuple[str, Placement, int, float]  # its name, placement, microbatches and digest
-    tensor: tuple[tuple[int, ...], torch.dtype] | None  # the shape and dtype of what passes between stages
+    tensor: tuple[tuple[int | None, ...], torch.dtype] | None  # the shape and dtype of what passes between stages
     cost: str
     overlap: bool
     names: Names  # the entries that its stages take
@@ -34,7 +35,7 @@ class Arguments(NamedTuple):
     def of(
         cls,
         schedule: Schedule,
-        tensor: tuple[tuple[int, ...], torch.dtype] | None,
+        promise: Promise | None,
         cost: CostModel | None,
         *,
         overlaps: bool,
@@ -42,7 +43,7 @@ class Arguments(NamedTuple):
     ) -> Arguments:
         """Those of this rank."""
         told = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
-        return cls(told, tensor, repr(cost), overlaps, takes)
+        return cls(told, None if promise is None else (promise.shape, promise.dtype), repr(cost), overlaps, takes)
 
 
 _CALLED = {"schedule": "schedule", "tensor": "tensor_shape or tensor_dtype", "cost": "cost", "overlap": "overlap"}
@@ -59,6 +60,15 @@ def compare(everyone: Sequence[Arguments]) -> Names:
             if its != given[0]:
                 raise UsageError(f"rank {rank} was given another {called} than rank 0: {its}, not {given[0]}")
     return union(arguments.names for arguments in everyone)
+
+
+def promised(shape: Sequence[int | None] | None, dtype: torch.dtype) -> Promise | None:
+    """What is said of the activations, if anything. Raises UsageError for a shape that cannot be."""
+    if shape is None:
+        return None
+    if None in shape[1:]:
+        raise UsageError(f"tensor_shape may have None as its first entry alone, the microbatch's size, got {shape}")
+    return Promise(tuple(shape), dtype)
 
 
 def fitting_stages(

@@ -18,14 +18,13 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.deferral.products import Deferral
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.agreement import all_gather_object
-from pipeflow.runtime.arguments import Arguments, compare, fitting_stages
+from pipeflow.runtime.arguments import Arguments, compare, fitting_stages, promised
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.clipping import Clipping
 from pipeflow.runtime.devices import place
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.keywords import names_taken
 from pipeflow.runtime.program.pairs import Overlap
-from pipeflow.runtime.program.payload import Metadata
 from pipeflow.runtime.programs import Programs
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
@@ -43,9 +42,11 @@ class Pipeline(nn.Module):
         schedule: the same on every rank; it is verified here. `execute_pipeline` takes others of its placement.
         criterion: `criterion(output, labels)` gives the mean loss of a microbatch, a scalar. Needed to train. Where it
             is a module, the ranks that have the last stage hold it as `criterion`: its parameters are the Pipeline's.
-        tensor_shape: the shape of what passes between stages, one tensor, its first entry the microbatch's size.
-            None when it is not known, differs between stages, or is a tree of tensors: then headers tell it, as
-            they do where a batch is evaluated.
+        tensor_shape: the shape of what passes between stages, one tensor, its first entry the microbatch's size. With
+            None as that entry it follows from each batch, in training and in evaluation; ranks of a replica that read
+            batches of different sizes then end, one of them in gloo. None for the whole when the shape is not known,
+            differs between stages, or is a tree of tensors: then headers tell it, as they do where a batch is
+            evaluated and the first entry is a number.
         tensor_dtype: its dtype; without meaning when `tensor_shape` is None.
         weigh: `weigh(labels)` gives the weight of a microbatch in the batch's mean loss, such as its number of
             tokens; by default its number of samples.
@@ -84,7 +85,7 @@ class Pipeline(nn.Module):
         schedule: Schedule,
         *,
         criterion: Callable[..., Tensor] | None = None,
-        tensor_shape: Sequence[int] | None = None,
+        tensor_shape: Sequence[int | None] | None = None,
         tensor_dtype: torch.dtype = torch.float32,
         weigh: Callable[..., float] | None = None,
         stages: Sequence[int] | None = None,
@@ -113,16 +114,15 @@ class Pipeline(nn.Module):
             owners: dict[int, nn.Module] = dict(modules)  # of parameters, by the stage that has their gradients
             if self.criterion is not None:
                 owners[own[-1]] = nn.ModuleList([modules[own[-1]], self.criterion])
-            shape = None if tensor_shape is None else (tuple(tensor_shape), tensor_dtype)
-            mine = Arguments.of(schedule, shape, cost, overlaps=overlap is not None, takes=names_taken(modules))
+            promise = promised(tensor_shape, tensor_dtype)
+            mine = Arguments.of(schedule, promise, cost, overlaps=overlap is not None, takes=names_taken(modules))
             everyone: list[Any] = all_gather_object(context.world, mine)
             taken = compare(everyone)
             self.gradients = Gradients(self, owners, schedule.placement, context, gradient_dtype)
             precise = _under_autocast(autocast, context.device)
             watched = None if overlap is None else context.device
             prepared = {stage: Stage(stage, module, precise(module), watched) for stage, module in modules.items()}
-            metadata = None if shape is None else Metadata.known(*shape)
-            programs = Programs(schedule.placement, context, prepared, self.gradients, metadata, overlap, cost)
+            programs = Programs(schedule.placement, context, prepared, self.gradients, promise, overlap, cost)
             loss = None if criterion is None else precise(criterion)
             self.runner = Runner(schedule.placement, context, prepared, self.gradients, programs, loss, weigh, taken)
             self.alarm.holders.add(self.runner)

@@ -19,7 +19,7 @@ from pipeflow.runtime.gradients.orders import Orders, orders_of
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program.compile import Compiled, compile_program
 from pipeflow.runtime.program.pairs import Overlap
-from pipeflow.runtime.program.payload import Metadata
+from pipeflow.runtime.program.payload import Promise
 from pipeflow.runtime.stage import Stage
 from pipeflow.soundness.schedule import verify
 
@@ -55,7 +55,7 @@ class Programs:
         context: Context,
         stages: Mapping[int, Stage],
         gradients: Gradients,
-        metadata: Metadata | None,
+        promise: Promise | None,
         overlap: Overlap | None,
         cost: CostModel | None,
     ) -> None:
@@ -63,7 +63,7 @@ class Programs:
         self._context = context
         self._stages = stages
         self._gradients = gradients
-        self._metadata = metadata
+        self._promise = promise
         self._overlap = overlap
         self._cost = cost
         self._kept: list[Runnable] = []  # the one used last first
@@ -97,12 +97,13 @@ class Programs:
         ran = ran.first(mode.microbatches)
         if self._overlap is None:
             ran = ran.without_pairs()
+        holds = self._promise is not None and (mode.training or self._promise.is_open)  # for any batch to evaluate, too
         return compile_program(
             lower(ran, self._cost)[self._context.transport.rank],
             schedule=ran,
             stages=self._stages,
             transport=self._context.transport,
-            metadata=self._metadata if mode.training else None,  # batches to evaluate have any size
+            promise=self._promise if holds else None,
             training=mode.training,
             overlap=self._overlap,
             gradients=self._gradients,

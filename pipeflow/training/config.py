@@ -52,7 +52,8 @@ class Config:
         pipeline, tensor: the layout, from `parallel`; the data ranks are what is left of the world.
         num_microbatches: NUM_MICRO_BATCHES, None when not given.
         num_chunks: NUM_CHUNKS or model.num_chunks, None when not given.
-        tensor_shape: TENSOR_SHAPE, that of one microbatch between stages, None when not given.
+        tensor_shape: TENSOR_SHAPE, that of one microbatch between stages, its first entry perhaps None as a
+            Pipeline takes it; None when not given.
         precision: from `fp16` or `bf16`, None for what the parameters are.
         clip_grad_norm: 0 when gradients are not to be clipped.
         gradient_accumulation: batches per step of the optimizer.
@@ -67,7 +68,7 @@ class Config:
     tensor: int = 1
     num_microbatches: int | None = None
     num_chunks: int | None = None
-    tensor_shape: tuple[int, ...] | None = None
+    tensor_shape: tuple[int | None, ...] | None = None
     precision: HalfPrecision | None = None
     clip_grad_norm: float = 0.0
     gradient_accumulation: int = 1
@@ -184,7 +185,9 @@ def _is_positive(value: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple | list | torch.Size) and len(value) > 0 and all(map(_is_positive, value))
+    if not isinstance(value, tuple | list | torch.Size) or not value:
+        return False
+    return (value[0] is None or _is_positive(value[0])) and all(map(_is_positive, value[1:]))
 
 
 def _is_norm(value: Any) -> bool:
@@ -193,7 +196,7 @@ def _is_norm(value: Any) -> bool:
 
 _number = partial(_checked, "a positive whole number", _is_positive, int)
 _seed = partial(_checked, "a whole number", _is_whole, int)
-_shape = partial(_checked, "a tuple of positive whole numbers", _is_shape, tuple)
+_shape = partial(_checked, "a tuple of positive whole numbers, the first perhaps None", _is_shape, tuple)
 _norm = partial(_checked, "a number, 0 for no clipping", _is_norm, float)
 _folder = partial(_checked, "a folder", lambda value: isinstance(value, str | Path), lambda value: value)
 

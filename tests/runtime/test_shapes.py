@@ -177,3 +177,88 @@ def test_a_broken_promise_is_one_clear_error(start: Any, wrong_rank: int) -> Non
         assert f"stage {wrong_rank} made a torch.float64 of shape (2, 6, {WIDTH}), {promised}" in longer
         assert f"stage {wrong_rank} made a torch.float32 of shape (2, 3, {WIDTH}), {promised}" in dtype
         assert "with tensor_shape a stage returns one tensor" in tree
+
+
+# Batches of 4 microbatches, of which 9 samples make 3, 2, 2 and 2; the ragged last batch of an epoch, and back.
+RAGGED = [8, 9, 6, 4, 8, 5, 9]
+
+
+def run_ragged(variant: tuple[str, int, int]) -> list[tuple[float, float, dict[str, Any], int]]:
+    """Trains and evaluates on batches of other sizes with an open shape; per batch both losses, the gradients and how
+    many channels of headers there are.
+    """
+    model = PlainModel()
+    schedule = schedule_of(variant, 4)
+    chunks = nn.ModuleList(model.chunks(schedule, current_context().pipeline_rank))
+    pipeline = Pipeline(
+        chunks, schedule, criterion=model.criterion, tensor_shape=(None, 3, WIDTH), tensor_dtype=torch.float64
+    )
+    told = []
+    for seed, samples in enumerate(RAGGED):
+        pipeline.zero_grad()
+        fewer = model.batch(1 + seed % 5, seed=100 + seed)
+        evaluated = execute_pipeline(iter([fewer]), pipeline, forward_only=True, broadcast_loss=True)
+        trained = execute_pipeline(iter([model.batch(samples, seed=seed)]), pipeline, broadcast_loss=True)
+        assert evaluated.loss is not None
+        assert trained.loss is not None
+        told.append((evaluated.loss.item(), trained.loss.item(), gradients_of(pipeline), len(pipeline.runner.programs)))
+    return told
+
+
+def require_no_header(*_: object) -> None:
+    raise AssertionError("a header was asked for")
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, ("chimera", 2, 1), ("zb-h1", 2, 1)], ids=str)
+def test_an_open_shape_takes_every_batch(variant: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is told by headers, neither in training nor in evaluation, and no program is compiled again."""
+    monkeypatch.setattr("pipeflow.runtime.program.compile.DynamicChannels.sending", require_no_header)
+    require_ragged(run_threads(run_ragged, variant[1], variant))
+
+
+@pytest.mark.slow
+def test_an_open_shape_takes_every_batch_on_gloo() -> None:
+    require_ragged(run_processes(run_ragged, 2, ("1f1b", 2, 1)))
+
+
+def require_ragged(results: list[list[tuple[float, float, dict[str, Any], int]]]) -> None:
+    model = PlainModel()
+    for seed, samples in enumerate(RAGGED):
+        evaluated, _ = model.plain_step(model.batch(1 + seed % 5, seed=100 + seed))
+        trained, gradients = model.plain_step(model.batch(samples, seed=seed))
+        for result in results:
+            assert result[seed][:2] == pytest.approx((evaluated.item(), trained.item()), rel=1e-12)
+            require_near(result[seed][2], gradients)
+            assert result[-1][3] <= 1 + 4  # for training, and for each number of microbatches in evaluation
+
+
+def run_open_misshapen() -> list[str]:
+    model, rank = PlainModel(), current_context().pipeline_rank
+    schedule = schedule_of(("1f1b", 2, 1), 2)
+    [stage] = model.chunks(schedule, rank)
+    misshaping, told = Misshaping(stage), []
+    pipeline = Pipeline(
+        misshaping, schedule, criterion=model.criterion, tensor_shape=(None, 3, WIDTH), tensor_dtype=torch.float64
+    )
+    for forward_only in (False, True):
+        misshaping.wrong, misshaping.calls = "shape" if rank == 0 else "", 0
+        with pytest.raises(UsageError if rank == 0 else PipelineError) as caught:
+            execute_pipeline(iter([model.batch(5)]), pipeline, forward_only=forward_only)
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_wrong_rest_of_an_open_shape_is_one_clear_error() -> None:
+    for told in run_threads(run_open_misshapen, 2):
+        for message in told:
+            assert f"stage 0 made a torch.float64 of shape (2, 2, {WIDTH}), but tensor_shape=(2, 3, {WIDTH})" in message
+
+
+def make_with_none_inside() -> None:
+    schedule = schedule_of(("1f1b", 1, 1), 1)
+    with pytest.raises(UsageError, match=r"None as its first entry alone, the microbatch's size, got \(2, None\)"):
+        Pipeline(nn.Linear(2, 2), schedule, tensor_shape=(2, None))
+
+
+def test_none_is_the_first_entry_alone() -> None:
+    run_threads(make_with_none_inside, 1)

@@ -180,7 +180,7 @@ EACH: dict[str, tuple[Any, Any]] = {
     "NUM_MICRO_BATCHES": (8, 8),
     "NUM_CHUNKS": (2, 2),
     "model.num_chunks": (3, 3),
-    "TENSOR_SHAPE": ([2, 16, 8], (2, 16, 8)),
+    "TENSOR_SHAPE": ([None, 16, 8], (None, 16, 8)),
     "fp16": ({"mode": "autocast"}, HalfPrecision("autocast", torch.float16)),
     "bf16": ({"mode": "parameters"}, HalfPrecision("parameters", torch.bfloat16)),
     "clip_grad_norm": (2, 2.0),

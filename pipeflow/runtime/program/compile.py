@@ -18,7 +18,7 @@ from pipeflow.runtime.program import transfers
 from pipeflow.runtime.program.actions import OPERATIONS, Shared
 from pipeflow.runtime.program.dynamic_shapes import Arrival, DynamicChannels, PostDynamic, SendDynamic, WaitDynamic
 from pipeflow.runtime.program.pairs import Both, Half, Overlap
-from pipeflow.runtime.program.payload import Metadata, Payload
+from pipeflow.runtime.program.payload import Payload, Promise
 from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.stage import Stage
 
@@ -30,6 +30,16 @@ class Compiled:
     operations: list[ops.Operation]
     results: Results
     positionals: list[tuple[object, ...]]  # per microbatch, what the first stage gets
+    promise: Promise | None
+    promised: list[transfers.Post | transfers.Send]  # the transfers that go by it
+    sizes: list[int] = field(default_factory=list)  # samples per microbatch that they are made for
+
+    def fit(self, sizes: list[int]) -> None:
+        """Has transfers go by microbatches of these sizes."""
+        if self.promise is not None and sizes != self.sizes:
+            for transfer in self.promised:
+                transfer.expect(self.promise.of(sizes[transfer.value.microbatch]))
+            self.sizes = sizes
 
 
 def compile_program(
@@ -38,7 +48,7 @@ def compile_program(
     schedule: Schedule,
     stages: Mapping[int, Stage],
     transport: Transport,
-    metadata: Metadata | None,
+    promise: Promise | None,
     training: bool,
     overlap: Overlap | None,
     gradients: Gradients,
@@ -51,7 +61,7 @@ def compile_program(
         schedule: what it was lowered from.
         stages: those this rank holds, by index.
         transport: makes the channels.
-        metadata: what activations between ranks look like; None when headers are to tell.
+        promise: what activations between ranks look like; None when headers are to tell.
         training: whether forwards keep what backwards need.
         overlap: runs pairs; without it there must be none.
         gradients: of all stages, to be reduced.
@@ -61,10 +71,11 @@ def compile_program(
     results = Results(num_microbatches)
     positionals: list[tuple[object, ...]] = [()] * num_microbatches
     shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals)
-    operations = _Compiler(shared, transport, metadata, overlap).program(program.instructions)
+    operations = _Compiler(shared, transport, promise is not None, overlap).program(program.instructions)
+    promised = [each for each in operations if isinstance(each, transfers.Post | transfers.Send)]
     if training:
         operations = _averaged(operations, stages, reduce)
-    return Compiled(operations, results, positionals)
+    return Compiled(operations, results, positionals, promise, promised)
 
 
 def _averaged(operations: list[ops.Operation], stages: Mapping[int, Stage], reduce: bool) -> list[ops.Operation]:
@@ -87,7 +98,7 @@ def _is_backward_of(stage: int, operation: ops.Operation) -> bool:
 class _Compiler:
     shared: Shared
     transport: Transport
-    metadata: Metadata | None
+    known: bool  # whether the shapes of activations are
     overlap: Overlap | None
     sends: dict[Value, transfers.SentActivation] = field(default_factory=dict)
     inboxes: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque))
@@ -110,16 +121,15 @@ class _Compiler:
                 return [transfers.Release(value, self.transport.link(peer), self.shared.payloads[value])]
 
     def post(self, value: Value, peer: int) -> ops.Operation:
-        payload = self.shared.payloads[value] = Payload(() if self.metadata is None else self.metadata.grads)
+        payload = self.shared.payloads[value] = Payload()
         link, device = self.transport.link(peer), self.transport.device
         self.shared.waits[value] = transfers.Wait(value, link, payload)
         if value.content is Content.GRADIENT:
             start = self.transport.receiver(peer, Tag.GRADIENT)
             sent = self.sends[Value(Content.ACTIVATION, value.stage - 1, value.microbatch)]
             return transfers.PostGradient(value, link, payload, start, sent, device)
-        if self.metadata is not None:
-            start = self.transport.receiver(peer, Tag.ACTIVATION)
-            return transfers.Post(value, link, payload, start, self.metadata, device)
+        if self.known:
+            return transfers.Post(value, link, payload, self.transport.receiver(peer, Tag.ACTIVATION), device)
         arrival = Arrival(payload, DynamicChannels.receiving(self.transport, peer), device)
         self.shared.waits[value] = WaitDynamic(value, link, arrival, self.inboxes[peer])
         return PostDynamic(value, link, arrival, self.inboxes[peer])
@@ -129,11 +139,10 @@ class _Compiler:
         if value.content is Content.GRADIENT:
             return transfers.SendGradient(value, link, payload, self.transport.sender(peer, Tag.GRADIENT))
         send: SendDynamic | transfers.Send
-        if self.metadata is None:
-            send = SendDynamic(value, link, payload, DynamicChannels.sending(self.transport, peer))
+        if self.known:
+            send = transfers.Send(value, link, payload, self.transport.sender(peer, Tag.ACTIVATION))
         else:
-            start = self.transport.sender(peer, Tag.ACTIVATION)
-            send = transfers.Send(value, link, payload, start, self.metadata)
+            send = SendDynamic(value, link, payload, DynamicChannels.sending(self.transport, peer))
         self.sends[value] = send
         return send
 

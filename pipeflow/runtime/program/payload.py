@@ -29,11 +29,6 @@ class Metadata(NamedTuple):
     grads: tuple[bool, ...]
 
     @classmethod
-    def known(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Metadata:
-        """Of one tensor whose shape and dtype are given; it wants a gradient if its dtype can have one."""
-        return cls(None, (torch.Size(shape),), (dtype,), (dtype.is_floating_point or dtype.is_complex,))
-
-    @classmethod
     def of(cls, tensors: list[Tensor], spec: TreeSpec | None, grads: tuple[bool, ...]) -> Metadata:
         return cls(spec, tuple(tensor.shape for tensor in tensors), tuple(tensor.dtype for tensor in tensors), grads)
 
@@ -52,6 +47,25 @@ class Metadata(NamedTuple):
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in pairs]
 
 
+class Promise(NamedTuple):
+    """What users say of all that passes between stages: one tensor of this shape and dtype, which wants a gradient if
+    its dtype can have one. None as the first entry stands for the microbatch's size.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it holds for microbatches of any size."""
+        return self.shape[:1] == (None,)
+
+    def of(self, size: int) -> Metadata:
+        """What an activation of so many samples looks like."""
+        shape = torch.Size([size if entry is None else entry for entry in self.shape])
+        return Metadata(None, (shape,), (self.dtype,), (self.dtype.is_floating_point or self.dtype.is_complex,))
+
+
 class Payload:
     """The tensors of one value in this rank's memory, and their transfers under way. An activation also has its `spec`
     (None for a bare tensor) and tells which of its tensors want a gradient.
@@ -59,11 +73,11 @@ class Payload:
 
     __slots__ = ("grads", "spec", "tensors", "works")
 
-    def __init__(self, grads: tuple[bool, ...] = ()) -> None:
+    def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.works: list[Work] = []
         self.spec: TreeSpec | None = None
-        self.grads = grads
+        self.grads: tuple[bool, ...] = ()
 
 
 class BackwardState:

@@ -35,15 +35,19 @@ class Post(Transfer):
     __slots__ = ("device", "dtype", "shape", "start")
 
     doing = "posting the receive of"
+    shape: torch.Size
+    dtype: torch.dtype
 
-    def __init__(
-        self, value: Value, link: Link, payload: Payload, start: Start, metadata: Metadata, device: torch.device
-    ) -> None:
+    def __init__(self, value: Value, link: Link, payload: Payload, start: Start, device: torch.device) -> None:
         super().__init__(value, link, payload)
         self.start = start
+        self.device = device
+
+    def expect(self, metadata: Metadata) -> None:
+        """Before the first step, and when microbatches have another size: posts for what looks like this."""
         [self.shape] = metadata.shapes
         [self.dtype] = metadata.dtypes
-        self.device = device
+        self.payload.grads = metadata.grads
 
     def __call__(self) -> None:
         payload = self.payload
@@ -101,10 +105,14 @@ class Send(Transfer):
     __slots__ = ("metadata", "start")
 
     doing = "sending"
+    metadata: Metadata
 
-    def __init__(self, value: Value, link: Link, payload: Payload, start: Start, metadata: Metadata) -> None:
+    def __init__(self, value: Value, link: Link, payload: Payload, start: Start) -> None:
         super().__init__(value, link, payload)
         self.start = start
+
+    def expect(self, metadata: Metadata) -> None:
+        """Before the first step, and when microbatches have another size: sends nothing but what looks like this."""
         self.metadata = metadata
 
     def __call__(self) -> None:
@@ -115,8 +123,8 @@ class Send(Transfer):
         if tensor.shape != metadata.shapes[0] or tensor.dtype != metadata.dtypes[0]:
             raise UsageError(
                 f"stage {self.value.stage} made a {tensor.dtype} of shape {tuple(tensor.shape)}, but tensor_shape="
-                f"{tuple(metadata.shapes[0])} and tensor_dtype={metadata.dtypes[0]} were promised: correct them, or "
-                "leave tensor_shape None"
+                f"{tuple(metadata.shapes[0])} and tensor_dtype={metadata.dtypes[0]} were promised: correct them, "
+                "write None for the first entry where microbatches differ in size, or leave tensor_shape None"
             )
         payload.works = [self.start(payload.tensors)]
         payload.tensors = []
