@@ -43,10 +43,10 @@ class Pipeline(nn.Module):
         criterion: `criterion(output, labels)` gives the mean loss of a microbatch, a scalar. Needed to train. Where it
             is a module, the ranks that have the last stage hold it as `criterion`: its parameters are the Pipeline's.
         tensor_shape: the shape of what passes between stages, one tensor, its first entry the microbatch's size. With
-            None as that entry it follows from each batch, in training and in evaluation; ranks of a replica that read
-            batches of different sizes then end, one of them in gloo. None for the whole when the shape is not known,
-            differs between stages, or is a tree of tensors: then headers tell it, as they do where a batch is
-            evaluated and the first entry is a number.
+            None as that entry it follows from each batch, in training and in evaluation; ranks compare the batch's size
+            where it is another than before. None for the whole when the shape is not known, differs between stages, or
+            is a tree of tensors: then headers tell it, as they do where a batch is evaluated and the first entry is a
+            number.
         tensor_dtype: its dtype; without meaning when `tensor_shape` is None.
         weigh: `weigh(labels)` gives the weight of a microbatch in the batch's mean loss, such as its number of
             tokens; by default its number of samples.

@@ -89,7 +89,7 @@ class Runner:
         self.gradients.prepare()
         batch, runnable = self._start(data_iter, call)
         compiled, results = runnable.compiled, runnable.compiled.results
-        compiled.fit(batch.sizes)
+        compiled.fit(batch.sizes, self.transport)
         with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training):
             self._load(compiled, batch, call)
             if call.training:

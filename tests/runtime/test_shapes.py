@@ -254,6 +254,33 @@ def test_a_wrong_rest_of_an_open_shape_is_one_clear_error() -> None:
             assert f"stage 0 made a torch.float64 of shape (2, 2, {WIDTH}), but tensor_shape=(2, 3, {WIDTH})" in message
 
 
+def read_other_sizes(smaller: int) -> tuple[str, str]:
+    """What is told when a rank reads a smaller batch in the first step, and in a later one; the next ones work."""
+    model, rank = PlainModel(), current_context().pipeline_rank
+    schedule = schedule_of(("1f1b", 2, 1), 2)
+    [stage] = model.chunks(schedule, rank)
+    pipeline = Pipeline(
+        stage, schedule, criterion=model.criterion, tensor_shape=(None, 3, WIDTH), tensor_dtype=torch.float64
+    )
+    other = iter([model.batch(4 if rank == smaller else 6)] * 2)
+    with pytest.raises(UsageError) as first:
+        execute_pipeline(other, pipeline)
+    execute_pipeline(iter([model.batch(6)]), pipeline)
+    with pytest.raises(PipelineError) as later:
+        execute_pipeline(other, pipeline)
+    execute_pipeline(iter([model.batch(6)]), pipeline)
+    return str(first.value), str(later.value)
+
+
+@pytest.mark.parametrize("smaller", [0, 1])
+@pytest.mark.parametrize("start", [run_threads, run_processes])
+def test_ranks_that_read_other_sizes_are_told(start: Any, smaller: int) -> None:
+    sizes = [4 if rank == smaller else 6 for rank in range(2)]
+    for first, later in start(read_other_sizes, 2, smaller, timeout=3.0):
+        assert first == f"the ranks of a pipeline read the same batch, but theirs have {sizes} samples"
+        assert "their calls do not match" in later
+
+
 def make_with_none_inside() -> None:
     schedule = schedule_of(("1f1b", 1, 1), 1)
     with pytest.raises(UsageError, match=r"None as its first entry alone, the microbatch's size, got \(2, None\)"):

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from pipeflow.core.action import Action, Pair
 from pipeflow.core.dataflow import DATAFLOW, Content, Value, makes, needs
+from pipeflow.core.errors import UsageError
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.schedule import Schedule
+from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.runtime.gradients.fully_sharded import Averaging, fully_sharded_in
 from pipeflow.runtime.gradients.step_end import Gradients
@@ -34,12 +36,20 @@ class Compiled:
     promised: list[transfers.Post | transfers.Send]  # the transfers that go by it
     sizes: list[int] = field(default_factory=list)  # samples per microbatch that they are made for
 
-    def fit(self, sizes: list[int]) -> None:
-        """Has transfers go by microbatches of these sizes."""
-        if self.promise is not None and sizes != self.sizes:
-            for transfer in self.promised:
-                transfer.expect(self.promise.of(sizes[transfer.value.microbatch]))
-            self.sizes = sizes
+    def fit(self, sizes: list[int], transport: Transport) -> None:
+        """Has transfers go by microbatches of these sizes. Where they are others than in the last step, and decide how
+        long messages are, the ranks of the pipeline compare them first: gloo ends a process whose message is too long.
+        Raises UsageError where they differ.
+        """
+        if self.promise is None or sizes == self.sizes:
+            return
+        if self.promise.is_open:
+            read = [int(samples) for [samples] in all_gather(transport, [float(sum(sizes))])]
+            if len(set(read)) > 1:
+                raise UsageError(f"the ranks of a pipeline read the same batch, but theirs have {read} samples")
+        for transfer in self.promised:
+            transfer.expect(self.promise.of(sizes[transfer.value.microbatch]))
+        self.sizes = sizes
 
 
 def compile_program(
