@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 from benchmarks.drill_rank import RANKS, TIMEOUT, drill
 from benchmarks.report import Report
-from pipeflow.testing.ranks import PRELOADED
+from pipeflow.testing.ranks import PRELOADED, free_port
 
 TO_RAISE, TO_END = 10.0, 30.0  # seconds
 MANY = 1_000_000  # steps
@@ -243,10 +242,3 @@ def cable(name: str, first: str, second: str) -> list[str]:
         f"ip -n {first} link set {name}0 up",
         f"ip -n {second} link set {name}1 up",
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipeflow.testing.ranks import PRELOADED, _free_port
+from pipeflow.testing.ranks import PRELOADED, free_port
 
 DEADLINE = 180.0  # seconds
 
@@ -28,7 +28,7 @@ def run_ranks(script: Path, *options: str, ranks: int, folder: Path | None = Non
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", **variables}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as said:
         processes = [
             context.Process(

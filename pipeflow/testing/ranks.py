@@ -103,7 +103,7 @@ def run_processes(
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    port, layout = _free_port(), Layout.of(ranks, ranks // (tensor * data), tensor)
+    port, layout = free_port(), Layout.of(ranks, ranks // (tensor * data), tensor)
     together = context.Barrier(ranks)  # processes start one after the other; `timeout` is for what comes then
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
@@ -195,7 +195,8 @@ def _raise_errors(errors: dict[int, str], deadline: float) -> None:
         raise RankError(f"{len(errors)} ranks failed within the deadline of {deadline} s\n{listed}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

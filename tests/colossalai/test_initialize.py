@@ -14,7 +14,7 @@ import pytest
 from pipeflow import UsageError
 from pipeflow.colossalai import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from pipeflow.parallel.context import Context
-from pipeflow.testing.ranks import _free_port
+from pipeflow.testing.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -114,7 +114,7 @@ print(gpc.get_local_rank(ParallelMode.TENSOR), int(total))
 
 @pytest.mark.slow
 def test_without_torchrun() -> None:
-    port = str(_free_port())
+    port = str(free_port())
     started = [
         subprocess.Popen([sys.executable, "-c", LAUNCH, str(rank), port], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for rank in range(2)
