@@ -149,11 +149,12 @@ def run(arguments: argparse.Namespace) -> None:
     stages = build_gpt_pipeline(
         shape.layers, placement=schedule.placement, seed=arguments.seed, dtype=dtype, **options_of(shape)
     )
+    samples, uneven = divmod(arguments.batch // arguments.replicas, arguments.microbatches)
     model = pipeflow.Pipeline(
         stages,
         schedule,
         criterion=GPTLMLoss(),
-        tensor_shape=(None, length, shape.hidden),
+        tensor_shape=None if uneven else (samples, length, shape.hidden),  # texts are written in other lengths
         tensor_dtype=dtype,
     )
     batches = partial(batches_of, corpus, arguments, part=context.data_rank, parts=context.data_size)
