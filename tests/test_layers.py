@@ -35,7 +35,7 @@ FLOORS: dict[str, set[str]] = {
     "runtime": {"core", "analysis", "soundness", "parallel", "deferral", "torch"},
     "optim": {"core", "parallel", "runtime", "torch"},
     "checkpoint": {"core", "parallel", "tensor", "runtime", "optim", "torch", "safetensors"},
-    "training": {"core", "parallel", "tensor", "runtime", "optim", "torch", "rich"},
+    "training": {"core", "analysis", "draw", "parallel", "tensor", "runtime", "optim", "checkpoint", "torch", "rich"},
     "colossalai": {"core", "planning", "torch", *ENGINE},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {*PLANS, *ENGINE},

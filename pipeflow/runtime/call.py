@@ -16,11 +16,12 @@ class Call(NamedTuple):
     broadcast_loss: bool
     trace: bool
     schedule: Schedule
+    gradient_scale: float = 1.0
 
     @property
     def number(self) -> float:
-        """What tells it from others, but for the schedule."""
-        return float(sum(asked << position for position, asked in enumerate(self[:-1])))
+        """What tells it from others, but for the schedule and the scale."""
+        return float(sum(int(asked is True) << position for position, asked in enumerate(self[:_FLAGS])))
 
     def __str__(self) -> str:
         return f"{in_words(self.number)} with {self.schedule.name!r}, {self.schedule.num_microbatches} microbatches"
@@ -28,9 +29,11 @@ class Call(NamedTuple):
 
 def in_words(number: float) -> str:
     """The call of this number, in words."""
-    training, *asked = (bool(int(number) >> position & 1) for position in range(len(Call._fields) - 1))
-    others = [f"{name}={value}" for name, value in zip(Call._fields[1:-1], asked, strict=True) if value != _USUAL[name]]
+    training, *asked = (bool(int(number) >> position & 1) for position in range(_FLAGS))
+    names = Call._fields[1:_FLAGS]
+    others = [f"{name}={value}" for name, value in zip(names, asked, strict=True) if value != _USUAL[name]]
     return ", ".join(["trains" if training else "evaluates", *others])
 
 
+_FLAGS = Call._fields.index("schedule")
 _USUAL = {"reduce": True, "return_outputs": False, "broadcast_loss": False, "trace": False}

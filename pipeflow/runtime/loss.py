@@ -35,13 +35,17 @@ class Told(NamedTuple):
     weight: float = 0.0  # of its replica's batch
     loss: float = 0.0  # its replica's mean
     change: float = 0.0  # of its parameters, since the ranks compared theirs
+    gradient_scale: float = 1.0
 
 
 class Agreed(NamedTuple):
-    """What all ranks know when a step ends: the loss where it is to be known, and the largest change of parameters."""
+    """What all ranks know when a step ends: the loss where it is to be known, the largest change of parameters, and how
+    many samples all replicas had.
+    """
 
     loss: Tensor | None
     change: Change
+    samples: int
 
 
 def share_of(results: Results, context: Context) -> float:
@@ -77,7 +81,8 @@ def agree(told: Told, results: Results, context: Context, last: Sequence[int], *
     require_alike(rows, context)
     if loss is None or any(row.dtype >= 0 for row in rows):
         loss = _mean(rows, context) if everywhere or results.weights else None
-    return Agreed(loss, Change(int(max(row.change for row in rows))))
+    samples = sum(row.samples for row in rows[:: len(rows) // context.data.size])
+    return Agreed(loss, Change(int(max(row.change for row in rows))), int(samples))
 
 
 def require_alike(rows: Sequence[Told], context: Context) -> None:
@@ -89,6 +94,11 @@ def require_alike(rows: Sequence[Told], context: Context) -> None:
             )
         if row.schedule != rows[0].schedule:
             raise UsageError(f"rank {rank} was given another schedule than rank 0: pass the same one on every rank")
+        if row.gradient_scale != rows[0].gradient_scale:
+            raise UsageError(
+                f"rank {rank} was given gradient_scale={row.gradient_scale:g}, but rank 0 {rows[0].gradient_scale:g}: "
+                "pass the same one on every rank"
+            )
     for first in range(0, len(rows), len(rows) // context.data.size):
         replica = rows[first : first + len(rows) // context.data.size]
         if len({row.samples for row in replica}) > 1:

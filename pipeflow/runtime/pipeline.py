@@ -160,6 +160,7 @@ def execute_pipeline(
     trace: bool = False,
     reduce: bool = True,
     schedule: Schedule | None = None,
+    gradient_scale: float = 1.0,
 ) -> Output:
     """Runs one step: takes one batch, runs the schedule, leaves the gradients of the batch's mean loss in `.grad`,
     added to what was there. Every rank makes the same call; all ranks of one replica have the same batch in their
@@ -181,6 +182,8 @@ def execute_pipeline(
         schedule: what to run in this step, by default the Pipeline's: any sound schedule of its placement, with any
             number of microbatches. Programs are compiled when a schedule first comes, for training and evaluation
             apart, and the 16 that were used last are kept.
+        gradient_scale: the gradients of this call are multiplied by it, but not its loss: 1 / n makes the sum over n
+            calls the gradient of their mean loss. The same on every rank.
 
     Raises:
         UsageError: for a batch, a schedule, an output or a loss that does not fit, on the rank that noticed; on every
@@ -197,7 +200,7 @@ def execute_pipeline(
             f"schedule must be a pipeflow.Schedule, got {type(schedule).__name__}: make_schedule({schedule!r}, ...)"
         )
     schedule = model.schedule if schedule is None else schedule
-    call = Call(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule)
+    call = Call(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule, gradient_scale)
     with model.alarm.raised_everywhere(call):
         return model.runner.step(data_iter, call, model.loss_scale)
 

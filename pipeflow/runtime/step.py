@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,11 +35,15 @@ class Output:
         outputs: the last stage's outputs, its microbatches put together along dim 0; None unless asked for, and on
             other ranks.
         timeline: every rank's measured spans, in seconds; None unless traced.
+        losses: by microbatch, the mean losses of those that this rank computed, scalars.
+        samples: how many the batch had, those of all replicas together.
     """
 
     loss: Tensor | None
     outputs: object = None
     timeline: Timeline | None = None
+    losses: Mapping[int, Tensor] = field(default_factory=dict)
+    samples: int = 0
 
 
 class Runner:
@@ -93,19 +97,27 @@ class Runner:
         with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training):
             self._load(compiled, batch, call)
             if call.training:
-                results.gradient_scale = loss_scale * share_of(results, self.context)
+                results.gradient_scale = loss_scale * call.gradient_scale * share_of(results, self.context)
             measured = Trace(compiled.operations, self.transport) if call.trace else None
             self._run(runnable, compiled.operations if measured is None else measured.operations, batch)
-        told = Told(call.number, runnable.digest, sum(batch.sizes), batch.digest(), change=self.gradients.change)
+        told = Told(
+            call.number,
+            runnable.digest,
+            sum(batch.sizes),
+            batch.digest(),
+            change=self.gradients.change,
+            gradient_scale=call.gradient_scale,
+        )
         outputs = merged(results, self.transport, self._last_ranks, self._last_stage)  # may fail, so before all agree
-        loss, change = agree(told, results, self.context, self._last_ranks, everywhere=call.broadcast_loss)
+        loss, change, samples = agree(told, results, self.context, self._last_ranks, everywhere=call.broadcast_loss)
         if change:
             self.gradients.renew(change, reduce=call.reduce)
             for stage in self.stages.values():
                 stage.defer()
         timeline = None if measured is None else measured.timeline(call.schedule.name, call.schedule.placement)
+        losses = results.computed()
         self._unload(compiled)
-        return Output(loss, outputs, timeline)
+        return Output(loss, outputs, timeline, losses, samples)
 
     def _start(self, data_iter: Iterator[object], call: Call) -> tuple[Batch, Runnable]:
         schedule = call.schedule

@@ -1,21 +1,32 @@
-"""Training: what a loop around `execute_pipeline` needs besides an optimizer: configuration, data, logs."""
+"""Training: engines that take steps, a trainer with hooks, configuration, data, logs."""
 
 from __future__ import annotations
 
 from pipeflow.training.config import Config, read_config
 from pipeflow.training.data import DataParallelLoader, endless, get_dataloader
+from pipeflow.training.engine import Engine, NonFiniteLossError, Step
+from pipeflow.training.hooks import AccuracyHook, Hook, MetricHook, RateHook
 from pipeflow.training.launch import current_config, launch_from_config
 from pipeflow.training.logging import DistributedLogger, disable_existing_loggers, get_dist_logger
 from pipeflow.training.registry import Registry
 from pipeflow.training.timer import MultiTimer, Timer
+from pipeflow.training.trainer import Trainer
 
 __all__ = [
+    "AccuracyHook",
     "Config",
     "DataParallelLoader",
     "DistributedLogger",
+    "Engine",
+    "Hook",
+    "MetricHook",
     "MultiTimer",
+    "NonFiniteLossError",
+    "RateHook",
     "Registry",
+    "Step",
     "Timer",
+    "Trainer",
     "current_config",
     "disable_existing_loggers",
     "endless",

@@ -127,6 +127,11 @@ class DataParallelLoader(DataLoader[Any]):
             yield batch
         self.epoch, self._position = self.epoch + 1, 0
 
+    def batches_left(self) -> int:
+        """How many the pass that is to come, or under way, still has."""
+        left = self._part.left(self._position)
+        return left // self._size if self.drop_last else -(-left // self._size)
+
     @property
     def _part(self) -> _Part:
         assert isinstance(self.sampler, _Part)

@@ -33,15 +33,18 @@ class Results:
         parts = self.parts()
         return torch.stack(list(parts.values())).sum() if parts else None
 
+    def computed(self) -> dict[int, Tensor]:
+        """The losses that this rank computed, by microbatch."""
+        return {microbatch: loss for microbatch, loss in enumerate(self.losses) if loss is not None}
+
     def parts(self) -> dict[int, Tensor]:
         """Per microbatch whose loss is known here, its part of the mean loss, in microbatch order. What weighs nothing
         adds nothing, even where its loss is no number, like the mean over no tokens.
         """
-        weighted = enumerate(zip(self.losses, self.weights, strict=False))
+        weights = self.weights
         return {
-            microbatch: _wide(loss) * weight if weight else torch.zeros_like(_wide(loss))
-            for microbatch, (loss, weight) in weighted
-            if loss is not None
+            microbatch: _wide(loss) * weight if (weight := weights[microbatch]) else torch.zeros_like(_wide(loss))
+            for microbatch, loss in self.computed().items()
         }
 
 

@@ -1,0 +1,42 @@
+"""backward: the gradients of a loss that was computed by calling the stages by hand. What must not live here: the step
+of a schedule.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.runtime.gradients.step_end import Change
+from pipeflow.runtime.pipeline import Pipeline
+
+
+def backward(loss: Tensor, model: Pipeline, *, reduce: bool = True, gradient_scale: float = 1.0) -> None:
+    """Adds the gradients of `loss` to `.grad`, as `execute_pipeline` does, where one rank has all stages of the model
+    and called them itself. Every rank of the world calls it together, each with the mean loss of its own samples; each
+    replica counts alike.
+
+    Args:
+        loss: a scalar, computed from `model.chunks`.
+        model: the Pipeline.
+        reduce, gradient_scale: as `execute_pipeline` takes them.
+
+    Raises UsageError where the pipeline has several ranks, PipelineError as `execute_pipeline` does.
+    """
+    with model.alarm.raised_everywhere():
+        placement, gradients = model.schedule.placement, model.gradients
+        if placement.num_ranks > 1:
+            raise UsageError(
+                f"this rank has a part of the model only, its pipeline has {placement.num_ranks} ranks: "
+                "train it with execute_pipeline"
+            )
+        gradients.prepare()
+        gradients.begin([placement.stages_of(0)])
+        (loss * (model.loss_scale * gradient_scale)).backward()
+        gradients.end(reduce=reduce)
+        change = Change(int(max(row[0] for row in all_gather(model.context.world, [gradients.change]))))
+        if change:
+            gradients.renew(change, reduce=reduce)
+            for stage in model.runner.stages.values():
+                stage.defer()

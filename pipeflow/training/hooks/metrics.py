@@ -1,0 +1,125 @@
+"""Metrics of an evaluation: computed where the outputs are, over all replicas, and told to every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.parallel.transport.group import Group
+from pipeflow.runtime.step import Output
+from pipeflow.training.hook import Hook
+from pipeflow.training.trainer import Trainer
+
+
+class Metric(Protocol):
+    """What torchmetrics calls a metric."""
+
+    def update(self, outputs: Any, labels: Any, /) -> None:
+        """Counts one batch."""
+
+    def compute(self) -> Any:
+        """The value for what was counted, a number or a tensor with one entry."""
+
+    def reset(self) -> None:
+        """Forgets what was counted."""
+
+
+class MetricHook(Hook):
+    """Shows a metric of each evaluation.
+
+    Args:
+        name: under which `trainer.metrics["test"]` has it.
+        metric: one of torchmetrics', or an object with `update(outputs, labels)`, `compute()` and `reset()`. Those of
+            torchmetrics are synchronized over the replicas; others must be right by what one replica has.
+
+    Raises UsageError for an object that has no such methods.
+    """
+
+    priority = 20
+    needs_outputs = frozenset({"test"})
+
+    def __init__(self, name: str, metric: Metric) -> None:
+        if missing := [method for method in ("update", "compute", "reset") if not hasattr(metric, method)]:
+            raise UsageError(
+                f"metric {name!r} is a {type(metric).__name__} and has no {missing[0]}(): see torchmetrics"
+            )
+        self.name = name
+        self.metric = metric
+
+    def before_evaluation(self, trainer: Trainer) -> None:
+        self.metric.reset()
+        if hasattr(self.metric, "dist_sync_fn"):  # torchmetrics'
+            context = trainer.engine.model.context
+            self.metric.to(context.device)  # type: ignore[attr-defined]  # it is a module
+            self.metric.dist_sync_fn = lambda tensor, *_: gathered(tensor, context.data)
+            self.metric.distributed_available_fn = lambda: context.data.size > 1  # type: ignore[attr-defined]  # as above
+
+    def after_batch(self, trainer: Trainer, output: Output, labels: object) -> None:
+        if output.outputs is not None:
+            self.metric.update(output.outputs, labels)
+
+    def after_evaluation(self, trainer: Trainer) -> None:
+        value = float(self.metric.compute()) if trainer.has_last_stage else math.nan
+        trainer.metrics["test"][self.name] = trainer.told_by_last_stage(value)
+
+
+class AccuracyHook(Hook):
+    """Shows the share of right answers of each evaluation, as "accuracy".
+
+    Args:
+        count_right: `count_right(outputs, labels)` gives how many answers of a batch are right; by default those whose
+            largest score is the label's.
+    """
+
+    priority = 20
+    needs_outputs = frozenset({"test"})
+
+    def __init__(self, count_right: Callable[[Any, Any], Tensor | float] | None = None) -> None:
+        self.count_right = _count_right if count_right is None else count_right
+        self._right = self._samples = 0.0
+
+    def before_evaluation(self, trainer: Trainer) -> None:
+        self._right = self._samples = 0.0
+
+    def after_batch(self, trainer: Trainer, output: Output, labels: object) -> None:
+        self._samples += output.samples
+        if output.outputs is not None:
+            self._right += float(self.count_right(output.outputs, labels))
+
+    def after_evaluation(self, trainer: Trainer) -> None:
+        context = trainer.engine.model.context
+        with context.alarm.raised_everywhere():
+            rows = all_gather(context.world, [self._right])
+        size = len(rows) // context.data_size
+        replicas = [rows[first : first + size] for first in range(0, len(rows), size)]
+        right = sum(max(count for [count] in replica) for replica in replicas)
+        trainer.metrics["test"]["accuracy"] = right / self._samples if self._samples else math.nan
+
+
+def _count_right(outputs: Any, labels: Any) -> Tensor | float:
+    return float((outputs.argmax(dim=-1) == labels.to(outputs.device)).sum())
+
+
+def gathered(tensor: Tensor, group: Group) -> list[Tensor]:
+    """Every rank's tensor, in rank order; they may differ in dim 0. All ranks of the group call it together."""
+    length = torch.tensor([len(tensor) if tensor.dim() else 1], device=tensor.device)
+    lengths = length.new_empty(group.size)
+    group.all_gather(lengths, length).wait()
+    counts: list[int] = lengths.tolist()
+    row = tensor.reshape(counts[group.rank], -1)
+    padded = row.new_zeros(max(counts), row.shape[1])
+    padded[: len(row)] = row
+    rows = padded.new_empty(group.size * len(padded), row.shape[1])
+    group.all_gather(rows, padded).wait()
+    shape = tensor.shape[1:]
+    parts = [part[:count] for part, count in zip(rows.split(len(padded)), counts, strict=True)]
+    return [
+        part.reshape(count, *shape) if tensor.dim() else part.reshape(())
+        for part, count in zip(parts, counts, strict=True)
+    ]
