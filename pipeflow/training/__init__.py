@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeflow.training.config import Config, read_config
+from pipeflow.training.configured import make_engine
 from pipeflow.training.data import DataParallelLoader, endless, get_dataloader
 from pipeflow.training.engine import Engine, NonFiniteLossError, Step
 from pipeflow.training.hooks import AccuracyHook, Hook, MetricHook, RateHook
@@ -33,5 +34,6 @@ __all__ = [
     "get_dataloader",
     "get_dist_logger",
     "launch_from_config",
+    "make_engine",
     "read_config",
 ]

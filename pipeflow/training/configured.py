@@ -1,0 +1,130 @@
+"""make_engine: an Engine as a configuration says. What must not live here: what a configuration may say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.parallel.context import current_context
+from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.schedules import make_schedule
+from pipeflow.training.config import Config, read_config
+from pipeflow.training.engine import Engine, Scheduler
+from pipeflow.training.launch import current_config
+
+Source = Config | Mapping[str, Any] | str | Path
+
+
+def make_engine(
+    chunks: nn.Module,
+    optimizer: Optimizer,
+    criterion: Callable[..., Tensor] | None = None,
+    *,
+    scheduler: Scheduler | None = None,
+    schedule: Schedule | None = None,
+    config: Source | None = None,
+    **options: Any,
+) -> Engine:
+    """An Engine for this rank's part of a model: its Pipeline, and the precision, clipping and accumulation that the
+    configuration asks for. All ranks call it together.
+
+    Where the parameters are in 16 bits, the model is converted here; what floating-point numbers its stages are given
+    is converted likewise, and the criterion sees float32. Under autocast it depends on the model in which type a stage
+    passes on its output, so TENSOR_SHAPE is not used there: headers tell shape and type.
+
+    Args:
+        chunks: this rank's module, or an nn.ModuleList of its chunks.
+        optimizer: made from their parameters.
+        criterion: as a Pipeline takes it.
+        scheduler: of the learning rate, takes a step after each of the optimizer's.
+        schedule: by default 1f1b, or for an nn.ModuleList interleaved-1f1b, with NUM_MICRO_BATCHES.
+        config: by default what was launched with.
+        options: further arguments of the Pipeline.
+
+    Raises UsageError where the configuration lacks NUM_MICRO_BATCHES for a pipeline of several ranks, where NUM_CHUNKS
+    is not how many chunks there are, and as Pipeline, Engine and HalfPrecision do.
+    """
+    read = current_config() if config is None else read_config(config)
+    read = Config() if read is None else read
+    schedule = _schedule(read, chunks) if schedule is None else schedule
+    precision = read.precision
+    autocast = None if precision is None else precision.autocast
+    if precision is not None and autocast is None:
+        criterion = _convert(chunks, precision.parameters, criterion)
+    pipeline = Pipeline(
+        chunks,
+        schedule,
+        criterion=criterion,
+        tensor_shape=None if autocast else read.tensor_shape,
+        tensor_dtype=_dtype_of(chunks),
+        autocast=autocast,
+        **options,
+    )
+    return Engine(
+        pipeline,
+        optimizer if precision is None else precision.optimizer(pipeline, optimizer),
+        scheduler=scheduler,
+        gradient_accumulation=read.gradient_accumulation,
+        clip_grad_norm=read.clip_grad_norm,
+    )
+
+
+def _schedule(config: Config, chunks: nn.Module) -> Schedule:
+    """What runs the chunks unless the caller says otherwise."""
+    ranks, microbatches = current_context().pipeline_size, config.num_microbatches
+    if microbatches is None and ranks > 1:
+        raise UsageError(
+            f"the configuration lacks NUM_MICRO_BATCHES, into which a pipeline of {ranks} ranks cuts a batch"
+        )
+    count = len(chunks) if isinstance(chunks, nn.ModuleList) else 1
+    if config.num_chunks not in (None, count):
+        raise UsageError(f"NUM_CHUNKS is {config.num_chunks}, and the model has {count}: build as many chunks a rank")
+    if count == 1:
+        return make_schedule("1f1b", ranks=ranks, microbatches=microbatches or 1)
+    return make_schedule("interleaved-1f1b", ranks=ranks, microbatches=microbatches or 1, chunks=count)
+
+
+def _dtype_of(chunks: nn.Module) -> torch.dtype:
+    """That of the first parameter with floating-point numbers."""
+    dtypes = (parameter.dtype for parameter in chunks.parameters() if parameter.is_floating_point())
+    return next(dtypes, torch.float32)
+
+
+def _convert(
+    chunks: nn.Module, dtype: torch.dtype, criterion: Callable[..., Tensor] | None
+) -> Callable[..., Tensor] | None:
+    """Converts the chunks and what they are given; returns the criterion for what they make."""
+    chunks.to(dtype)
+
+    def convert(_: nn.Module, positional: Any, keywords: Any) -> Any:
+        return _to(dtype, positional), _to(dtype, keywords)
+
+    for chunk in chunks if isinstance(chunks, nn.ModuleList) else [chunks]:
+        chunk.register_forward_pre_hook(convert, with_kwargs=True)
+    return None if criterion is None else InFloat(criterion)
+
+
+def _to(dtype: torch.dtype, tree: Any) -> Any:
+    def one(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(one, tree)
+
+
+class InFloat(nn.Module):
+    """A criterion that sees the outputs of a model in 16 bits in float32."""
+
+    def __init__(self, criterion: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.criterion = criterion
+
+    def forward(self, output: Any, labels: Any) -> Tensor:
+        return self.criterion(_to(torch.float32, output), labels)
