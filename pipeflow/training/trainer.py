@@ -84,6 +84,10 @@ class Trainer:
         self._require(loader, "loader")
         if test_loader is not None:
             self._require(test_loader, "test_loader")
+        if (count := self._length(loader)) < self.engine.gradient_accumulation:
+            raise UsageError(
+                f"loader has {count} batches, and a step takes gradient_accumulation={self.engine.gradient_accumulation}"
+            )
         if test_interval < 1:
             raise UsageError(f"test_interval must be at least 1, got {test_interval}")
         keeps = self._kept_outputs(return_outputs)

@@ -200,6 +200,7 @@ def refused() -> list[str]:
         lambda: Trainer(engine, [print]),  # type: ignore[list-item]  # wrong on purpose
         lambda: Trainer(engine).fit([], 1),
         lambda: Trainer(engine).fit(iter([batch]), 1),
+        lambda: Trainer(make_engine(gradient_accumulation=2)).fit([batch], 1),
         lambda: Trainer(engine).fit([batch], 1, test_loader=[]),
         lambda: Trainer(engine).fit([batch], 1, test_loader=[batch], test_interval=0),
         lambda: Trainer(engine, [AccuracyHook()]).fit([batch], 1, return_outputs=False),
@@ -217,6 +218,7 @@ def test_what_cannot_work_is_refused() -> None:
         *("needs a pipeflow.training.Engine", "as in AccuracyHook()", "derive its class", "loader has no batch"),
         *(
             "has no length",
+            "1 batches, and a step takes gradient_accumulation=2",
             "test_loader has no batch",
             "at least 1",
             "AccuracyHook needs the outputs",
