@@ -21,6 +21,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.estimate import Plan, RankPlan, plan
+from pipeflow.planning.layer_costs import LayerCosts
 from pipeflow.planning.partition import partition_balanced, partition_uniform
 from pipeflow.planning.setup import PRECISIONS, Precision, Setup
 from pipeflow.planning.transformer import GPT, GPT_PRESETS
@@ -46,7 +47,9 @@ if TYPE_CHECKING:
     from pipeflow.runtime.microbatch import Whole
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.step import Output
+    from pipeflow.training.build import build_stages
     from pipeflow.training.data import get_dataloader
+    from pipeflow.training.measure import measure_layers
 
 __version__ = "0.1.0"
 
@@ -64,6 +67,7 @@ _LATER = {
     "Transform": "checkpoint.renames",
     "Whole": "runtime.microbatch",
     "Zero": "optim.zero",
+    "build_stages": "training.build",
     "clip_grad_norm_": "optim.clip",
     "exact": "orders.exact",
     "current_context": "parallel.context",
@@ -74,6 +78,7 @@ _LATER = {
     "launch": "parallel.launch",
     "load_checkpoint": "checkpoint.load",
     "load_safetensors": "checkpoint.safetensors",
+    "measure_layers": "training.measure",
     "measured_costs": "analysis.measured",
     "save_checkpoint": "checkpoint.save",
     "save_safetensors": "checkpoint.safetensors",
@@ -91,6 +96,7 @@ __all__ = [
     "CostModel",
     "Found",
     "Kind",
+    "LayerCosts",
     "Link",
     "Loaded",
     "LossScaler",
@@ -117,6 +123,7 @@ __all__ = [
     "Violation",
     "Whole",
     "Zero",
+    "build_stages",
     "causes",
     "clip_grad_norm_",
     "critical_path",
@@ -132,6 +139,7 @@ __all__ = [
     "load_safetensors",
     "lower",
     "make_schedule",
+    "measure_layers",
     "measured_costs",
     "partition_balanced",
     "partition_uniform",

@@ -38,6 +38,7 @@ FLOORS: dict[str, set[str]] = {
     "training": {
         "core",
         "analysis",
+        "planning",
         "schedules",
         "draw",
         "parallel",

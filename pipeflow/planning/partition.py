@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Literal
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 
-Parts = list[list[tuple[int, int]]]
+Part = tuple[int, int]
+Parts = list[list[Part]]
+Cut = Literal["uniform"] | Sequence[float] | Sequence[Part]
+"""How layers are cut into stages: into runs of equal length, by one weight a layer, or into given parts."""
 
 
 def partition_uniform(num_layers: int, pipeline_size: int, num_chunks: int = 1) -> Parts:
@@ -61,6 +65,48 @@ def partition_balanced(weights: Sequence[float], pipeline_size: int, num_chunks:
         sizes.append(end - cut[end])
         end = cut[end]
     return _deal([end, *reversed(sizes)], pipeline_size)
+
+
+def stage_parts(num_layers: int, num_stages: int, cut: Cut = "uniform") -> list[Part]:
+    """The part `(start, end)` of each stage, in the order of the stages, end excluded.
+
+    Args:
+        num_layers: in the whole model.
+        num_stages: as many as the placement has.
+        cut: "uniform" counts all layers equal, as `partition_uniform` does; one weight a layer makes the heaviest stage
+            as light as it can be, as `partition_balanced` does; pairs `(start, end)`, one a stage, are checked and
+            taken.
+
+    >>> stage_parts(6, 3)
+    [(0, 2), (2, 4), (4, 6)]
+    >>> stage_parts(6, 3, [5, 1, 1, 1, 1, 5])
+    [(0, 1), (1, 5), (5, 6)]
+    >>> stage_parts(6, 3, [(0, 1), (1, 2), (2, 6)])
+    [(0, 1), (1, 2), (2, 6)]
+
+    Raises UsageError as those functions do, for another number of weights than layers, and for parts that leave out a
+    layer, have one twice, or are empty.
+    """
+    if isinstance(cut, str):
+        return [part for [part] in partition_uniform(num_layers, num_stages)]
+    parts = [(each[0], each[1]) for each in cut if isinstance(each, Sequence) and len(each) == 2]
+    if parts:
+        _require_cover(parts, list(cut), num_layers, num_stages)
+        return parts
+    weights = [each for each in cut if not isinstance(each, Sequence)]
+    if len(weights) != num_layers or len(weights) != len(cut):
+        raise UsageError(f"a cut by weight needs one number for each of the {num_layers} layers, got {list(cut)}")
+    return [part for [part] in partition_balanced(weights, num_stages)]
+
+
+def _require_cover(parts: list[Part], given: list[object], num_layers: int, num_stages: int) -> None:
+    starts_after = [(0, 0), *parts, (num_layers, num_layers)]
+    follows = all(before[1] == after[0] for before, after in pairwise(starts_after))
+    if len(parts) != len(given) or len(parts) != num_stages or not follows or any(start >= end for start, end in parts):
+        raise UsageError(
+            f"{num_stages} stages of {num_layers} layers need {num_stages} pairs (start, end), each starting where the "
+            f"one before ends, from 0 to {num_layers}, none of them empty; got {given}"
+        )
 
 
 Score = tuple[float, float]  # the heaviest stage, then the sum of squares, which prefers even ones

@@ -1,7 +1,8 @@
-"""Training: engines that take steps, a trainer with hooks, configuration, data, logs."""
+"""Training: stages of a model, engines that take steps, a trainer with hooks, configuration, data, logs."""
 
 from __future__ import annotations
 
+from pipeflow.training.build import build_stages, cut_layers
 from pipeflow.training.config import Config, read_config
 from pipeflow.training.configured import make_engine
 from pipeflow.training.data import DataParallelLoader, endless, get_dataloader
@@ -9,7 +10,8 @@ from pipeflow.training.engine import Engine, NonFiniteLossError, Step
 from pipeflow.training.hooks import AccuracyHook, Hook, MetricHook, RateHook
 from pipeflow.training.launch import current_config, launch_from_config
 from pipeflow.training.logging import DistributedLogger, disable_existing_loggers, get_dist_logger
-from pipeflow.training.registry import Registry
+from pipeflow.training.measure import measure_layers
+from pipeflow.training.registry import Registry, makers
 from pipeflow.training.timer import MultiTimer, Timer
 from pipeflow.training.trainer import Trainer
 
@@ -28,12 +30,16 @@ __all__ = [
     "Step",
     "Timer",
     "Trainer",
+    "build_stages",
     "current_config",
+    "cut_layers",
     "disable_existing_loggers",
     "endless",
     "get_dataloader",
     "get_dist_logger",
     "launch_from_config",
     "make_engine",
+    "makers",
+    "measure_layers",
     "read_config",
 ]

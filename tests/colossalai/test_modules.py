@@ -64,6 +64,8 @@ OURS = {  # by module: each name, and what it is here
 ADAPTERS = {
     "": ("get_default_parser", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"),
     "amp": ("AMP_TYPE",),
+    "builder": ("build_pipeline_model", "build_pipeline_model_from_cfg"),
+    "builder.pipeline": ("build_pipeline_model", "build_pipeline_model_from_cfg"),
     "context": ("ParallelMode",),
     "context.parallel_mode": ("ParallelMode",),
     "core": ("global_context",),

@@ -1,7 +1,62 @@
-"""ColossalAI's `colossalai.builder.pipeline`."""
+"""ColossalAI's `colossalai.builder.pipeline`: faces of `build_stages`."""
 
 from __future__ import annotations
 
-from pipeflow.planning.partition import partition_balanced, partition_uniform
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["partition_balanced", "partition_uniform"]
+from torch import nn
+
+from pipeflow.colossalai.registry import LAYERS, MODELS
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.parallel.context import context_if_launched
+from pipeflow.planning.partition import partition_balanced, partition_uniform
+from pipeflow.training.build import build_stages, cut_layers
+from pipeflow.training.layers import Layers, named_layers
+from pipeflow.training.logging import get_dist_logger
+from pipeflow.training.registry import makers
+
+__all__ = ["build_pipeline_model", "build_pipeline_model_from_cfg", "partition_balanced", "partition_uniform"]
+
+
+def build_pipeline_model(layers: Layers, num_chunks: int = 1, verbose: bool = False) -> nn.Module:
+    """This rank's part of the model with these layers, cut by `partition_uniform`: a module, or an nn.ModuleList where
+    there are several chunks. `verbose` has rank 0 log how the layers are cut. Raises UsageError as partition_uniform
+    and build_stages do.
+    """
+    return _built(layers, num_chunks, "layer", verbose)
+
+
+def build_pipeline_model_from_cfg(
+    config: Sequence[Mapping[str, Any]],
+    num_chunks: int = 1,
+    partition_method: str = "parameter",
+    verbose: bool = False,
+) -> nn.Module:
+    """As `build_pipeline_model`, from one dict a layer: its `type` is a name in LAYERS, which has torch.nn's classes,
+    or in MODELS, and its other entries are the arguments. A rank makes the layers of its own stages alone.
+
+    `partition_method` "layer" cuts by partition_uniform, "parameter" by the number of parameters.
+
+    Raises UsageError for another method, for a dict that specifies no layer, and as `build_pipeline_model` does.
+    """
+    return _built(makers(config, LAYERS, MODELS), num_chunks, partition_method, verbose)
+
+
+def _built(layers: Layers, num_chunks: int, method: str, verbose: bool) -> nn.Module:
+    context = context_if_launched()
+    size = 1 if context is None else context.pipeline_size
+    placement = Placement.looped(size, num_chunks)
+    if method == "layer":
+        dealt = partition_uniform(len(named_layers(layers)), size, num_chunks)
+        parts = [part for chunk in zip(*dealt, strict=True) for part in chunk]
+    elif method == "parameter":
+        parts = cut_layers(layers, placement.num_stages, "parameters")
+    else:
+        raise UsageError(f'partition_method is "layer" or "parameter", got {method!r}')
+    if verbose:
+        listed = (f"{stage} on rank {placement.rank_of(stage)}: {part}" for stage, part in enumerate(parts))
+        get_dist_logger().info(f"the layers (start, end) of each stage: {'; '.join(listed)}", ranks=[0])
+    chunks = build_stages(layers, placement, partition=parts)
+    return chunks[0] if len(chunks) == 1 else chunks

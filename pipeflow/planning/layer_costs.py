@@ -1,0 +1,65 @@
+"""The costs of a model's layers one by one, and what follows from them: where to cut it, and the costs of its stages.
+What must not live here: how they are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.planning.partition import Part, stage_parts
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """Per layer, for one microbatch: the time of its forward, and those of the two halves of its backward, in one unit;
+    and the size of its output in bytes.
+
+    >>> costs = LayerCosts((3, 1, 1, 1), (3, 1, 1, 1), (3, 1, 1, 1), (8, 8, 8, 4))
+    >>> costs.parts(2)
+    [(0, 1), (1, 4)]
+    >>> costs.cost_model(costs.parts(2)).forward
+    (3, 3)
+
+    Raises UsageError for tuples of different lengths.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    output_bytes: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        columns = (self.forward, self.backward_input, self.backward_weight, self.output_bytes)
+        if len(set(map(len, columns))) > 1:
+            raise UsageError(f"costs are per layer: got {', '.join(map(str, map(len, columns)))} of them")
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Per layer, the time of its forward and its backward."""
+        return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
+
+    def parts(self, num_stages: int) -> list[Part]:
+        """The parts `(start, end)` of the layers, one a stage, of which the slowest takes as little time as it can.
+        Raises UsageError when there are fewer layers than stages.
+        """
+        return stage_parts(len(self.forward), num_stages, self.weights)
+
+    def cost_model(self, parts: Sequence[Part]) -> CostModel:
+        """What `simulate` and `search` need to know of stages with these `parts`: links take no time, until
+        `dataclasses.replace(..., latency=, bandwidth=)` says what they do. Raises UsageError for parts that do not
+        cover the layers.
+        """
+        parts = stage_parts(len(self.forward), len(parts), parts)
+
+        def per_stage(layers: Sequence[float]) -> tuple[float, ...]:
+            return tuple(sum(layers[start:end]) for start, end in parts)
+
+        return CostModel(
+            forward=per_stage(self.forward),
+            backward_input=per_stage(self.backward_input),
+            backward_weight=per_stage(self.backward_weight),
+            activation_bytes=tuple(self.output_bytes[end - 1] for _, end in parts),
+        )

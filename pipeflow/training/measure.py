@@ -1,0 +1,140 @@
+"""How long each layer of a model takes, measured on the device that will run it, as plain numbers for plans. What must
+not live here: what follows from the numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_positive
+from pipeflow.parallel.context import context_if_launched
+from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.planning.layer_costs import LayerCosts
+from pipeflow.training.layers import Layers, make_layer, named_layers, random_state_kept
+
+Clock = Callable[[], float]
+
+
+def measure_layers(layers: Layers, example: Any, *, runs: int = 5, clock: Clock = time.perf_counter) -> LayerCosts:
+    """The costs of each layer for one microbatch: in seconds, the medians of some runs after a first one that does not
+    count. All ranks call it together, and are told what the first one measured; without a launch this process
+    measures, on the device of the example.
+
+    Layers are measured one after the other, each as a copy on the rank's device, which is dropped before the next one
+    is made. So no more memory is needed than for the largest layer, and the layers, their gradients and the random
+    state stay as they are. The criterion is not measured. `torch.autocast` and the modes of the layers (`train`,
+    `eval`) count as they do in training.
+
+    Args:
+        layers: as of `build_stages`.
+        example: one microbatch, the first layer's input.
+        runs: of which the medians are taken.
+        clock: tells the time, in any unit.
+
+    Raises UsageError for what is no list of layers, and for an example on the meta device, where nothing is computed.
+    """
+    require_positive(runs=runs)
+    context = context_if_launched()
+    if context is None:
+        device = next((tensor.device for tensor in _tensors(example)), torch.device("cpu"))
+        return _measured(layers, example, runs, _Stopwatch(device, clock))
+    with context.alarm.raised_everywhere():
+        context.alarm.expect_slow()
+        first = context.pipeline_rank == 0 and context.data_rank == 0  # all tensor ranks of it: they compute together
+        costs = _measured(layers, example, runs, _Stopwatch(context.device, clock)) if first else None
+        told: Any = all_gather_object(context.world, None if costs is None else _rows(costs))[0]
+        return LayerCosts(*map(tuple, told))
+
+
+def _rows(costs: LayerCosts) -> list[list[float]]:
+    """As one rank tells the others."""
+    return [list(getattr(costs, column.name)) for column in fields(costs)]
+
+
+class _Stopwatch:
+    """The time when a device has done all that it was given."""
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self.device = device
+        self._clock = clock
+
+    def __call__(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return self._clock()
+
+
+class _Times(NamedTuple):
+    """Of one run of one layer."""
+
+    forward: float
+    backward_input: float
+    backward: float  # whole
+
+
+def _measured(layers: Layers, example: Any, runs: int, now: _Stopwatch) -> LayerCosts:
+    if any(tensor.is_meta for tensor in _tensors(example)):
+        raise UsageError("the example is on the meta device, where nothing is computed: give one with values")
+    rows: list[tuple[float, float, float, float]] = []
+    value = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(now.device), example)
+    with random_state_kept(), torch.enable_grad():
+        for name, layer in named_layers(layers).items():
+            made = copy.deepcopy(layer) if isinstance(layer, nn.Module) else make_layer(name, layer)
+            made.to(now.device)
+            times = [_run(made, value, now) for _ in range(runs + 1)][1:]
+            forward, backward_input, backward = map(median, zip(*times, strict=True))
+            value = made(_given(value))
+            size = float(sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value)))
+            rows.append((forward, backward_input, max(0.0, backward - backward_input), size))
+    return LayerCosts(*zip(*rows, strict=True))
+
+
+def _run(layer: nn.Module, value: Any, now: _Stopwatch) -> _Times:
+    """Once as in training, and once with the weights frozen, so that the backward has the gradient of the input
+    alone.
+    """
+    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    forward, backward = _forward_and_backward(layer, value, now)
+    for parameter in weights:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    _, backward_input = _forward_and_backward(layer, value, now)
+    for parameter in weights:
+        parameter.requires_grad_(True)
+    return _Times(forward, backward_input, backward)
+
+
+def _forward_and_backward(layer: nn.Module, value: Any, now: _Stopwatch) -> tuple[float, float]:
+    given = _given(value)
+    begin = now()
+    output = layer(given)
+    forward = now() - begin
+    ends = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+    gradients = [torch.ones_like(tensor) for tensor in ends]
+    begin = now()
+    torch.autograd.backward(ends, gradients)
+    return forward, now() - begin if ends else 0.0
+
+
+def _given(value: Any) -> Any:
+    """The same values without the graph that made them, for another one to begin with; a layer may write into them."""
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+    return pytree.tree_map_only(Tensor, apart, value)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    leaves: Sequence[object] = pytree.tree_leaves(value)
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
