@@ -153,7 +153,7 @@ def _inside(section: str) -> list[str]:
 def _refuse_slip(key: str, known: Collection[str]) -> None:
     names = {name.lower(): name for name in known}
     near = get_close_matches(key.lower(), names, n=1, cutoff=0.85)
-    if near and key not in known:
+    if near and key not in known and key not in USERS:
         raise UsageError(
             f"the configuration's {key!r} is not read: did you mean {names[near[0]]!r}? "
             "A key of your own needs a name that is less like it"
@@ -263,6 +263,9 @@ KEYS: Mapping[str, Key] = {
     "LOG_PATH": Key("log_path", _folder),
 }
 """Every key that is honoured; the dot stands for a dict in the configuration."""
+
+USERS = frozenset({"PATCH_SIZE"})
+"""Keys of the user's own that are allowed although they are much like a known one: here BATCH_SIZE."""
 
 UNREAD: Mapping[str, str] = {
     "zero": "wrap the optimizer, as in pipeflow.optim.Zero(model, optimizer)",

@@ -144,6 +144,7 @@ def test_keys_of_the_users_own_stay() -> None:
         "HIDDEN_SIZE",
         "SEQ_LENGTH",
         "IMG_SIZE",
+        "PATCH_SIZE",
         "DEPTH",
         "NUM_HEADS",
         "MLP_RATIO",
