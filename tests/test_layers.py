@@ -48,12 +48,14 @@ FLOORS: dict[str, set[str]] = {
         "checkpoint",
         "torch",
         "rich",
+        "wandb",
+        "mlflow",
     },
     "colossalai": {"core", "planning", "torch", *ENGINE},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {*PLANS, *ENGINE},
 }
-FOREIGN = {"networkx", "ortools", "rich", "safetensors", "torch"}
+FOREIGN = {"mlflow", "networkx", "ortools", "rich", "safetensors", "torch", "wandb"}
 NAMED_ANYWAY = {
     "runtime/program/pairs.py": {"tensor"},  # an error says which layers draw from generators of their own
 }

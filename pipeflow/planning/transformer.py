@@ -81,6 +81,16 @@ class GPT:
             count += 2 * self.hidden
         return count
 
+    def flops_per_sample(self, sequence: int | None = None) -> int:
+        """Floating-point operations of the forward and the backward of one sequence, by default of `positions` tokens,
+        without what is computed again: three times those of the products in the forward, which are
+        (4 + 2r) 2h^2 + 4sh of a layer and 2hV of the head per token (arXiv 2104.04473, appendix), s being the sequence
+        and V the vocabulary.
+        """
+        tokens, hidden = self.positions if sequence is None else sequence, self.hidden
+        layer = 2 * (4 + 2 * self.mlp_ratio) * hidden**2 + 4 * tokens * hidden
+        return 3 * tokens * (self.layers * layer + 2 * hidden * self.vocabulary)
+
     def vocabulary_rows(self, tensor: int = 1) -> int:
         """The rows of the word table on one of `tensor` ranks, those that pad it included."""
         return -(-self.vocabulary // tensor)

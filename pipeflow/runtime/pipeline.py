@@ -100,6 +100,7 @@ class Pipeline(nn.Module):
         self.schedule = schedule
         self.context = context
         self.alarm = context.alarm
+        self.autocast = autocast
         self.loss_scale = 1.0
         self.clippings: WeakSet[Clipping] = WeakSet()
         with self.alarm.raised_everywhere():

@@ -7,7 +7,21 @@ from pipeflow.training.config import Config, read_config
 from pipeflow.training.configured import make_engine
 from pipeflow.training.data import DataParallelLoader, endless, get_dataloader
 from pipeflow.training.engine import Engine, NonFiniteLossError, Step
-from pipeflow.training.hooks import AccuracyHook, Hook, MetricHook, RateHook
+from pipeflow.training.hooks import (
+    AccuracyHook,
+    BubbleHook,
+    Hook,
+    LoggerHook,
+    LogHook,
+    MemoryHook,
+    MetricHook,
+    MetricLogger,
+    ProgressHook,
+    RateHook,
+    TensorBoardHook,
+    ThroughputHook,
+    TimingHook,
+)
 from pipeflow.training.launch import current_config, launch_from_config
 from pipeflow.training.logging import DistributedLogger, disable_existing_loggers, get_dist_logger
 from pipeflow.training.measure import measure_layers
@@ -17,18 +31,27 @@ from pipeflow.training.trainer import Trainer
 
 __all__ = [
     "AccuracyHook",
+    "BubbleHook",
     "Config",
     "DataParallelLoader",
     "DistributedLogger",
     "Engine",
     "Hook",
+    "LogHook",
+    "LoggerHook",
+    "MemoryHook",
     "MetricHook",
+    "MetricLogger",
     "MultiTimer",
     "NonFiniteLossError",
+    "ProgressHook",
     "RateHook",
     "Registry",
     "Step",
+    "TensorBoardHook",
+    "ThroughputHook",
     "Timer",
+    "TimingHook",
     "Trainer",
     "build_stages",
     "current_config",

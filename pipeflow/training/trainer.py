@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from pipeflow.core.errors import UsageError
@@ -22,6 +22,8 @@ class Trainer:
     Args:
         engine: which takes the steps.
         hooks: what else is done, such as logs, metrics and checkpoints.
+        progress: whether rank 0 shows how training goes on, by a ProgressHook, and what is measured for it: the
+            learning rate, the throughput, memory and the bubble, where `hooks` do not have them already.
 
     Attributes:
         epoch: how many are complete.
@@ -34,7 +36,7 @@ class Trainer:
         should_stop: set it on every rank to end the training after the step.
     """
 
-    def __init__(self, engine: Engine, hooks: Sequence[Hook] = ()) -> None:
+    def __init__(self, engine: Engine, hooks: Sequence[Hook] = (), *, progress: bool = False) -> None:
         if not isinstance(engine, Engine):
             raise UsageError(f"a Trainer needs a pipeflow.training.Engine, got {type(engine).__name__}")
         for hook in hooks:
@@ -42,6 +44,10 @@ class Trainer:
                 made = isinstance(hook, type) and issubclass(hook, Hook)
                 hint = f"make one, as in {hook.__name__}()" if made else "derive its class from pipeflow.training.Hook"
                 raise UsageError(f"a hook is a Hook, got {hook!r}: {hint}")
+        if progress:
+            from pipeflow.training.hooks.progress import with_progress  # hooks know their trainer
+
+            hooks = with_progress(hooks)
         self.engine = engine
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self.epoch = 0
@@ -84,10 +90,8 @@ class Trainer:
         self._require(loader, "loader")
         if test_loader is not None:
             self._require(test_loader, "test_loader")
-        if (count := self._length(loader)) < self.engine.gradient_accumulation:
-            raise UsageError(
-                f"loader has {count} batches, and a step takes gradient_accumulation={self.engine.gradient_accumulation}"
-            )
+        if (count := self._length(loader)) < (accumulated := self.engine.gradient_accumulation):
+            raise UsageError(f"loader has {count} batches, and a step takes gradient_accumulation={accumulated}")
         if test_interval < 1:
             raise UsageError(f"test_interval must be at least 1, got {test_interval}")
         keeps = self._kept_outputs(return_outputs)
@@ -107,8 +111,9 @@ class Trainer:
             for hook in self.hooks:
                 hook.after_fit(self)
         finally:
-            for hook in self.hooks:
-                hook.close(self)
+            with ExitStack() as closing:  # each is closed, whatever closing another one raises
+                for hook in reversed(self.hooks):
+                    closing.callback(hook.close, self)
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Evaluates all batches of `loader`. Returns `metrics["test"]`: the mean "loss", where there is a criterion,

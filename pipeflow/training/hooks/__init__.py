@@ -3,7 +3,28 @@
 from __future__ import annotations
 
 from pipeflow.training.hook import Hook
+from pipeflow.training.hooks.bubble import BubbleHook
+from pipeflow.training.hooks.loggers import LoggerHook, MetricLogger, TensorBoardHook
+from pipeflow.training.hooks.logs import LogHook
+from pipeflow.training.hooks.memory import MemoryHook
 from pipeflow.training.hooks.metrics import AccuracyHook, MetricHook
+from pipeflow.training.hooks.progress import ProgressHook
 from pipeflow.training.hooks.rates import RateHook
+from pipeflow.training.hooks.throughput import ThroughputHook
+from pipeflow.training.hooks.timing import TimingHook
 
-__all__ = ["AccuracyHook", "Hook", "MetricHook", "RateHook"]
+__all__ = [
+    "AccuracyHook",
+    "BubbleHook",
+    "Hook",
+    "LogHook",
+    "LoggerHook",
+    "MemoryHook",
+    "MetricHook",
+    "MetricLogger",
+    "ProgressHook",
+    "RateHook",
+    "TensorBoardHook",
+    "ThroughputHook",
+    "TimingHook",
+]

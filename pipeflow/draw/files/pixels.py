@@ -1,0 +1,68 @@
+"""pixels: timelines as an image without text, for programs that show images. What must not live here: the format of a
+file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeflow.core.dataflow import Stream
+from pipeflow.core.timeline import Timeline
+from pipeflow.draw.colours import LIGHT, shade
+from pipeflow.draw.heights import heights
+from pipeflow.draw.lanes import lanes, num_chunks, several
+from pipeflow.draw.pieces import fit, pieces, round_half_up
+
+GAP = 16  # between two timelines
+
+
+class Pixels(NamedTuple):
+    """An image: `rgb` has three bytes a pixel, row after row from the top."""
+
+    width: int
+    height: int
+    rgb: bytearray
+
+
+def pixels(timelines: Timeline | Sequence[Timeline], width: int = 1000) -> Pixels:
+    """Timelines above each other on one time scale, with a lane a rank, and a lower one for each stream beside its
+    computations; hue for the kind of action, shade for the chunk. Idle time has the colour of an empty lane.
+
+    Raises UsageError where there is no timeline.
+    """
+    drawn = several(timelines)
+    scale = fit(drawn, width)
+    strips: list[bytes] = []
+    for timeline in drawn:
+        strips += [_blank(width)] * (GAP if strips else 0)
+        strips += _strips(timeline, width, scale)
+    return Pixels(width, len(strips), bytearray().join(strips))
+
+
+def _strips(timeline: Timeline, width: int, scale: float) -> list[bytes]:
+    """The rows of pixels of a timeline."""
+    ranks, chunks = lanes(timeline), num_chunks(timeline)
+    size = heights(len(ranks))
+    rows: list[bytes] = []
+    end = round_half_up(timeline.makespan * scale)
+    for rank, painted in zip(ranks, pieces(ranks, scale), strict=True):
+        rows += [_blank(width)] * (size.gap if rows else 0)
+        for lane, line in zip(rank, painted, strict=True):
+            row = bytearray(_bytes(LIGHT.lane) * end + _bytes(LIGHT.background) * (width - end))
+            for piece in line:
+                gap = int(piece.width > 3 and not piece.joined)  # so that two blocks do not look like one
+                row[3 * piece.first : 3 * (piece.end - gap)] = _bytes(shade(piece.kind, piece.chunk, chunks)) * (
+                    piece.width - gap
+                )
+            rows += [bytes(row)] * (size.lane if lane.stream is Stream.COMPUTE else size.beside)
+    return rows
+
+
+def _blank(width: int) -> bytes:
+    return _bytes(LIGHT.background) * width
+
+
+def _bytes(colour: str) -> bytes:
+    """A colour as CSS writes it, in three bytes."""
+    return bytes.fromhex(colour[1:])

@@ -1,0 +1,156 @@
+"""Displays of progress: bars on a terminal, lines elsewhere. What must not live here: what is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from pipeflow.training.shown import items, joined
+
+LEAST, MOST = 1.0, 30.0  # seconds between two lines, at the tenths of an epoch and between them
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How far training is: `epoch` is the one that runs, from 0 on."""
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the epoch and the step, of as many characters at any time."""
+        epoch = f"{min(self.epoch + 1, self.epochs):>{len(str(self.epochs))}}/{self.epochs}"
+        return f"epoch {epoch}", f"step {self.step:>{len(str(self.steps))}}/{self.steps}"
+
+
+class Display(Protocol):
+    """Shows progress."""
+
+    def step(self, state: State, metrics: Mapping[str, float]) -> None:
+        """After a step."""
+
+    def evaluating(self, state: State, batch: int) -> None:
+        """After a batch of an evaluation."""
+
+    def evaluated(self, state: State, metrics: Mapping[str, float]) -> None:
+        """After an evaluation."""
+
+    def close(self) -> None:
+        """At the end, and after an error."""
+
+
+class Lines:
+    """Plain lines: about ten an epoch, where an epoch takes long."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._clock = clock
+        self._last = -math.inf
+
+    def step(self, state: State, metrics: Mapping[str, float]) -> None:
+        passed = self._clock() - self._last
+        is_tenth = state.step * 10 // state.steps > (state.step - 1) * 10 // state.steps
+        is_end = state.step == state.steps and state.epoch + 1 == state.epochs
+        if (is_tenth and passed >= LEAST) or passed >= MOST or is_end:
+            self._last = self._clock()
+            self._print(f"{', '.join(state.names)}: {joined(metrics)}")
+
+    def evaluating(self, state: State, batch: int) -> None:
+        pass
+
+    def evaluated(self, state: State, metrics: Mapping[str, float]) -> None:
+        self._print(f"{state.names[0]}, test: {joined(metrics)}")
+
+    def close(self) -> None:
+        pass
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+class Bars:
+    """A bar of epochs, a bar of the epoch's steps, and the metrics below. No thread draws them: they are drawn after a
+    step, at most once in `interval` seconds.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float], interval: float = 0.25) -> None:
+        self._clock = clock
+        self._interval = interval
+        self._drawn = -math.inf
+        self._train, self._test = Metrics(), Metrics("test")
+        columns = TextColumn("{task.description}"), BarColumn(None), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=console, expand=True, get_time=clock)
+        self._epochs, self._steps = self._progress.add_task(""), self._progress.add_task("")
+        self._epoch = -1
+        self._state: State | None = None  # the last one
+        shown = Group(self._progress, self._train, self._test)
+        self._live = Live(shown, console=console, auto_refresh=False)
+        self._console = console
+
+    def step(self, state: State, metrics: Mapping[str, float]) -> None:
+        if state.epoch != self._epoch:
+            self._epoch = state.epoch
+            self._progress.reset(self._steps, total=state.steps, completed=state.step - 1)
+        self._state, self._train.values = state, metrics
+        if self._is_due() or state.step == state.steps:
+            self._draw()
+
+    def evaluating(self, state: State, batch: int) -> None:
+        if self._is_due():
+            self._state = state
+            self._draw(f"test batch {batch}")
+
+    def evaluated(self, state: State, metrics: Mapping[str, float]) -> None:
+        self._state, self._test.values = state, dict(metrics)
+        self._draw()
+
+    def close(self) -> None:
+        if self._state is not None:
+            self._draw()
+            self._live.stop()
+
+    def _is_due(self) -> bool:
+        return self._clock() - self._drawn >= self._interval
+
+    def _draw(self, doing: str = "") -> None:
+        assert self._state is not None  # it is drawn after a step or an evaluation
+        if not self._live.is_started:
+            self._live.start()
+            self._console.show_cursor()  # which would stay hidden where the process is ended
+        state, self._drawn = self._state, self._clock()
+        epoch, step = state.names
+        done = state.epoch + state.step / state.steps
+        self._progress.update(self._epochs, description=epoch, completed=done, total=state.epochs)
+        self._progress.update(self._steps, description=doing or step, completed=state.step)
+        self._live.refresh()
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Metrics side by side, in as many lines as it takes; none of them is cut in two."""
+
+    title: str = ""
+    values: Mapping[str, float] | None = None
+    gap: int = 3
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.values:
+            return
+        line = Text(self.title, "bold")
+        for name, value in items(self.values):
+            item = Text.assemble((name, "bright_black"), " ", value)
+            if line and len(line) + self.gap + len(item) > options.max_width:
+                yield line
+                line = Text()
+            line = Text.assemble(line, " " * self.gap * bool(line), item)
+        yield line

@@ -1,0 +1,47 @@
+"""The bubble of a step, measured and planned."""
+
+from __future__ import annotations
+
+from pipeflow.analysis.executed import executed_schedule
+from pipeflow.analysis.measured import measured_costs
+from pipeflow.analysis.simulate import simulate
+from pipeflow.core.errors import UsageError
+from pipeflow.core.timeline import Timeline
+from pipeflow.training.engine import Step
+from pipeflow.training.hook import Hook
+from pipeflow.training.trainer import Trainer
+
+
+class BubbleHook(Hook):
+    """Shows "bubble", the part of a step in which the busiest rank is idle, and beside it "planned bubble", what it
+    would be if every action took the mean time of its kind. The second step is measured, and then one of `every` so
+    many; any other step that is measured counts, too.
+
+    Raises UsageError where `every` is less than 1.
+    """
+
+    priority = 15
+
+    def __init__(self, every: int = 100) -> None:
+        if every < 1:
+            raise UsageError(f"every must be at least 1, got {every}")
+        self.every = every
+        self._steps = 0
+
+    def before_fit(self, trainer: Trainer) -> None:
+        self._steps = 0
+
+    def before_step(self, trainer: Trainer) -> None:
+        if (self._steps - 1) % self.every == 0:  # the first step compiles
+            trainer.trace_next_step()
+        self._steps += 1
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if step.timeline is not None:
+            trainer.step_metrics["bubble"] = step.timeline.bubble_ratio
+            trainer.step_metrics["planned bubble"] = planned(step.timeline).bubble_ratio
+
+
+def planned(timeline: Timeline) -> Timeline:
+    """What ran in a measured timeline, under the mean costs that it shows."""
+    return simulate(executed_schedule(timeline), measured_costs(timeline))

@@ -1,0 +1,197 @@
+"""Metrics for other programs: TensorBoard, Weights & Biases, MLflow, or a logger of your own. What must not live here:
+what these programs do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import UsageError, unknown
+from pipeflow.draw.files.pixels import pixels
+from pipeflow.training.engine import Step
+from pipeflow.training.hook import Hook
+from pipeflow.training.hooks.bubble import planned
+from pipeflow.training.trainer import Trainer
+
+
+class MetricLogger(Protocol):
+    """Takes metrics. One that can show pictures also has `picture(name, image, step)`, where `image` is a uint8 tensor
+    [height, width, 3].
+    """
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Metrics by name, after so many steps of training."""
+
+    def close(self) -> None:
+        """After training, and after an error."""
+
+
+class LoggerHook(Hook):
+    """Gives metrics to a logger, on rank 0: those of steps as "step/loss", those of epochs as "train/loss", those of
+    evaluations as "test/accuracy". All are logged by the number of steps that were taken.
+
+    Args:
+        logger: "tensorboard", "wandb", "mlflow", or an object with `log(values, step)` and `close()`.
+        every: so many steps are between two of which the metrics are logged.
+        picture_every: so many steps are between two of which the timeline is drawn, where the logger can show it: what
+            was planned above, what was measured below; 0 for none.
+        options: of torch.utils.tensorboard.SummaryWriter, wandb.init or mlflow.start_run.
+
+    Raises UsageError for an unknown logger, for one that is not installed, and for numbers that cannot work.
+    """
+
+    priority = 85
+
+    def __init__(
+        self, logger: str | MetricLogger, *, every: int = 1, picture_every: int = 0, **options: object
+    ) -> None:
+        if every < 1 or picture_every < 0:
+            raise UsageError(f"every must be at least 1 and picture_every at least 0, got {every} and {picture_every}")
+        self._make: Callable[[], Any]
+        if isinstance(logger, str):
+            self._make = _maker(logger, options)
+        elif missing := [method for method in ("log", "close") if not hasattr(logger, method)]:
+            raise UsageError(
+                f"a logger has log(values, step) and close(), and {type(logger).__name__} has no {missing[0]}(): "
+                f"give such an object, or one of {', '.join(map(repr, LOGGERS))}"
+            )
+        elif options:
+            raise UsageError(f"{', '.join(options)}: options are for loggers by name; yours is made already")
+        else:
+            self._make = lambda: logger
+        self.every = every
+        self.picture_every = picture_every
+        self._logger: Any = None  # on rank 0, while training runs
+
+    def before_fit(self, trainer: Trainer) -> None:
+        if trainer.engine.model.context.rank == 0:
+            self._logger = self._make()
+
+    def before_step(self, trainer: Trainer) -> None:
+        if self.picture_every and (trainer.engine.steps - 1) % self.picture_every == 0:  # the first step compiles
+            trainer.trace_next_step()
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if self._logger is None:
+            return
+        if trainer.engine.steps % self.every == 0:
+            self._log(trainer, "step", trainer.step_metrics)
+        if self.picture_every and step.timeline is not None and hasattr(self._logger, "picture"):
+            width, height, rgb = pixels([planned(step.timeline), step.timeline])
+            image = torch.frombuffer(rgb, dtype=torch.uint8).view(height, width, 3)
+            self._logger.picture("timeline, planned and measured", image, trainer.engine.steps)
+
+    def after_training(self, trainer: Trainer) -> None:
+        self._log(trainer, "train", trainer.metrics["train"])
+
+    def after_evaluation(self, trainer: Trainer) -> None:
+        self._log(trainer, "test", trainer.metrics["test"])
+
+    def close(self, trainer: Trainer) -> None:
+        logger, self._logger = self._logger, None
+        if logger is not None:
+            logger.close()
+
+    def _log(self, trainer: Trainer, where: str, metrics: Mapping[str, float]) -> None:
+        if self._logger is not None:
+            values = {f"{where}/{name}": value for name, value in metrics.items()}
+            self._logger.log(values, trainer.engine.steps)
+
+
+class TensorBoardHook(LoggerHook):
+    """Writes metrics, and every so often the timeline of a step as a picture, for TensorBoard: `tensorboard --logdir
+    FOLDER` shows them.
+
+    Args:
+        folder: where rank 0 writes; it is made where it is missing.
+        every, picture_every: as LoggerHook takes them.
+
+    Raises UsageError where tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | PathLike[str], *, every: int = 10, picture_every: int = 500) -> None:
+        super().__init__("tensorboard", every=every, picture_every=picture_every, log_dir=str(folder))
+
+
+class _TensorBoard:
+    def __init__(self, make_writer: Any, options: dict[str, Any]) -> None:
+        self._writer = make_writer(**options)
+
+    @staticmethod
+    def load() -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def picture(self, name: str, image: Tensor, step: int) -> None:
+        self._writer.add_image(name, image, step, dataformats="HWC")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, library: Any, options: dict[str, Any]) -> None:
+        self._library = library
+        self._run = library.init(**options)
+
+    @staticmethod
+    def load() -> Any:
+        import wandb
+
+        return wandb
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def picture(self, name: str, image: Tensor, step: int) -> None:
+        self._run.log({name: self._library.Image(image.numpy())}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, library: Any, options: dict[str, Any]) -> None:
+        self._library = library
+        library.start_run(**options)
+
+    @staticmethod
+    def load() -> Any:
+        import mlflow
+
+        return mlflow
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._library.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._library.end_run()
+
+
+LOGGERS: dict[str, tuple[type[_TensorBoard | _Wandb | _MLflow], str]] = {  # and what installs what they need
+    "tensorboard": (_TensorBoard, "pip install 'pipeflow[tensorboard]'"),
+    "wandb": (_Wandb, "pip install wandb"),
+    "mlflow": (_MLflow, "pip install mlflow"),
+}
+
+
+def _maker(name: str, options: dict[str, Any]) -> Callable[[], Any]:
+    """Makes the logger of that name. Raises UsageError for an unknown name, and for a package that is missing."""
+    if name not in LOGGERS:
+        raise unknown("logger", name, LOGGERS)
+    make, install = LOGGERS[name]
+    try:
+        library = make.load()
+    except ImportError as error:
+        raise UsageError(f"{name} is not installed ({error}): {install}") from None
+    return lambda: make(library, options)

@@ -1,0 +1,81 @@
+"""Progress, shown on rank 0. What must not live here: what it looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from pipeflow.training.engine import Step
+from pipeflow.training.hook import Hook
+from pipeflow.training.hooks.bubble import BubbleHook
+from pipeflow.training.hooks.memory import MemoryHook
+from pipeflow.training.hooks.rates import RateHook
+from pipeflow.training.hooks.throughput import ThroughputHook
+from pipeflow.training.trainer import Trainer
+
+if TYPE_CHECKING:  # rich is loaded when something is shown
+    from rich.console import Console
+
+    from pipeflow.runtime.step import Output
+    from pipeflow.training.display import Display, State
+
+
+class ProgressHook(Hook):
+    """Shows how far training is, and the metrics of steps and evaluations, on rank 0: as bars on a terminal, elsewhere
+    in lines, about ten an epoch. `Trainer(progress=True)` adds it, and hooks for the metrics that people want to see.
+
+    Args:
+        console: by default rich's own, on which `get_dist_logger` logs, so that logs appear above the bars.
+        clock: gives the time in seconds.
+    """
+
+    priority = 90
+
+    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = perf_counter) -> None:
+        self.console = console
+        self.clock = clock
+        self._display: Display | None = None
+        self._batch = 0
+
+    def before_fit(self, trainer: Trainer) -> None:
+        if trainer.engine.model.context.rank == 0:
+            import rich
+
+            from pipeflow.training.display import Bars, Lines
+
+            console = self.console or rich.get_console()
+            self._display = (Bars if console.is_interactive else Lines)(console, self.clock)
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if self._display is not None:
+            self._display.step(_state(trainer), trainer.step_metrics)
+
+    def before_evaluation(self, trainer: Trainer) -> None:
+        self._batch = 0
+
+    def after_batch(self, trainer: Trainer, output: Output, labels: object) -> None:
+        self._batch += 1
+        if self._display is not None:
+            self._display.evaluating(_state(trainer), self._batch)
+
+    def after_evaluation(self, trainer: Trainer) -> None:
+        if self._display is not None:
+            self._display.evaluated(_state(trainer), trainer.metrics["test"])
+
+    def close(self, trainer: Trainer) -> None:
+        display, self._display = self._display, None
+        if display is not None:
+            display.close()
+
+
+def with_progress(hooks: Sequence[Hook]) -> list[Hook]:
+    """The hooks, and those of the usual ones for a display of progress that are not among them."""
+    usual = (RateHook, ThroughputHook, MemoryHook, BubbleHook, ProgressHook)
+    return [*hooks, *(make() for make in usual if not any(isinstance(hook, make) for hook in hooks))]
+
+
+def _state(trainer: Trainer) -> State:
+    from pipeflow.training.display import State
+
+    return State(trainer.epoch, trainer.epochs, trainer.step_in_epoch, trainer.steps_in_epoch)
