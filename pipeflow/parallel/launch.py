@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from pipeflow.core.errors import PipelineError
+from pipeflow.core.errors import Failure, PipelineError
+from pipeflow.parallel.aside import aside
 from pipeflow.parallel.context import Context, set_process_context
 from pipeflow.parallel.control.coordinator import Coordinator
 from pipeflow.parallel.control.diagnosis import gone
@@ -113,13 +114,17 @@ def _initialize(rank: int, world_size: int, device: torch.device, timeout: float
     use_interface_of(address_towards(found.address))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience, until = timedelta(seconds=timeout), time.monotonic() + timeout + grace_of(timeout)
-    try:
+
+    def meet() -> None:
         dist.init_process_group(backend, store=found.store, rank=rank, world_size=world_size, timeout=patience)
         dist.all_reduce(torch.zeros(1, device="cpu"))  # with all of them
-    except RuntimeError:
+
+    try:
+        aside(meet, "pipeflow launch").result(timeout)
+    except (RuntimeError, TimeoutError) as error:
         if absent := missing(found.store, rank, world_size, until):
             raise did_not_come(absent, timeout) from None
-        raise
+        raise PipelineError(Failure(rank, f"it found all ranks, but could not connect to them: {error!r}")) from None
     _set_pg_timeout(_OF_TORCH)
     atexit.register(_leave)
     return found.address

@@ -8,21 +8,21 @@ import json
 import os
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from pipeflow.core.errors import Failure, PipelineError, UsageError
+from pipeflow.parallel.aside import aside
 from pipeflow.parallel.network import is_loopback, reachable, resolve
 
 _PAUSE = 0.01  # seconds between two looks
 _MARGIN = 1.0  # seconds by which rank 0 decides earlier than the others
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ def find_each_other(rank: int, size: int, timeout: float) -> Found:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
         raise UsageError("a world of several processes needs MASTER_ADDR and MASTER_PORT, as torchrun sets") from None
-    return _abandonable(lambda: _Meeting(host, port, rank, size, timeout).hold(), timeout + 2 * _MARGIN)
+    meeting = aside(lambda: _Meeting(host, port, rank, size, timeout).hold(), "pipeflow rendezvous")
+    if not wait([meeting], timeout + 2 * _MARGIN).done:  # torch's stores may wait forever for one that hangs
+        raise did_not_come([0], timeout)
+    return meeting.result()
 
 
 def missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
@@ -65,27 +68,6 @@ def did_not_come(ranks: Sequence[int], seconds: float) -> PipelineError:
         "reaches MASTER_ADDR; launch(timeout=) says how long to wait"
     )
     return PipelineError(Failure(ranks[0], reason))
-
-
-def _abandonable(function: Callable[[], T], seconds: float) -> T:
-    """What it returns or raises; torch's stores may wait forever for one that hangs."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="pipeflow rendezvous", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise did_not_come([0], seconds)
-    return results[0]
 
 
 class _Meeting:

@@ -10,9 +10,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.control import wire
@@ -20,6 +21,7 @@ from pipeflow.parallel.control.diagnosis import Blame, gone, left, silent
 from pipeflow.parallel.control.wire import Message, forget_in_children
 from pipeflow.parallel.transport.work import LinkError
 
+T = TypeVar("T")
 HOST = 0  # the rank whose process has the coordinator
 
 
@@ -109,12 +111,25 @@ class Monitor:
         self._send({"op": "set", "key": f"{self._generation}/{key}", "value": value.decode("latin-1")})
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once some rank has set it. Raises LinkError."""
+        """The value of a key, once some rank has set it, on whichever thread. Raises LinkError."""
         full = f"{self._generation}/{key}"
         if full not in self._values:
             self._send({"op": "get", "key": full})
-            self._wait_until(lambda: full in self._values)
+            self.waits += 1  # so whoever waits for what is made of the values has come a step further
+            self._sleep_until(lambda: full in self._values)
         return self._values[full].encode("latin-1")
+
+    def result(self, future: Future[T]) -> T:
+        """What comes of something that all ranks do together, and that this rank has begun on another thread. Raises
+        LinkError where a failure is told or time is up before.
+        """
+        future.add_done_callback(self._wake)
+        self._wait_until(future.done)
+        return future.result()
+
+    def _wake(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def enter(self, number: int) -> None:
         """This rank begins so many-th call that all ranks make together."""
@@ -157,14 +172,17 @@ class Monitor:
             self._socket.close()
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
-        generation = self._generation
         self.waits += 1
         self.waiting = self._others
         try:
-            with self._changed:
-                self._changed.wait_for(lambda: ready() or self.expired or generation in self._verdicts)
+            self._sleep_until(ready)
         finally:
             self.waiting = None
+
+    def _sleep_until(self, ready: Callable[[], bool]) -> None:
+        generation = self._generation
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or self.expired or generation in self._verdicts)
         if not ready():
             raise LinkError(self._others.ranks[0], "opening channels", expired=self.expired)
 

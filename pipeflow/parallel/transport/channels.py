@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -15,13 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeflow.parallel.aside import aside
 from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.control.store import MonitorStore
+from pipeflow.parallel.transport.abort import abort
 from pipeflow.parallel.transport.protocol import Start, Tag
 from pipeflow.parallel.transport.work import LinkError
 
 _FOREVER = timedelta(days=7)  # the monitor says when time is up; a gloo wait that ends by itself breaks its channels
+_LOOK = timedelta(seconds=0.5)  # how often a wait for a collective over gloo looks whether channels are broken
 _UNUSED_TAG = len(Tag)
+_CLOSED = "the channels were closed"
 
 
 class Channels:
@@ -30,6 +35,12 @@ class Channels:
     Args:
         monitor: by which the ranks find each other.
         address: of this machine, on which it listens for the others, unless GLOO_SOCKET_IFNAME names an interface.
+
+    Attributes:
+        is_broken: whether they were closed, or are being closed now.
+        awaited: the transfer that this rank waits for now; set by whoever waits, who then looks whether `is_broken`.
+
+    Making them raises LinkError where a failure is told or time is up before all ranks have come.
     """
 
     def __init__(
@@ -39,6 +50,7 @@ class Channels:
         self.rank = rank
         self.device = device
         self.is_broken = False
+        self.awaited: Any = None
         self._address = address
         self._timeout = timedelta(seconds=timeout)
         self._nccl: dict[tuple[int, int, Tag], Any] = {}
@@ -55,14 +67,25 @@ class Channels:
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         where = {"interface": interfaces[0]} if interfaces[0] else {"hostname": self._address}
         options._devices = [gloo.create_device(**where)]
-        group = gloo(MonitorStore(self.monitor, name), rank, size, options)
+        store = MonitorStore(self.monitor, name)
+        group = self._made(lambda: gloo(store, rank, size, options), _expire_each)
         group.set_timeout(_FOREVER)
         return group
 
     def _nccl_group(self, name: str, rank: int, size: int) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(MonitorStore(self.monitor, name), rank, size, options)
+        store = MonitorStore(self.monitor, name)
+        return self._made(lambda: dist.ProcessGroupNCCL(store, rank, size, options), _abort_each)
+
+    def _made(self, make: Callable[[], Any], close: Callable[[list[Any]], None]) -> Any:
+        """A group, which no call can make alone. What is made after this rank has given up is closed."""
+        making = aside(make, "pipeflow making a group")
+        try:
+            return self.monitor.result(making)
+        except LinkError:
+            making.add_done_callback(lambda made: _close_late(made, close))
+            raise
 
     def start(self, source: int, destination: int, tag: Tag) -> Start:
         """What starts to send with a tag where this rank is the source, else what starts to receive."""
@@ -79,7 +102,7 @@ class Channels:
 
     def link(self, peer: int) -> End:
         """What waits for the transfers with a peer."""
-        return End(self, self._gloo, {peer: peer}, "exchanging tensors")
+        return End(self, {peer: peer}, "exchanging tensors")
 
     def collective_link(self, ranks: tuple[int, ...]) -> End:
         """What waits for the collectives of `ranks`. Whether a peer's end is closed is asked over gloo: NCCL moves
@@ -87,15 +110,20 @@ class Channels:
         """
         others = [rank for rank in ranks if rank != self.rank]
         if self.device.type == "cuda":
-            return End(self, self._gloo, {rank: rank for rank in others}, in_collective(ranks))
-        return End(self, [self.collective(ranks)], {rank: ranks.index(rank) for rank in others}, in_collective(ranks))
+            return End(self, {rank: rank for rank in others}, in_collective(ranks))
+        return EndOfGroup(self, {rank: ranks.index(rank) for rank in others}, in_collective(ranks), ranks)
+
+    def over_gloo(self, ranks: tuple[int, ...]) -> list[Any]:
+        """What connects them over gloo: the group of a collective, or where there is none the groups of all ranks."""
+        group = self._collective.get(ranks)
+        return self._gloo if group is None or self.device.type == "cuda" else [group]
 
     def _communicator(self, source: int, destination: int, tag: Tag) -> Any:
         """The NCCL communicator of an ordered pair, in which the source is rank 0 and the destination rank 1."""
         key = (source, destination, tag)
         if key not in self._nccl:
             name = f"nccl-{source}-{destination}-{tag.name}"
-            self._nccl[key] = self._nccl_group(name, int(self.rank == destination), 2)
+            self._keep(self._nccl, key, self._nccl_group(name, int(self.rank == destination), 2))
         return self._nccl[key]
 
     def collective(self, ranks: tuple[int, ...]) -> Any:
@@ -104,63 +132,92 @@ class Channels:
             name, rank = f"group-{'-'.join(map(str, ranks))}", ranks.index(self.rank)
             make = self._nccl_group if self.device.type == "cuda" else self._gloo_group
             try:
-                self._collective[ranks] = make(name, rank, len(ranks))
-            except RuntimeError as error:
+                self._keep(self._collective, ranks, make(name, rank, len(ranks)))
+            except (RuntimeError, LinkError) as error:
                 expired = self.monitor.expired
                 raise LinkError(ranks[rank - 1], in_collective(ranks), expired=expired, why=str(error)) from None
         return self._collective[ranks]
+
+    def _keep(self, groups: dict[Any, Any], key: object, group: Any) -> None:
+        """Has `break_all` close it, too. Raises RuntimeError where all are closed already."""
+        with self._breaking:
+            groups[key] = group
+            if self.is_broken:
+                self._close()
+                raise RuntimeError(_CLOSED)
 
     def break_all(self) -> None:
         """Closes every connection, so that whoever waits, here or at the other end, wakes up."""
         with self._breaking:
             if not self.is_broken:
                 self.is_broken = True
-                on_gpu = self.device.type == "cuda"
-                for group in (*self._nccl.values(), *(self._collective.values() if on_gpu else ())):
-                    group.abort()
-                for group in (*self._gloo, *(() if on_gpu else self._collective.values())):
-                    _expire(group)
+                self._close()
+                if (awaited := self.awaited) is not None:
+                    abort(getattr(awaited, "work", awaited))
+
+    def _close(self) -> None:
+        together = [*self._collective.values()]
+        self._collective.clear()
+        on_gpu = self.device.type == "cuda"
+        _abort_each([*self._nccl.values(), *(together if on_gpu else ())])
+        _expire_each([*self._gloo, *(() if on_gpu else together)])
+        if together:  # a thread of gloo's may wait for ever for the rest of a message, and so would who drops the group
+            aside(together.clear, "pipeflow closing")
 
 
-def _expire(group: Any) -> None:
-    """Closes a group: gloo closes all of its connections when a wait expires, so one is made to. Those that are closed
+def _abort_each(groups: list[Any]) -> None:
+    for group in groups:
+        with suppress(RuntimeError):
+            group.abort()
+
+
+def _expire_each(groups: list[Any]) -> None:
+    """Closes groups: gloo closes all connections of one when a wait expires, so one is made to. Those that are closed
     already do not wait.
     """
-    for peer in range(group.size()):
-        with suppress(RuntimeError):
-            if peer != group.rank():
-                group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+    for group in groups:
+        for peer in range(group.size()):
+            with suppress(RuntimeError):
+                if peer != group.rank():
+                    group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def _close_late(made: Future[Any], close: Callable[[list[Any]], None]) -> None:
+    with suppress(RuntimeError):  # of what was not made
+        close([made.result()])
 
 
 class End:
     """This rank's end of what connects it to a peer, or to a group.
 
     Args:
-        groups: that connect them.
-        peers: who is at the other ends, with what `groups` call them.
+        peers: who is at the other ends, with what the groups that connect them call them.
         doing: what is done here, for people.
+        group: the ranks that compute a collective.
     """
 
-    __slots__ = ("_channels", "_deadline", "_doing", "_groups", "_monitor", "_peers", "ranks")
+    __slots__ = ("_channels", "_deadline", "_doing", "_group", "_monitor", "_peers", "ranks")
 
-    def __init__(self, channels: Channels, groups: list[Any], peers: dict[int, int], doing: str) -> None:
+    def __init__(self, channels: Channels, peers: dict[int, int], doing: str, group: tuple[int, ...] = ()) -> None:
         self.ranks = tuple(peers)
         self._monitor = channels.monitor
         self._deadline = () if channels.device.type == "cuda" else (_FOREVER,)  # with one, NCCL would hold up the host
         self._channels = channels
-        self._groups = groups
         self._peers = peers
         self._doing = doing
+        self._group = group
 
     def wait(self, works: Iterable[Any]) -> None:
-        monitor, deadline = self._monitor, self._deadline
+        channels, monitor, deadline = self._channels, self._monitor, self._deadline
         try:
             for work in works:
                 monitor.waits += 1
                 monitor.waiting = self
-                work.wait(*deadline)
+                channels.awaited = work
+                if channels.is_broken or not work.wait(*deadline):
+                    raise RuntimeError(_CLOSED)
         finally:
-            monitor.waiting = None
+            monitor.waiting = channels.awaited = None
 
     def lost(self, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError):
@@ -169,9 +226,37 @@ class End:
             return LinkError(self.ranks[0], self._doing, expired=self._monitor.expired)
         if isinstance(error, dist.DistError):
             return LinkError(self.ranks[0], self._doing, why=str(error))
-        ends = product(self._groups, self._peers.items())
+        ends = product(self._channels.over_gloo(self._group), self._peers.items())
         closed = (rank for group, (rank, index) in ends if _is_closed(group, index))
         return next((LinkError(rank, self._doing, why=str(error)) for rank in closed), error)
+
+
+class EndOfGroup(End):
+    """This rank's end of collectives over gloo. A wait for one may time out without harm, unlike one for a transfer;
+    so it looks now and then whether there is anything to wait for.
+    """
+
+    __slots__ = ()
+
+    def wait(self, works: Iterable[Any]) -> None:
+        monitor = self._monitor
+        try:
+            for work in works:
+                monitor.waits += 1
+                monitor.waiting = self
+                while not self._is_done(work):
+                    pass
+        finally:
+            monitor.waiting = None
+
+    def _is_done(self, work: Any) -> bool:
+        try:
+            work.wait(_LOOK)
+        except RuntimeError:
+            if self._channels.is_broken:
+                raise
+            return work.is_completed() and work.wait() is not None  # or raises what went wrong
+        return True
 
 
 def in_collective(ranks: tuple[int, ...]) -> str:
@@ -191,10 +276,11 @@ def _is_closed(group: Any, index: int) -> bool:
 class _OnHost:
     """A transfer over gloo of ranks that compute on GPUs, where waits have no deadline."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("work",)
 
     def __init__(self, start: Callable[[list[Tensor]], Any], tensors: list[Tensor]) -> None:
-        self._work = start(tensors)
+        self.work = start(tensors)
 
-    def wait(self) -> None:
-        self._work.wait(_FOREVER)
+    def wait(self) -> bool:
+        done: bool = self.work.wait(_FOREVER)
+        return done
