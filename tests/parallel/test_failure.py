@@ -164,6 +164,21 @@ def test_who_dies_while_channels_open_is_named(victim: int) -> None:
         assert took < SOON
 
 
+def step_after_close() -> bool:
+    model = build()
+    execute_pipeline(iter([BATCH]), model)
+    current_context().close()
+    for _ in range(2):
+        with pytest.raises(UsageError, match="this rank has closed its context: call pipeflow.launch"):
+            execute_pipeline(iter([BATCH]), model)
+    model.context.close()
+    return True
+
+
+def test_a_step_after_the_context_was_closed_is_an_error() -> None:
+    assert run_processes(step_after_close, 2) == [True] * 2
+
+
 MISTAKES: dict[str, Callable[[], Tensor]] = {
     "a tensor without memory": lambda: torch.ones(2, 2, device="meta"),
     "a jagged tensor": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),

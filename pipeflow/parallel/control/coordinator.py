@@ -65,8 +65,9 @@ class Coordinator:
         self._thread.start()
 
     def close(self) -> None:
-        """Tells the ranks that still are there that it goes, and ends the thread."""
-        self._loop.call_soon_threadsafe(self._closing.set)
+        """Tells the ranks that still are there that it goes, and ends the thread. May be called again."""
+        with suppress(RuntimeError):  # of a loop that has ended
+            self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
     def sockets(self) -> list[int]:

@@ -74,6 +74,8 @@ class Monitor:
         self._sending = threading.Lock()
         self._unpacker = wire.Unpacker()
         self._socket = self._join(address, port, secret)
+        self._readable = select.poll()  # unlike select, also where a process has a thousand files open
+        self._readable.register(self._socket, select.POLLIN)
         forget_in_children(self)
         self._thread = threading.Thread(target=self._watch, name=f"pipeflow monitor of rank {rank}", daemon=True)
         self._thread.start()
@@ -161,7 +163,7 @@ class Monitor:
         return generation in self._verdicts
 
     def close(self) -> None:
-        """Says that this rank leaves, and ends the thread."""
+        """Says that this rank leaves, and ends the thread. Nobody answers any more: a later report comes back itself."""
         if not self._leaving:
             self._leaving = True
             self._ended.set()
@@ -170,6 +172,7 @@ class Monitor:
                 self._socket.shutdown(socket.SHUT_WR)
             self._thread.join(2 * grace_of(self._timeout))
             self._socket.close()
+            self._host = self._host or left(self._rank)
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
         self.waits += 1
@@ -211,8 +214,7 @@ class Monitor:
         if self._host is not None:
             return not self._ended.wait(seconds)
         try:
-            readable, _, _ = select.select([self._socket], [], [], seconds)
-            if not readable:
+            if not self._readable.poll(1000 * seconds):
                 return True
             data = self._socket.recv(1 << 16)
             self._owed_since = None

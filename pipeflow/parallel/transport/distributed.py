@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pipeflow.core.errors import Failure
+from pipeflow.core.errors import Failure, UsageError
 from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.transport.channels import Channels
 from pipeflow.parallel.transport.distributed_group import DistributedGroup
@@ -49,6 +49,7 @@ class DistributedTransport:
         self._leave = leave
         self._generation = -1  # of the channels, the last that were opened
         self._channels: Channels | None = None
+        self._is_closed = False
         monitor.breaks(self._break)
 
     @property
@@ -115,11 +116,14 @@ class DistributedTransport:
         self.monitor.enter(number)
 
     def reopen(self) -> None:
+        if self._is_closed:
+            raise UsageError("this rank has closed its context: call pipeflow.launch and make the Pipeline anew")
         if self._channels is None:
             self._generation += 1
             self._open()
 
     def close(self) -> None:
+        self._is_closed = True
         self.monitor.close()
         self._close_channels()
         self._leave()
