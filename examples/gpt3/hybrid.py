@@ -13,21 +13,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import pipeflow
 from pipeflow.training import (
     Config,
-    DataParallelLoader,
+    Engine,
+    LogHook,
+    ThroughputHook,
+    Trainer,
     get_dataloader,
     get_dist_logger,
     launch_from_config,
+    make_engine,
     read_config,
 )
 
@@ -96,37 +96,27 @@ def run(config: Config, preset: Preset, arguments: argparse.Namespace) -> None:
     context = launch_from_config(config, device=arguments.device)
     logger = get_dist_logger()
     dataset = WebtextDataset(text(), config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
-    pin = context.device.type == "cuda"
-    loader = get_dataloader(dataset, config.BATCH_SIZE, seed=42, shuffle=True, drop_last=True, pin_memory=pin)
-    accumulated = config.gradient_accumulation
-    if len(loader) < accumulated:
-        raise pipeflow.UsageError(f"{len(dataset)} documents do not fill a step of {accumulated} batches on every rank")
-    pipeline, optimizer = make_pipeline(config, preset)
+    loader = get_dataloader(dataset, config.BATCH_SIZE, seed=42, shuffle=True, drop_last=True, pin_memory=True)
+    engine = build(config, preset)
+    parameters = sum(parameter.numel() for parameter in engine.model.parameters())
     first_replica = context.layout.pipeline_ranks(0)
-    parameters = sum(parameter.numel() for parameter in pipeline.parameters())
     logger.info(f"{parameters:,} weights on each rank of stage {context.pipeline_rank}", ranks=first_replica)
-    samples = config.BATCH_SIZE * context.data_size * accumulated
-    logger.info(f"global batch size = {samples}", ranks=[0])
-    steps = 0
-    for epoch in range(config.NUM_EPOCHS):
-        for loss, seconds in train_epoch(pipeline, optimizer, loader, config):
-            steps += 1
-            speed = f"{samples * config.SEQ_LEN / seconds:,.0f} tokens/s"
-            logger.info(f"epoch {epoch}, step {steps}: loss {loss:.4f}, {speed}", ranks=[0])
-            if steps == arguments.steps:
-                return
+    logger.info(
+        f"global batch size = {config.BATCH_SIZE * context.data_size * config.gradient_accumulation}", ranks=[0]
+    )
+    hooks = [ThroughputHook(tokens_per_sample=config.SEQ_LEN), LogHook(every=1)]
+    Trainer(engine, hooks).fit(loader, config.NUM_EPOCHS, max_steps=arguments.steps)
 
 
-def make_pipeline(config: Config, preset: Preset) -> tuple[pipeflow.Pipeline, torch.optim.Optimizer]:
-    """The model under its schedule, and what steps it."""
-    chunks, precision = config.num_chunks or 1, config.precision
+def build(config: Config, preset: Preset) -> Engine:
+    """This rank's part of the model, and what trains it."""
     name = config.given.get("SCHEDULE") or ("1f1b" if config.num_chunks is None else "interleaved-1f1b")
-    options = {} if config.num_chunks is None else {"chunks": chunks}
+    options = {} if config.num_chunks is None else {"chunks": config.num_chunks}
     schedule = pipeflow.make_schedule(name, ranks=config.pipeline, microbatches=config.num_microbatches or 1, **options)
-    dtype = torch.float if precision is None else precision.parameters
+    dtype = torch.float if config.precision is None else config.precision.parameters
     rate = config.given.get("DROP_RATE", 0.0)
     model = preset(
-        chunks,
+        config.num_chunks or 1,
         config.model.get("checkpoint", False),
         dtype,
         placement=schedule.placement,
@@ -134,53 +124,12 @@ def make_pipeline(config: Config, preset: Preset) -> tuple[pipeflow.Pipeline, to
         attn_drop_rate=rate,
         drop_rate=rate,
     )
-    autocast = None if precision is None else precision.autocast
-    pipeline = pipeflow.Pipeline(
-        model,
-        schedule,
-        criterion=Share(GPTLMLoss(), config.gradient_accumulation),
-        tensor_shape=config.tensor_shape,
-        tensor_dtype=autocast or dtype,
-        autocast=autocast,
-    )
-    optimizer: torch.optim.Optimizer = torch.optim.Adam(
-        pipeline.parameters(),
+    optimizer = torch.optim.Adam(
+        model.parameters(),
         lr=config.given.get("LEARNING_RATE", 0.00015),
         weight_decay=config.given.get("WEIGHT_DECAY", 1e-2),
     )
-    return pipeline, optimizer if precision is None else precision.optimizer(pipeline, optimizer)
-
-
-class Share(nn.Module):
-    """A loss, as one of the batches that a step of the optimizer takes: their sum is the mean over all of them."""
-
-    def __init__(self, criterion: nn.Module, batches: int) -> None:
-        super().__init__()
-        self.criterion = criterion
-        self.batches = batches
-
-    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
-        loss: Tensor = self.criterion(output, labels)
-        return loss / self.batches
-
-
-def train_epoch(
-    pipeline: pipeflow.Pipeline, optimizer: torch.optim.Optimizer, loader: DataParallelLoader, config: Config
-) -> Iterator[tuple[float, float]]:
-    """The loss of every step of the optimizer, and how many seconds it took. Batches that fill no step are left out."""
-    batches: Iterator[Any] = iter(loader)
-    accumulated = config.gradient_accumulation
-    for _ in range(len(loader) // accumulated):
-        start, loss = perf_counter(), 0.0
-        optimizer.zero_grad()
-        for left in reversed(range(accumulated)):
-            output = pipeflow.execute_pipeline(batches, pipeline, broadcast_loss=True, reduce=left == 0)
-            assert output.loss is not None  # it is broadcast
-            loss += float(output.loss)
-        if config.clip_grad_norm:
-            pipeflow.clip_grad_norm_(pipeline, config.clip_grad_norm)
-        optimizer.step()
-        yield loss, perf_counter() - start
+    return make_engine(model, optimizer, GPTLMLoss(), schedule=schedule)
 
 
 if __name__ == "__main__":

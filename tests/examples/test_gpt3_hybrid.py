@@ -65,7 +65,7 @@ def losses_of(path: Path, text: Path, ranks: int) -> list[float]:
     options, variables = ("--config", str(path), "--steps", "4"), {"DATA": str(text), "COLUMNS": "200"}
     printed = run_ranks(GPT3 / "hybrid.py", *options, ranks=ranks, folder=None, **variables)
     assert "global batch size = 8" in printed
-    return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+    return [float(loss) for loss in re.findall(r"step \d+ / \d+\]: loss = ([\d.]+)", printed)]
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def step_after_close() -> bool:
     execute_pipeline(iter([BATCH]), model)
     current_context().close()
     for _ in range(2):
-        with pytest.raises(UsageError, match="this rank has closed its context: call pipeflow.launch"):
+        with pytest.raises(UsageError, match=r"this rank has closed its context: call pipeflow\.launch"):
             execute_pipeline(iter([BATCH]), model)
     model.context.close()
     return True
