@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ def load_checkpoint(
     scheduler: state.Scheduler | None = None,
     *,
     names: Names | None = None,
+    check: Callable[[Loaded], None] | None = None,
 ) -> Loaded:
     """Reads what `save_checkpoint` wrote, under whatever layout: the numbers of pipeline, tensor and data ranks, the
     chunks and the schedule are free to change, and weights keep their bits. Under the layout that saved it, torch's
@@ -45,7 +46,8 @@ def load_checkpoint(
     All ranks call it together. Nothing is changed before every rank has found that the files are whole and of this
     model, and has read all that it needs. No code of a checkpoint runs, whoever wrote it; but its values are believed.
     Arguments are as for `save_checkpoint`; an optimizer gets its states and its groups' options, and a MasterWeights
-    that is left out takes the loaded weights for its masters in its next step.
+    that is left out takes the loaded weights for its masters in its next step. `check` is called on every rank with
+    what will be returned, before anything is changed; what it raises is raised everywhere.
 
     Raises UsageError, on the rank that noticed, for what is no checkpoint, is damaged, of another model or of a newer
     format, and PipelineError on the others.
@@ -61,6 +63,9 @@ def load_checkpoint(
         shapes = {name: spec.shape for name, spec in whole_model(everyone).items()}
         require_same_model(path, shapes, state.weight_shapes(storage))
         run = state.read_run(storage)
+        loaded = Loaded(run["step"] or 0, run["data"], run["extra"])
+        if check is not None:
+            check(loaded)
         if scheduler is not None and run["scheduler"] is None:
             raise UsageError(f"checkpoint {path} was saved without a scheduler: load it without one")
         states = None if optimizer is None else state.OptimizerLoad(by_name(optimizer, model), tensors, storage)
@@ -75,7 +80,7 @@ def load_checkpoint(
             scheduler.load_state_dict(run["scheduler"])
         state.restore_random(context, random)
         all_gather(context.world, [0.0])
-    return Loaded(run["step"] or 0, run["data"], run["extra"])
+    return loaded
 
 
 def _read_ahead(

@@ -10,6 +10,7 @@ from pipeflow.training.engine import Engine, NonFiniteLossError, Step
 from pipeflow.training.hooks import (
     AccuracyHook,
     BubbleHook,
+    CheckpointHook,
     Hook,
     LoggerHook,
     LogHook,
@@ -32,6 +33,7 @@ from pipeflow.training.trainer import Trainer
 __all__ = [
     "AccuracyHook",
     "BubbleHook",
+    "CheckpointHook",
     "Config",
     "DataParallelLoader",
     "DistributedLogger",

@@ -108,7 +108,8 @@ class DataParallelLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass. The epoch that the loader is in already goes on where it was loaded."""
         if epoch != self.epoch:
-            self.epoch, self._position, self._start = epoch, 0, 0
+            self.epoch, self._start = epoch, 0
+        self._position = self._start  # a pass that was left does not count
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's is more narrow
         part = self._part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the trainer knows its hooks
     from pipeflow.runtime.step import Output
@@ -32,6 +32,15 @@ class Hook:
 
     priority = 50
     needs_outputs: frozenset[str] = frozenset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the hook: plain values, those of rank 0; nothing by default. Hooks of one class
+        are told apart by their order.
+        """
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave, before the first epoch of a run that is continued."""
 
     def before_fit(self, trainer: Trainer) -> None:
         """Before the first epoch; may set where training starts."""

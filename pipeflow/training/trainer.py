@@ -4,7 +4,6 @@ and what hooks do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.training.data import DataParallelLoader
 from pipeflow.training.engine import Engine, Scheduler
 from pipeflow.training.hook import Hook
+from pipeflow.training.position import Position
 
 
 class Trainer:
@@ -29,7 +29,7 @@ class Trainer:
         epoch: how many are complete.
         metrics: of the last epoch, {"train": {name: value}, "test": {name: value}}; the mean losses as "loss".
         step_metrics: of the last step, by name.
-        loader: of the training that runs.
+        loader, test_loader: of the training that runs.
         step_in_epoch, steps_in_epoch: how many steps of this epoch were taken, and how many it has.
         epochs: how many there are to be.
         schedulers: of learning rates, beside the engine's.
@@ -54,10 +54,12 @@ class Trainer:
         self.metrics: dict[str, dict[str, float]] = {"train": {}, "test": {}}
         self.step_metrics: dict[str, float] = {}
         self.loader: Iterable[Any] = ()
+        self.test_loader: Iterable[Any] | None = None
         self.step_in_epoch = self.steps_in_epoch = self.epochs = 0
         self.schedulers: list[Scheduler] = []
         self.should_stop = False
         self._is_traced = False
+        self._position = Position(engine.model.context)
 
     @property
     def has_last_stage(self) -> bool:
@@ -76,7 +78,8 @@ class Trainer:
         return_outputs: bool | None = None,
     ) -> None:
         """Trains until `epochs` are complete, those of a run that is continued counted. Batches that do not fill a step
-        at the end of an epoch are left out.
+        at the end of an epoch are left out. An epoch in which training stopped goes on in the next `fit` with the same
+        loader; `after_training` comes once all of its steps were taken.
 
         Args:
             loader: of batches, `(inputs, labels)`, with a length.
@@ -95,15 +98,19 @@ class Trainer:
         if test_interval < 1:
             raise UsageError(f"test_interval must be at least 1, got {test_interval}")
         keeps = self._kept_outputs(return_outputs)
-        self.loader, self.epochs, self.should_stop = loader, epochs, False
+        self.loader, self.test_loader, self.epochs, self.should_stop = loader, test_loader, epochs, False
+        self._position.attach(loader)
+        self.engine.forget_batches()  # of a step that an error cut short
         try:
             for hook in self.hooks:
                 hook.before_fit(self)
-            while self.epoch < epochs and not self._is_over(max_steps):
+            while self.epoch < epochs and (self._is_trained() or not self._is_over(max_steps)):
                 self._train_epoch(keeps, max_steps)
-                if self.step_in_epoch < self.steps_in_epoch:
+                if not self._is_trained():
                     break
                 if test_loader is not None and (self.epoch + 1) % test_interval == 0:
+                    if isinstance(test_loader, DataParallelLoader):
+                        test_loader.set_epoch(self.epoch)
                     self._evaluate(test_loader, keeps)
                 self.epoch += 1
                 for hook in self.hooks:
@@ -140,30 +147,82 @@ class Trainer:
         teller = context.layout.pipeline_ranks(0)[placement.rank_of(placement.num_stages - 1)]
         return rows[teller][0]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is, in plain values: epoch, steps, position in the data, sums of this epoch, learning rates,
+        and what hooks keep. All ranks call it together, between two steps; with the weights, the optimizer and the
+        random states of `save_checkpoint` it is all that training needs to go on.
+        """
+        return {
+            "epoch": self.epoch,
+            "steps": self.engine.steps,
+            "skipped": self.engine.skipped,
+            "metrics": {when: dict(metrics) for when, metrics in self.metrics.items()},
+            "rates": [(type(each).__name__, each.state_dict()) for each in self._all_schedulers()],
+            "hooks": [(type(hook).__name__, state) for hook in self.hooks if (state := hook.state_dict())],
+            "position": self._position.state_dict(),
+        }
+
+    def require_fits(self, state: dict[str, Any]) -> None:
+        """Raises UsageError for a state that training cannot go on from with these loaders and learning rates."""
+        saved, here = [name for name, _ in state["rates"]], [type(each).__name__ for each in self._all_schedulers()]
+        if saved != here:
+            raise UsageError(
+                f"the checkpoint has learning rates of {', '.join(saved) or 'no scheduler'}, and this run of "
+                f"{', '.join(here) or 'no scheduler'}: continue with the same schedulers"
+            )
+        self._position.require_fits(state["position"], state["epoch"])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on there with the next step. Raises UsageError as `require_fits`, with nothing changed."""
+        self.require_fits(state)
+        self.epoch, self.engine.steps, self.engine.skipped = state["epoch"], state["steps"], state["skipped"]
+        self.metrics = {when: dict(metrics) for when, metrics in state["metrics"].items()}
+        if self.engine.steps:
+            self.engine.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn that it took no step
+        for scheduler, (_, rates) in zip(self._all_schedulers(), state["rates"], strict=True):
+            scheduler.load_state_dict(rates)
+        saved = list(state["hooks"])
+        for hook in self.hooks:
+            found = next((each for each in saved if each[0] == type(hook).__name__), None)
+            if found is not None:
+                saved.remove(found)
+                hook.load_state_dict(found[1])
+        self._position.load_state_dict(state["position"])
+
+    def _all_schedulers(self) -> list[Scheduler]:
+        own = self.engine.scheduler
+        return [*([] if own is None else [own]), *self.schedulers]
+
+    def _is_trained(self) -> bool:
+        """Whether all steps of this epoch were taken."""
+        return self._position.is_trained and self._position.epoch == self.epoch
+
     def _train_epoch(self, keeps: frozenset[str], max_steps: int | None) -> None:
-        loader, engine = self.loader, self.engine
-        if isinstance(loader, DataParallelLoader):
-            loader.set_epoch(self.epoch)
-        batches = iter(loader)
-        self.steps_in_epoch = self._length(loader) // engine.gradient_accumulation
-        self.step_in_epoch = self.steps_in_epoch - self._left(loader) // engine.gradient_accumulation
-        total, samples = 0.0, 0
+        engine, position = self.engine, self._position
+        batches = position.begin(self.epoch)
+        self.steps_in_epoch = self._length(self.loader) // engine.gradient_accumulation
+        left = 0 if position.is_trained else position.batches_left() // engine.gradient_accumulation
+        self.step_in_epoch = self.steps_in_epoch - left
         engine.train()
         for hook in self.hooks:
             hook.before_epoch(self)
-        while self.step_in_epoch < self.steps_in_epoch and not self._is_over(max_steps):
+        position.is_trained = left == 0
+        while not position.is_trained and not self._is_over(max_steps):
             for hook in self.hooks:
                 hook.before_step(self)
             is_traced, self._is_traced = self._is_traced, False
             step = engine.train_step(batches, return_outputs="train" in keeps, trace=is_traced)
             self.step_in_epoch += 1
             self.step_metrics["loss"] = float(step.loss)
-            total, samples = total + self.step_metrics["loss"] * step.samples, samples + step.samples
+            position.count(self.step_metrics["loss"], step.samples, engine.gradient_accumulation)
+            position.is_trained = self.step_in_epoch == self.steps_in_epoch
             for hook in self.hooks:
                 hook.after_step(self, step)
-        self.metrics["train"]["loss"] = total / samples if samples else math.nan
-        for hook in self.hooks:
-            hook.after_training(self)
+        self.metrics["train"]["loss"] = position.mean_loss
+        if position.is_trained and not position.is_told:
+            for hook in self.hooks:
+                hook.after_training(self)
+            position.is_told = True
 
     def _evaluate(self, loader: Iterable[Any], keeps: frozenset[str]) -> None:
         total, samples = 0.0, 0
@@ -217,8 +276,3 @@ class Trainer:
     def _length(loader: Iterable[Any]) -> int:
         assert isinstance(loader, Sized)
         return len(loader)
-
-    @classmethod
-    def _left(cls, loader: Iterable[Any]) -> int:
-        """How many batches of this epoch are to come."""
-        return loader.batches_left() if isinstance(loader, DataParallelLoader) else cls._length(loader)

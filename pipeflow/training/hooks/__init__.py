@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeflow.training.hook import Hook
 from pipeflow.training.hooks.bubble import BubbleHook
+from pipeflow.training.hooks.checkpoints import CheckpointHook
 from pipeflow.training.hooks.loggers import LoggerHook, MetricLogger, TensorBoardHook
 from pipeflow.training.hooks.logs import LogHook
 from pipeflow.training.hooks.memory import MemoryHook
@@ -16,6 +17,7 @@ from pipeflow.training.hooks.timing import TimingHook
 __all__ = [
     "AccuracyHook",
     "BubbleHook",
+    "CheckpointHook",
     "Hook",
     "LogHook",
     "LoggerHook",

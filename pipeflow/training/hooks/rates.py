@@ -23,7 +23,7 @@ class RateHook(Hook):
         self.by_epoch = by_epoch
 
     def before_fit(self, trainer: Trainer) -> None:
-        if self.scheduler is not None:
+        if self.scheduler is not None and self.scheduler not in trainer.schedulers:
             trainer.schedulers.append(self.scheduler)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:

@@ -1,0 +1,194 @@
+"""Position: how far training came in an epoch, and how it goes on from there. What must not live here: steps, and what
+else a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler
+
+from pipeflow.checkpoint.storage import to_bytes
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.training.data import DataParallelLoader
+
+LOG = logging.getLogger("pipeflow")
+
+
+class Position:
+    """Which batches of an epoch were used, and the sums over them.
+
+    A DataParallelLoader goes on with the next sample, under any number of data ranks and any batch size. A loader with
+    `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader, goes on where its own state says. Any
+    other one begins the epoch again, and the batches that were used are skipped: it must give them in the same order.
+
+    Attributes:
+        loader: of the batches; see `attach`.
+        epoch: the one that it is in; -1 before the first.
+        batches: how many of its batches each replica used.
+        is_trained: whether all of its steps were taken.
+        is_told: whether hooks were told so.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.loader: Iterable[Any] = ()
+        self._context = context
+        self._is_attached = False
+        self._reset(-1)
+
+    def _reset(self, epoch: int) -> None:
+        self.epoch, self.batches, self.is_trained, self.is_told = epoch, 0, False, False
+        self._loss, self._samples = 0.0, 0
+        self._place: Any = None  # of the loader
+        self._iterator: Iterator[Any] | None = None
+
+    def attach(self, loader: Iterable[Any]) -> None:
+        """Takes batches from that loader. An epoch that was under way with another one is forgotten."""
+        if self.loader is not loader and self._is_attached:
+            self._reset(-1)
+        self.loader, self._is_attached = loader, True
+
+    @property
+    def mean_loss(self) -> float:
+        """Of the samples of this epoch that were used; not a number where there are none."""
+        return self._loss / self._samples if self._samples else math.nan
+
+    def begin(self, epoch: int) -> Iterator[Any]:
+        """The batches of that epoch which were not used yet."""
+        if epoch != self.epoch:
+            self._reset(epoch)
+        loader = self.loader
+        if isinstance(loader, DataParallelLoader):
+            if self._place is None:
+                loader.set_epoch(epoch)
+            else:
+                loader.load_state_dict(self._place)
+            return iter(loader)
+        if self._iterator is None:
+            self._iterator = self._unused(loader)
+        return self._iterator
+
+    def _unused(self, loader: Iterable[Any]) -> Iterator[Any]:
+        sampler: Any = getattr(loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.epoch)
+        if not self.batches:
+            return iter(loader)
+        before = torch.get_rng_state()  # what was drawn then for these batches is not drawn again
+        try:
+            if self._place is not None:
+                loader.load_state_dict(self._place)  # type: ignore[attr-defined]  # it was saved with one
+                return iter(loader)
+            if isinstance(sampler, RandomSampler) and self._context.rank == 0:
+                LOG.warning(
+                    "a %s that shuffles has another order each time, so some samples of this epoch may come twice and "
+                    "others not at all: use pipeflow.get_dataloader",
+                    type(loader).__name__,
+                )
+            batches = iter(loader)
+            next(islice(batches, self.batches - 1, self.batches), None)
+            return batches
+        finally:
+            torch.set_rng_state(before)
+
+    def batches_left(self) -> int:
+        """How many of this epoch are to come; asked before the first of them."""
+        loader = self.loader
+        if isinstance(loader, DataParallelLoader):
+            return loader.batches_left() if loader.epoch == self.epoch else 0
+        return _length(loader) - self.batches
+
+    def count(self, loss: float, samples: int, batches: int) -> None:
+        """Counts a step that was taken.
+
+        Args:
+            loss: the mean of its samples.
+            samples: of all replicas.
+            batches: of each replica.
+        """
+        self._loss, self._samples = self._loss + loss * samples, self._samples + samples
+        self.batches += batches
+        if isinstance(self.loader, DataParallelLoader):
+            self._place = self.loader.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on all ranks, which call this together."""
+        loader, kind = self.loader, _kind(self.loader)
+        if kind == _OWN and not self.is_trained and self.batches:
+            own = to_bytes("the loader's state_dict()", loader.state_dict()).hex()  # type: ignore[attr-defined]  # it has one
+            with self._context.alarm.raised_everywhere():
+                everyone: list[Any] = all_gather_object(self._context.world, own)
+            place: Any = everyone[:: self._context.world_size // self._context.data_size]  # one per replica
+        else:
+            place = self._place
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "is_trained": self.is_trained,
+            "is_told": self.is_told,
+            "loss": self._loss,
+            "samples": self._samples,
+            "kind": kind,
+            "length": _extent(loader),
+            "replicas": self._context.data_size,
+            "place": place,
+        }
+
+    def require_fits(self, state: dict[str, Any], epoch: int) -> None:
+        """Raises UsageError where `state` was saved within `epoch`, and this loader cannot go on from there."""
+        if state["epoch"] != epoch or state["is_trained"] or not state["batches"]:
+            return
+        kind, replicas = _kind(self.loader), self._context.data_size
+        was = f"the checkpoint was saved after {state['batches']} batches of an epoch"
+        if kind != state["kind"]:
+            raise UsageError(f"{was} of {state['kind']}, and this is {kind}: continue with a loader of the same kind")
+        if _extent(self.loader) != state["length"]:
+            unit = "samples" if kind == _PARALLEL else "batches"
+            raise UsageError(
+                f"{was} of {state['length']} {unit}, and this one has {_extent(self.loader)}: continue with the same "
+                "data, or from the end of an epoch"
+            )
+        if kind != _PARALLEL and replicas != state["replicas"]:
+            raise UsageError(
+                f"{was} on {state['replicas']} data ranks, and there are {replicas}: only a loader of get_dataloader "
+                "goes on with another number; otherwise continue from the end of an epoch"
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on there with the next `begin`."""
+        self._reset(state["epoch"])
+        self.batches, self.is_trained, self.is_told = state["batches"], state["is_trained"], state["is_told"]
+        self._loss, self._samples, self._place = state["loss"], state["samples"], state["place"]
+        if state["kind"] == _OWN and self._place is not None:
+            mine = bytes.fromhex(self._place[self._context.data_rank])
+            self._place = torch.load(io.BytesIO(mine), weights_only=True)
+
+
+_PARALLEL, _OWN, _OTHER = "a loader of get_dataloader", "a loader with a state_dict", "a loader without a state_dict"
+
+
+def _kind(loader: Iterable[Any]) -> str:
+    if isinstance(loader, DataParallelLoader):
+        return _PARALLEL
+    return _OWN if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") else _OTHER
+
+
+def _extent(loader: Iterable[Any]) -> int:
+    """The samples of an epoch, of all replicas; its batches where they are not known."""
+    if isinstance(loader, DataParallelLoader):
+        assert isinstance(loader.dataset, Sized)
+        return len(loader.dataset)
+    return _length(loader)
+
+
+def _length(loader: Iterable[Any]) -> int:
+    assert isinstance(loader, Sized)
+    return len(loader)
