@@ -57,7 +57,7 @@ class MetricHook(Hook):
         if hasattr(self.metric, "dist_sync_fn"):  # torchmetrics'
             context = trainer.engine.model.context
             self.metric.to(context.device)  # type: ignore[attr-defined]  # it is a module
-            self.metric.dist_sync_fn = lambda tensor, *_: gathered(tensor, context.data)
+            self.metric.dist_sync_fn = lambda tensor, group=None: gathered(tensor, context.data)
             self.metric.distributed_available_fn = lambda: context.data.size > 1  # type: ignore[attr-defined]  # as above
 
     def after_batch(self, trainer: Trainer, output: Output, labels: object) -> None:
@@ -65,8 +65,19 @@ class MetricHook(Hook):
             self.metric.update(output.outputs, labels)
 
     def after_evaluation(self, trainer: Trainer) -> None:
-        value = float(self.metric.compute()) if trainer.has_last_stage else math.nan
+        with trainer.engine.model.context.alarm.raised_everywhere():  # replicas wait for each other within
+            value = self._value() if trainer.has_last_stage else math.nan
         trainer.metrics["test"][self.name] = trainer.told_by_last_stage(value)
+
+    def _value(self) -> float:
+        value = self.metric.compute()
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UsageError(
+                f"metric {self.name!r} is to be one number, got {value!r}: give each number its own MetricHook, or "
+                "choose how they are averaged"
+            ) from None
 
 
 class AccuracyHook(Hook):
