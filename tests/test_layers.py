@@ -51,7 +51,9 @@ FLOORS: dict[str, set[str]] = {
         "wandb",
         "mlflow",
     },
+    "models": {"core", "planning", "parallel", "tensor", "runtime", "torch"},
     "colossalai": {"core", "planning", "torch", *ENGINE},
+    "megatron": {"core", "planning", "schedules", "models", "torch", *ENGINE},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {*PLANS, *ENGINE},
 }

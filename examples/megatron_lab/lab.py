@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,21 +23,20 @@ from torch.optim import Adam
 from torch.utils.data import DataLoader
 
 import pipeflow
+from pipeflow.megatron.core import dist_checkpointing, parallel_state
+from pipeflow.megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from pipeflow.megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from pipeflow.megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from pipeflow.megatron.core.models.gpt.gpt_model import GPTModel
+from pipeflow.megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from pipeflow.megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from pipeflow.megatron.core.transformer.transformer_config import TransformerConfig
+from pipeflow.megatron.training.tokenizer.tokenizer import _NullTokenizer
 
 if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpt3.ranks import is_rank, start_ranks
-from megatron_lab.megatron import (
-    GPTModel,
-    LossFunction,
-    Sample,
-    TransformerConfig,
-    get_forward_backward_func,
-    load_distributed_checkpoint,
-    save_distributed_checkpoint,
-)
-from megatron_lab.samples import BlendedMegatronDatasetBuilder, GPTDatasetConfig, MockGPTDataset, NullTokenizer
 
 SEQUENCE_LENGTH = 64
 SEED = 123
@@ -69,24 +69,26 @@ def read_arguments() -> argparse.Namespace:
 
 def model_provider(*, tiny: bool = False) -> GPTModel:
     """The lab's model; or one that is as deep and not as wide."""
-    config = TransformerConfig(num_layers=10, hidden_size=32 if tiny else 512, num_attention_heads=4)
-    return GPTModel(config, vocab_size=100, max_sequence_length=SEQUENCE_LENGTH)
+    config = TransformerConfig(
+        num_layers=10, hidden_size=32 if tiny else 512, num_attention_heads=4, use_cpu_initialization=True
+    )
+    return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=100, max_sequence_length=SEQUENCE_LENGTH)
 
 
-def get_train_data_iterator(context: pipeflow.Context, *, tiny: bool = False) -> Iterator[Sample]:
+def get_train_data_iterator(*, tiny: bool = False) -> Iterator[dict[str, Tensor]]:
     """Batches without end. The order follows from the seed, so all ranks of a replica read the same."""
     config = GPTDatasetConfig(
-        random_seed=0, sequence_length=SEQUENCE_LENGTH, tokenizer=NullTokenizer(vocab_size=SEQUENCE_LENGTH)
+        random_seed=0, sequence_length=SEQUENCE_LENGTH, tokenizer=_NullTokenizer(vocab_size=SEQUENCE_LENGTH)
     )
     train, _, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, [1000, None, None], lambda: True, config).build()
     assert train is not None
-    generator = torch.Generator().manual_seed(SEED + context.data_rank)
+    generator = torch.Generator().manual_seed(SEED + parallel_state.get_data_parallel_rank())
     loader = DataLoader(train, batch_size=8 if tiny else 128, shuffle=True, drop_last=True, generator=generator)
     while True:
         yield from loader
 
 
-def forward_step_func(data_iterator: Iterator[Sample], model: nn.Module) -> tuple[Tensor, LossFunction]:
+def forward_step_func(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
     """One microbatch through the model, and what makes its loss."""
 
     def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -101,12 +103,14 @@ def forward_step_func(data_iterator: Iterator[Sample], model: nn.Module) -> tupl
 
 def run(arguments: argparse.Namespace) -> None:
     """One rank's part."""
-    context = pipeflow.launch(pipeline=arguments.pipeline, tensor=arguments.tensor)
+    parallel_state.initialize_model_parallel(arguments.tensor, arguments.pipeline)
+    model_parallel_cuda_manual_seed(SEED)
     model = model_provider(tiny=arguments.tiny)
     optimizer = Adam(model.parameters(), lr=3e-4)
-    iterator = get_train_data_iterator(context, tiny=arguments.tiny)
+    iterator = get_train_data_iterator(tiny=arguments.tiny)
     forward_backward = get_forward_backward_func()
-    speaks = context.rank == context.layout.pipeline_ranks(0)[-1]
+    is_last = parallel_state.is_pipeline_last_stage()
+    speaks = is_last and not parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_data_parallel_rank()
 
     for step in range(1, arguments.steps + 1):
         optimizer.zero_grad()
@@ -123,10 +127,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.checkpoint or Path(shared(folder))
-        save_distributed_checkpoint(path, model)
-        loaded = load_distributed_checkpoint(path, model_provider(tiny=arguments.tiny))
+        dist_checkpointing.save(model.sharded_state_dict(), path)
+        loaded = model_provider(tiny=arguments.tiny)
+        loaded.load_state_dict(dist_checkpointing.load(loaded.sharded_state_dict(), path))
         if any(not value.equal(loaded.get_parameter(name)) for name, value in model.named_parameters()):
-            raise pipeflow.UsageError(f"rank {context.rank} did not get back from {path} what it had saved")
+            raise pipeflow.UsageError(f"what was loaded from {path} is not what was saved")
         if speaks:
             print("loaded: every weight is what was saved", flush=True)
 

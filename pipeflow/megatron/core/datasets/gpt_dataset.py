@@ -1,31 +1,16 @@
-"""Mock data for the Megatron lab: samples that count, made from a seed and nothing else. What is not here: text, models
-and ranks.
-"""
+"""Megatron-LM's `megatron.core.datasets.gpt_dataset`: samples that count, made from a seed and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from pipeflow.megatron.training.tokenizer.tokenizer import _NullTokenizer
+
 Sample = dict[str, Tensor]
-
-
-class NullTokenizer:
-    """Text that is numbers already, 0 to `vocab_size` - 1, and one more token for the end of a document."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.words = self.eod = vocab_size
-        self.vocab_size = vocab_size + 1
-
-    def tokenize(self, text: str) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +21,7 @@ class GPTDatasetConfig:
 
     random_seed: int
     sequence_length: int
-    tokenizer: NullTokenizer
+    tokenizer: _NullTokenizer
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
@@ -82,7 +67,7 @@ class MockGPTDataset(Dataset[Sample]):
 
     def _text(self, index: int) -> Tensor:
         """One token more than a sequence has: the labels are the tokens, shifted by one."""
-        wanted, words = self.config.sequence_length + 1, self.config.tokenizer.words
+        wanted, words = self.config.sequence_length + 1, self.config.tokenizer.eod
         generator = torch.Generator().manual_seed(1_000_003 * self.config.random_seed + index)
         pieces, length = [], 0
         while length < wanted:
@@ -90,25 +75,3 @@ class MockGPTDataset(Dataset[Sample]):
             pieces += [(start + torch.arange(count)) % words, torch.tensor([self.config.tokenizer.eod])]
             length += count + 1
         return torch.cat(pieces)[:wanted]
-
-
-class BlendedMegatronDatasetBuilder:
-    """Builds `dataset(config, size)` for training, validation and test; None for a size that is None, and on a rank
-    that is not to build.
-    """
-
-    def __init__(
-        self,
-        dataset: Callable[[GPTDatasetConfig, int], MockGPTDataset],
-        sizes: Sequence[int | None],
-        is_built_on_rank: Callable[[], bool],
-        config: GPTDatasetConfig,
-    ) -> None:
-        self.dataset = dataset
-        self.sizes = sizes
-        self.is_built_on_rank = is_built_on_rank
-        self.config = config
-
-    def build(self) -> list[MockGPTDataset | None]:
-        built = self.is_built_on_rank()
-        return [self.dataset(self.config, size) if built and size is not None else None for size in self.sizes]

@@ -1,4 +1,4 @@
-"""The mock data of the Megatron lab: samples that follow from the seed, and what each flag changes."""
+"""Mock data under Megatron-LM's names: samples that follow from the seed, and what each flag changes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-import megatron_lab.samples
+from pipeflow.megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from pipeflow.megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from pipeflow.megatron.core.datasets.utils import compile_helpers
+from pipeflow.megatron.training.tokenizer.tokenizer import _NullTokenizer
 
 LENGTH = 64
 
 
 @pytest.fixture
 def config() -> Any:
-    return megatron_lab.samples.GPTDatasetConfig(
-        random_seed=0, sequence_length=LENGTH, tokenizer=megatron_lab.samples.NullTokenizer(vocab_size=LENGTH)
-    )
+    return GPTDatasetConfig(random_seed=0, sequence_length=LENGTH, tokenizer=_NullTokenizer(vocab_size=LENGTH))
 
 
 def sample_with_an_end(config: Any) -> tuple[Any, int]:
     """A sample in which a document ends well before the sequence does, and where."""
-    dataset = megatron_lab.samples.MockGPTDataset(config, 100)
+    dataset = MockGPTDataset(config, 100)
     for sample in (dataset[index] for index in range(len(dataset))):
         ends = (sample["tokens"] == config.tokenizer.eod).nonzero().flatten().tolist()
         if len(ends) == 1 and 0 < ends[0] < LENGTH - 3:
@@ -31,20 +32,25 @@ def sample_with_an_end(config: Any) -> tuple[Any, int]:
 
 
 def test_the_builder_makes_the_sets_that_are_asked_for(config: Any) -> None:
-    builder = megatron_lab.samples.BlendedMegatronDatasetBuilder
-    train, valid, test = builder(megatron_lab.samples.MockGPTDataset, [1000, None, None], lambda: True, config).build()
+    compile_helpers()
+    builder = BlendedMegatronDatasetBuilder
+    train, valid, test = builder(MockGPTDataset, [1000, None, None], lambda: True, config).build()
     assert train is not None
     assert (len(train), valid, test) == (1000, None, None)
-    assert builder(megatron_lab.samples.MockGPTDataset, [10, 10, 10], lambda: False, config).build() == [None] * 3
-    [three] = builder(megatron_lab.samples.MockGPTDataset, [3], lambda: True, config).build()
+    assert builder(MockGPTDataset, [10, 10, 10], lambda: False, config).build() == [None] * 3
+    train, valid, _ = builder(MockGPTDataset, [1, 1, None], lambda: True, config).build()
+    assert train is not None
+    assert valid is not None
+    assert not train[0]["tokens"].equal(valid[0]["tokens"])
+    [three] = builder(MockGPTDataset, [3], lambda: True, config).build()
     assert three is not None
     with pytest.raises(IndexError, match="sample 3 of 3"):
         three[3]
 
 
 def test_samples_follow_from_seed_and_index(config: Any) -> None:
-    dataset = megatron_lab.samples.MockGPTDataset(config, 10)
-    again, other = dataset[3], megatron_lab.samples.MockGPTDataset(replace(config, random_seed=1), 10)[3]
+    dataset = MockGPTDataset(config, 10)
+    again, other = dataset[3], MockGPTDataset(replace(config, random_seed=1), 10)[3]
     assert all(value.equal(again[name]) for name, value in dataset[3].items())
     assert not dataset[4]["tokens"].equal(dataset[3]["tokens"])
     assert not other["tokens"].equal(dataset[3]["tokens"])
@@ -54,7 +60,7 @@ def test_a_sample_counts_and_its_labels_are_what_comes_next(config: Any) -> None
     sample, end = sample_with_an_end(config)
     tokens, labels = sample["tokens"], sample["labels"]
     assert labels[:-1].equal(tokens[1:])
-    assert tokens[1:end].equal((tokens[: end - 1] + 1) % config.tokenizer.words)
+    assert tokens[1:end].equal((tokens[: end - 1] + 1) % config.tokenizer.eod)
     assert int(tokens.max()) < config.tokenizer.vocab_size
     assert sample["position_ids"].tolist() == list(range(LENGTH))
     assert sample["loss_mask"].equal(torch.ones(LENGTH))
@@ -82,6 +88,6 @@ def test_flags_change_what_they_name(config: Any) -> None:
 
 
 def test_the_tokenizer_reads_numbers() -> None:
-    tokenizer = megatron_lab.samples.NullTokenizer(vocab_size=64)
+    tokenizer = _NullTokenizer(vocab_size=64)
     assert (tokenizer.vocab_size, tokenizer.eod) == (65, 64)
     assert tokenizer.detokenize(tokenizer.tokenize("3 1 4")) == "3 1 4"

@@ -1,0 +1,7 @@
+"""Megatron-LM's `megatron.core.datasets.utils`."""
+
+from __future__ import annotations
+
+
+def compile_helpers() -> None:
+    """Does nothing: nothing here needs to be compiled."""

@@ -1,0 +1,151 @@
+"""Megatron-LM's `megatron.core.models.gpt.gpt_model`: this rank's stage of a GPT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.megatron.core.dist_checkpointing import ShardedStateDict
+from pipeflow.megatron.core.parallel_state import (
+    chunk_of,
+    context_here,
+    get_virtual_pipeline_model_parallel_world_size,
+    is_pipeline_first_stage,
+    is_pipeline_last_stage,
+)
+from pipeflow.megatron.core.transformer.spec_utils import ModuleSpec
+from pipeflow.megatron.core.transformer.transformer_config import TransformerConfig
+from pipeflow.models.gpt import GPTBlock, GPTStage
+from pipeflow.models.gpt_stages import begin, tie
+from pipeflow.parallel.context import Context
+from pipeflow.planning.partition import partition_uniform
+from pipeflow.tensor.cross_entropy import vocab_parallel_cross_entropy
+
+
+class GPTModel(GPTStage):
+    """A `pipeflow.models.GPTStage` whose place follows from this rank. Its first weights follow from their names and
+    from torch's seed (`torch.initial_seed()`), and from nothing else: whole models under different layouts are equal.
+
+    Args:
+        pre_process, post_process: whether it has the embedding, and the head; by default as its place says.
+        share_embeddings_and_output_weights: whether the word table is the head's weight, too, on whichever ranks.
+        vp_stage: which of this rank's stages it is, where there are several; by default the one that
+            `set_virtual_pipeline_model_parallel_rank` said.
+
+    Raises UsageError where the configuration does not fit the layout, and for another kind of layer or of positions.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        *,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        vp_stage: int | None = None,
+    ) -> None:
+        context, chunks = context_here(), get_virtual_pipeline_model_parallel_world_size() or 1
+        first, last = is_pipeline_first_stage(vp_stage=vp_stage), is_pipeline_last_stage(vp_stage=vp_stage)
+        _require_fits(config, context)
+        _require_known(transformer_layer_spec, position_embedding_type)
+        _require_place(first, last, pre_process, post_process)
+        placement = Placement.looped(context.pipeline_size, chunks)
+        stage = placement.stages_of(context.pipeline_rank)[chunk_of(vp_stage)]
+        [(start, end)] = partition_uniform(config.num_layers, placement.num_stages)[stage]
+        options = {**_options_of(config), "vocab_size": vocab_size, "max_position_embeddings": max_sequence_length}
+        with torch.device("meta"):
+            super().__init__(end - start, first=first, last=last, start=start, **options)
+        tied, device = share_embeddings_and_output_weights, "cpu" if config.use_cpu_initialization else context.device
+        seed, std = torch.initial_seed(), config.init_method_std
+        begin(self, config.num_layers, seed=seed, device=device, std=std, tied=tied)
+        if tied:
+            tie([self], placement)
+        self.config, self.vocab_size, self.max_sequence_length = config, vocab_size, max_sequence_length
+        self.pre_process, self.post_process = first, last
+        self._input: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: Tensor | Sequence[Tensor | None] | None) -> None:
+        """Takes what the stage before made, (batch, sequence, hidden), for the next call. A list holds one."""
+        if isinstance(input_tensor, Tensor | None):
+            self._input = input_tensor
+        else:
+            [self._input] = input_tensor
+
+    def forward(  # type: ignore[override]  # as there
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, *, labels: Tensor | None = None
+    ) -> Tensor:
+        """The last stage gives each token's loss (batch, sequence), or without `labels` its scores (batch, sequence,
+        words / T); any other what the next one takes.
+
+        Args:
+            input_ids, position_ids, labels: (batch, sequence).
+            attention_mask: bool, (batch, 1, sequence, sequence), True where a token must not look; None is causal.
+        """
+        hidden_states, self._input = self._input, None
+        seen = None if attention_mask is None else ~attention_mask
+        output = super().forward(hidden_states, input_ids, seen, position_ids)
+        if self.head is None or labels is None:
+            return output
+        return vocab_parallel_cross_entropy(output, labels, vocab_size=self.vocab_size, reduction="none")
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: None = None) -> Any:
+        """For `dist_checkpointing`: this rank's weights by their names in the whole model, behind `prefix`."""
+        return ShardedStateDict(self, prefix)
+
+
+def _options_of(config: TransformerConfig) -> Mapping[str, Any]:
+    """What a GPTStage calls them. Raises UsageError for sizes that it does not have."""
+    wide = config.ffn_hidden_size or 4 * config.hidden_size
+    if wide % config.hidden_size:
+        raise UsageError(f"ffn_hidden_size={wide} must be a multiple of hidden_size={config.hidden_size}")
+    if config.recompute_granularity not in (None, "full"):
+        raise UsageError(f"recompute_granularity must be None or 'full', got {config.recompute_granularity!r}")
+    return {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "mlp_ratio": wide // config.hidden_size,
+        "act_func": config.activation_func,
+        "embed_drop_rate": config.hidden_dropout,
+        "attn_drop_rate": config.attention_dropout,
+        "drop_rate": config.hidden_dropout,
+        "layer_norm_epsilon": config.layernorm_epsilon,
+        "dtype": config.params_dtype,
+        "checkpoint": config.recompute_granularity == "full",
+        "sequence_parallel": config.sequence_parallel,
+    }
+
+
+def _require_fits(config: TransformerConfig, context: Context) -> None:
+    sizes = {"tensor": context.tensor_size, "pipeline": context.pipeline_size}
+    for name, size in sizes.items():
+        said = getattr(config, f"{name}_model_parallel_size")
+        if said not in (1, size):
+            raise UsageError(f"the configuration says {name}_model_parallel_size={said}, but {size} was initialized")
+    if context.pipeline_size > 1 and config.pipeline_dtype not in (None, config.params_dtype):
+        raise UsageError(
+            f"what passes between stages has the weights' type, {config.params_dtype}: give pipeline_dtype that too, "
+            f"got {config.pipeline_dtype}"
+        )
+
+
+def _require_known(spec: ModuleSpec, position_embedding_type: str) -> None:
+    if spec != ModuleSpec(GPTBlock):
+        raise UsageError(f"there is one kind of layer, get_gpt_layer_local_spec(), got {spec!r}")
+    if position_embedding_type != "learned_absolute":
+        raise UsageError(f"positions are 'learned_absolute' here, got {position_embedding_type!r}")
+
+
+def _require_place(first: bool, last: bool, pre_process: bool | None, post_process: bool | None) -> None:
+    said = {"pre_process": (pre_process, first), "post_process": (post_process, last)}
+    for name, (value, place) in said.items():
+        if value not in (None, place):
+            raise UsageError(f"{name} must be {place} for this stage, or be left out, got {value}")

@@ -1,0 +1,218 @@
+"""Megatron-LM's `megatron.core.pipeline_parallel.schedules`: a step in which every microbatch goes through the user's
+`forward_step_func`, by pipeflow's engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, tee
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.megatron.core.parallel_state import context_here, get_virtual_pipeline_model_parallel_world_size
+from pipeflow.parallel.context import keep, kept
+from pipeflow.runtime.microbatch import Batch
+from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
+from pipeflow.schedules import make_schedule
+
+LossFunction = Callable[..., tuple[Any, ...]]
+ForwardStep = Callable[[Any, Any], tuple[Tensor, LossFunction]]
+Iterators = Iterator[Any] | Sequence[Iterator[Any]] | None
+
+_KEY = "Megatron-LM's pipelines"
+
+
+class ForwardBackward(Protocol):
+    """A step: every stage of this rank calls `forward_step_func(data_iterator, model)` once a microbatch, in order.
+    The gradients of the mean over the microbatches' losses are added to `.grad`, averaged over the replicas; those of
+    tied weights are summed. So there is nothing left for finalize_model_grads.
+
+    Args:
+        forward_step_func: takes what it needs off the iterator, and gives the model's output and a function of it,
+            which the last stage calls: that gives the loss and what is to be logged of it; or loss, number of tokens
+            and what is to be logged, where the loss is a sum over these.
+        data_iterator: the same batches on all ranks of a replica; for several stages a rank, one for each, or one that
+            all of them are to see.
+        model: a model with `set_input_tensor`, or as many as this rank has stages, in order. It is kept with what was
+            prepared for it until destroy_model_parallel.
+        num_microbatches: so many.
+        forward_only: evaluate; no gradient is touched.
+        seq_length, micro_batch_size, decoder_seq_length: need not be right: shapes are the data's.
+        collect_non_loss_data: with `forward_only`: what is collected is what the function gives when called with
+            `non_loss_data=True`.
+
+    Returns what was logged, an entry for each microbatch, on the last stage's ranks; elsewhere an empty list.
+
+    Raises UsageError for an iterator that has ended, and PipelineError on all ranks where one failed, or where ranks of
+    a replica read different batches, which the first of a step tells.
+    """
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: ForwardStep,
+        data_iterator: Iterators,
+        model: nn.Module | Sequence[nn.Module],
+        num_microbatches: int,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+    ) -> list[Any]: ...
+
+
+def get_forward_backward_func() -> ForwardBackward:
+    """The step: 1f1b, which with one rank is one microbatch after the other, and with several stages a rank
+    interleaved-1f1b.
+    """
+    return _forward_backward
+
+
+def _forward_backward(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Iterators,
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+) -> list[Any]:
+    if collect_non_loss_data and not forward_only:
+        raise UsageError("collect_non_loss_data=True leaves no loss to train with: pass forward_only=True, too")
+    prepared = _prepared((model,) if isinstance(model, nn.Module) else tuple(model), num_microbatches)
+    prepared.loss.begin(collect_non_loss_data)
+    batch = _batch(prepared.stages, forward_step_func, data_iterator, num_microbatches)
+    schedule = _schedule_of(len(prepared.stages), num_microbatches)
+    execute_pipeline(batch, prepared.pipeline, forward_only=forward_only, schedule=schedule)
+    return prepared.loss.logged
+
+
+class _Stage(nn.Module):
+    """A model as a stage of a Pipeline: calls what the user wrote for it."""
+
+    forward_step_func: ForwardStep
+    data_iterator: Iterator[Any] | None
+    model: Any  # a module with set_input_tensor
+
+    def __init__(self, model: nn.Module, *, is_last: bool) -> None:
+        super().__init__()
+        self.model, self.is_last = model, is_last
+
+    def forward(self, hidden_states: Tensor | None = None, **_: Tensor) -> object:
+        self.model.set_input_tensor(hidden_states)
+        output, loss_function = self.forward_step_func(self.data_iterator, self.model)
+        return (output, loss_function) if self.is_last else output
+
+
+class _Loss:
+    """The criterion of the Pipeline, which keeps what is logged."""
+
+    def begin(self, collect_non_loss_data: bool) -> None:
+        """Before a step."""
+        self.collect_non_loss_data, self.logged = collect_non_loss_data, list[Any]()
+
+    def __call__(self, output: tuple[Tensor, LossFunction], _: Tensor) -> Tensor:
+        tensor, loss_function = output
+        if self.collect_non_loss_data:
+            self.logged.append(loss_function(tensor, non_loss_data=True))
+            return tensor.new_zeros(())
+        match loss_function(tensor):
+            case loss, values:
+                self.logged.append(tree_map_only(Tensor, Tensor.detach, values))
+                return loss  # type: ignore[no-any-return]  # the engine looks
+            case total, tokens, values:
+                self.logged.append(tree_map_only(Tensor, Tensor.detach, values))
+                return total / tokens  # type: ignore[no-any-return]  # the engine looks
+            case other:
+                raise UsageError(
+                    "a loss function gives (loss, what is logged) or (loss, number of tokens, what is logged), got "
+                    f"{len(other)} values"
+                )
+
+
+class _Prepared(NamedTuple):
+    """What a step needs of the models that it is given."""
+
+    pipeline: Pipeline
+    stages: list[_Stage]
+    loss: _Loss
+
+
+def _prepared(models: tuple[nn.Module, ...], microbatches: int) -> _Prepared:
+    """Made the first time that these models come, and kept with the context."""
+    known: dict[tuple[nn.Module, ...], _Prepared] = kept(_KEY) or {}
+    if models not in known:
+        _require_models(models)
+        schedule, loss = _schedule_of(len(models), microbatches), _Loss()
+        last = schedule.placement.num_stages - 1
+        own = schedule.placement.stages_of(context_here().pipeline_rank)
+        stages = [_Stage(model, is_last=stage == last) for stage, model in zip(own, models, strict=True)]
+        known[models] = _Prepared(Pipeline(nn.ModuleList(stages), schedule, criterion=loss), stages, loss)
+        keep(_KEY, known)
+    return known[models]
+
+
+def _require_models(models: Sequence[nn.Module]) -> None:
+    chunks = get_virtual_pipeline_model_parallel_world_size() or 1
+    if len(models) != chunks:
+        raise UsageError(
+            f"initialize_model_parallel said {chunks} stages a rank (virtual_pipeline_model_parallel_size), got "
+            f"{len(models)} models"
+        )
+    for model in models:
+        if not callable(getattr(model, "set_input_tensor", None)):
+            raise UsageError(
+                f"{type(model).__name__} needs a method set_input_tensor(tensor), which takes what the stage before "
+                "made, as GPTModel has it"
+            )
+
+
+def _schedule_of(chunks: int, microbatches: int) -> Schedule:
+    ranks = context_here().pipeline_size
+    if chunks == 1:
+        return make_schedule("1f1b", ranks=ranks, microbatches=microbatches)
+    return make_schedule("interleaved-1f1b", ranks=ranks, microbatches=microbatches, chunks=chunks)
+
+
+def _batch(
+    stages: Sequence[_Stage], forward_step_func: ForwardStep, data_iterator: Iterators, microbatches: int
+) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """A step's batch for the engine: a sample stands for a microbatch, which its stages read themselves. It holds a
+    digest of the first one, so that the engine notices ranks that read others.
+    """
+    digest = 0.0
+    for stage, each in zip(stages, _per_stage(data_iterator, len(stages)), strict=True):
+        stage.forward_step_func, stage.data_iterator = forward_step_func, each
+        if each is not None:
+            first = next(each, _END)
+            if first is _END:
+                raise UsageError("data_iterator has ended: a step takes num_microbatches batches, make a new iterator")
+            stage.data_iterator = chain([first], each)
+            digest = Batch(first, None, [], torch.device("cpu")).digest()
+    samples = torch.full((microbatches,), digest, dtype=torch.float64, device="cpu")
+    yield {"microbatches": samples}, samples
+
+
+_END = object()
+
+
+def _per_stage(data_iterator: Iterators, stages: int) -> Sequence[Iterator[Any] | None]:
+    """An iterator for each of this rank's stages. Raises UsageError for another number of them."""
+    if data_iterator is None:
+        return [None] * stages
+    if isinstance(data_iterator, Sequence):
+        if len(data_iterator) != stages:
+            raise UsageError(f"data_iterator must be one, or one for each of {stages} models, got {len(data_iterator)}")
+        return data_iterator
+    if not isinstance(data_iterator, Iterator):
+        raise UsageError(f"data_iterator must be an iterator, got {type(data_iterator).__name__}: pass iter(loader)")
+    return tee(data_iterator, stages) if stages > 1 else [data_iterator]

@@ -1,0 +1,25 @@
+"""Megatron-LM's `megatron.core.tensor_parallel.random`: a seed for dropout, and activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pipeflow.core.errors import UsageError
+from pipeflow.tensor import random, recompute
+
+__all__ = ["checkpoint", "model_parallel_cuda_manual_seed"]
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds dropout, on whatever device: `pipeflow.tensor.manual_seed`. Tensor ranks draw alike outside of what is
+    split, and each for itself inside. torch's default generators are left alone, so that shuffling loaders agree.
+    """
+    random.manual_seed(seed)
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """`pipeflow.tensor.checkpoint`. Raises UsageError for `distribute_saved_activations`: every rank keeps its own."""
+    if distribute_saved_activations:
+        raise UsageError("distribute_saved_activations is not supported: every rank keeps what it computed from")
+    return recompute.checkpoint(function, *args)

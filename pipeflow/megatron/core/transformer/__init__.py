@@ -1,0 +1,1 @@
+"""Megatron-LM's `megatron.core.transformer`."""

@@ -1,0 +1,14 @@
+"""Megatron-LM's `megatron.core.transformer.spec_utils`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """Which class a layer is made of."""
+
+    module: type[nn.Module]
