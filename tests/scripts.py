@@ -52,7 +52,7 @@ def run_ranks(script: Path, *options: str, ranks: int, folder: Path | None = Non
         outputs = [Path(said, f"{rank}.out").read_text() for rank in range(ranks)]
         errors = [Path(said, f"{rank}.err").read_text() for rank in range(ranks)]
     assert codes == [0] * ranks, f"{codes}\n{''.join(errors)}\n{''.join(outputs)}"
-    assert errors == [""] * ranks
+    assert errors == [""] * ranks, "".join(errors)
     return "".join(outputs)
 
 

@@ -1,1 +1,1 @@
-"""The Megatron tensor-parallel lab on pipeflow: the lab (`lab`), Megatron-LM's names (`megatron`), data (`samples`)."""
+"""The Megatron tensor-parallel lab on pipeflow, by Megatron-LM's names."""

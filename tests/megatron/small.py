@@ -17,6 +17,7 @@ from pipeflow.megatron.core.models.gpt.gpt_model import GPTModel
 from pipeflow.megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from pipeflow.megatron.core.transformer.transformer_config import TransformerConfig
 from pipeflow.megatron.training.tokenizer.tokenizer import _NullTokenizer
+from pipeflow.parallel.context import kept
 
 SEQUENCE, WORDS = 16, 21
 NAMES = ("tokens", "position_ids", "attention_mask")
@@ -31,7 +32,7 @@ def configuration(**options: Any) -> TransformerConfig:
 def models(chunks: int = 1, *, tied: bool = False, **options: Any) -> list[GPTModel]:
     """This rank's stages, in a world that was launched."""
     context, config = parallel_state.context_here(), configuration(**options)
-    if not hasattr(parallel_state.kept(parallel_state._KEY), "number"):
+    if kept(parallel_state._KEY) is None:
         virtual = chunks if chunks > 1 else None
         parallel_state.initialize_model_parallel(context.tensor_size, context.pipeline_size, virtual)
     made = []
@@ -69,12 +70,11 @@ def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, Any]
 
 def run_step(chunks: list[Any], data_iterator: Any, microbatches: int = 4, **options: Any) -> list[Any]:
     """What a step logs."""
-    options = {"forward_step_func": forward_step, **options}
     return get_forward_backward_func()(
         data_iterator=data_iterator,
         model=chunks[0] if len(chunks) == 1 else chunks,
         num_microbatches=microbatches,
-        **options,
+        **{"forward_step_func": forward_step, **options},
     )
 
 

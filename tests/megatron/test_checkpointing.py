@@ -10,8 +10,8 @@ import torch
 
 from pipeflow.core.errors import UsageError
 from pipeflow.megatron.core import dist_checkpointing
-from pipeflow.parallel.context import current_context
-from pipeflow.tensor import VocabParallelClassifier
+from pipeflow.models import GPTLMHead
+from pipeflow.tensor import current_tracker
 from pipeflow.testing import run_threads
 from tests.megatron.small import loader, logged_losses, models, run_step
 
@@ -74,6 +74,21 @@ def test_a_folder_that_is_there_is_written_to(tmp_path: Path) -> None:
     run_threads(again, 1)
 
 
+def test_a_load_leaves_random_states_alone(tmp_path: Path) -> None:
+    def drawn() -> None:
+        made, tracker = models(), current_tracker()
+        assert tracker is not None
+        dist_checkpointing.save(sharded(made), tmp_path / "saved")
+        torch.rand(7, generator=tracker.shared)
+        torch.rand(7)
+        before = tracker.get_state(), torch.get_rng_state()
+        dist_checkpointing.load(sharded(made), tmp_path / "saved")
+        assert tracker.get_state()["shared"].equal(before[0]["shared"])
+        assert torch.get_rng_state().equal(before[1])
+
+    run_threads(drawn, 1)
+
+
 def test_names_do_not_depend_on_the_layout() -> None:
     def names() -> set[str]:
         return set(sharded(models(), "model."))
@@ -103,7 +118,7 @@ def test_another_model_is_refused_and_nothing_changes(tmp_path: Path) -> None:
         made = models()
         dist_checkpointing.save(sharded(made), tmp_path / "saved")
         before = {name: value.clone() for name, value in made[0].state_dict().items()}
-        made[0].head = VocabParallelClassifier(16, 5, bias=False, group=current_context().tensor)
+        made[0].head = GPTLMHead(5, 16)
         del before["head.weight"]
         with pytest.raises(UsageError, match="is a checkpoint of another model"):
             dist_checkpointing.load(sharded(made), tmp_path / "saved")

@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeflow.core.errors import PipelineError, UsageError
 from pipeflow.megatron.core import parallel_state
 from pipeflow.megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from pipeflow.parallel.context import kept
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.tensor import cut
 from pipeflow.testing import run_threads
@@ -112,7 +113,7 @@ def test_models_are_prepared_once_whatever_calls_them() -> None:
             )
             for _ in range(3)
         ]
-        return len(parallel_state.kept("Megatron-LM's pipelines")), [next(steps), *map(logged_losses, logged)]
+        return len(kept("Megatron-LM's pipelines")), [next(steps), *map(logged_losses, logged)]
 
     prepared, [calls, first, second, third] = run_threads(compute, 1)[0]
     assert (prepared, calls) == (1, 12)
@@ -161,7 +162,7 @@ def test_other_data_than_losses_are_collected() -> None:
         return losses, lambda each, non_loss_data: (tuple(each.shape), non_loss_data)
 
     def compute() -> Any:
-        options = {"forward_step_func": shapes, "collect_non_loss_data": True}
+        options: dict[str, Any] = {"forward_step_func": shapes, "collect_non_loss_data": True}
         with pytest.raises(UsageError, match="forward_only=True"):
             run_step(models(), iter(loader()), **options)
         return run_step(models(), iter(loader()), forward_only=True, **options)
@@ -187,8 +188,12 @@ def test_bad_input_is_one_clear_error() -> None:
     refusal(1, r"got 2 models", lambda: models() * 2, lambda: iter(loader()))
     refusal(1, r"one for each of 1 models, got 2", models, lambda: [iter(loader())] * 2)
     refusal(1, r"Linear needs a method set_input_tensor", lambda: [torch.nn.Linear(1, 1)], lambda: iter(loader()))
-    four = {"forward_step_func": lambda data, model: (forward_step(data, model)[0], lambda losses: (losses.sum(),) * 4)}
-    refusal(1, r"or \(loss, number of tokens, what is logged\), got 4 values", models, lambda: iter(loader()), **four)
+
+    def four(data: Any, model: Any) -> Any:
+        return forward_step(data, model)[0], lambda losses: (losses.sum(),) * 4
+
+    told = r"or \(loss, number of tokens, what is logged\), got 4 values"
+    refusal(1, told, models, lambda: iter(loader()), forward_step_func=four)
 
 
 def test_an_iterator_that_ends_in_a_step_is_an_error() -> None:

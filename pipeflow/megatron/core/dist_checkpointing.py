@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeflow.checkpoint import state
 from pipeflow.checkpoint.load import load_checkpoint
 from pipeflow.checkpoint.pieces import Names
 from pipeflow.checkpoint.save import save_checkpoint
 from pipeflow.core.errors import UsageError
+from pipeflow.megatron.core.parallel_state import context_here
 
 
 class ShardedStateDict(dict[str, Tensor]):
@@ -36,14 +38,17 @@ def save(sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLik
 
 
 def load(sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """What was saved, as this rank holds it, for the models' `load_state_dict`: they themselves are left as they are.
-    Under the layout that saved it, the random states of then come back, too. All ranks call it together.
+    """What was saved, as this rank holds it, for the models' `load_state_dict`. The models themselves and random states
+    are left as they are. All ranks call it together.
 
     Raises UsageError as `save`, and as `load_checkpoint`.
     """
     parts = _parts(sharded_state_dict)
     copies = nn.ModuleList(copy.deepcopy(part.module) for part in parts)
+    context = context_here()
+    random = state.random_pieces(context)
     load_checkpoint(checkpoint_dir, copies, names=_names(parts))
+    state.restore_random(context, random)
     loaded = [dict(ShardedStateDict(module, part.prefix)) for module, part in zip(copies, parts, strict=True)]
     if isinstance(sharded_state_dict, ShardedStateDict):
         return dict(loaded[0])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context, current_context, is_launched, keep, kept
 from pipeflow.parallel.launch import launch
+from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.tensor.random import current_tracker, manual_seed
 
 _KEY = "Megatron-LM's parallel state"
@@ -21,6 +24,7 @@ class _Stages:
 
     number: int | None  # of them
     making: int | None = None  # which of them is
+    seed: int | None = None  # of first weights
 
 
 def initialize_model_parallel(
@@ -35,6 +39,9 @@ def initialize_model_parallel(
     come those of a pipeline, then replicas. Makes torch.distributed's process group unless there is one. After
     `destroy_model_parallel` it may be called again, with other sizes. Where `pipeflow.launch` was called with these
     sizes, its Context is taken.
+
+    Torch's default generator starts from one seed on all ranks of a replica, the first one's, unless they were seeded
+    alike: loaders that shuffle by it read the same on them.
 
     Args:
         virtual_pipeline_model_parallel_size: stages a rank, for the interleaved schedule.
@@ -61,8 +68,18 @@ def initialize_model_parallel(
             f"call destroy_model_parallel() first, or give these sizes, got {sizes[0]} and {sizes[1]}"
         )
     keep(_KEY, _Stages(chunks))
+    _agree_on_seed(context)
     if current_tracker() is None:
         manual_seed(_SEED)
+
+
+def _agree_on_seed(context: Context) -> None:
+    """Where torch was not seeded alike on the ranks of a replica, seeds it as on the first of them."""
+    with context.alarm.raised_everywhere():
+        everyone: list[Any] = all_gather_object(context.world, torch.initial_seed())
+    replica = context.layout.replica_ranks(context.rank)
+    if any(everyone[rank] != everyone[replica[0]] for rank in replica):
+        torch.manual_seed(everyone[replica[0]])
 
 
 def destroy_model_parallel() -> None:
@@ -172,9 +189,23 @@ def chunk_of(vp_stage: int | None) -> int:
     return chunk
 
 
+def keep_seed(seed: int) -> None:
+    """Makes `seed` that of models' first weights."""
+    _stages().seed = seed
+
+
+def seed_of_weights() -> int:
+    """The one that was kept, else torch's."""
+    seed = _stages().seed
+    return torch.initial_seed() if seed is None else seed
+
+
 def _stages() -> _Stages:
     context_here()
-    return kept(_KEY) or _Stages(None)
+    if kept(_KEY) is None:
+        keep(_KEY, _Stages(None))
+    stages: _Stages = kept(_KEY)
+    return stages
 
 
 def get_tensor_model_parallel_group() -> ProcessGroup:

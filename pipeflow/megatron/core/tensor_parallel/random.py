@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from pipeflow.core.errors import UsageError
+from pipeflow.megatron.core.parallel_state import keep_seed
 from pipeflow.tensor import random, recompute
 
 __all__ = ["checkpoint", "model_parallel_cuda_manual_seed"]
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds dropout, on whatever device: `pipeflow.tensor.manual_seed`. Tensor ranks draw alike outside of what is
-    split, and each for itself inside. torch's default generators are left alone, so that shuffling loaders agree.
+    """Seeds dropout, on whatever device (`pipeflow.tensor.manual_seed`): tensor ranks draw alike outside of what is
+    split, and each for itself inside. Also the first weights of models that are made from now on, and torch's default
+    generator of the GPU; that of the CPU, which loaders shuffle by, is left alone.
     """
+    keep_seed(seed)
     random.manual_seed(seed)
+    torch.cuda.manual_seed(seed)
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:

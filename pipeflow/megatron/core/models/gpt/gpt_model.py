@@ -17,6 +17,7 @@ from pipeflow.megatron.core.parallel_state import (
     get_virtual_pipeline_model_parallel_world_size,
     is_pipeline_first_stage,
     is_pipeline_last_stage,
+    seed_of_weights,
 )
 from pipeflow.megatron.core.transformer.spec_utils import ModuleSpec
 from pipeflow.megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,7 +30,8 @@ from pipeflow.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 class GPTModel(GPTStage):
     """A `pipeflow.models.GPTStage` whose place follows from this rank. Its first weights follow from their names and
-    from torch's seed (`torch.initial_seed()`), and from nothing else: whole models under different layouts are equal.
+    from the seed of `model_parallel_cuda_manual_seed`, or where that was not called torch's, and from nothing else. So
+    the whole model is the same under every layout.
 
     Args:
         pre_process, post_process: whether it has the embedding, and the head; by default as its place says.
@@ -65,7 +67,7 @@ class GPTModel(GPTStage):
         with torch.device("meta"):
             super().__init__(end - start, first=first, last=last, start=start, **options)
         tied, device = share_embeddings_and_output_weights, "cpu" if config.use_cpu_initialization else context.device
-        seed, std = torch.initial_seed(), config.init_method_std
+        seed, std = seed_of_weights(), config.init_method_std
         begin(self, config.num_layers, seed=seed, device=device, std=std, tied=tied)
         if tied:
             tie([self], placement)
