@@ -52,7 +52,7 @@ FLOORS: dict[str, set[str]] = {
         "mlflow",
     },
     "models": {"core", "planning", "parallel", "tensor", "runtime", "torch"},
-    "colossalai": {"core", "planning", "torch", *ENGINE},
+    "colossalai": {"core", "planning", "schedules", "torch", *ENGINE},
     "megatron": {"core", "planning", "schedules", "models", "torch", *ENGINE},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {*PLANS, *ENGINE},

@@ -4,7 +4,8 @@ thin adapter of it.
 
 from __future__ import annotations
 
-from pipeflow.colossalai.initialize import (
+from pipeflow.colossalai.initializing import initialize
+from pipeflow.colossalai.launching import (
     get_default_parser,
     launch,
     launch_from_openmpi,
@@ -12,4 +13,11 @@ from pipeflow.colossalai.initialize import (
     launch_from_torch,
 )
 
-__all__ = ["get_default_parser", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"]
+__all__ = [
+    "get_default_parser",
+    "initialize",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]

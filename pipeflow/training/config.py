@@ -61,6 +61,8 @@ class Config:
         num_epochs: NUM_EPOCHS, None when not given.
         seed: None when not given.
         log_path: LOG_PATH, a folder, None when not given.
+        mixup_alpha: from `dali`, of Mixup; 0 for images as they are.
+        gpu_augmentation: from `dali`, whether images were to be augmented on the GPU, which nothing does here.
         given: all of it.
     """
 
@@ -76,6 +78,8 @@ class Config:
     num_epochs: int | None = None
     seed: int | None = None
     log_path: str | None = None
+    mixup_alpha: float = 0.0
+    gpu_augmentation: bool = False
     given: Section = field(default_factory=lambda: Section({}))
 
     def __getattr__(self, name: str) -> Any:
@@ -138,8 +142,9 @@ def _refuse_unread(given: Section) -> None:
         if key in UNREAD:
             raise UsageError(f"the configuration's {key!r} is not read: {UNREAD[key]}")
         _refuse_slip(key, [known.partition(".")[0] for known in KEYS])
-    if given.get("parallel") is not None:
-        _require_section("parallel", given["parallel"], _inside("parallel"))
+    for section in ("parallel", "dali"):
+        if given.get(section) is not None:
+            _require_section(section, given[section], _inside(section))
     if isinstance(model := given.get("model"), Mapping):
         for key in model:
             _refuse_slip(f"model.{key}", [f"model.{known}" for known in _inside("model")])
@@ -198,6 +203,8 @@ _number = partial(_checked, "a positive whole number", _is_positive, int)
 _seed = partial(_checked, "a whole number", _is_whole, int)
 _shape = partial(_checked, "a tuple of positive whole numbers, the first perhaps None", _is_shape, tuple)
 _norm = partial(_checked, "a number, 0 for no clipping", _is_norm, float)
+_alpha = partial(_checked, "a number, 0 for images as they are", _is_norm, float)
+_flag = partial(_checked, "True or False", lambda value: isinstance(value, bool), bool)
 _folder = partial(_checked, "a folder", lambda value: isinstance(value, str | Path), lambda value: value)
 
 
@@ -261,6 +268,8 @@ KEYS: Mapping[str, Key] = {
     "NUM_EPOCHS": Key("num_epochs", _number),
     "seed": Key("seed", _seed),
     "LOG_PATH": Key("log_path", _folder),
+    "dali.mixup_alpha": Key("mixup_alpha", _alpha),
+    "dali.gpu_aug": Key("gpu_augmentation", _flag),
 }
 """Every key that is honoured; the dot stands for a dict in the configuration."""
 

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import current_context
+from pipeflow.training.launch import current_config
 
 
 def get_dataloader(
     dataset: Dataset[Any],
-    batch_size: int,
+    batch_size: int | None = None,
     *,
     shuffle: bool = False,
     seed: int = 1024,
@@ -37,7 +38,7 @@ def get_dataloader(
 
     Args:
         dataset: must have a length.
-        batch_size: samples that this data rank takes at once.
+        batch_size: samples that this data rank takes at once; by default the configuration's BATCH_SIZE, without one 1.
         shuffle: in another order every epoch.
         drop_last: leave out the last samples that fill no batch, or not one on every rank; otherwise, where the
             dataset does not divide among the data ranks, some samples come twice.
@@ -50,6 +51,9 @@ def get_dataloader(
     context = current_context()
     if not isinstance(dataset, Sized):
         raise UsageError(f"{type(dataset).__name__} has no length: give each data rank its part of it yourself")
+    if batch_size is None:
+        config = current_config()
+        batch_size = getattr(config, "batch_size", None) or 1
     ranks, rank = (context.data_size, context.data_rank) if add_sampler else (1, 0)
     sampler = _Part(dataset, ranks, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
     return DataParallelLoader(

@@ -162,7 +162,6 @@ def test_keys_of_the_users_own_stay() -> None:
         "LOG_DIR",
         "DATA_PATH",
         "NUM_LAYERS",
-        "dali",
     ]
     config = read_config({**dict.fromkeys(own, 1), "model": {"type": "gpt", "checkpoint": True}})
     assert set(config.given) == {*own, "model"}
@@ -190,6 +189,8 @@ EACH: dict[str, tuple[Any, Any]] = {
     "NUM_EPOCHS": (3, 3),
     "seed": (0, 0),
     "LOG_PATH": ("logs", "logs"),
+    "dali.mixup_alpha": (0.2, 0.2),
+    "dali.gpu_aug": (True, True),
 }
 
 

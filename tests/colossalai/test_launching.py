@@ -160,7 +160,7 @@ def test_other_launchers_say_where_a_process_is(
     launcher: Callable[..., Context], names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("pipeflow.colossalai.initialize.launch", lambda *given, **named: told.append((given, named)))
+    monkeypatch.setattr("pipeflow.colossalai.launching.launch", lambda *given, **named: told.append((given, named)))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for missing, value in zip(names, ("5", "8", "1"), strict=True):

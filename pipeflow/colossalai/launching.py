@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.initialize`: launches, and the parser of what they take."""
+"""ColossalAI's launches, and the parser of what they take."""
 
 from __future__ import annotations
 

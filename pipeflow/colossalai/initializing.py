@@ -1,0 +1,88 @@
+"""ColossalAI's `colossalai.initialize`: an engine and loaders as the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipeflow.colossalai.engine import Engine
+from pipeflow.colossalai.engine.accumulation import ByOptimizerSteps, WholeSteps
+from pipeflow.colossalai.engine.criterion import Called
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.training.config import Config
+from pipeflow.training.configured import make_engine
+from pipeflow.training.data import DataParallelLoader
+from pipeflow.training.launch import current_config
+from pipeflow.training.logging import get_dist_logger
+from pipeflow.training.mixup import MixupLoss, mixed
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Optimizer,
+    criterion: Callable[..., Tensor] | None = None,
+    train_dataloader: Any = None,
+    test_dataloader: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    schedule: Schedule | None = None,
+    verbose: bool = True,
+) -> tuple[Engine, Any, Any, Any]:
+    """An engine for this rank's part of the model, made by `make_engine` from the configuration of the launch. All
+    ranks call it together.
+
+    Args:
+        model: this rank's module, or an nn.ModuleList of its chunks.
+        optimizer: made from the model's parameters.
+        criterion: as `Called` calls it.
+        train_dataloader: comes back without the batches that do not fill a step of `gradient_accumulation`; with
+            `dali=dict(mixup_alpha=...)` its images are mixed, and the criterion takes their labels.
+        test_dataloader: comes back as it is.
+        lr_scheduler: comes back; with `gradient_accumulation` its `step()` counts steps of the optimizer.
+        schedule: by default as of `make_engine`.
+        verbose: whether rank 0 says which schedule runs.
+
+    Returns the engine and the last three, None where None was given. Raises UsageError as `make_engine` does, for a
+    loader with fewer batches than a step takes, and for one that cannot mix its images.
+    """
+    given = current_config()
+    config, logger = Config() if given is None else given, get_dist_logger()
+    if config.gpu_augmentation:
+        logger.warning(
+            "dali: gpu_aug is not done here: augment images in the transform of the data set, or say gpu_aug=False",
+            ranks=[0],
+        )
+    mixes = config.mixup_alpha > 0 and train_dataloader is not None
+    if mixes:
+        train_dataloader = _mixed(train_dataloader, config.mixup_alpha)
+    if criterion is not None:
+        criterion = MixupLoss(partial(Called, criterion)) if mixes else Called(criterion)
+    made = make_engine(model, optimizer, criterion, schedule=schedule)
+    engine = Engine(
+        made.model,
+        made.optimizer,
+        gradient_accumulation=made.gradient_accumulation,
+        clip_grad_norm=made.clip_grad_norm,
+    )
+    if verbose:
+        logger.info(f"engine: {engine.schedule}", ranks=[0])
+    accumulated = engine.gradient_accumulation
+    if train_dataloader is not None:
+        train_dataloader = WholeSteps(train_dataloader, accumulated)
+    if lr_scheduler is not None and accumulated > 1:
+        lr_scheduler = ByOptimizerSteps(lr_scheduler, engine)
+    return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _mixed(loader: Any, alpha: float) -> DataParallelLoader:
+    if not isinstance(loader, DataParallelLoader):
+        raise UsageError(
+            f"dali: mixup_alpha mixes what utils.get_dataloader loads, and train_dataloader is a "
+            f"{type(loader).__name__}: use get_dataloader, or leave mixup_alpha out"
+        )
+    return mixed(loader, alpha)

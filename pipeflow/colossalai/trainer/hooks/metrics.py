@@ -1,0 +1,33 @@
+"""ColossalAI's hooks of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+import pipeflow.training as native
+from pipeflow.runtime.step import Output
+from pipeflow.training import Hook
+
+
+class LossHook(Hook):
+    """Nothing: a trainer keeps the losses of steps, epochs and evaluations by itself."""
+
+    def __init__(self, priority: int = 0) -> None:
+        self.priority = priority
+
+
+class AccuracyHook(native.AccuracyHook):
+    """pipeflow's, of a function that counts the right answers: `accuracy_func(outputs, labels)`."""
+
+    def __init__(self, accuracy_func: Callable[[Any, Any], Tensor | float], priority: int = 0) -> None:
+        super().__init__(accuracy_func)
+        self.priority = priority
+
+    def after_batch(self, trainer: native.Trainer, output: Output, labels: object) -> None:
+        device = trainer.engine.model.context.device
+        there = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, labels)
+        super().after_batch(trainer, output, there)

@@ -1,0 +1,58 @@
+"""Iterations: tells hooks of every batch, of which a step of the optimizer may take several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeflow.colossalai.engine import Engine, has_last_stage
+from pipeflow.colossalai.trainer.hooks.base import BaseHook
+from pipeflow.runtime.step import Output
+
+if TYPE_CHECKING:  # a trainer has them
+    from pipeflow.colossalai.trainer.training import Trainer
+
+
+class Iterations:
+    """Listens to the engine for hooks. Between two batches of a step it calls them itself; before the first and after
+    the last one pipeflow's trainer does, in the order of all hooks.
+
+    Attributes:
+        uncounted: 1 while hooks are told of a batch, which `cur_step` counts afterwards; else 0.
+    """
+
+    def __init__(self, trainer: Trainer, hooks: Sequence[BaseHook]) -> None:
+        self.trainer = trainer
+        self.hooks = hooks
+        self.uncounted = 0
+        self._last: tuple[Any, Any, Any] = (None, None, None)
+
+    @property
+    def engine(self) -> Engine:
+        return self.trainer.engine
+
+    def before_batch(self, *, is_training: bool) -> None:
+        for hook in self.hooks:
+            if not is_training:
+                hook.before_test_iter(self.trainer)
+            elif self.engine.batches_of_step:
+                hook.before_train_iter(self.trainer)
+
+    def after_batch(self, output: Output, labels: object, *, is_training: bool) -> None:
+        is_here = has_last_stage(self.engine)
+        self._last = (output.outputs, labels, output.loss) if is_here else (None, None, None)
+        if is_training and self.engine.batches_of_step < self.engine.gradient_accumulation:
+            for hook in self.hooks:
+                self.tell(hook)
+
+    def tell(self, hook: BaseHook) -> None:
+        """Tells a hook of the last batch of training."""
+        self.uncounted = 1
+        try:
+            hook.after_train_iter(self.trainer, *self._last)
+        finally:
+            self.uncounted = 0
+
+    def tell_of_test(self, hook: BaseHook) -> None:
+        """Tells a hook of the last batch of an evaluation."""
+        hook.after_test_iter(self.trainer, *self._last)

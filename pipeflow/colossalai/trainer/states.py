@@ -1,0 +1,39 @@
+"""What hooks tell each other, under ColossalAI's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import pipeflow.training as native
+
+HERE = {"Loss": "loss", "Accuracy": "accuracy", "LR": "learning rate", "Throughput": "samples/s"}
+THERE = {here: there for there, here in HERE.items()}
+
+
+class Named(MutableMapping[str, float]):
+    """A trainer's own metrics, under ColossalAI's names."""
+
+    def __init__(self, metrics: Callable[[], dict[str, float]]) -> None:
+        self._metrics = metrics
+
+    def __getitem__(self, name: str) -> float:
+        return self._metrics()[HERE.get(name, name)]
+
+    def __setitem__(self, name: str, value: float) -> None:
+        self._metrics()[HERE.get(name, name)] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._metrics()[HERE.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return (THERE.get(name, name) for name in self._metrics())
+
+    def __len__(self) -> int:
+        return len(self._metrics())
+
+
+def states_of(trainer: native.Trainer) -> dict[str, Any]:
+    """Of "metrics", those of "train" and "test" by name, each a number; and "step_metrics" by name."""
+    train, test = Named(lambda: trainer.metrics["train"]), Named(lambda: trainer.metrics["test"])
+    return {"metrics": {"train": train, "test": test}, "step_metrics": Named(lambda: trainer.step_metrics)}

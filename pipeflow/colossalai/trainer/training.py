@@ -1,0 +1,127 @@
+"""Trainer: ColossalAI's signatures of pipeflow's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pipeflow.training as native
+from pipeflow.colossalai.engine import Engine
+from pipeflow.colossalai.engine.accumulation import unwrapped
+from pipeflow.colossalai.trainer.hooks.base import BaseHook
+from pipeflow.colossalai.trainer.iterations import Iterations
+from pipeflow.colossalai.trainer.states import states_of
+from pipeflow.colossalai.trainer.timed import Timed
+from pipeflow.core.errors import UsageError
+from pipeflow.training import Hook, MultiTimer
+from pipeflow.training.launch import current_config
+
+
+class Trainer:
+    """A `pipeflow.training.Trainer` under ColossalAI's names. An iteration is a batch.
+
+    Args:
+        engine: as `initialize` gives it.
+        timer: measures "Train-epoch", "Train-step", "Test-epoch" and "Test-step".
+        logger: is kept for hooks.
+
+    Attributes:
+        trainer: pipeflow's.
+        states: what hooks tell each other; see `states_of`.
+    """
+
+    def __init__(self, engine: Engine, timer: MultiTimer | None = None, logger: Any = None) -> None:
+        if not isinstance(engine, Engine):
+            raise UsageError(f"a Trainer takes the engine that initialize gives, got {type(engine).__name__}")
+        self.engine = engine
+        self.timer = timer
+        self.logger = logger
+        self.trainer = native.Trainer(engine)
+        self.states = states_of(self.trainer)
+        self._iterations = Iterations(self, [])
+
+    @property
+    def cur_epoch(self) -> int:
+        """How many epochs are complete; may be set, to begin there."""
+        return self.trainer.epoch
+
+    @cur_epoch.setter
+    def cur_epoch(self, epoch: int) -> None:
+        self.trainer.epoch = epoch
+
+    @property
+    def cur_step(self) -> int:
+        """How many batches were trained on, without the one of which hooks are told."""
+        steps = self.engine.steps * self.engine.gradient_accumulation
+        return steps + self.engine.batches_of_step - self._iterations.uncounted
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any],
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        test_dataloader: Iterable[Any] | None = None,
+        test_interval: int = 1,
+        hooks: Sequence[Hook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        """Trains until `epochs` are complete, by default NUM_EPOCHS, or until `max_steps` batches are trained on; up to
+        a whole step of the optimizer. Evaluates `test_dataloader` after every `test_interval` epochs.
+
+        Args:
+            hooks: of this package, or of pipeflow.
+            display_progress: show it, once for the whole job.
+            return_output_label: tell hooks the outputs and labels.
+
+        Raises UsageError for a hook that needs outputs without them, without a number of epochs, and as
+        `pipeflow.training.Trainer.fit` does.
+        """
+        config = current_config()
+        epochs = getattr(config, "num_epochs", None) if epochs is None else epochs
+        if epochs is None:
+            raise UsageError("fit needs a number of epochs: pass epochs, or write NUM_EPOCHS into the configuration")
+        batches = self.engine.gradient_accumulation
+        with self._attached(hooks, display_progress, return_output_label):
+            self.trainer.fit(
+                unwrapped(train_dataloader),
+                epochs,
+                test_loader=None if test_dataloader is None else unwrapped(test_dataloader),
+                test_interval=test_interval,
+                max_steps=None if max_steps is None else -(-max_steps // batches),
+            )
+
+    def evaluate(
+        self,
+        test_dataloader: Iterable[Any],
+        hooks: Sequence[Hook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        """Evaluates all batches; `states["metrics"]["test"]` has what came of it. Arguments and errors as of `fit`."""
+        with self._attached(hooks, display_progress, return_output_label):
+            self.trainer.evaluate(unwrapped(test_dataloader))
+
+    def predict(self, data: object) -> object:
+        """The last stage's outputs for a batch of inputs, on the ranks that have it; None on the others."""
+        return self.trainer.predict(data)
+
+    @contextmanager
+    def _attached(self, hooks: Sequence[Hook] | None, shows: bool, keeps_outputs: bool) -> Iterator[None]:
+        """Inside, these hooks are the trainer's."""
+        hooks = [*(hooks or ()), *([] if self.timer is None else [Timed(self.timer)])]
+        hooks = native.Trainer(self.engine, hooks).hooks
+        own = [hook for hook in hooks if isinstance(hook, BaseHook)]
+        self._iterations = Iterations(self, own)
+        for hook in own:
+            hook.attach(self._iterations, keeps_outputs=keeps_outputs)
+            hook.after_hook_is_attached(self)
+        needing = [type(hook).__name__ for hook in hooks if hook.needs_outputs]
+        if needing and not keeps_outputs:
+            raise UsageError(f"{needing[0]} needs outputs, and return_output_label=False drops them: leave one out")
+        self.trainer.hooks, self.engine.listener = hooks, self._iterations
+        try:
+            yield
+        finally:
+            self.trainer.hooks, self.engine.listener = [], None
