@@ -74,7 +74,10 @@ ADAPTERS = {
     "registry": ("LAYERS", "MODELS"),
     "nn.metric": ("Accuracy",),
     "trainer": ("Trainer", "hooks"),
-    "trainer.hooks": ("AccuracyHook", "BaseHook", "LRSchedulerHook", "LossHook"),
+    "trainer.hooks": (
+        *("AccuracyHook", "BaseHook", "LRSchedulerHook", "LossHook", "TensorboardHook", "ThroughputHook"),
+        *("LogMemoryByEpochHook", "LogMetricByEpochHook", "LogMetricByStepHook", "LogTimingByEpochHook"),
+    ),
     "nn": ("Classifier", "CrossEntropyLoss", "Embedding", "Linear"),
     "utils": ("get_current_device", "is_using_pp"),
 }

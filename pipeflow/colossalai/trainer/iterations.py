@@ -17,13 +17,19 @@ class Iterations:
     """Listens to the engine for hooks. Between two batches of a step it calls them itself; before the first and after
     the last one pipeflow's trainer does, in the order of all hooks.
 
+    Args:
+        trainer: whose hooks they are.
+        hooks: in their order.
+        keeps_outputs: whether hooks are told outputs and labels.
+
     Attributes:
         uncounted: 1 while hooks are told of a batch, which `cur_step` counts afterwards; else 0.
     """
 
-    def __init__(self, trainer: Trainer, hooks: Sequence[BaseHook]) -> None:
+    def __init__(self, trainer: Trainer, hooks: Sequence[BaseHook], *, keeps_outputs: bool) -> None:
         self.trainer = trainer
         self.hooks = hooks
+        self.keeps_outputs = keeps_outputs
         self.uncounted = 0
         self._last: tuple[Any, Any, Any] = (None, None, None)
 
@@ -40,7 +46,8 @@ class Iterations:
 
     def after_batch(self, output: Output, labels: object, *, is_training: bool) -> None:
         is_here = has_last_stage(self.engine)
-        self._last = (output.outputs, labels, output.loss) if is_here else (None, None, None)
+        kept = labels if is_here and self.keeps_outputs else None
+        self._last = (output.outputs, kept, output.loss if is_here else None)
         if is_training and self.engine.batches_of_step < self.engine.gradient_accumulation:
             for hook in self.hooks:
                 self.tell(hook)

@@ -39,7 +39,7 @@ class Trainer:
         self.logger = logger
         self.trainer = native.Trainer(engine)
         self.states = states_of(self.trainer)
-        self._iterations = Iterations(self, [])
+        self._iterations = Iterations(self, [], keeps_outputs=False)
 
     @property
     def cur_epoch(self) -> int:
@@ -111,11 +111,11 @@ class Trainer:
     def _attached(self, hooks: Sequence[Hook] | None, shows: bool, keeps_outputs: bool) -> Iterator[None]:
         """Inside, these hooks are the trainer's."""
         hooks = [*(hooks or ()), *([] if self.timer is None else [Timed(self.timer)])]
-        hooks = native.Trainer(self.engine, hooks).hooks
+        hooks = native.Trainer(self.engine, hooks, progress=shows).hooks
         own = [hook for hook in hooks if isinstance(hook, BaseHook)]
-        self._iterations = Iterations(self, own)
+        self._iterations = Iterations(self, own, keeps_outputs=keeps_outputs)
         for hook in own:
-            hook.attach(self._iterations, keeps_outputs=keeps_outputs)
+            hook.attach(self._iterations)
             hook.after_hook_is_attached(self)
         needing = [type(hook).__name__ for hook in hooks if hook.needs_outputs]
         if needing and not keeps_outputs:

@@ -3,7 +3,25 @@
 from __future__ import annotations
 
 from pipeflow.colossalai.trainer.hooks.base import BaseHook
+from pipeflow.colossalai.trainer.hooks.logs import (
+    LogMemoryByEpochHook,
+    LogMetricByEpochHook,
+    LogMetricByStepHook,
+    LogTimingByEpochHook,
+)
 from pipeflow.colossalai.trainer.hooks.metrics import AccuracyHook, LossHook
-from pipeflow.colossalai.trainer.hooks.rates import LRSchedulerHook
+from pipeflow.colossalai.trainer.hooks.rates import LRSchedulerHook, ThroughputHook
+from pipeflow.colossalai.trainer.hooks.tensorboard import TensorboardHook
 
-__all__ = ["AccuracyHook", "BaseHook", "LRSchedulerHook", "LossHook"]
+__all__ = [
+    "AccuracyHook",
+    "BaseHook",
+    "LRSchedulerHook",
+    "LogMemoryByEpochHook",
+    "LogMetricByEpochHook",
+    "LogMetricByStepHook",
+    "LogTimingByEpochHook",
+    "LossHook",
+    "TensorboardHook",
+    "ThroughputHook",
+]

@@ -38,12 +38,12 @@ class BaseHook(Hook):
     def __init__(self, priority: int = 10) -> None:
         self.priority = priority
 
-    def attach(self, iterations: Iterations, *, keeps_outputs: bool) -> None:
+    def attach(self, iterations: Iterations) -> None:
         """For a trainer, before it trains or evaluates."""
         self.iterations = iterations
         told = {"train": "after_train_iter", "test": "after_test_iter"}
         wanted = {when for when, name in told.items() if getattr(type(self), name) is not getattr(BaseHook, name)}
-        self.needs_outputs = frozenset(wanted) if keeps_outputs else frozenset()
+        self.needs_outputs = frozenset(wanted) if iterations.keeps_outputs else frozenset()
 
     def init_runner_states(self, trainer: Trainer, key: str, val: Any) -> None:
         """Sets a state of the trainer, unless it is there."""
