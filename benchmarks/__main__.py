@@ -23,6 +23,7 @@ NAMES = (
     "buffers",
     "tensor",
     "precision",
+    "optimizers",
 )
 
 

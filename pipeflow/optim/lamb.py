@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -98,15 +98,43 @@ class Lamb(Optimizer):
         return context.alarm.raised_everywhere()
 
     def _step(self) -> None:
-        splits = self._splits()
+        splits, parts = self._splits(), []
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise UsageError("Lamb needs whole gradients, got a sparse one: make the embedding with sparse=False")
+        for group in self.param_groups:
+            wholes = []
+            for parameter in group["params"]:
+                split = splits.get(id(parameter))
+                if split is not None or isinstance(parameter, DTensor):
+                    parts.append((parameter, group, split))
+                elif parameter.grad is not None:
+                    wholes.append(parameter)
+            for batch in _batches(wholes):
+                self._step_wholes(batch, group)
+        if parts:
+            self._step_parts(parts)
+
+    def _step_wholes(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
+        """Steps parameters of which this rank has the whole."""
+        weights, changes = [_entries(parameter) for parameter in parameters], self._changes(parameters, group)
+        trusts = None
+        if not group["adam"]:
+            trusts = [_trust(*norms) for norms in zip(_norms(weights), _norms(changes), strict=True)]
+        _apply(weights, changes, trusts, group["lr"])
+
+    def _step_parts(self, parts: Sequence[tuple[nn.Parameter, Mapping[str, Any], Split | None]]) -> None:
+        """Steps parameters of which other ranks have further parts: works out all updates, adds up their squared norms
+        in one exchange, then steps.
+        """
         updates = [
-            _Update(parameter, group, self._change(parameter, group), splits.get(id(parameter)))
-            for group in self.param_groups
-            for parameter in group["params"]
+            _Update(parameter, None if parameter.grad is None else self._changes([parameter], group)[0], split)
+            for parameter, group, split in parts
         ]
-        if updates:
-            for update, trust in zip(updates, _trusts(updates), strict=True):
-                update.apply(trust)
+        for update, trust, (_, group, _) in zip(updates, _trusts(updates), parts, strict=True):
+            if update.change is not None:
+                trusts = None if group["adam"] else [trust.to(update.change.device)]
+                _apply([_entries(update.parameter)], [update.change], trusts, group["lr"])
 
     def _splits(self) -> dict[int, Split]:
         """What is stepped and lies in parts on the tensor ranks, by its id."""
@@ -115,34 +143,101 @@ class Lamb(Optimizer):
         splits = splits_of(self._model)
         return {id(self._stepped.get(p, p)): splits[id(p)] for p in self._model.parameters() if id(p) in splits}
 
-    def _change(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor | None:
-        """What the paper scales, u: of the entries that are here. None where there is no gradient."""
-        if parameter.grad is None:
-            return None
-        if parameter.grad.is_sparse:
-            raise UsageError("Lamb needs whole gradients, got a sparse one: make the embedding with sparse=False")
-        state = self.state[parameter]
+    def _changes(self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]) -> list[Tensor]:
+        """What the paper scales, u, of each parameter: of the entries that are here."""
+        states = [self._state_of(parameter) for parameter in parameters]
+        steps = [state["step"] for state in states]
+        means, squares = ([_entries(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        gradients = [
+            _entries(settled(parameter.grad, parameter)).to(mean.dtype)
+            for parameter, mean in zip(parameters, means, strict=True)
+            if parameter.grad is not None
+        ]
+        first, second = group["betas"]
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
+        roots = torch._foreach_sqrt(squares)
+        if group["bias_correction"]:
+            torch._foreach_div_(roots, [math.sqrt(1 - second ** step.item()) for step in steps])
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_reciprocal_(roots)  # in place: memory that is new costs more than a division
+        changes = roots
+        torch._foreach_mul_(changes, means)
+        if group["bias_correction"]:
+            torch._foreach_div_(changes, [1 - first ** step.item() for step in steps])
+        if group["weight_decay"]:
+            torch._foreach_add_(changes, [_entries(p) for p in parameters], alpha=group["weight_decay"])
+        return list(changes)
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        state["step"] += 1
-        mean, square = _entries(state["exp_avg"]), _entries(state["exp_avg_sq"])
-        gradient = _entries(settled(parameter.grad, parameter)).to(mean.dtype)
-        first, second = group["betas"]
-        steps = state["step"].item() if group["bias_correction"] else math.inf  # then there is nothing to correct
-        mean.mul_(first).add_(gradient, alpha=1 - first)
-        square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        root = (square / (1 - second**steps)).sqrt_().add_(group["eps"])
-        change: Tensor = (mean / (1 - first**steps)).div_(root)
-        return change.add_(_entries(parameter), alpha=group["weight_decay"])
+        return state
+
+
+_AT_ONCE = {"cpu": 2**16}
+"""How many numbers are stepped together: on a CPU what stays in its cache, elsewhere what keeps it busy at one call."""
+
+
+def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters that are stepped together, in their order."""
+    batch: list[nn.Parameter] = []
+    numbers = 0
+    for parameter in parameters:
+        if batch and numbers + parameter.numel() > _AT_ONCE.get(parameter.device.type, 2**26):
+            yield batch
+            batch, numbers = [], 0
+        batch.append(parameter)
+        numbers += parameter.numel()
+    if batch:
+        yield batch
+
+
+def _apply(weights: list[Tensor], changes: list[Tensor], trusts: list[Tensor] | None, lr: float | Tensor) -> None:
+    """Steps `weights`; `changes` are scaled in place."""
+    if trusts is None:
+        torch._foreach_mul_(changes, lr)
+    else:
+        torch._foreach_mul_(changes, [trust * lr for trust in trusts])
+    torch._foreach_sub_(weights, changes)
+
+
+_ROW = 4096  # numbers: a sum of so many squares in float32 is right to about 2e-6
+
+
+def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Their 2-norms, in float64. On a CPU, where float64 is slow, those of float32 are put together from rows."""
+    rows = [_norm_by_rows(tensor) if tensor.is_cpu and tensor.dtype == torch.float32 else None for tensor in tensors]
+    if all(norm is not None for norm in rows):
+        return [norm for norm in rows if norm is not None]
+    return list(torch._foreach_norm(list(tensors), 2, torch.float64))
+
+
+def _norm_by_rows(tensor: Tensor) -> Tensor | None:
+    """None where that is no faster, or where squares in float32 may be too large or too small."""
+    if tensor.numel() < _ROW or not tensor.is_contiguous():
+        return None
+    flat = tensor.view(-1)
+    end = flat.numel() - flat.numel() % _ROW
+    rows = torch.linalg.vector_norm(flat[:end].view(-1, _ROW), dim=1)
+    norm = torch.linalg.vector_norm(torch.cat([rows, flat[end:]]), dtype=torch.float64)
+    return norm if 1e-12 < norm < 1e12 else None
+
+
+def _trust(norm: Tensor, change: Tensor) -> Tensor:
+    """The norm of a weight over that of its u, 1 where either is 0."""
+    return torch.where((norm > 0) & (change > 0), norm / change, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Update:
-    """Of one parameter: the options of its group, the u that is to be scaled, and how tensor ranks split it."""
+    """Of one parameter: the u that is to be scaled, None where there is no gradient, and how tensor ranks split it."""
 
     parameter: nn.Parameter
-    group: Mapping[str, Any]
     change: Tensor | None
     split: Split | None
 
@@ -151,19 +246,13 @@ class _Update:
         weight = _entries(self.parameter)
         if self.change is None:
             return torch.zeros(2, dtype=torch.float64, device=weight.device)
-        norms = [torch.linalg.vector_norm(self._real(each), dtype=torch.float64) for each in (weight, self.change)]
-        return torch.stack(norms).square_()
+        return torch.stack(_norms([self._real(each) for each in (weight, self.change)])).square_()
 
     def _real(self, entries: Tensor) -> Tensor:
         """Without what pads this rank's part; our own layers pad with zeros, so DTensors of theirs need no look."""
         if self.split is None or isinstance(self.parameter, DTensor):
             return entries
         return self.split.unpadded(entries, current_context().tensor_rank)
-
-    def apply(self, trust: Tensor) -> None:
-        if self.change is not None:
-            scale = 1.0 if self.group["adam"] else trust.to(self.change.device)
-            _entries(self.parameter).sub_(self.change.mul_(scale * self.group["lr"]))
 
 
 def _trusts(updates: Sequence[_Update]) -> Tensor:
@@ -172,8 +261,7 @@ def _trusts(updates: Sequence[_Update]) -> Tensor:
     squares = torch.stack([update.squares().to(device) for update in updates])
     _sum_over_meshes(squares, [update.parameter for update in updates])
     _sum_over_tensor_ranks(squares, [row for row, update in enumerate(updates) if update.split is not None])
-    norms, changes = squares.sqrt().unbind(1)
-    return torch.where((norms > 0) & (changes > 0), norms / changes, 1.0)
+    return _trust(*squares.sqrt().unbind(1))
 
 
 def _sum_over_meshes(squares: Tensor, parameters: Sequence[nn.Parameter]) -> None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
-from pipeflow.optim import Lamb, MasterWeights, Zero
+from pipeflow.optim import Lamb, MasterWeights, Zero, lamb
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from tests.checkpoint.checkpoints import Layout, Run, under, wholes
@@ -74,6 +74,45 @@ def test_the_published_update(corrected: bool, adam: bool) -> None:
         optimizer.step()
         for weight, wanted in zip(weights, expected, strict=True):
             near(weight, wanted.weight)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-8, 1.0, 1e8, 1e25])
+def test_norms_of_float32_are_right_for_weights_of_any_size(size: float) -> None:
+    """Of many numbers, a part of a row, no row at all, and not in one piece."""
+    for numbers in (3, 4096, 3 * 4096 + 5, 2**20):
+        weights = [torch.full((numbers,), 0.1 * size), drawn(numbers, numbers).float() * size, torch.zeros(numbers)]
+        weights.append((drawn(1, numbers, 2).float() * size)[:, 0])
+        for weight, norm in zip(weights, lamb._norms(weights), strict=True):
+            torch.testing.assert_close(norm, weight.double().square().sum().sqrt(), rtol=3e-6, atol=0)
+            [alone] = lamb._norms([weight])
+            torch.testing.assert_close(norm, alone, rtol=3e-6, atol=0)
+
+
+def test_parameters_stepped_in_one_batch_and_alone_end_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in two batches, one of which is a weight larger than any batch."""
+    shapes, ends = [(3, 2), (5,), (40,), (2, 2), (1,)], []
+    for at_once in (1, 12, 10**6):
+        monkeypatch.setattr(lamb, "_AT_ONCE", {"cpu": at_once})
+        weights = [nn.Parameter(drawn(index, *shape)) for index, shape in enumerate(shapes)]
+        optimizer = Lamb(weights, **OPTIONS, bias_correction=True)
+        for step in range(5):
+            for index, weight in enumerate(weights):
+                weight.grad = None if step == index else drawn(10 * step + index, *weight.shape)
+            optimizer.step()
+        ends.append(weights)
+    assert all(torch.equal(one, other) for one, other in zip(ends[0], ends[2], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(ends[0], ends[1], strict=True))
+
+
+def test_a_sparse_gradient_is_told_before_any_weight_is_stepped() -> None:
+    first, table = nn.Parameter(torch.ones(2)), nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    first.grad = torch.ones(2)
+    optimizer = Lamb([first, *table.parameters()])
+    with pytest.raises(UsageError, match="sparse=False"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(2))
+    assert optimizer.state == {}
 
 
 def test_a_gradient_of_zero_changes_nothing_but_by_decay() -> None:
