@@ -163,7 +163,7 @@ class Monitor:
         return generation in self._verdicts
 
     def close(self) -> None:
-        """Says that this rank leaves, and ends the thread. Nobody answers any more: a later report comes back."""
+        """Says that this rank leaves, and ends the thread. A later report tells nobody, and comes back as it is."""
         if not self._leaving:
             self._leaving = True
             self._ended.set()
