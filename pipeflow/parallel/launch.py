@@ -8,7 +8,9 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,12 +24,13 @@ from pipeflow.parallel.control.diagnosis import gone
 from pipeflow.parallel.control.monitor import HOST, Monitor, grace_of
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.network import address_towards, reachable, resolve, use_interface_of
-from pipeflow.parallel.rendezvous import did_not_come, find_each_other, missing
+from pipeflow.parallel.rendezvous import come, did_not_come, find_each_other, missing
 from pipeflow.parallel.transport.distributed import DistributedTransport
 from pipeflow.parallel.transport.local import Hub, LocalTransport
 from pipeflow.parallel.transport.protocol import Transport
 from pipeflow.parallel.transport.work import LinkError
 
+T = TypeVar("T")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_TORCH = timedelta(minutes=30)  # for the collectives of torch's own groups, as torch has it
 
@@ -64,7 +67,7 @@ def launch(
     if world_size > 1:
         transport = _join(rank, world_size, place, timeout)
     elif all(name in os.environ for name in _TORCHRUN):
-        _initialize(rank, world_size, place, timeout)  # for torch's libraries; nothing here needs it
+        _initialize(rank, world_size, place, timeout, str)  # for torch's libraries; nothing here needs it
     context = Context(rank, layout, place, transport)
     set_process_context(context)
     return context
@@ -80,11 +83,16 @@ def _device() -> torch.device:
 
 def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> DistributedTransport:
     """Meets the other processes; rank 0 has the coordinator, to which all others connect."""
-    address = _initialize(rank, world_size, device, timeout)
-    secret, coordinator = secrets.token_bytes(32), None
-    if rank == 0:
-        coordinator = Coordinator(address_towards(address), world_size, secret, grace_of(timeout))
-    secret, address, port = _told_by_rank_0(secret, address, 0 if coordinator is None else coordinator.port)
+    coordinators: list[Coordinator] = []
+
+    def tell(address: str) -> tuple[bytes, str, int]:
+        secret, port = secrets.token_bytes(32), 0
+        if rank == 0:
+            coordinators.append(Coordinator(address_towards(address), world_size, secret, grace_of(timeout)))
+            port = coordinators[0].port
+        return _told_by_rank_0(secret, address, port)
+
+    secret, address, port = _initialize(rank, world_size, device, timeout, tell)
     try:
         monitor = Monitor(address, port, rank=rank, size=world_size, secret=secret, timeout=timeout)
     except OSError:
@@ -96,7 +104,7 @@ def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> D
         device=device,
         timeout=timeout,
         address=address_towards(address),
-        leave=lambda: None if coordinator is None else coordinator.close(),
+        leave=coordinators[0].close if coordinators else lambda: None,
     )
     atexit.register(transport.close)
     try:
@@ -106,28 +114,33 @@ def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> D
     return transport
 
 
-def _initialize(rank: int, world_size: int, device: torch.device, timeout: float) -> str:
-    """Makes torch's default process group unless there is one. Returns the address of rank 0's machine."""
+def _initialize(rank: int, world_size: int, device: torch.device, timeout: float, then: Callable[[str], T]) -> T:
+    """Makes torch's default process group unless there is one. Returns what `then` makes of the address of rank 0's
+    machine, having spoken to the other ranks by that group.
+    """
     if dist.is_initialized():
-        return _address_of_rank_0(rank, world_size)
+        return then(_address_of_rank_0(rank, world_size))
     found = find_each_other(rank, world_size, timeout)
     use_interface_of(address_towards(found.address))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience, until = timedelta(seconds=timeout), time.monotonic() + timeout + grace_of(timeout)
 
-    def meet() -> None:
+    def meet() -> T:
         dist.init_process_group(backend, store=found.store, rank=rank, world_size=world_size, timeout=patience)
-        dist.all_reduce(torch.zeros(1, device="cpu"))  # with all of them
+        result = then(found.address)
+        dist.all_reduce(torch.zeros(1, device="cpu"))  # which no rank passes before all have come so far
+        come(found.store, rank)
+        return result
 
     try:
-        aside(meet, "pipeflow launch").result(timeout)
+        result = aside(meet, "pipeflow launch").result(timeout)
     except (RuntimeError, TimeoutError) as error:
         if absent := missing(found.store, rank, world_size, until):
             raise did_not_come(absent, timeout) from None
         raise PipelineError(Failure(rank, f"it found all ranks, but could not connect to them: {error!r}")) from None
     _set_pg_timeout(_OF_TORCH)
     atexit.register(_leave)
-    return found.address
+    return result
 
 
 def _address_of_rank_0(rank: int, world_size: int) -> str:

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -47,17 +48,28 @@ def find_each_other(rank: int, size: int, timeout: float) -> Found:
     return meeting.result()
 
 
-def missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
-    """The ranks that have not come here, after something went wrong, by that time of the monotonic clock."""
-    try:
+def come(store: dist.Store, rank: int) -> None:
+    """This rank has come through launch, or is to be told why it has not: either way it is there."""
+    with suppress(dist.DistError):
         store.set(f"after/{rank}", "")
-        while (absent := _absent(store, "after", range(size))) and time.monotonic() < until:
-            time.sleep(_PAUSE)
-        if rank == 0:
-            time.sleep(_MARGIN)  # this process may serve the store, and ends next
-        return absent
-    except dist.DistError:
-        return [0]
+
+
+def missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
+    """The ranks that have not come, after something went wrong, by that time of the monotonic clock."""
+
+    def look() -> list[int]:
+        try:
+            while (absent := _absent(store, "after", range(size))) and time.monotonic() < until:
+                time.sleep(_PAUSE)
+            if rank == 0:
+                time.sleep(_MARGIN)  # this process may serve the store, and ends next
+            return absent
+        except dist.DistError:
+            return [0]
+
+    come(store, rank)
+    looking = aside(look, "pipeflow rendezvous")
+    return looking.result() if wait([looking], until + 2 * _MARGIN - time.monotonic()).done else [0]
 
 
 def did_not_come(ranks: Sequence[int], seconds: float) -> PipelineError:

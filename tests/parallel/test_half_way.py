@@ -22,6 +22,7 @@ from pipeflow.parallel.transport.abort import abort
 from pipeflow.parallel.transport.protocol import Tag
 from pipeflow.parallel.transport.work import Exchange, LinkError
 from pipeflow.testing import run_processes
+from pipeflow.testing.ranks import free_port
 
 pytestmark = pytest.mark.slow
 LARGE = 1 << 27  # bytes: more than sockets hold
@@ -132,6 +133,25 @@ def die_half_made(victim: int, group: str) -> tuple[int, int | None, bool]:
 def test_who_dies_while_a_group_is_made_is_named_at_once(victim: int, group: str) -> None:
     told = run_processes(die_half_made, 3, victim, group, may_die=[victim], tensor=3)
     assert [each for rank, each in enumerate(told) if rank != victim] == [(victim, victim, True)] * 2
+
+
+def die_between_groups(victim: int, port: int) -> int:
+    """`victim` dies when torch's group is made, and nobody has been told where the coordinator is."""
+    current_context().close()
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    if int(os.environ["RANK"]) == victim:
+        die = "pipeflow.parallel.launch._told_by_rank_0"
+        pytest.MonkeyPatch().setattr(die, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(PipelineError) as caught:
+        launch(timeout=2.0)
+    return caught.value.rank
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_dies_in_launch_before_there_is_a_coordinator_is_named(victim: int) -> None:
+    told = run_processes(die_between_groups, 3, victim, free_port(), may_die=[victim])
+    assert [each for rank, each in enumerate(told) if rank != victim] == [victim] * 2
 
 
 def make_too_late() -> bool:
