@@ -24,6 +24,7 @@ NAMES = (
     "tensor",
     "precision",
     "optimizers",
+    "trainer",
 )
 
 
