@@ -2,8 +2,8 @@
 execute_pipeline; the same model, batches and optimizer on 2 ranks.
 
 A bare loop is zero_grad, execute_pipeline and the optimizer's step. The hooks measure rates, throughput, times, memory
-and the bubble, log by step and by epoch, write for TensorBoard where it is installed, and show progress as on a terminal of
-120 columns, which goes nowhere.
+and the bubble, log by step and by epoch, write for TensorBoard where it is installed, and show progress as on a
+terminal of 120 columns, which goes nowhere.
 """
 
 from __future__ import annotations

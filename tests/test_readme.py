@@ -43,6 +43,21 @@ def test_the_training_script_of_the_readme_learns(tmp_path: Path, ranks: int) ->
     assert losses[-1][1] < losses[0][1] / 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow
+def test_the_trainer_of_the_readme_learns_and_goes_on(tmp_path: Path, ranks: int) -> None:
+    script = re.search(r"```python\n(import pipeflow\nimport torch.*?)```", README.read_text(), re.DOTALL)
+    assert script is not None
+    (tmp_path / "train.py").write_text(script[1])
+    said = run_ranks(tmp_path / "train.py", ranks=ranks, folder=tmp_path)
+    accuracies = [float(each) for each in re.findall(r"epoch \d/8, test: loss = \S+, accuracy = ([\d.]+)", said)]
+    assert len(accuracies) == 8
+    assert accuracies[-1] > 0.9 > accuracies[0]
+    (tmp_path / "train.py").write_text(script[1].replace("epochs=8", "epochs=9"))
+    again = run_ranks(tmp_path / "train.py", ranks=3 - ranks, folder=tmp_path)
+    assert re.findall(r"epoch (\d/\d), test", again) == ["9/9"]
+
+
 def test_the_training_script_of_the_readme_needs_no_word_about_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks compute elsewhere than on the CPU; of the meta device, which has no values, no loss is printed."""
     monkeypatch.setattr(pipeflow, "launch", current_context)
