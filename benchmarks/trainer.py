@@ -29,7 +29,7 @@ BARE, NONE, ALL = "bare loop", "Trainer, no hooks", "Trainer, usual hooks and pr
 
 def run(rounds: int | None = None) -> Report:
     rounds = rounds or 9
-    results = run_ranks("trainer:measure", RANKS, {"rounds": rounds}, deadline=120 + 60 * rounds)
+    results = run_ranks("trainer:measure", RANKS, {"rounds": rounds}, deadline=300 + 100 * rounds)
     seconds = step_times([each["seconds"] for each in results])
     cpu = {name: [sum(both) for both in zip(*(each["cpu"][name] for each in results), strict=True)] for name in seconds}
     title = f"trainer: {RANKS} ranks, {MICROBATCHES} microbatches, 4 blocks, {rounds} rounds of an epoch"
