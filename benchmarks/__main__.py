@@ -16,6 +16,7 @@ NAMES = (
     "failure",
     "kill",
     "drills",
+    "resume",
     "corrupt",
     "calls",
     "analysis",
