@@ -68,7 +68,7 @@ def undisturbed(dropout: float) -> list[dict[str, Any]]:
 
 
 def kill_once(choices: random.Random, number: int) -> dict[str, Any]:
-    """A rank is killed at a moment between the beginning of training and its end; every other job saves beside it."""
+    """A rank is killed at any moment of its steps and what lies between them; every other job saves beside it."""
     return killed_and_continued(choices, dropout=0.1, asynchronous=number % 2 == 1)
 
 
@@ -86,9 +86,10 @@ def killed_and_continued(
     accumulation: int = 1,
 ) -> dict[str, Any]:
     expected, victim = undisturbed(dropout), choices.randrange(RANKS)
-    after = choices.uniform(0.0, max(each["seconds"] for each in expected))
+    step, a_step = choices.randrange(EPOCHS * STEPS - 2), max(each["seconds"] for each in expected) / EPOCHS / STEPS
+    after = choices.uniform(0.0, a_step)
     with tempfile.TemporaryDirectory() as folder:
-        first = Run(folder, 1, dropout, asynchronous=asynchronous, victim=victim, after=after)
+        first = Run(folder, 1, dropout, asynchronous=asynchronous, victim=victim, after=after, step=step)
         ended = run_processes(train, RANKS, first, data=REPLICAS, may_die=(victim,))
         second = Run(folder, 2, dropout, accumulation, asynchronous)
         found = run_processes(train, STAGES * replicas, second, data=replicas)
@@ -97,6 +98,7 @@ def killed_and_continued(
     read = {step: samples for step, samples in before.items() if step <= resumed} | later
     return {
         "victim": victim,
+        "step": step,
         "after": after,
         "killed": ended[victim] is None,
         "reached": max(before, default=0),
@@ -127,7 +129,7 @@ def steps_read(folder: Path, life: int) -> dict[int, list[int]]:
 
 
 def restart_once(choices: random.Random, number: int) -> dict[str, Any]:
-    """A rank kills itself before a step within an epoch; torchrun starts all of them again."""
+    """A rank is killed at a step within an epoch; torchrun starts all of them again."""
     victim, step = choices.randrange(RANKS), choices.choice([n for n in range(4, EPOCHS * STEPS) if n % STEPS])
     with tempfile.TemporaryDirectory() as name:
         folder, expected = Path(name), [digest(each) for each in undisturbed(0.1)]

@@ -34,7 +34,7 @@ class Run:
         dropout: its probability.
         accumulation: batches of a replica in a step.
         asynchronous: whether checkpoints are written beside training.
-        victim: the rank that is killed, `after` so many seconds or at that `step`; -1 for none.
+        victim: the rank that is killed once, so many seconds `after` it begins that `step`; -1 for none.
     """
 
     folder: str
@@ -98,7 +98,9 @@ def _notes(run: Run) -> list[Any]:
             flag = Path(run.folder, "killed")
             if is_moment and not flag.exists():
                 flag.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+                killing = threading.Timer(run.after, os.kill, (os.getpid(), signal.SIGKILL))
+                killing.daemon = True
+                killing.start()
 
         def after_step(self, trainer: Trainer, step: Step) -> None:
             context, data = trainer.engine.model.context, trainer.loader.dataset  # type: ignore[attr-defined]  # Numbered
@@ -140,8 +142,6 @@ def train(run: Run) -> dict[str, Any] | None:
     trainer, each = trainer_of(run), BATCH // current_context().data_size // run.accumulation
     loader = pipeflow.get_dataloader(data(SAMPLES, 0), each, shuffle=True)
     test_loader = pipeflow.get_dataloader(data(16, 1), 4)
-    if run.after and current_context().rank == run.victim:
-        threading.Timer(run.after, os.kill, (os.getpid(), signal.SIGKILL)).start()
     start = time.monotonic()
     try:
         trainer.fit(loader, EPOCHS, test_loader=test_loader)
