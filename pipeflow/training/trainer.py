@@ -177,10 +177,10 @@ class Trainer:
         self.require_fits(state)
         self.epoch, self.engine.steps, self.engine.skipped = state["epoch"], state["steps"], state["skipped"]
         self.metrics = {when: dict(metrics) for when, metrics in state["metrics"].items()}
-        if self.engine.steps:
-            self.engine.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn that it took no step
         for scheduler, (_, rates) in zip(self._all_schedulers(), state["rates"], strict=True):
             scheduler.load_state_dict(rates)
+            if self.engine.steps and hasattr(scheduler, "optimizer"):
+                scheduler.optimizer._opt_called = True  # or torch warns that it took no step in this process
         saved = list(state["hooks"])
         for hook in self.hooks:
             found = next((each for each in saved if each[0] == type(hook).__name__), None)

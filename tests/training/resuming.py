@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeflow import get_dataloader, make_schedule
+from pipeflow.optim import LossScaler, MasterWeights, Zero
 from pipeflow.parallel.context import current_context
 from pipeflow.runtime.step import Output
 from pipeflow.testing.models import PlainModel
@@ -24,8 +25,10 @@ SAMPLES = 24
 class Samples(Dataset[Any]):
     """Notes which of its samples were read."""
 
-    def __init__(self, count: int = SAMPLES, seed: int = 0) -> None:
+    def __init__(self, count: int = SAMPLES, seed: int = 0, *, is_half: bool = False) -> None:
         self.inputs, self.labels = MODEL.batch(count, seed=seed)
+        if is_half:
+            self.inputs, self.labels = self.inputs.half(), self.labels.half()
         self.read: list[int] = []
 
     def __len__(self) -> int:
@@ -100,12 +103,18 @@ def right(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs[:, 0, 0].sign() == labels[:, 0, 0].sign()).sum()
 
 
-def make_trainer(checkpoints: CheckpointHook | None, hooks: Iterable[Hook] = (), accumulation: int = 1) -> Trainer:
+def make_trainer(
+    checkpoints: CheckpointHook | None, hooks: Iterable[Hook] = (), accumulation: int = 1, *, is_half: bool = False
+) -> Trainer:
+    """With `is_half` a model of 16 bits, whose gradients overflow now and then."""
     schedule = make_schedule("1f1b", ranks=current_context().pipeline_size, microbatches=2)
-    pipeline = build(MODEL, schedule)
-    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.05)
+    pipeline = build(PlainModel(dtype=torch.float16) if is_half else MODEL, schedule)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.05)
     by_step = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     by_epoch = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    if is_half:
+        scaler = LossScaler(initial_scale=2.0**15, growth_interval=2, hysteresis=1)
+        optimizer = MasterWeights(pipeline, Zero(pipeline, optimizer), scaler=scaler)
     engine = Engine(
         pipeline,
         optimizer,
@@ -118,11 +127,11 @@ def make_trainer(checkpoints: CheckpointHook | None, hooks: Iterable[Hook] = (),
     return Trainer(engine, [*own, *hooks])
 
 
-def loaders(size: int = 4, dataset: Samples | None = None, **options: Any) -> dict[str, Any]:
+def loaders(size: int = 4, dataset: Samples | None = None, *, is_half: bool = False) -> dict[str, Any]:
     """Of `size` samples of all replicas."""
     each = size // current_context().data_size
-    train = get_dataloader(Samples() if dataset is None else dataset, each, shuffle=True, **options)
-    return {"loader": train, "test_loader": get_dataloader(Samples(8, 1), 2, shuffle=True)}
+    train = get_dataloader(Samples(is_half=is_half) if dataset is None else dataset, each, shuffle=True)
+    return {"loader": train, "test_loader": get_dataloader(Samples(8, 1, is_half=is_half), 2, shuffle=True)}
 
 
 def result(trainer: Trainer) -> dict[str, Any]:
@@ -135,6 +144,7 @@ def result(trainer: Trainer) -> dict[str, Any]:
         "losses": notes.losses,
         "counts": (trainer.epoch, trainer.engine.steps, trainer.engine.skipped),
         "rate": trainer.engine.optimizer.param_groups[0]["lr"],
+        "scale": trainer.engine.model.loss_scale,
     }
 
 

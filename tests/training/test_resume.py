@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.resume import halve_once, kill_once, restart_once
 from pipeflow import Pipeline, UsageError, get_dataloader, make_schedule, save_checkpoint
+from pipeflow.optim import MasterWeights
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.testing import run_threads
@@ -70,10 +71,30 @@ def test_a_run_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, size: int, accumulation: int, options: dict[str, Any]
 ) -> None:
     [expected] = run_threads(undisturbed, 1, EPOCHS, size, accumulation)
-    [(found, continued)] = run_threads(interrupted, 1, tmp_path, [23, 9, 31], size, accumulation, options)
+    [(found, continued)] = run_threads(interrupted, 1, tmp_path, [26, 9, 31], size, accumulation, options)
     require_same(found, expected)
     assert continued[0] is None
     assert continued[-1] is not None
+
+
+def in_half(folder: Path, moments: list[int]) -> tuple[dict[str, Any], int]:
+    """What it has at the end, and how many steps overflowed in its last life."""
+    for moment in (*moments, 10**6):
+        trainer = make_trainer(CheckpointHook(folder, unit="step"), [Kill(moment, 50)], is_half=True)
+        with suppress(KilledError):
+            trainer.fit(epochs=EPOCHS, **loaders(is_half=True))
+    optimizer = trainer.engine.optimizer
+    assert isinstance(optimizer, MasterWeights)
+    return result(trainer), optimizer.skipped
+
+
+def test_masters_spread_states_and_the_loss_scale(tmp_path: Path) -> None:
+    """On two replicas, of which each keeps a half of the optimizer's states."""
+    expected = run_threads(in_half, 2, tmp_path / "undisturbed", [], data=2)
+    found = run_threads(in_half, 2, tmp_path / "run", [8, 11], data=2)
+    for (mine, _), (its, overflows) in zip(found, expected, strict=True):
+        require_same(mine, its)
+        assert 0 < overflows < 6
 
 
 @pytest.mark.slow
