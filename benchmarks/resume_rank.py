@@ -91,7 +91,7 @@ def _notes(run: Run) -> list[Any]:
     from pipeflow.training import Hook, Step
 
     class Notes(Hook):
-        priority = 95
+        priority = 55  # before a checkpoint says that the step is done
 
         def before_step(self, trainer: Trainer) -> None:
             is_moment = trainer.engine.steps == run.step and trainer.engine.model.context.rank == run.victim
