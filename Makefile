@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo demo-hybrid lab test test-all wheel-test fuzz check bench gallery clean
+.PHONY: demo demo-hybrid demo-vit lab test test-all wheel-test fuzz check bench gallery clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -15,6 +15,9 @@ demo: .venv/installed           ## train a GPT on real text through a pipeline o
 
 demo-hybrid: .venv/installed    ## the same over 8 processes: a pipeline of 2, tensor ranks of 2, 2 replicas
 	$(PY) examples/gpt3/train.py --ranks 2 --tensor 2 --replicas 2 $(ARGS)
+
+demo-vit: .venv/installed       ## train a vision transformer on handwritten digits: a pipeline of 2, tensor ranks of 2
+	$(PY) examples/vit/train.py $(ARGS)
 
 lab: .venv/installed            ## the Megatron lab: two tensor ranks, mock data, a checkpoint
 	$(PY) examples/megatron_lab/lab.py $(ARGS)

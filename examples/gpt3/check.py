@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pipeflow
 from gpt3.build import build_stage, options_of
-from gpt3.model import GPTLMLoss, PipelineGPTHybrid, make_optimizer
+from gpt3.model import GPTLMLoss, make_optimizer
 from pipeflow.parallel.sharding import Split, splits_of
 from pipeflow.testing import run_threads
 
@@ -66,7 +66,7 @@ def gather_weights(stages: nn.Module, context: pipeflow.Context) -> dict[str, Te
 def parts_of(stages: nn.Module) -> dict[str, Part]:
     """What this rank has of each weight, and how that is split over the tensor ranks."""
     splits = splits_of(stages)
-    each = [stages] if isinstance(stages, PipelineGPTHybrid) else list(stages.children())
+    each = stages if isinstance(stages, nn.ModuleList) else [stages]
     return {
         name: (parameter.detach().cpu(), splits.get(id(parameter)))
         for stage in each

@@ -15,6 +15,7 @@ from torch import nn
 import pipeflow
 from pipeflow.parallel.context import context_if_launched
 from vit.initial import initialize
+from vit.keywords import from_timm
 from vit.model import PipelineVisionTransformer
 
 
@@ -79,14 +80,6 @@ def build_pipeline_vit(
     return stages[0] if len(stages) == 1 else nn.ModuleList(stages)
 
 
-TIMM_NAMES = {
-    "drop_rate": "dropout",
-    "attn_drop_rate": "attention_dropout",
-    "drop_path_rate": "drop_path",
-    "embed_dim": "dim",
-}
-
-
 @dataclass(frozen=True)
 class Preset:
     """A vision transformer of a known size, built over the pipeline when it is called."""
@@ -107,17 +100,16 @@ class Preset:
         placement: pipeflow.Placement | None = None,
         **options: Any,
     ) -> nn.Module:
-        """As `build_pipeline_vit`, whose own `options` these are, under its names or timm's (`drop_rate`,
-        `attn_drop_rate`, `drop_path_rate`, `embed_dim`); without dropout unless they ask for it.
+        """As `build_pipeline_vit`, whose own `options` these are, or timm's, as of `vit.keywords`; without dropout
+        unless they ask for it.
 
-        Raises UsageError for pretrained=True, and as build_pipeline_vit does.
+        Raises UsageError for pretrained=True, for a keyword that cannot be honoured, and as build_pipeline_vit does.
         """
         if pretrained:
             raise pipeflow.UsageError(
                 "there are no trained weights here: leave pretrained out, and load weights with load_safetensors"
             )
-        given = {TIMM_NAMES.get(name, name): value for name, value in options.items()}
-        options = {**vars(self), "dropout": 0.0, **given}
+        options = {**vars(self), **from_timm(options)}
         return build_pipeline_vit(options["depth"], num_chunks, device, placement=placement, **options)
 
 

@@ -47,13 +47,20 @@ class DropPath(Dropout):
 class Attention(nn.Module):
     """Self-attention in heads, (batch, tokens, dim) to the same, in which every token sees all. Query, key and value
     come out of one layer, interleaved per head (its weight is one of heads x 3 x head size rows), so that its parts on
-    the tensor ranks are whole heads.
+    the tensor ranks are whole heads. `qkv_bias` says whether that layer has a bias; by default as `bias`.
 
     Raises UsageError when the heads do not divide dim, or the tensor size does not divide the heads.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, *, dropout: float, bias: bool = True, dtype: torch.dtype | None = None
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        dropout: float,
+        bias: bool = True,
+        qkv_bias: bool | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if dim % num_heads:
@@ -63,7 +70,7 @@ class Attention(nn.Module):
             )
         divide("Attention", "num_heads", num_heads, group_of(None).size)
         self.head_size = dim // num_heads
-        self.query_key_value = ColumnParallelLinear(dim, 3 * dim, bias, dtype=dtype)
+        self.query_key_value = ColumnParallelLinear(dim, 3 * dim, bias if qkv_bias is None else qkv_bias, dtype=dtype)
         self.output = RowParallelLinear(dim, dim, bias, dtype=dtype)
         self.dropout = Dropout(dropout, parallel_input=True)
 
@@ -122,6 +129,7 @@ class ViTBlock(nn.Module):
         dropout: of what either half computes, and inside the perceptron.
         drop_path: the probability that a sample skips a half.
         init_method: "torch" or "jax", as of `vit.initial`.
+        qkv_bias: whether query, key and value have a bias; by default as `bias`.
 
     Raises UsageError as Attention does.
     """
@@ -140,11 +148,12 @@ class ViTBlock(nn.Module):
         checkpoint: bool = False,
         init_method: str = "torch",
         layernorm_epsilon: float = 1e-6,
+        qkv_bias: bool | None = None,
     ) -> None:
         super().__init__()
         width = int(mlp_ratio * dim)
         self.norm_1 = LayerNorm(dim, eps=layernorm_epsilon, dtype=dtype)
-        self.attention = Attention(dim, num_heads, dropout=attention_dropout, bias=bias, dtype=dtype)
+        self.attention = Attention(dim, num_heads, dropout=attention_dropout, bias=bias, qkv_bias=qkv_bias, dtype=dtype)
         self.norm_2 = LayerNorm(dim, eps=layernorm_epsilon, dtype=dtype)
         self.wide = ColumnParallelLinear(dim, width, bias, dtype=dtype)
         self.narrow = RowParallelLinear(width, dim, bias, dtype=dtype)
@@ -215,6 +224,8 @@ class PipelineVisionTransformer(nn.Module):
         drop_path: the rate of stochastic depth of the whole model's last layer, as of `drop_path_of`.
         representation_size: of a hidden layer in the head; None for none.
         init_method: "torch" or "jax", as of `vit.initial`.
+        embedding_dropout: dropout after the embedding; by default `dropout`, which is that of the blocks.
+        qkv_bias: whether query, key and value have a bias; by default as `bias`.
 
     Raises UsageError as the parts do.
     """
@@ -243,12 +254,15 @@ class PipelineVisionTransformer(nn.Module):
         last_stage: bool = True,
         start_idx: int | None = None,
         end_idx: int | None = None,
+        embedding_dropout: float | None = None,
+        qkv_bias: bool | None = None,
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {"dtype": dtype, "init_method": init_method}
         self.layers = nn.Sequential()
         if first_stage:
-            embedding = ViTEmbedding(img_size, patch_size, in_chans, dim, dropout, **options)
+            rate = dropout if embedding_dropout is None else embedding_dropout
+            embedding = ViTEmbedding(img_size, patch_size, in_chans, dim, rate, **options)
             self.layers.add_module("embedding", embedding)
         for layer in range(start_idx or 0, depth if end_idx is None else end_idx):
             block = ViTBlock(
@@ -262,6 +276,7 @@ class PipelineVisionTransformer(nn.Module):
                 bias=bias,
                 checkpoint=checkpoint,
                 layernorm_epsilon=layernorm_epsilon,
+                qkv_bias=qkv_bias,
                 **options,
             )
             self.layers.add_module(str(layer), block)

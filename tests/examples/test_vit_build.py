@@ -14,6 +14,7 @@ from pipeflow.parallel.context import current_context
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.sharding import Split, splits_of
 from pipeflow.testing import run_threads
+from pipeflow.training import Hook, Step, Trainer, make_engine
 from tests.examples.test_gpt3_build import at, whole_sizes
 from vit.build import build_pipeline_vit, build_stage, vit_base_patch16_224
 from vit.model import PipelineVisionTransformer
@@ -29,7 +30,7 @@ SIZES: dict[str, Any] = {
     "dtype": torch.float64,
     "seed": 3,
 }
-Gradients = dict[str, Tensor]
+Weights = dict[str, Tensor]
 
 
 def stages_of(model: nn.Module) -> list[PipelineVisionTransformer]:
@@ -69,11 +70,26 @@ def test_tensor_ranks_have_a_part_of_every_layer_of_86_million_weights() -> None
     }
 
 
+STEPS = 20
+CONFIG = {"NUM_MICRO_BATCHES": 2, "clip_grad_norm": 1.0}
+Result = tuple[list[float], Weights, dict[str, Split]]
+
+
+class Losses(Hook):
+    """The loss of every step."""
+
+    def __init__(self) -> None:
+        self.each: list[float] = []
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        self.each.append(float(step.loss))
+
+
 def batches(context: pipeflow.Context) -> list[tuple[Tensor, Tensor]]:
-    """Four batches of 8, of which each replica takes its part."""
+    """Batches of 8, of which each replica takes its part."""
     generator = torch.Generator().manual_seed(0)
     each = []
-    for _ in range(4):
+    for _ in range(STEPS):
         images = torch.randn(8, 1, 8, 8, generator=generator, dtype=torch.float64)
         labels = torch.randint(5, (8,), generator=generator)
         parts = (whole.tensor_split(context.data_size)[context.data_rank] for whole in (images, labels))
@@ -81,41 +97,33 @@ def batches(context: pipeflow.Context) -> list[tuple[Tensor, Tensor]]:
     return each  # type: ignore[return-value]  # pairs
 
 
-def train(chunks: int, options: dict[str, Any]) -> tuple[list[float], Gradients, dict[str, Split]]:
-    """Losses, and the last step's gradients by their names in the whole model, and how they are split."""
-    context, name = current_context(), "interleaved-1f1b" if chunks > 1 else "1f1b"
-    more = {"chunks": chunks} if chunks > 1 else {}
-    schedule = pipeflow.make_schedule(name, ranks=context.pipeline_size, microbatches=2, **more)
-    model = build_pipeline_vit(4, chunks, **{**SIZES, **options})
-    pipeline = pipeflow.Pipeline(model, schedule, criterion=nn.CrossEntropyLoss())
-    optimizer, losses = torch.optim.SGD(pipeline.parameters(), lr=0.1), []
-    for batch in batches(context):
-        optimizer.zero_grad()
-        output = pipeflow.execute_pipeline(iter([batch]), pipeline, broadcast_loss=True)
-        assert output.loss is not None
-        losses.append(float(output.loss))
-        optimizer.step()
-    splits, gradients, places = splits_of(model), {}, {}
+def train(chunks: int, options: dict[str, Any]) -> Result:
+    """By a Trainer: losses, and the weights by their names in the whole model, and how they are split."""
+    model, losses = build_pipeline_vit(4, chunks, **{**SIZES, **options}), Losses()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = make_engine(model, optimizer, nn.CrossEntropyLoss(), config=CONFIG)
+    Trainer(engine, [losses]).fit(batches(current_context()), 1)
+    splits, weights, places = splits_of(model), {}, {}
     for stage in stages_of(model):
-        for parameter_name, parameter in stage.named_parameters():
-            assert parameter.grad is not None
-            gradients[parameter_name] = parameter.grad
+        for name, parameter in stage.named_parameters():
+            weights[name] = parameter.detach()
             if id(parameter) in splits:
-                places[parameter_name] = splits[id(parameter)]
-    return losses, gradients, places
+                places[name] = splits[id(parameter)]
+    return losses.each, weights, places
 
 
-def train_in_one_piece(options: dict[str, Any]) -> tuple[list[float], Gradients]:
+def train_in_one_piece(options: dict[str, Any]) -> tuple[list[float], Weights]:
     """By torch alone."""
     model = build_stage(depth=4, **{**SIZES, **options})
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for images, labels in batches(current_context()):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CONFIG["clip_grad_norm"])
         losses.append(float(loss.detach()))
         optimizer.step()
-    return losses, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return losses, dict(model.state_dict())
 
 
 LAYOUTS = {
@@ -133,15 +141,16 @@ LAYOUTS = {
 @pytest.mark.parametrize("options", [{}, {"init_method": "jax", "checkpoint": True, "representation_size": 8}], ids=str)
 @pytest.mark.slow
 def test_every_layout_trains_the_same_model(name: str, options: dict[str, Any]) -> None:
+    """Losses and weights over 20 steps of a Trainer, against plain torch."""
     layout, chunks = LAYOUTS[name]
     [(losses, expected)] = run_threads(train_in_one_piece, 1, options)
     ranks = run_threads(train, layout.world_size, chunks, options, tensor=layout.tensor, data=layout.data)
     seen = set()
-    for rank, (found, gradients, splits) in enumerate(ranks):
+    for rank, (found, weights, splits) in enumerate(ranks):
         assert found == pytest.approx(losses, rel=0, abs=1e-9)
-        for each, gradient in gradients.items():
+        for each, weight in weights.items():
             whole, split = expected[each], splits.get(each)
             mine = whole if split is None else whole.chunk(layout.tensor, split.dim)[rank % layout.tensor]
-            torch.testing.assert_close(gradient, mine, rtol=0, atol=1e-9, msg=f"{each} of rank {rank}")
-        seen |= gradients.keys()
+            torch.testing.assert_close(weight, mine, rtol=0, atol=1e-9, msg=f"{each} of rank {rank}")
+        seen |= weights.keys()
     assert seen == expected.keys()

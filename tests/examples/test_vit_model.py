@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,6 +56,48 @@ def test_a_preset_takes_the_keywords_of_timm() -> None:
     assert head.classifier.out_features == 7
     plain = vit.build.vit_base_patch16_224(device="meta")
     assert {each.p for each in plain.modules() if isinstance(each, pipeflow.tensor.Dropout)} == {0.0}
+
+
+def test_a_preset_takes_timms_further_keywords() -> None:
+    names: dict[str, Any] = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.2, "drop_rate": 0.3, "qkv_bias": False}
+    kinds: dict[str, Any] = {"act_layer": nn.ReLU, "norm_layer": partial(nn.LayerNorm, eps=1e-4), "in_chans": 1}
+    always: dict[str, Any] = {"global_pool": "token", "class_token": True, "init_values": None}
+    model = vit.build.vit_base_patch16_224(device="meta", **names, **kinds, **always)
+    assert isinstance(model, PipelineVisionTransformer)
+    embedding, block, *_, norm, _ = model.layers
+    assert isinstance(embedding, ViTEmbedding)
+    assert isinstance(block, ViTBlock)
+    assert (embedding.dropout.p, block.dropout.p) == (0.1, 0.2)
+    assert block.attention.query_key_value.bias is None
+    assert block.attention.output.bias is not None
+    assert isinstance(block.activation, nn.ReLU)
+    assert norm.eps == 1e-4
+    assert embedding.patches.projection.in_channels == 1
+
+
+@pytest.mark.parametrize(("weight_init", "largest_weight"), [("jax", 0.0), ("skip", 16**-0.5), ("", 16**-0.5)])
+def test_timms_first_weights(weight_init: str, largest_weight: float) -> None:
+    model = vit.build.vit_base_patch16_224(weight_init=weight_init, embed_dim=16, num_heads=2, depth=1)
+    weights = dict(model.named_parameters())["layers.head.classifier.weight"]
+    assert largest(weights) == pytest.approx(largest_weight, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "what"),
+    [
+        ("global_pool", "avg", "global_pool='avg' cannot be: this model has 'token'"),
+        ("init_values", 1e-5, "init_values=1e-05 cannot be: this model has None"),
+        ("weight_init", "moco", "weight_init='moco' cannot be: it is one of '', 'skip', 'jax'"),
+        ("act_layer", "mish", "act_layer='mish' cannot be: it is one of 'gelu'"),
+        ("norm_layer", nn.BatchNorm1d, "norm_layer=.* cannot be: it is nn.LayerNorm"),
+        ("block_fn", nn.Identity, "block_fn cannot be honoured"),
+        ("drop_rates", 0.1, "drop_rates cannot be honoured"),
+    ],
+)
+def test_timms_keywords_that_cannot_be_honoured_are_refused(keyword: str, value: object, what: str) -> None:
+    given: dict[str, Any] = {keyword: value}
+    with pytest.raises(pipeflow.UsageError, match=what):
+        vit.build.vit_base_patch16_224(device="meta", **given)
 
 
 def test_the_faces_name_the_parts() -> None:

@@ -1,0 +1,23 @@
+"""A small vision transformer in one process."""
+
+IMG_SIZE = 32
+PATCH_SIZE = 8
+SEQ_LENGTH = (IMG_SIZE // PATCH_SIZE) ** 2 + 1  # the patches and the class token
+HIDDEN_SIZE = 64
+DEPTH = 4
+NUM_HEADS = 4
+MLP_RATIO = 4
+NUM_CLASSES = 10
+DROP_RATE = 0.0
+DROP_PATH = 0.0
+CHECKPOINT = False  # True computes each layer again in the backward, and keeps its input alone
+
+NUM_EPOCHS = 30
+WARMUP_EPOCHS = 5
+LEARNING_RATE = 3e-3
+WEIGHT_DECAY = 0.1
+MIXUP_ALPHA = 0.2
+clip_grad_norm = 1.0
+seed = 0
+
+BATCH_SIZE = 64

@@ -1,0 +1,113 @@
+r"""Train a vision transformer as a configuration file says: alone, over replicas, through a pipeline, or over tensor
+ranks as well.
+
+    python examples/vit/train.py                                        configs/hybrid.py: four processes
+    python examples/vit/train.py --config examples/vit/configs/single.py
+    python examples/vit/train.py --world_size 8                         two replicas of the four
+    python examples/vit/train.py --check                                compared with one process, in float64
+    python examples/vit/train.py --checkpoints folder                   goes on where the last run ended
+    DATA=folder python examples/vit/train.py                            CIFAR-10 from that folder
+    torchrun --nproc-per-node 4 examples/vit/train.py --config examples/vit/configs/hybrid.py
+
+Without torchrun it starts the processes itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+if not __package__:  # run as a script
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpt3.ranks import is_rank, start_ranks
+from pipeflow import PipeflowError
+from pipeflow.training import (
+    AccuracyHook,
+    CheckpointHook,
+    Config,
+    Hook,
+    Trainer,
+    get_dataloader,
+    get_dist_logger,
+    launch_from_config,
+    make_engine,
+    read_config,
+)
+from pipeflow.training.mixup import Mixup, MixupLoss
+from vit.build import build_pipeline_vit
+from vit.check import check
+from vit.data import Images, load_images
+from vit.options import layout_of, make_optimizer, model_options, require_keys, validate
+from vit.plan import PlanHook
+
+HYBRID = Path(__file__).with_name("configs") / "hybrid.py"
+
+
+def main() -> None:
+    arguments, is_first = read_arguments(), os.environ.get("RANK", "0") == "0"
+    try:
+        config = read_config(arguments.config)
+        require_keys(config)
+        layout, images = layout_of(config, arguments.world_size), load_images(config.IMG_SIZE)
+        validate(config, layout, images)
+        if layout.world_size > 1 and not is_rank():
+            start_ranks(layout.world_size)
+        elif arguments.check:
+            check(config, images, arguments.device)
+        else:
+            train(config, images, arguments)
+    except PipeflowError as error:
+        sys.exit(f"train.py: {error}" if is_first else 1)
+    except KeyboardInterrupt:
+        sys.exit("\nstopped" if is_first else 1)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default=HYBRID, metavar="FILE", help="a Python file (configs/hybrid.py)")
+    parser.add_argument("--world_size", type=int, help="processes to start without torchrun; by default one replica's")
+    parser.add_argument("--device", help="where to compute, as cpu; by default a GPU where there is one")
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="save every epoch there, and continue from the newest")
+    parser.add_argument("--check", action="store_true", help="take a few steps, and compare them with one process")
+    return parser.parse_args()
+
+
+def train(config: Config, images: Images, arguments: argparse.Namespace) -> None:
+    """One rank's part, from the launch to the last epoch."""
+    context = launch_from_config(config, device=arguments.device)
+    logger = get_dist_logger()
+    loader = get_dataloader(
+        images.train,
+        config.BATCH_SIZE,
+        shuffle=True,
+        drop_last=True,
+        pin_memory=True,
+        collate_fn=Mixup(config.given.get("MIXUP_ALPHA", 0.0)),
+    )
+    test_loader = get_dataloader(images.test, config.BATCH_SIZE)
+
+    model = build_pipeline_vit(config.DEPTH, config.num_chunks or 1, **model_options(config))
+    optimizer, scheduler = make_optimizer(model.parameters(), config, len(loader) // config.gradient_accumulation)
+    smoothed = partial(nn.CrossEntropyLoss, label_smoothing=config.given.get("LABEL_SMOOTHING", 0.0))
+    engine = make_engine(model, optimizer, MixupLoss(smoothed), scheduler=scheduler)
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    logger.info(f"{parameters:,} parameters on stage {context.pipeline_rank}", ranks=context.layout.pipeline_ranks(0))
+    hooks: list[Hook] = [AccuracyHook(), plan := PlanHook()]
+    if arguments.checkpoints:
+        hooks.append(CheckpointHook(arguments.checkpoints, best="accuracy"))
+    trainer = Trainer(engine, hooks, progress=True)
+    trainer.fit(loader, config.NUM_EPOCHS, test_loader=test_loader)
+    accuracy = trainer.evaluate(test_loader)["accuracy"]
+    logger.info(f"{accuracy:.1%} of the test images are classified correctly", ranks=[0])
+    plan.draw()
+
+
+if __name__ == "__main__":
+    main()
