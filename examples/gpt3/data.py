@@ -22,10 +22,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FORMAT = 1  # of the cache: count up when what is written changes
 SAMPLE = 20_000_000  # characters that the tokenizer is trained on, at most
@@ -116,7 +120,7 @@ def _load(cache: Path, source: str, vocabulary: int) -> tuple[Corpus, str] | tup
         return None, "of another text"
     if made["vocabulary"] != vocabulary:
         return None, f"of a vocabulary of {made['vocabulary']}, not {vocabulary}"
-    return Corpus(made["training"], made["held_out"], Tokenizer.from_str(made["tokenizer"])), ""
+    return Corpus(made["training"], made["held_out"], _tokenizers().Tokenizer.from_str(made["tokenizer"])), ""
 
 
 def _write(cache: Path, source: str, vocabulary: int, data: Path) -> None:
@@ -171,13 +175,23 @@ def documents(data: Path) -> Iterator[str]:
             yield text
 
 
+def _tokenizers() -> ModuleType:
+    """The package of that name. Raises DataError where it is not installed."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise DataError("the examples need the package tokenizers: pip install 'pipeflow[examples]'") from None
+    return tokenizers
+
+
 def train_tokenizer(data: Path, vocabulary: int) -> Tokenizer:
     """A byte-level BPE of at most `vocabulary` tokens, END among them, from the text of the file `data`."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
+    package = _tokenizers()
+    tokenizer: Tokenizer = package.Tokenizer(package.models.BPE())
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+    trainer = package.trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(_sample(data), trainer)

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 from pipeflow import __version__
 from pipeflow.cli import compare, diff, draw, export, plan, simulate, verify
@@ -48,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _help(parser: Parser, _: argparse.Namespace) -> int:
+    """What the command says that is called without anything."""
+    parser.print_help()
+    return 0
+
+
 def _failed(message: str) -> int:
     line = " ".join(map(str.strip, message.split("\n")))
     print(f"pipeflow: error: {printable(line)}", file=sys.stderr)
@@ -68,7 +74,8 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"pipeflow {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(run=partial(_help, parser))
+    commands = parser.add_subparsers(metavar="COMMAND")
     for module in (list_, draw, simulate, compare, diff, plan, verify, export):
         module.add_to(commands)
     return parser

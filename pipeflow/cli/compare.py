@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeflow.analysis.measures import Measures
 from pipeflow.cli.columns import COLUMNS, Column
 from pipeflow.cli.files import write
-from pipeflow.cli.options import cost_options, schedule_options
+from pipeflow.cli.options import cost_options, schedule_name, schedule_options
 from pipeflow.cli.outputs import show
 from pipeflow.cli.request import Request
 from pipeflow.cli.sources import Source, sound_source
@@ -29,7 +29,8 @@ def add_to(commands: Commands) -> None:
     """The command and its options."""
     parents = [schedule_options(), cost_options()]
     command = commands.add_parser("compare", help="many schedules under the same costs", parents=parents)
-    command.add_argument("schedules", metavar="SCHEDULE", nargs="*", help="names or files; every schedule unless given")
+    help_ = "names or files; every schedule unless given"
+    command.add_argument("schedules", type=schedule_name, metavar="SCHEDULE", nargs="*", help=help_)
     group = command.add_argument_group("output")
     group.add_argument(
         "--sort", choices=["name", *TABLE], default="makespan", metavar="COLUMN", help=", ".join(["name", *TABLE])

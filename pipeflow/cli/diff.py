@@ -11,7 +11,7 @@ from pipeflow.analysis.measures import Measures
 from pipeflow.cli.columns import COLUMNS
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.differences import difference_lines
-from pipeflow.cli.options import cost_options, schedule_options, unit_options
+from pipeflow.cli.options import cost_options, schedule_name, schedule_options, unit_options
 from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
 from pipeflow.cli.request import Request, is_file
 from pipeflow.cli.sources import Source, sound_source
@@ -34,8 +34,8 @@ def add_to(commands: Commands) -> None:
     parents = [schedule_options(), cost_options(), unit_options()]
     command = commands.add_parser("diff", help="two schedules, or a plan and what was measured", parents=parents)
     which = "a name from `pipeflow list`, a CSV file, or a timeline kept as JSON"
-    command.add_argument("first", metavar="A", help=which)
-    command.add_argument("second", metavar="B", help="another one")
+    command.add_argument("first", type=schedule_name, metavar="A", help=which)
+    command.add_argument("second", type=schedule_name, metavar="B", help="another one")
     add_outputs(command, *FORMATS)
     command.set_defaults(run=run)
 

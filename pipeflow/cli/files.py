@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.text import printable
 
 STANDARD_OUTPUT = "-"
 
@@ -36,8 +37,8 @@ def _near(path: str) -> str | None:
 
 
 def write(texts: Mapping[str, str]) -> None:
-    """Writes each text to its path, all of them or none; `-` is standard output. A file that is replaced is replaced
-    at once. Raises UsageError for a path that cannot be written.
+    """Writes each text to its path, all of them or none, and says so on standard error; `-` is standard output. A file
+    that is replaced is replaced at once. Raises UsageError for a path that cannot be written.
     """
     staged: dict[str, str] = {}
     try:
@@ -56,6 +57,8 @@ def write(texts: Mapping[str, str]) -> None:
         for temporary in filter(None, staged.values()):
             if os.path.exists(temporary):
                 os.remove(temporary)
+    for path in staged:
+        print(f"wrote {printable(path)}", file=sys.stderr)
     sys.stdout.writelines(texts.get(STANDARD_OUTPUT, "").splitlines(keepends=True))
 
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from functools import cache
 from typing import TYPE_CHECKING, NoReturn
 
+from pipeflow.core.cost import LARGEST
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import SCHEDULES, options_of
 
@@ -36,6 +38,12 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
+def schedule_name(text: str) -> str:
+    """What a SCHEDULE argument says: a schedule's name in any case of letters, unless there is a file of that name."""
+    name = text.lower()
+    return name if name in SCHEDULES and not os.path.isfile(text) else text
+
+
 def flag(option: str) -> str:
     """An option's name as it is typed."""
     return f"--{option.replace('_', '-')}"
@@ -51,7 +59,7 @@ def schedule_argument() -> Parser:
     """Which schedule it is about."""
     parser = Parser(add_help=False)
     help_ = "a name from `pipeflow list`, a CSV file, or a timeline kept as JSON"
-    parser.add_argument("schedule", metavar="SCHEDULE", help=help_)
+    parser.add_argument("schedule", type=schedule_name, metavar="SCHEDULE", help=help_)
     return parser
 
 
@@ -65,7 +73,9 @@ def schedule_options() -> Parser:
     for option in family_options():
         takers = ", ".join(name for name in SCHEDULES if option in options_of(name))
         group.add_argument(flag(option), type=_number, metavar="N", help=f"of {takers}")
-    group.add_argument("--placement", choices=PLACEMENTS, help="of a CSV file's stages: looped unless given")
+    group.add_argument(
+        "--placement", choices=PLACEMENTS, help="of a CSV file's stages: read off its lines unless given"
+    )
     group.add_argument("--forward-only", action="store_true", help="without the backwards, as in evaluation")
     return parser
 
@@ -112,6 +122,8 @@ def _cost(text: str) -> float:
     number = _number(text)
     if not (math.isfinite(number) and number >= 0):
         raise argparse.ArgumentTypeError(f"it must be finite and not negative, got {text}")
+    if number > LARGEST:
+        raise argparse.ArgumentTypeError(f"it must be at most {LARGEST:g}, got {text}")
     return number
 
 
@@ -119,4 +131,6 @@ def _factor(text: str) -> float:
     number = _number(text)
     if not (math.isfinite(number) and number > 0):
         raise argparse.ArgumentTypeError(f"it must be positive, got {text}")
+    if not 1 / LARGEST <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"it must be from {1 / LARGEST:g} to {LARGEST:g}, got {text}")
     return number

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.costs import Costs
-from pipeflow.cli.options import family_options, flag
+from pipeflow.cli.options import family_options, flag, schedule_name
 from pipeflow.cli.outputs import show
 from pipeflow.cli.request import Request, is_file
 from pipeflow.cli.sources import sound_source
@@ -49,7 +49,8 @@ def _add_sizes(command: Parser) -> None:
 
 def _add_schedule(command: Parser) -> None:
     group = command.add_argument_group("schedule")
-    group.add_argument("--schedule", default="1f1b", metavar="SCHEDULE", help="a name from `pipeflow list`, or a file")
+    help_ = "a name from `pipeflow list`, or a file"
+    group.add_argument("--schedule", type=schedule_name, default="1f1b", metavar="SCHEDULE", help=help_)
     group.add_argument("--pipeline", type=int, metavar="P", help="ranks of the pipeline: 4 unless given")
     group.add_argument("--microbatches", type=int, metavar="M", help="of each data rank: 8 unless given")
     for option in family_options():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -19,7 +20,12 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.soundness.schedule import Violation, verify, verify_programs
 
-MAKE_PLACEMENT = {"linear": Placement.linear, "vee": Placement.vee, "bidirectional": Placement.bidirectional}
+MAKE_PLACEMENT: dict[str, Callable[[int, int], Placement]] = {  # from ranks and stages
+    "linear": lambda ranks, _: Placement.linear(ranks),
+    "looped": lambda ranks, stages: Placement.looped(ranks, max(stages // ranks, 1)),
+    "vee": lambda ranks, stages: Placement.zigzag(ranks, max(stages // (2 * ranks), 1)),  # as often as there are stages
+    "bidirectional": lambda ranks, _: Placement.bidirectional(ranks),
+}
 
 
 @final
@@ -81,19 +87,17 @@ def _from_file(name: str, request: Request) -> Source:
     try:
         if name.endswith(".json") or text.lstrip().startswith("{"):
             return _from_timeline(Timeline.from_json(text), request)
-        make_placement = MAKE_PLACEMENT.get(request.placement or "looped")
-        placement = make_placement(len(text.strip("\n").split("\n"))) if make_placement else None
-        schedule = Schedule.from_csv(text, placement, request.microbatches, name=name)
-        return Source(_in_waves(schedule) if request.placement == "vee" else schedule)
+        schedule = Schedule.from_csv(text, None, request.microbatches, name=name)
+        return Source(schedule if request.placement is None else _placed(schedule, request.placement))
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from None
 
 
-def _in_waves(schedule: Schedule) -> Schedule:
-    """With the stages down the ranks and back up as often as there are stages for it."""
+def _placed(schedule: Schedule, placement: str) -> Schedule:
+    """With the stages placed as was said, instead of as the rows show it."""
     ranks = len(schedule.rows)
     stages = 1 + max(action.stage for rank in range(ranks) for action in schedule.actions(rank))
-    return replace(schedule, placement=Placement.zigzag(ranks, max(stages // (2 * ranks), 1)))
+    return replace(schedule, placement=MAKE_PLACEMENT[placement](ranks, stages))
 
 
 def _from_timeline(timeline: Timeline, request: Request) -> Source:

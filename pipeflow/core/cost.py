@@ -12,6 +12,8 @@ from pipeflow.core.dataflow import DATAFLOW, Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 
+LARGEST = 1e100  # a cost: the sum over any number of actions is finite, too
+
 
 class Link(NamedTuple):
     """How values pass from one rank to another: `latency` in time, `bandwidth` in bytes per time."""
@@ -34,7 +36,7 @@ class CostModel:
     Per stage, reducing its weight gradients over the ranks that hold it takes `reduce`, once per step; empty, nothing.
     `times` has those of kinds of action for which there is no argument here, `kept_bytes` those of what else is kept.
 
-    Raises UsageError for tuples of different lengths and for numbers that are negative or not finite.
+    Raises UsageError for tuples of different lengths and for numbers that are negative, not finite or above 1e100.
     """
 
     forward: tuple[float, ...]
@@ -141,3 +143,5 @@ class CostModel:
 def _require_cost(what: str, number: float) -> None:
     if not (math.isfinite(number) and number >= 0):
         raise UsageError(f"{what} must be finite and not negative, got {number}")
+    if number > LARGEST:
+        raise UsageError(f"{what} must be at most {LARGEST:g}, got {number}")

@@ -9,11 +9,12 @@ from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.dataflow import Stream, stream_of
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.notebook import Shown
+from pipeflow.core.placed import placement_of
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.reductions import cells, is_reduction, parse_cell, reduced
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Schedule(Shown):
     """Per rank, the order of its actions. A value: made once, never changed, compared by content.
 
@@ -32,6 +33,11 @@ class Schedule(Shown):
             raise ScheduleError(
                 f"schedule {self.name!r} has {len(self.rows)} rows for a placement on {self.placement.num_ranks} ranks"
             )
+
+    def __repr__(self) -> str:
+        placement = self.placement
+        sizes = f"{placement.num_ranks} ranks, {placement.num_stages} stages, {self.num_microbatches} microbatches"
+        return f"<Schedule {self.name!r}: {sizes}>"
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.rows))
@@ -99,21 +105,18 @@ class Schedule(Shown):
     def from_csv(
         cls, text: str, placement: Placement | None = None, num_microbatches: int | None = None, *, name: str = "csv"
     ) -> Schedule:
-        """Reads `to_csv`'s format; empty cells (torch writes them for idle time) are skipped. A reduction without a
-        microbatch, as torch writes it (`2REDUCE_GRAD`), has that of its stage's last weight gradient before it.
+        """Reads `to_csv`'s format; empty cells (torch writes them for idle time) are skipped, and so are blank lines
+        before and after the table. A reduction without a microbatch, as torch writes it (`2REDUCE_GRAD`), has that of
+        its stage's last weight gradient before it.
 
-        Without `placement` the stages are looped over as many ranks as there are lines. Without
+        Without `placement` it is the one that the rows show: each stage is on the rank in whose line it stands. Where
+        no placement explains them, the stages are looped over the ranks, and `verify` says what is wrong. Without
         `num_microbatches` it is the largest microbatch + 1.
 
         Raises ScheduleError naming line, cell and what was read, or saying which argument does not fit.
         """
-        lines = text.strip("\n").split("\n") if text.strip() else []
-        if not lines:
-            raise ScheduleError("the CSV is empty: it needs one line a rank, with cells like 0F0,0F1,0B0")
-        rows = tuple(_parse_line(line, number) for number, line in enumerate(lines, start=1))
+        rows = tuple(_parse_lines(text))
         actions = [action for row in rows for entry in row for action in actions_of(entry)]
-        if not actions:
-            raise ScheduleError("the CSV holds no action")
         stages = max(action.stage for action in actions) + 1
         largest = max(action.microbatch for action in actions) + 1
         if max(stages, largest) > len(actions):
@@ -124,11 +127,7 @@ class Schedule(Shown):
         if num_microbatches is not None and num_microbatches < largest:
             raise ScheduleError(f"the CSV has {largest} microbatches, not {num_microbatches}")
         if placement is None:
-            if stages % len(rows):
-                raise ScheduleError(
-                    f"the CSV has {stages} stages on {len(rows)} ranks, which no looped placement has: pass placement="
-                )
-            placement = Placement.looped(len(rows), stages // len(rows))
+            placement = placement_of(rows) or _looped(len(rows), stages)
         return cls(name, placement, largest if num_microbatches is None else num_microbatches, rows)
 
 
@@ -138,12 +137,35 @@ def _within(row: tuple[Entry, ...], microbatches: int) -> Iterator[Entry]:
         yield from left if len(left) == 1 else [entry] * bool(left)
 
 
-def _parse_line(line: str, number: int) -> tuple[Entry, ...]:
+def _looped(ranks: int, stages: int) -> Placement:
+    if stages % ranks:
+        raise ScheduleError(
+            f"the CSV has {stages} stages on {ranks} ranks, which no looped placement has, and its lines show no other "
+            "one: every stage needs a line in which it stands alone, or two for even and odd microbatches"
+        )
+    return Placement.looped(ranks, stages // ranks)
+
+
+def _parse_lines(text: str) -> Iterator[tuple[Entry, ...]]:
+    """A row per line, but for blank ones before the first and after the last of them."""
+    lines = text.rstrip().split("\n")
+    first = next((number for number, line in enumerate(lines, start=1) if line.strip()), None)
+    if first is None:
+        raise ScheduleError("the CSV is empty: it needs one line a rank, with cells like 0F0,0F1,0B0")
+    for number, line in enumerate(lines[first - 1 :], start=first):
+        row = _parse_line(line, number, number - first)
+        if not row:
+            what = "has no action" if line.strip() else "is blank"
+            raise ScheduleError(f"line {number} {what}: each line is the row of a rank, so fill it or remove it")
+        yield row
+
+
+def _parse_line(line: str, number: int, rank: int) -> tuple[Entry, ...]:
     entries: list[Entry] = []
     for column, cell in enumerate(line.split(","), start=1):
         if text := cell.strip():
             try:
                 entries.append(parse_cell(text, entries))
             except UsageError as error:
-                raise ScheduleError(f"line {number} (rank {number - 1}), cell {column}: {error}") from None
+                raise ScheduleError(f"line {number} (rank {rank}), cell {column}: {error}") from None
     return tuple(entries)

@@ -13,9 +13,10 @@ from pipeflow.core.liveness import Curve, kept
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Row, Span
+from pipeflow.core.text import number
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline(Shown):
     """Per rank, its spans in the order in which they began, on whichever stream; time 0 is the start of the step.
 
@@ -34,6 +35,10 @@ class Timeline(Shown):
     saved_bytes: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.rows)} ranks, {sum(map(len, self.rows))} spans, makespan {number(self.makespan)}"
+        return f"<Timeline {self.name!r}: {sizes}>"
 
     def __iter__(self) -> Iterator[Span]:
         for row in self.rows:

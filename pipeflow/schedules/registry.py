@@ -59,8 +59,8 @@ def _keywords(function: Callable[..., Schedule]) -> tuple[str, ...]:
 
 
 def make_schedule(name: str, *, ranks: int, microbatches: int, **options: object) -> Schedule:
-    """The schedule `name` for `ranks` ranks and `microbatches` microbatches: any number of either, but that schedules
-    in two directions need an even number of ranks.
+    """The schedule `name`, in any case of letters, for `ranks` ranks and `microbatches` microbatches: any number of
+    either, but that schedules in two directions need an even number of ranks.
 
     `options` are the family's own, like `chunks=2` for "interleaved-1f1b".
 
@@ -71,6 +71,7 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, **options: object
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
     """
+    name = name if name in SCHEDULES else name.lower()
     if name not in SCHEDULES:
         raise unknown("schedule", name, SCHEDULES)
     require_positive(ranks=ranks, microbatches=microbatches)

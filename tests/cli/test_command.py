@@ -84,13 +84,15 @@ def test_export_verify_draw_and_simulate_agree_on_a_file(
     schedule = make_schedule(name, ranks=2, microbatches=3)
     assert path.read_text() == schedule.to_csv()
     assert out(capsys, "export", path, "--csv", "-") == path.read_text()
+    assert "is sound: 2 ranks" in out(capsys, "verify", path)
     placements = {Placement.vee(2): "vee", Placement.bidirectional(2): "bidirectional"}
-    file = [path, "--placement", placements.get(schedule.placement, "looped")]
-    assert "is sound: 2 ranks" in out(capsys, "verify", *file)
+    assert "is sound: 2 ranks" in out(
+        capsys, "verify", path, "--placement", placements.get(schedule.placement, "looped")
+    )
     named = out(capsys, "simulate", name, "--ranks", 2, "--microbatches", 3)
-    assert out(capsys, "simulate", *file) == named
+    assert out(capsys, "simulate", path) == named
     drawn = out(capsys, "draw", name, "--ranks", 2, "--microbatches", 3).splitlines()
-    assert out(capsys, "draw", *file).splitlines()[-len(drawn) + 1 :] == drawn[1:]
+    assert out(capsys, "draw", path).splitlines()[-len(drawn) + 1 :] == drawn[1:]
 
 
 def test_verify_a_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,11 +173,39 @@ def test_the_placement_of_a_file_can_be_given(
         ("export 1f1b", "the following arguments are required: --csv (see pipeflow export --help)"),
         ("export 1f1b --csv missing/folder.csv", "missing/folder.csv: No such file or directory"),
         ("draw", "the following arguments are required: SCHEDULE (see pipeflow draw --help)"),
-        ("", "the following arguments are required: COMMAND (see pipeflow --help)"),
+        (
+            "draw 1f1b --forward 1e308",
+            "argument --forward: it must be at most 1e+100, got 1e308 (see pipeflow draw --help)",
+        ),
+        (
+            "draw 1f1b --factor 1e308",
+            "argument --factor: it must be from 1e-100 to 1e+100, got 1e308 (see pipeflow draw --help)",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_line_and_exit_2(capsys: pytest.CaptureFixture[str], argv: str, message: str) -> None:
     assert error(capsys, *argv.split()) == message
+
+
+@pytest.mark.parametrize("command", ["draw", "simulate", "verify", "compare", "diff 1f1b"])
+def test_names_of_schedules_are_read_in_any_case(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    lower, upper = (out(capsys, *command.split(), name) for name in ("zb-h1", "ZB-H1"))
+    assert upper == lower
+    assert make_schedule("ZB-H1", ranks=2, microbatches=2) == make_schedule("zb-h1", ranks=2, microbatches=2)
+
+
+def test_the_command_alone_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = out(capsys)
+    assert shown.startswith("usage: pipeflow")
+    assert "compare" in shown
+    assert "examples:" in shown
+
+
+def test_the_largest_costs_that_are_taken_can_be_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    largest = [word for name in ("forward", "transfer", "saved-bytes", "factor") for word in (f"--{name}", "1e100")]
+    assert "inf" not in out(capsys, "draw", "zb-h1", *largest)
+    assert "inf" not in out(capsys, "simulate", "zb-h1", *largest)
+    assert "inf" not in out(capsys, "compare", "1f1b", "zb-h1", *largest[:-2])
 
 
 def test_an_unknown_command_or_placement_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +219,7 @@ def test_an_unknown_command_or_placement_says_which_there_are(capsys: pytest.Cap
     [
         (b"0F0,0B0\n1F0,1B0x\n", "line 2 (rank 1), cell 2: '1B0x' is not an action: "),
         (b"", "the CSV is empty"),
+        (b"0F0,0B0\n\n1F0,1B0\n", "line 2 is blank: each line is the row of a rank, so fill it or remove it"),
         (b"0F0,1F0,2F0\n0B0,1B0,2B0", "the CSV has 3 stages on 2 ranks"),
         (b"\xff\xfe\x00", "not a text file"),
     ],

@@ -53,6 +53,16 @@ def test_several_outputs_in_one_call(capsys: pytest.CaptureFixture[str], tmp_pat
     assert sorted(tmp_path.iterdir()) == sorted(paths.values())
 
 
+@pytest.mark.parametrize("argv", ["draw 1f1b --svg", "diff 1f1b zb-h1 --html", "compare --svg", "export 1f1b --csv"])
+def test_a_command_says_what_it_wrote(capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: str) -> None:
+    path = tmp_path / "written"
+    assert main([*argv.split(), str(path)]) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"wrote {path}\n")
+    assert main([*argv.split(), "-"]) == 0
+    assert capsys.readouterr() == (path.read_text(), "")
+
+
 @pytest.mark.usefixtures("formats")
 def test_two_timelines_in_one_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "both.html"

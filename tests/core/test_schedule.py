@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Action, Kind, Pair, actions_of
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import ScheduleError, UsageError
@@ -67,8 +69,10 @@ def test_more_microbatches_than_the_file_has_can_be_given() -> None:
         ("0F0,0B0,0REDUCE_GRAD0", "not an action"),
         ("", "empty"),
         ("  \n\n", "empty"),
-        (",,\n,", "no action"),
-        ("0F0,1F0,2F0\n0B0,1B0,2B0", "3 stages on 2 ranks.*pass placement="),
+        (",,\n,", "line 1 has no action"),
+        ("0F0,0B0\n\n1F0,1B0\n", "^line 2 is blank: each line is the row of a rank"),
+        ("\n0F0,0B0\n1F0,1B0x", r"^line 3 \(rank 1\), cell 2: '1B0x' is not an action"),
+        ("0F0,1F0,2F0\n0B0,1B0,2B0", "3 stages on 2 ranks.*its lines show no other one"),
         ("0F0,0B0,0F999999999", "3 actions for 1 stages and 1000000000 microbatches"),
         ("0F0,999999999B0", "2 actions for 1000000000 stages"),
     ],
@@ -76,6 +80,38 @@ def test_more_microbatches_than_the_file_has_can_be_given() -> None:
 def test_what_cannot_be_read_is_refused(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         Schedule.from_csv(text)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 2), (3, 5), (4, 6)])
+def test_the_placement_is_read_off_the_rows(name: str, ranks: int, microbatches: int) -> None:
+    schedule = make_near(name, ranks=ranks, microbatches=microbatches)
+    for each in (schedule, schedule.with_reductions()):
+        read = Schedule.from_csv(each.to_csv(), name=each.name)
+        ways = schedule.placement.paths[: schedule.num_microbatches]  # a single microbatch shows one path alone
+        assert read == (each if ways == schedule.placement.paths else replace(each, placement=Placement(ways)))
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("1F0,1B0\n0F0,0B0", ((1, 0),)),  # any order of ranks
+        ("0F0,1F0,1B0,0B0\n2F0,2B0", ((0, 0, 1),)),  # any number of stages
+        ("0F0,1F1,1B1,0B0\n1F0,0F1,0B1,1B0", ((0, 1), (1, 0))),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,0B1", ((0, 1),)),  # 0B1 is on the wrong rank: looped, and unsound
+        ("0F0,2F0,2B0,0B0\n3F0,3B0", ((0, 1, 0, 1),)),  # nobody runs stage 1
+    ],
+)
+def test_rows_show_any_placement_and_looped_is_what_the_others_get(
+    text: str, paths: tuple[tuple[int, ...], ...]
+) -> None:
+    assert Schedule.from_csv(text).placement.paths == paths
+
+
+def test_a_schedule_is_described_in_one_line() -> None:
+    schedule = make_schedule("zb-v", ranks=4, microbatches=64)
+    assert repr(schedule) == "<Schedule 'zb-v': 4 ranks, 8 stages, 64 microbatches>"
+    assert repr(simulate(schedule)) == "<Timeline 'zb-v': 4 ranks, 1536 spans, makespan 193.5>"
 
 
 def test_fewer_microbatches_than_the_file_has_are_refused() -> None:

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 from xml.etree import ElementTree
 
 from pipeflow import Schedule, make_schedule, simulate
-from pipeflow.draw import svg
+from pipeflow.draw import Gantt, svg
 
 
 def test_a_notebook_shows_timelines_and_schedules_as_pictures() -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=2)
     assert simulate(schedule)._repr_html_() == schedule._repr_html_() == svg(simulate(schedule))
+    in_ms: dict[str, Any] = {"unit": "ms", "factor": 1000.0}
+    assert Gantt(simulate(schedule), **in_ms)._repr_html_() == svg(simulate(schedule), **in_ms)
 
 
 def test_what_cannot_run_is_shown_as_text() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,9 @@ def test_batches_depend_on_seed_and_step_alone(first: Any) -> None:
     assert not batch.equal(first.batch(4, 16, seed=1, step=2, held_out=True))
     longer_than_the_text = len(first.held_out) + 5
     assert first.batch(2, longer_than_the_text, seed=0, step=0, held_out=True).shape == (2, longer_than_the_text)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, cache: Path, text: Path) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(gpt3.data.DataError, match=r"need the package tokenizers: pip install 'pipeflow\[examples\]'"):
+        gpt3.data.prepare(text, VOCABULARY)

@@ -12,6 +12,7 @@ from rich.text import Text
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import heading, summary
+from pipeflow.draw.files.svg import svg
 from pipeflow.draw.lanes import kinds, lanes, num_chunks
 from pipeflow.draw.memory import Memory, memory_of, same_memory
 from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
@@ -30,7 +31,7 @@ class Gantt:
     there are none, letters say the same. Below stand makespan, bubble and peak activations.
 
     Times are written multiplied by `factor` and followed by `unit`: for a timeline in seconds,
-    `unit="ms", factor=1000`.
+    `unit="ms", factor=1000`. A notebook shows it as the picture that `svg` draws.
 
     >>> from pipeflow import make_schedule, simulate
     >>> timeline = simulate(make_schedule("1f1b", ranks=2, microbatches=3))
@@ -50,6 +51,9 @@ class Gantt:
     unit: str = ""
     factor: float = 1.0
     memory: bool = True
+
+    def _repr_html_(self) -> str:
+        return svg(self.timeline, unit=self.unit, factor=self.factor)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         unit = Unit(self.unit, self.factor)
