@@ -28,7 +28,7 @@ from pipeflow.training import (
     ThroughputHook,
     Trainer,
 )
-from pipeflow.training.display import Lines, State
+from pipeflow.training.display import Lines, Metrics, State
 from tests.runtime.work import build
 
 MODEL = PlainModel()
@@ -102,6 +102,17 @@ def test_bars(width: int, ranks: int, data: int) -> None:
     assert any("epoch 1/2" in screen and "step  7/20" in screen for screen in screens(text))
     assert any("test batch 2" in screen for screen in screens(text))
     assert text.endswith("\x1b[?25h")  # the cursor is there again
+
+
+def test_a_metric_is_never_cut_in_two() -> None:
+    values = {"loss": 0.1234, "learning rate": 0.001, "memory GiB": 1.5, "bubble": 0.25, "planned bubble": 0.2}
+    for width in range(30, 100):
+        on = console(width, is_terminal=False)
+        on.print(Metrics("test", values))
+        lines = written(on).splitlines()
+        assert max(map(len, lines)) <= width
+        for item in ("loss 0.1234", "learning rate 0.001", "memory GiB 1.5", "bubble 25.0% (planned 20.0%)"):
+            assert sum(item in line for line in lines) == 1
 
 
 def test_logs_stand_above_the_bars() -> None:
