@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 -m pipeflow.colossalai SCRIPT ARGUMENTS
 
 In it `colossalai` and `megatron` are pipeflow's modules of these names, and `model_zoo` is that of the examples, where
-these lie beside the package.
+these lie beside the package. On a machine without a GPU, what it puts on "cuda" is put on the CPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ import argparse
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+
+import torch
+
+from pipeflow.colossalai.without_gpu import WithoutGpu
 
 PACKAGE = Path(__file__).parents[1]
 LED_HERE = ("colossalai", "megatron")
@@ -62,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if (examples := PACKAGE.parent / "examples").is_dir():
         sys.path.append(str(examples))
     sys.argv = [str(given.script), *given.arguments]
-    runpy.run_path(str(given.script), run_name="__main__")
+    with nullcontext() if torch.cuda.is_available() else WithoutGpu():
+        runpy.run_path(str(given.script), run_name="__main__")
 
 
 if __name__ == "__main__":

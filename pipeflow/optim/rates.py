@@ -24,13 +24,14 @@ Rate = float | Tensor
 class WarmupLR(LRScheduler, ABC):
     """Base of the schedules here: the base rate times (t + 1) / w while t < w, then `decayed`.
 
-    Raises UsageError for a `total_steps` below 1, and for a warm-up that is negative or leaves no step to decay in.
+    Where w is T or more, training ends within the warm-up.
+
+    Raises UsageError for a `total_steps` below 1, and for a negative warm-up.
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
         require_at_least(1, total_steps=total_steps)
         require_at_least(0, warmup_steps=warmup_steps)
-        _require(warmup_steps < total_steps, "warmup_steps", f"less than total_steps={total_steps}", warmup_steps)
         self.total_steps = total_steps
         self.warmup_steps = warmup_steps
         super().__init__(optimizer, last_epoch)

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from pipeflow.colossalai.without_gpu import WithoutGpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,3 +84,13 @@ def test_what_is_no_script_is_one_clear_error(tmp_path: Path) -> None:
     done = run("-m", "pipeflow.colossalai", str(tmp_path / "nowhere.py"))
     assert done.returncode == 2
     assert f"there is no file '{tmp_path / 'nowhere.py'}'" in done.stderr
+
+
+def test_cuda_is_the_cpu_without_a_gpu() -> None:
+    with WithoutGpu():
+        module = torch.nn.Linear(2, 2).to(torch.device("cuda")).cuda()
+        made = [torch.zeros(1, device="cuda:1"), torch.ones(1).to("cuda", torch.float64), torch.ones(1).cuda()]
+        meta = torch.ones(1, device="meta")
+    assert {each.device.type for each in (*made, *module.parameters())} == {"cpu"}
+    assert made[1].dtype == torch.float64
+    assert meta.device.type == "meta"

@@ -77,6 +77,7 @@ ADAPTERS = {
     "trainer.hooks": (
         *("AccuracyHook", "BaseHook", "LRSchedulerHook", "LossHook", "TensorboardHook", "ThroughputHook"),
         *("LogMemoryByEpochHook", "LogMetricByEpochHook", "LogMetricByStepHook", "LogTimingByEpochHook"),
+        "SaveCheckpointHook",
     ),
     "nn": ("Classifier", "CrossEntropyLoss", "Embedding", "Linear"),
     "utils": ("get_current_device", "is_using_pp"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +180,91 @@ def test_what_cannot_work_is_refused() -> None:
 def test_accuracy_counts() -> None:
     scores = torch.tensor([[3.0, 1.0, 0.0], [0.0, 1.0, 5.0], [2.0, 2.5, 0.0]])
     assert int(Accuracy()(scores, torch.tensor([0, 1, 1]))) == 2
+
+
+def checkpointed(folder: str) -> tuple[list[float], int]:
+    """Two runs of one folder: the second goes on where the first ended."""
+    losses: list[float] = []
+
+    class Losses(hooks.BaseHook):
+        def after_train_epoch(self, trainer: Trainer) -> None:
+            losses.append(trainer.states["metrics"]["train"]["Loss"])
+
+    steps = 0
+    for epochs in (2, 4):
+        engine, loader, *_ = initialized({}, get_dataloader(samples(8), 4, shuffle=True))
+        own = [Losses(), hooks.SaveCheckpointHook(interval=1, checkpoint_dir=folder, model=engine.model)]
+        Trainer(engine).fit(loader, epochs, hooks=own)
+        steps = engine.steps
+    return losses, steps
+
+
+def test_checkpoints_have_all_of_it(tmp_path: Path) -> None:
+    for losses, steps in run_threads(checkpointed, 2, str(tmp_path)):
+        assert steps == 8
+        assert losses == sorted(losses, reverse=True)
+        assert len(losses) == 4
+
+
+def logged(logger: Any) -> None:
+    engine, loader, test, _ = initialized(
+        {}, get_dataloader(samples(8), 4), test_dataloader=get_dataloader(samples(4), 2)
+    )
+    own = [
+        hooks.LossHook(),
+        hooks.LogMetricByStepHook(),
+        hooks.LogMetricByEpochHook(logger, interval=2),
+        hooks.LogTimingByEpochHook(MultiTimer(), logger, interval=2),
+        hooks.LogMemoryByEpochHook(logger, interval=2, log_eval=False),
+        hooks.ThroughputHook(ignored_steps=1, tflop_per_step=8.0),
+    ]
+    trainer = Trainer(engine)
+    trainer.fit(loader, 2, test_dataloader=test, hooks=own, return_output_label=False)
+    metrics = trainer.states["metrics"]["train"]
+    assert metrics["TFLOP/s"] == pytest.approx(metrics["Throughput"] * 2.0)
+
+
+class Said:
+    """A logger that keeps what rank 0 says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def info(self, message: str, ranks: list[int]) -> None:
+        assert ranks == [0]
+        if current_context().rank == 0:
+            self.lines.append(message)
+
+
+def test_logs_come_every_so_many_epochs() -> None:
+    said = Said()
+    run_threads(logged, 2, said)
+    assert all(line.startswith("[Epoch 2 / ") for line in said.lines)
+    for part in ("Train]: GiB of each rank", "Train]: epoch seconds", "Test]: evaluation seconds", "Train]: loss"):
+        assert len([line for line in said.lines if part in line]) == 1
+
+
+def other_bad_input() -> None:
+    for make, message in (
+        (lambda: hooks.SaveCheckpointHook(), "pass checkpoint_dir"),
+        (lambda: hooks.LogMetricByEpochHook(Said(), interval=0), "interval must be at least 1"),  # type: ignore[arg-type]  # it is not asked
+        (lambda: hooks.LogMemoryByEpochHook(Said(), report=True), "has no 'report'"),  # type: ignore[arg-type]  # as above
+        (lambda: hooks.ThroughputHook(use_local=True), "leave use_local out"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            make()
+    engine, *_ = initialized({})
+    with pytest.raises(UsageError, match="was given another"):
+        Trainer(engine).fit(
+            [MODEL.batch(4)], 1, hooks=[hooks.SaveCheckpointHook(checkpoint_dir="c", model=torch.nn.Linear(1, 1))]
+        )
+
+
+def test_other_bad_input() -> None:
+    run_threads(other_bad_input, 1)
+
+
+@pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed")
+def test_tensorboard_that_is_not_installed_is_named() -> None:
+    with pytest.raises(UsageError, match=r"pipeflow\[tensorboard\]"):
+        hooks.TensorboardHook(log_dir="logs", ranks=[0])

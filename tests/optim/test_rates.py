@@ -163,12 +163,26 @@ def test_last_epoch_goes_on_without_a_state() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(4 / 6, rel=0, abs=1e-12)
 
 
+@pytest.mark.parametrize("make", [LinearWarmupLR, CosineAnnealingWarmupLR, PolynomialWarmupLR])
+@pytest.mark.parametrize("warmup", [3, 5])
+def test_training_may_end_within_the_warm_up(make: Any, warmup: int) -> None:
+    """Its rate stays as it is at the end of training."""
+    optimizer = sgd(1.0)
+    scheduler, rates = make(optimizer, 3, warmup), []
+    for _ in range(6):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates[:4] == sorted(rates[:4])
+    assert rates[3:] == [rates[3]] * 3
+    assert rates[0] == pytest.approx(1 / (warmup + (make is LinearWarmupLR)))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda it: LinearWarmupLR(it, 0), "total_steps must be an integer of at least 1, got 0"),
         (lambda it: LinearWarmupLR(it, total_steps=True), "total_steps must be an integer of at least 1, got True"),
-        (lambda it: LinearWarmupLR(it, 10, 10), "warmup_steps must be less than total_steps=10, got 10"),
         (lambda it: CosineAnnealingWarmupLR(it, 10, -1), "warmup_steps must be an integer of at least 0, got -1"),
         (lambda it: CosineAnnealingWarmupLR(it, 10, eta_min=-0.1), "eta_min must be a rate of at least 0, got -0.1"),
         (lambda it: FlatAnnealingLR(it, 10, 72), "pct_start must be a part of the steps, from 0 to 1, got 72"),

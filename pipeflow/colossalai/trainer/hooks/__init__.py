@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeflow.colossalai.trainer.hooks.base import BaseHook
+from pipeflow.colossalai.trainer.hooks.checkpoints import SaveCheckpointHook
 from pipeflow.colossalai.trainer.hooks.logs import (
     LogMemoryByEpochHook,
     LogMetricByEpochHook,
@@ -22,6 +23,7 @@ __all__ = [
     "LogMetricByStepHook",
     "LogTimingByEpochHook",
     "LossHook",
+    "SaveCheckpointHook",
     "TensorboardHook",
     "ThroughputHook",
 ]
