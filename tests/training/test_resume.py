@@ -233,6 +233,36 @@ def test_max_steps_counts_those_of_all_lives(tmp_path: Path) -> None:
     require_same(found, expected)
 
 
+def killed_at_its_end(folder: Path, moments: list[int]) -> dict[str, Any]:
+    for moment in (*moments, 10**6):
+        trainer = make_trainer(CheckpointHook(folder, unit="step"), [Kill(moment, 70)])
+        with suppress(KilledError):
+            trainer.fit(epochs=EPOCHS, max_steps=6, **loaders())
+    return result(trainer)
+
+
+def test_the_last_epoch_is_evaluated_where_no_step_is_left(tmp_path: Path) -> None:
+    """It is killed after the sixth step, with which training ends and the first of two epochs, too."""
+    [expected] = run_threads(undisturbed, 1, EPOCHS, 4, 1, 6)
+    [found] = run_threads(killed_at_its_end, 1, tmp_path, [14])
+    require_same(found, expected)
+    assert found["counts"][:2] == (1, 6)
+
+
+def larger_batches(folder: Path) -> tuple[list[int], int, int]:
+    """Four of 24 samples are left of the first epoch, then batches have eight of them."""
+    make_trainer(CheckpointHook(folder)).fit(epochs=EPOCHS, max_steps=5, **loaders())
+    data = Samples()
+    trainer = make_trainer(CheckpointHook(folder))
+    loader = get_dataloader(data, 8, shuffle=True, drop_last=True)
+    trainer.fit(loader, EPOCHS, test_loader=loaders()["test_loader"])
+    return sorted(data.read), trainer.epoch, trainer.engine.steps
+
+
+def test_what_is_left_may_fill_no_batch(tmp_path: Path) -> None:
+    assert run_threads(larger_batches, 1, tmp_path) == [(list(range(SAMPLES)), 2, 8)]
+
+
 class OwnState(list[Any]):
     """Batches of a loader that knows by itself where it is."""
 
