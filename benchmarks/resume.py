@@ -44,13 +44,13 @@ def run(rounds: int | None = None) -> Report:
 
 def summary(found: list[dict[str, Any]]) -> list[str]:
     redone = sorted(each["redone"] for each in found if each["redone"] is not None)
-    same = [each["same"] for each in found]
+    same = [each["same"] for each in found if each["same"] is not None]
     differences = [each["difference"] for each in found if each["difference"] is not None]
     once = [each["once"] for each in found if each["once"] is not None]
     return [
         str(sum(each["killed"] for each in found)),
         f"{redone[0]} to {redone[-1]}" if redone else "",
-        str(sum(same)),
+        str(sum(same)) if same else "",
         f"{sum(once)} of {len(once)}" if once else "",
         f"{max(differences):.1e}" if differences else "",
     ]
@@ -96,6 +96,7 @@ def killed_and_continued(
         resumed = found[0]["resumed"]
         before, later = steps_read(Path(folder), 1), steps_read(Path(folder), 2)
     read = {step: samples for step, samples in before.items() if step <= resumed} | later
+    same = [digest(each) for each in found] == [digest(each) for each in expected] if replicas == REPLICAS else None
     return {
         "victim": victim,
         "step": step,
@@ -104,7 +105,7 @@ def killed_and_continued(
         "reached": max(before, default=0),
         "resumed": resumed,
         "redone": max(before, default=0) - resumed,
-        "same": len(found) == RANKS and [digest(each) for each in found] == [digest(each) for each in expected],
+        "same": same,
         "once": all(
             sorted(sample for step in range(epoch * STEPS, (epoch + 1) * STEPS) for sample in read[step + 1])
             == list(range(SAMPLES))
