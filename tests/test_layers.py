@@ -18,7 +18,7 @@ import pipeflow
 PACKAGE = Path(pipeflow.__file__).parent
 
 PLANS = {"core", "analysis", "soundness", "orders", "planning", "schedules", "draw"}
-ENGINE = {"parallel", "deferral", "tensor", "runtime", "optim", "checkpoint", "training"}
+ENGINE = {"parallel", "deferral", "tensor", "stages", "runtime", "optim", "checkpoint", "training"}
 FLOORS: dict[str, set[str]] = {
     "core": set(),
     "analysis": {"core", "networkx"},
@@ -32,7 +32,8 @@ FLOORS: dict[str, set[str]] = {
     "parallel": {"core", "torch"},
     "deferral": {"core", "torch"},
     "tensor": {"core", "parallel", "deferral", "torch"},
-    "runtime": {"core", "analysis", "soundness", "parallel", "deferral", "torch"},
+    "stages": {"core", "planning", "torch"},
+    "runtime": {"core", "analysis", "soundness", "parallel", "deferral", "stages", "torch"},
     "optim": {"core", "parallel", "runtime", "torch"},
     "checkpoint": {"core", "parallel", "tensor", "runtime", "optim", "torch", "safetensors"},
     "training": {

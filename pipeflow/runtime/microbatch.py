@@ -112,9 +112,22 @@ class Batch:
             torch.autograd.backward([part for part, _ in reached], [gradient for _, gradient in reached])
 
 
-def next_batch(data_iter: Iterator[object], microbatches: int, device: torch.device) -> Batch:
-    """Takes one batch off `data_iter`, `(inputs, labels)`, for microbatches as `torch.tensor_split` makes them (13
-    samples into 6 = 3,2,2,2,2,2), or for as many microbatches as it has samples where these are fewer.
+def as_pair(batch: object) -> tuple[object, object]:
+    """A batch as inputs and labels. Raises UsageError when it is no such pair."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UsageError(f"a batch is (inputs, labels), got {type(batch).__name__}; without labels pass (inputs, None)")
+    inputs, labels = batch
+    return inputs, labels
+
+
+def next_batch(
+    data_iter: Iterator[object],
+    microbatches: int,
+    device: torch.device,
+    read: Callable[[object], tuple[object, object]] = as_pair,
+) -> Batch:
+    """Takes one batch off `data_iter`, which `read` makes `(inputs, labels)`, for microbatches as `torch.tensor_split`
+    makes them (13 samples into 6 = 3,2,2,2,2,2), or for as many microbatches as it has samples where these are fewer.
 
     Raises UsageError when the iterator is none or is empty, when the batch is no such pair, and when its tensors
     differ in dim 0 or have no samples.
@@ -124,9 +137,8 @@ def next_batch(data_iter: Iterator[object], microbatches: int, device: torch.dev
     batch = next(data_iter, None)
     if batch is None:
         raise UsageError("data_iter has no batch left: make a new one, iter(loader), for every epoch")
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise UsageError(f"a batch is (inputs, labels), got {type(batch).__name__}; without labels pass (inputs, None)")
-    leaves = tree_leaves(tuple(batch), _is_whole)
+    inputs, labels = read(batch)
+    leaves = tree_leaves((inputs, labels), _is_whole)
     lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(lengths) != 1:
         found = f"differ in dim 0: {sorted(lengths)}" if lengths else "are missing"
@@ -140,7 +152,7 @@ def next_batch(data_iter: Iterator[object], microbatches: int, device: torch.dev
     microbatches = min(microbatches, samples)
     base, larger = divmod(samples, microbatches)
     sizes = [base + 1] * larger + [base] * (microbatches - larger)
-    return Batch(batch[0], batch[1], sizes, device)
+    return Batch(inputs, labels, sizes, device)
 
 
 def merge(outputs: list[object]) -> object:

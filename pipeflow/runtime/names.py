@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 
 COMPILED = "_orig_mod"  # the attribute in which torch.compile keeps the module that it wrapped
@@ -20,3 +22,15 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """The module that torch.compile wrapped; `module` itself where it did not."""
     inner: nn.Module = getattr(module, COMPILED, module)
     return inner
+
+
+def name_in_module(name: str, prefix: str, cut: Collection[str]) -> str:
+    """The name without the first of the prefixes `cut` that it has behind `prefix`.
+
+    >>> name_in_module("model.chunks.1.layers.3.weight", "model", {"chunks.1."})
+    'model.layers.3.weight'
+    """
+    start = f"{prefix}." if prefix else ""
+    own = name.removeprefix(start)
+    found = next((each for each in cut if own.startswith(each)), "")
+    return start + own.removeprefix(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 from weakref import WeakSet
 
 import torch
@@ -22,12 +22,17 @@ from pipeflow.runtime.arguments import Arguments, compare, fitting_stages, promi
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.clipping import Clipping
 from pipeflow.runtime.devices import place
+from pipeflow.runtime.from_module import parts_of
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.keywords import names_taken
+from pipeflow.runtime.names import name_in_module
 from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.programs import Programs
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
+from pipeflow.stages.blocks import Blocks, Cuts
+from pipeflow.stages.plan import Plan
+from pipeflow.stages.stage import ModuleStage
 
 LOG = logging.getLogger("pipeflow")
 
@@ -63,6 +68,7 @@ class Pipeline(nn.Module):
     Attributes:
         loss_scale: what the gradients of a step are multiplied by, so that those of half precision do not vanish.
         clippings: what clipping leaves to optimizers that scale gradients themselves.
+        cut: what `from_module` planned: per stage, what it receives, sends and owns; None for other Pipelines.
 
     Chunks and criterion are moved to `context.device`; what is on the meta device is to have been made before the first
     step. What every replica, or every tensor rank, holds whole is made the same here: as on the first of them.
@@ -103,6 +109,7 @@ class Pipeline(nn.Module):
         self.autocast = autocast
         self.loss_scale = 1.0
         self.clippings: WeakSet[Clipping] = WeakSet()
+        self.cut: Plan | None = None
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
             own = fitting_stages(self.chunks, schedule, context, stages)
@@ -131,6 +138,75 @@ class Pipeline(nn.Module):
                 for stage, deferral in self.deferrals.items():
                     if deferral.remaining:
                         LOG.info("stage %d: %s", stage, deferral)
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.Module,
+        schedule: Schedule,
+        example: object,
+        *,
+        cuts: Cuts = None,
+        blocks: Blocks = None,
+        criterion: Callable[..., Tensor] | None = None,
+        weigh: Callable[..., float] | None = None,
+        overlap: Overlap | None = None,
+        autocast: torch.dtype | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        cost: CostModel | None = None,
+    ) -> Self:
+        """A Pipeline of any module, whose own forward each stage runs: calls that earlier stages have made are
+        replaced by what these sent, and the forward ends after the stage's last block. What a stage receives, sends and
+        owns is found by following its tensors on fake ones, for each new shape of a microbatch once.
+
+        Args:
+            module: the whole of it, on the CPU or the meta device, alike on every rank. The Pipeline shares the
+                parameters that this rank owns; let go of the module to free the others.
+            schedule: as for a Pipeline.
+            example: a batch, of which the first microbatch is traced: a dict of the forward's keywords, labels among
+                them, or `(inputs, labels)`, where inputs are such a dict, the first argument, or a tuple of all.
+                `execute_pipeline` takes batches of these forms, and of other shapes.
+            cuts: "uniform" has as many blocks in each stage; a list of numbers, one a block, is their costs, which are
+                balanced; a list of names says after which blocks to cut, with `:k` for the k-th call of a module.
+            blocks: after what may be cut: a class or its name, or names of modules. By default the children of
+                outermost nn.ModuleLists; without any, of nn.ModuleDicts, or else of nn.Sequentials.
+            criterion: as for a Pipeline. Without, the loss is the module's own: its output, if a scalar, or `.loss`
+                of it.
+            weigh: as for a Pipeline. Without, the module's own loss counts by the labels that are not -100, where it
+                is a mean over these.
+            overlap, autocast, gradient_dtype: as for a Pipeline.
+            cost: as for a Pipeline; without `activation_bytes` it gets those that the stages send.
+
+        Parameters keep the names that they have in `module`, here and in checkpoints. Those that several stages need
+        are tied. Those that none needs belong to the last stage. A buffer is stored by the first stage that needs it.
+
+        Raises UsageError for a module that cannot be cut, naming the submodule and the reason, for fewer blocks than
+        stages, and for an example that cannot be split.
+        """
+        context = current_context()
+        with context.alarm.raised_everywhere():
+            context.alarm.expect_slow()
+            parts = parts_of(module, schedule, example, context, cuts=cuts, blocks=blocks, autocast=autocast)
+        made = cls(
+            parts.chunks,
+            schedule,
+            criterion=parts.criterion if criterion is None else criterion,
+            weigh=parts.weigh if criterion is None and weigh is None else weigh,
+            overlap=overlap,
+            autocast=autocast,
+            gradient_dtype=gradient_dtype,
+            cost=parts.priced(cost),
+        )
+        made.cut, made.runner.read = parts.plan, parts.read
+        return made
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; the parameters of one that `from_module` cut have the names that they have there."""
+        cut = {f"chunks.{index}." for index, chunk in enumerate(self.chunks) if isinstance(chunk, ModuleStage)}
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield name_in_module(name, prefix, cut), parameter
 
     @property
     def deferrals(self) -> dict[int, Deferral]:

@@ -15,7 +15,7 @@ from pipeflow.parallel.context import Context
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.loss import Told, agree, share_of
-from pipeflow.runtime.microbatch import Batch, loss_weights, next_batch
+from pipeflow.runtime.microbatch import Batch, as_pair, loss_weights, next_batch
 from pipeflow.runtime.outputs import merged
 from pipeflow.runtime.program.compile import Compiled
 from pipeflow.runtime.program.operations import Operation
@@ -47,7 +47,11 @@ class Output:
 
 
 class Runner:
-    """Runs the steps of one pipeline on this rank."""
+    """Runs the steps of one pipeline on this rank.
+
+    Attributes:
+        read: takes what the iterator yields apart into inputs and labels.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class Runner:
         self.criterion = criterion
         self.weigh = weigh
         self.taken = taken  # the names of the entries that stages of any rank take; None for any
+        self.read: Callable[[object], tuple[object, object]] = as_pair
         self._runs = False
         self._last_stage = placement.num_stages - 1
         self._last_ranks = placement.ranks_of(self._last_stage)
@@ -89,7 +94,10 @@ class Runner:
 
     def _step(self, data_iter: Iterator[object], call: Call, loss_scale: float) -> Output:
         if call.training and self.criterion is None:
-            raise UsageError("training needs a loss: give the Pipeline a criterion, or pass forward_only=True")
+            raise UsageError(
+                "training needs a loss: give the Pipeline a criterion (or from_module an example with the labels from "
+                "which the module computes a loss itself), or pass forward_only=True"
+            )
         self.gradients.prepare()
         batch, runnable = self._start(data_iter, call)
         compiled, results = runnable.compiled, runnable.compiled.results
@@ -121,7 +129,7 @@ class Runner:
 
     def _start(self, data_iter: Iterator[object], call: Call) -> tuple[Batch, Runnable]:
         schedule = call.schedule
-        batch = next_batch(data_iter, schedule.num_microbatches, self.transport.device)
+        batch = next_batch(data_iter, schedule.num_microbatches, self.transport.device, self.read)
         if self.taken is not None:
             batch.require_taken(self.taken)
         microbatches = len(batch.sizes)

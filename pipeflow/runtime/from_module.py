@@ -1,0 +1,113 @@
+"""From a whole module to a rank's part of a Pipeline: its stages, their ties, and the loss that the module makes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
+from pipeflow.runtime.microbatch import next_batch
+from pipeflow.stages.blocks import Blocks, Cuts
+from pipeflow.stages.entries import LABELS
+from pipeflow.stages.loss import all_counted, has_loss, own_loss, weigh_by_labels
+from pipeflow.stages.plan import Plan
+from pipeflow.stages.planner import Planner
+from pipeflow.stages.stage import ModuleStage
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a Pipeline is made of.
+
+    Attributes:
+        chunks: this rank's stages.
+        plan: of the example batch.
+        read: takes a batch apart into entries and labels.
+        criterion: the module's own loss, where it makes one.
+        weigh: what that is the mean over; None for samples.
+    """
+
+    chunks: nn.ModuleList
+    plan: Plan
+    read: Callable[[object], tuple[dict[str, Any], object]]
+    criterion: Callable[..., Tensor] | None
+    weigh: Callable[..., float] | None
+
+    def priced(self, cost: CostModel | None) -> CostModel | None:
+        """The cost model with the bytes that the stages send, where it has none."""
+        if cost is None or cost.activation_bytes:
+            return cost
+        return replace(cost, activation_bytes=tuple(map(float, self.plan.sent_bytes)))
+
+
+def parts_of(
+    module: nn.Module,
+    schedule: Schedule,
+    example: object,
+    context: Context,
+    *,
+    cuts: Cuts,
+    blocks: Blocks,
+    autocast: torch.dtype | None,
+) -> Parts:
+    """This rank's parts; all ranks make theirs together.
+
+    Raises UsageError for a module that cannot be cut so, for an example batch that cannot be split, and where the ranks
+    were given unlike ones.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"from_module takes an nn.Module, got {type(module).__name__}")
+    placement, device = schedule.placement, context.device
+    planner = Planner(module, placement.num_stages, device=device, cuts=cuts, blocks=blocks)
+    batch = next_batch(iter([example]), schedule.num_microbatches, device, planner.entries.of)
+    entries = dict(batch.split(batch.inputs)[0])
+    if LABELS in entries:
+        entries[LABELS] = all_counted(entries[LABELS])
+    with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        plan = planner.plan(entries)
+    _require_same(plan, context)
+    own = placement.stages_of(context.pipeline_rank)
+    chunks = nn.ModuleList(ModuleStage(module, stage, planner, plan, device) for stage in own)
+    _tie(module, plan, placement, context.pipeline_rank)
+    has = has_loss(plan.trace)
+    weigh = weigh_by_labels(plan.trace, entries.get(LABELS)) if has else None
+    return Parts(chunks, plan, planner.entries.of, own_loss if has else None, weigh)
+
+
+def _require_same(plan: Plan, context: Context) -> None:
+    everyone: list[Any] = all_gather_object(context.world, plan.describe())
+    for rank, its in enumerate(everyone):
+        if its != everyone[0]:
+            raise UsageError(
+                f"rank {rank} was given another module, example or cuts than rank 0: its stages would receive and own "
+                "other tensors"
+            )
+
+
+def _tie(module: nn.Module, plan: Plan, placement: Placement, rank: int) -> None:
+    """Ties what several stages own, and what has several names where the names will part: on the meta device, which
+    each place of a parameter leaves by itself.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    for name, parameter in module.named_parameters():
+        stages = [stage for stage, each in enumerate(plan.stages) if name in each.owned]
+        if len(stages) < 2 and not (parameter.is_meta and len(names[id(parameter)]) > 1):
+            continue
+        ranks = sorted({each for stage in stages for each in placement.ranks_of(stage)})
+        shared = PipelineSharedModuleWrapper(ranks)
+        if rank in ranks:
+            for _ in range(2 if len(ranks) == 1 else 1):
+                shared.register_parameter(parameter)

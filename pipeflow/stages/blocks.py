@@ -1,0 +1,127 @@
+"""Blocks: the calls after which a forward can be cut, and the choice among them. What must not live here: what a cut
+means for the stages on its two sides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.planning.partition import partition_balanced
+from pipeflow.stages.trace import Call, Trace
+
+Blocks = str | type[nn.Module] | Sequence[str] | None
+"""What counts as a block: a class or its name, names of modules, or None for the usual rule."""
+
+Cuts = str | Sequence[str] | Sequence[float] | None
+"""Where to cut: "uniform" (None is the same), a cost per block, or the names of the blocks before the cuts."""
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def blocks_of(trace: Trace, module: nn.Module, blocks: Blocks) -> list[Call]:
+    """The calls after which the forward can be cut, in order. By default those of the children of outermost
+    nn.ModuleLists, or where none of these is called of nn.ModuleDicts, or else of nn.Sequentials.
+
+    Raises UsageError where there is none.
+    """
+    if blocks is not None:
+        found = _outermost(trace, _named(module, blocks))
+        if not found:
+            raise UsageError(f"blocks={blocks!r} matches no module that the forward calls")
+        return found
+    for kind in _LISTS:
+        if found := _outermost(trace, _children(module, kind)):
+            return found
+    raise UsageError(
+        f"there is no place to cut a {type(module).__name__}: its forward calls no children of an nn.ModuleList or "
+        'nn.Sequential; say which modules are its blocks, as with blocks="TransformerLayer", their class'
+    )
+
+
+def _named(module: nn.Module, blocks: str | type[nn.Module] | Sequence[str]) -> set[str]:
+    if isinstance(blocks, str | type):
+        called = blocks if isinstance(blocks, str) else blocks.__name__
+        return {name for name, each in module.named_modules() if type(each).__name__ == called}
+    there = dict(module.named_modules())
+    for name in blocks:
+        if name not in there:
+            raise UsageError(f"blocks has {name!r}, which is no module of the {type(module).__name__}")
+    return set(blocks)
+
+
+def _children(module: nn.Module, kind: type[nn.Module], prefix: str = "") -> set[str]:
+    """The names of what outermost lists hold; of a list in a list, what that one holds."""
+    found: set[str] = set()
+    is_list = isinstance(module, kind)
+    for name, child in module.named_children():
+        full = f"{prefix}.{name}".lstrip(".")
+        if is_list and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found.add(full)
+        else:
+            found |= _children(child, kind if not is_list else type(child), full)
+    return found
+
+
+def _outermost(trace: Trace, names: Collection[str]) -> list[Call]:
+    found: list[Call] = []
+    for call in trace.calls:
+        if call.name in names and not any(trace.is_within(call.index, other.index) for other in found[-1:]):
+            found.append(call)
+    return found
+
+
+def labels_of(calls: Sequence[Call]) -> list[str]:
+    """What users call calls: the module's name; where a module is called several times, with `:0`, `:1`, ..."""
+    times = Counter(call.name for call in calls)
+    seen: Counter[str] = Counter()
+    labels = []
+    for call in calls:
+        labels.append(call.name if times[call.name] == 1 else f"{call.name}:{seen[call.name]}")
+        seen[call.name] += 1
+    return labels
+
+
+def choose(trace: Trace, blocks: Sequence[Call], stages: int, cuts: Cuts) -> list[Call]:
+    """The last block of every stage but the last one.
+
+    Raises UsageError for fewer blocks than stages, a cost for each block of another number of them, and names that
+    are not those of calls, in their order.
+    """
+    listed: list[Any] | None = None if cuts is None or isinstance(cuts, str) else list(cuts)
+    if listed is None and cuts not in (None, "uniform"):
+        raise UsageError(f'cuts is "uniform", a cost per block or a list of names, got {cuts!r}')
+    if listed is not None and all(isinstance(cut, str) for cut in listed) and (listed or stages == 1):
+        return _by_name(trace, blocks, stages, [str(cut) for cut in listed])
+    if len(blocks) < stages:
+        raise UsageError(
+            f"{len(blocks)} blocks cannot fill {stages} stages ({', '.join(labels_of(blocks))}): use fewer stages, or "
+            "say with blocks= which smaller modules to cut between"
+        )
+    costs = [1.0] * len(blocks) if listed is None else [float(cost) for cost in listed]
+    if len(costs) != len(blocks):
+        raise UsageError(f"cuts has {len(costs)} costs for {len(blocks)} blocks: {', '.join(labels_of(blocks))}")
+    ends = [end for [(_, end)] in partition_balanced(costs, stages)]
+    return [blocks[end - 1] for end in ends[:-1]]
+
+
+def _by_name(trace: Trace, blocks: Sequence[Call], stages: int, cuts: Sequence[str]) -> list[Call]:
+    calls = trace.calls[1:]
+    by_label = dict(zip(labels_of(calls), calls, strict=True))
+    if len(cuts) != stages - 1:
+        raise UsageError(f"{stages} stages have {stages - 1} cuts between them, got {len(cuts)}: {list(cuts)}")
+    for cut in cuts:
+        if cut not in by_label:
+            raise UsageError(
+                f"cuts has {cut!r}, which the forward does not call; it can be cut after {', '.join(labels_of(blocks))}"
+            )
+    chosen = [by_label[cut] for cut in cuts]
+    for before, after in pairwise(chosen):
+        if after.exit <= before.exit:
+            raise UsageError(f"cuts are in the order of the forward, but {after.name!r} ends before {before.name!r}")
+    return chosen

@@ -1,0 +1,76 @@
+"""Calls of modules, watched: while a watcher is installed, each call of a module goes to it first, and it decides what
+becomes of the call. What must not live here: the decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from threading import get_ident
+from typing import Any, Protocol
+
+from torch import nn
+
+from pipeflow.core.errors import UsageError
+
+_KEY = "_pipeflow_watched"
+
+
+class Watcher(Protocol):
+    """Gets the calls of watched modules."""
+
+    def called(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Called in place of the module `name`; `call` is the module's own `__call__`. Returns the call's output."""
+
+
+class _Swallow(nn.Module):
+    """Keeps `__init_subclass__` of a module's class from running for the class that watches it."""
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+@contextmanager
+def watched(modules: Mapping[str, nn.Module], watcher: Watcher) -> Iterator[None]:
+    """Sends this thread's calls of `modules` to `watcher`. Each has another class meanwhile, so that what a class puts
+    around its own `__call__`, such as activation checkpointing, lies within the call. Other threads call the modules
+    as ever: a backward that recomputes a forward does so.
+
+    Raises UsageError for a module whose class cannot be replaced.
+    """
+    thread = get_ident()
+    replaced: list[tuple[nn.Module, type[nn.Module]]] = []
+    try:
+        for name, module in modules.items():
+            plain = type(module)
+            vars(module)[_KEY] = (thread, watcher, name)
+            try:
+                module.__class__ = _watched_class(plain)
+            except TypeError as error:
+                raise UsageError(f"the calls of {name!r}, a {plain.__name__}, cannot be watched: {error}") from error
+            replaced.append((module, plain))
+        yield
+    finally:
+        for module, plain in replaced:
+            module.__class__ = plain
+            vars(module).pop(_KEY, None)
+
+
+@cache
+def _watched_class(plain: Any) -> type[nn.Module]:
+    """A class like `plain`, a class of modules, whose calls go to the watcher."""
+
+    own_call: Any = plain.__call__
+
+    def call(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        own = partial(own_call, self)
+        thread, watcher, name = vars(self).get(_KEY, (None, None, ""))
+        if thread != get_ident():
+            return own(*arguments, **keywords)
+        return watcher.called(name, own, arguments, keywords)
+
+    watched_class: type[nn.Module] = type(plain)(
+        plain.__name__, (_Swallow, plain), {"__call__": call, "__module__": plain.__module__}
+    )
+    return watched_class

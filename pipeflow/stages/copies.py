@@ -1,0 +1,154 @@
+"""Copies of a module: its structure, with other tensors in the places of its own. A fake copy has shapes but no memory;
+that of a stage has the parameters that the stage owns, and ghosts in the place of the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+
+from pipeflow.core.errors import UsageError
+
+Places = list[tuple[nn.Module, str]]
+
+
+class Fakes:
+    """A copy of a module on `device` whose parameters are fake, and whose buffers are real but for those on the meta
+    device; and which sources, as bits from the second on, stand for them.
+
+    Attributes:
+        mode: of the fake tensors.
+        module: the copy.
+        parameters: their names, in the order of their sources.
+        buffers: likewise; their sources follow those of the parameters.
+
+    Raises UsageError for a module that cannot be copied, or that has parameters without a shape.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = device
+        named = dict(module.named_parameters())
+        if lazy := [name for name, parameter in named.items() if is_lazy(parameter)]:
+            raise UsageError(f"{lazy[0]} has no shape yet: run the lazy layers of the module once before it is cut")
+        buffers = dict(module.named_buffers())
+        instead: dict[int, Tensor] = {
+            id(parameter): nn.Parameter(self.fake(parameter), requires_grad=parameter.requires_grad)
+            for parameter in named.values()
+        }
+        for buffer in buffers.values():
+            instead[id(buffer)] = self.fake(buffer) if buffer.is_meta else buffer.detach().to(device, copy=True)
+        for tensor in _loose(module):
+            instead.setdefault(id(tensor), tensor.detach().clone())
+        self.module = copied(module, instead)
+        self.parameters = list(named)
+        self.buffers = list(buffers)
+
+    def fake(self, like: Tensor) -> Tensor:
+        """A fake tensor on the device, of this one's shape, strides and dtype."""
+        with self.mode:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+
+    def sources(self) -> dict[str, int]:
+        """The bit of every parameter and buffer."""
+        return {name: 2 << index for index, name in enumerate([*self.parameters, *self.buffers])}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the copy, by name."""
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    @property
+    def of_buffers(self) -> int:
+        """The bits of those buffers that have values."""
+        bits, found = self.sources(), 0
+        for name, buffer in self.module.named_buffers():
+            found |= bits[name] * (type(buffer) is Tensor)
+        return found
+
+    @property
+    def of_parameters(self) -> int:
+        """The bits of all parameters."""
+        return ((1 << len(self.parameters)) - 1) << 1
+
+    def owners(self, sources: int) -> list[str]:
+        """The names of the parameters and buffers among sources."""
+        return [name for name, bit in self.sources().items() if bit & sources]
+
+
+class Ghosts:
+    """The places of parameters that a stage does not own: attributes that tell shape, dtype and device and have the
+    memory of one element. Reading their values gives nan, or 0 where there is none.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[nn.Module, str]] = []
+
+    def haunt(self, module: nn.Module, device: torch.device) -> None:
+        """Takes the tensors that are no nn.Parameter out of the parameters of `module` and its children."""
+        for owner in module.modules():
+            for name, parameter in list(owner._parameters.items()):
+                if parameter is not None and not isinstance(parameter, nn.Parameter):
+                    del owner._parameters[name]
+                    vars(owner)[name] = parameter.to(device)
+                    self._places.append((owner, name))
+        for owner in module.modules():
+            if next(owner.parameters(), None) is None and (mine := list(_ghosts_in(owner, self._places))):
+                vars(owner)["parameters"] = partial(_iterate, mine)
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Moves or converts them, as nn.Module._apply does parameters."""
+        for owner, name in self._places:
+            ghost: Tensor = vars(owner)[name]
+            vars(owner)[name] = function(ghost.as_strided((), ())).detach().expand(ghost.shape)
+
+
+def ghost(like: Tensor, device: torch.device) -> Tensor:
+    """One of the shape and dtype of a tensor."""
+    return dead(like.shape, like.dtype, device)
+
+
+def dead(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor whose values nobody needs, with the memory of one element."""
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+def stage_copy(module: nn.Module, owned: set[str], device: torch.device) -> tuple[nn.Module, Ghosts]:
+    """A copy that has the very parameters whose names are `owned`, the module's buffers, and ghosts elsewhere."""
+    instead: dict[int, Tensor] = {id(tensor): tensor for tensor in [*module.buffers(), *_loose(module)]}
+    for name, parameter in module.named_parameters():
+        instead[id(parameter)] = parameter if name in owned else ghost(parameter, device)
+    made, ghosts = copied(module, instead), Ghosts()
+    ghosts.haunt(made, device)
+    return made, ghosts
+
+
+def copied(module: nn.Module, instead: Mapping[int, Tensor]) -> nn.Module:
+    """A deep copy with other tensors in the places of those with these ids. Raises UsageError where it has none."""
+    try:
+        return copy.deepcopy(module, dict(instead))
+    except Exception as error:
+        raise UsageError(
+            f"the module, a {type(module).__name__}, cannot be copied, as with copy.deepcopy: {error}"
+        ) from error
+
+
+def _loose(module: nn.Module) -> list[Tensor]:
+    """Tensors that are plain attributes."""
+    return [value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor)]
+
+
+def _ghosts_in(module: nn.Module, places: Places) -> list[Tensor]:
+    inside = set(map(id, module.modules()))
+    return [vars(owner)[name] for owner, name in places if id(owner) in inside]
+
+
+def _iterate(tensors: list[Tensor], recurse: bool = True) -> Any:
+    return iter(tensors)

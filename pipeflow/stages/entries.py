@@ -1,0 +1,85 @@
+"""Entries: a batch by the names of a forward's parameters, in which every stage takes it, and how the forward is called
+with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Parameter, signature
+from typing import Any
+
+from torch import nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.stages.trace import Batch
+
+LABELS = "labels"
+_NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+class Entries:
+    """The parameters of `module.forward`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = list(signature(module.forward).parameters.values())
+        self._module = type(module).__name__
+        self._positional = [each.name for each in parameters if each.kind is not Parameter.KEYWORD_ONLY]
+        self._positional = [name for name in self._positional if _kind(parameters, name) in _NAMED]
+        self._by_position_only = [each.name for each in parameters if each.kind is Parameter.POSITIONAL_ONLY]
+        self._names = {each.name for each in parameters if each.kind in _NAMED}
+        self._takes_more = any(each.kind is Parameter.VAR_POSITIONAL for each in parameters)
+        self._takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
+
+    def of(self, batch: object) -> tuple[dict[str, Any], object]:
+        """The entries of a batch, and its labels: of a mapping of the forward's keywords, `labels` among them; or of
+        `(inputs, labels)`, where inputs are such a mapping, the first argument, or a tuple of all arguments.
+
+        Raises UsageError for another batch, and for what the forward does not take.
+        """
+        if isinstance(batch, Mapping):
+            entries = dict(batch)
+            labels = entries.get(LABELS)
+        elif isinstance(batch, tuple | list) and len(batch) == 2:
+            inputs, labels = batch
+            entries = dict(inputs) if isinstance(inputs, Mapping) else self._bound(inputs)
+            if labels is not None and self._takes(LABELS):
+                entries.setdefault(LABELS, labels)
+        else:
+            raise UsageError(
+                f"a batch is a dict of the keywords of {self._module}.forward, or (inputs, labels), got "
+                f"{type(batch).__name__}"
+            )
+        if not self._takes(LABELS):
+            entries.pop(LABELS, None)
+        if others := [name for name in entries if not self._takes(name)]:
+            raise UsageError(
+                f"{self._module}.forward has no parameter {others[0]!r}, an entry of the batch: it takes "
+                f"{sorted(self._names)}"
+            )
+        return entries, labels
+
+    def arguments(self, entries: Mapping[str, Any]) -> Batch:
+        """What the forward is called with."""
+        rest = dict(entries)
+        first = [rest.pop(name) for name in self._by_position_only if name in rest]
+        if self._takes_more and (more := [name for name in rest if name.isdigit()]):
+            before = [name for name in self._positional if name not in self._by_position_only]
+            first += [rest.pop(name) for name in before]
+            first += [rest.pop(name) for name in sorted(more, key=int)]
+        return tuple(first), rest
+
+    def _bound(self, inputs: object) -> dict[str, Any]:
+        given = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+        names = [*self._positional]
+        if self._takes_more:
+            names += [str(index) for index in range(len(names), len(given))]
+        if len(given) > len(names):
+            raise UsageError(f"{self._module}.forward takes {len(names)} arguments, the batch has {len(given)} inputs")
+        return dict(zip(names, given, strict=False))
+
+    def _takes(self, name: str) -> bool:
+        return name in self._names or self._takes_any or (self._takes_more and name.isdigit())
+
+
+def _kind(parameters: list[Parameter], name: str) -> object:
+    return next(each.kind for each in parameters if each.name == name)

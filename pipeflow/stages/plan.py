@@ -1,0 +1,284 @@
+"""Plan: what each stage of a forward receives, sends and owns, and its script; found by running each stage on fake
+tensors, from the last to the first, and asking what flowed into the tensors that it has to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeflow.core.errors import UsageError
+from pipeflow.stages.copies import Fakes
+from pipeflow.stages.flow import RANDOM, Flow
+from pipeflow.stages.script import Node, Run, Script, Value
+from pipeflow.stages.trace import Batch, Call, Look, Returned, Trace, explained
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage, for batches of certain shapes.
+
+    Attributes:
+        script: what it does at which calls.
+        receives: what the stage before it hands on, in this order; what later stages need among them.
+        sends: what it hands on to the next stage.
+        owned: the parameters that flow into what it makes.
+        buffers: the buffers that do, and those that it writes to.
+    """
+
+    script: Script
+    receives: tuple[Value, ...]
+    sends: tuple[Value, ...]
+    owned: frozenset[str]
+    buffers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All stages, for batches of certain shapes.
+
+    Attributes:
+        stages: in order.
+        trace: the forward that was cut.
+        cuts: the last block of every stage but the last one.
+    """
+
+    stages: tuple[StagePlan, ...]
+    trace: Trace
+    cuts: tuple[Call, ...]
+
+    def look(self, value: Value) -> Look:
+        """What a value between stages looks like."""
+        return self.trace.calls[value.call].looks[value.leaf]
+
+    @property
+    def sent_bytes(self) -> tuple[int, ...]:
+        """Per stage, the bytes that it sends to the next one for a microbatch; its gradients take as many."""
+        return tuple(sum(self.look(value).nbytes for value in stage.sends) for stage in self.stages)
+
+    def describe(self) -> list[tuple[Any, ...]]:
+        """Plain data that is the same where two plans are."""
+        names = [call.name for call in self.trace.calls]
+        return [
+            (
+                [(names[value.call], value, *self.look(value)[:3]) for value in stage.receives],
+                sorted(stage.owned),
+                sorted(stage.buffers),
+            )
+            for stage in self.stages
+        ]
+
+
+def make_plan(fakes: Fakes, trace: Trace, cuts: Sequence[Call], batch: Callable[[], Batch]) -> Plan:
+    """The plan of a trace that is cut after the calls `cuts`; `batch` makes a fresh copy of the batch of the trace.
+
+    Raises UsageError where a cut would change what the module computes.
+    """
+    sends: tuple[Value, ...] = ()
+    stages: list[StagePlan] = []
+    ends = [None, *cuts, None]
+    for start, end in reversed(list(pairwise(ends))):
+        _require_no_leak(trace, fakes, start)
+        planned = _Stage(fakes, trace, start, end, sends).plan(batch())
+        stages.insert(0, planned)
+        sends = planned.receives
+    return Plan(_with_unused(fakes, stages), trace, tuple(cuts))
+
+
+def _with_unused(fakes: Fakes, stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
+    """What no stage needs belongs to the last one."""
+    *others, last = stages
+    owned = frozenset(fakes.parameters).difference(*(stage.owned for stage in stages))
+    buffers = frozenset(fakes.buffers).difference(*(stage.buffers for stage in stages))
+    return (
+        *others,
+        StagePlan(last.script, last.receives, last.sends, last.owned | owned, last.buffers | buffers),
+    )
+
+
+def _require_no_leak(trace: Trace, fakes: Fakes, start: Call | None) -> None:
+    for leak in trace.leaks:
+        maker, reader = trace.calls[leak.maker], trace.calls[leak.reader]
+        if start is not None and maker.exit <= start.exit <= leak.clock and not _is_free(trace, maker, fakes):
+            raise UsageError(
+                f"{maker.name} hands a tensor to {reader.name or 'the module itself'} beside its output, as through a "
+                f"list, a cache or an attribute, so the forward cannot be cut after {start.name}, between the two: "
+                "switch off what it is for, or choose other cuts"
+            )
+
+
+def _is_free(trace: Trace, call: Call, fakes: Fakes) -> bool:
+    """Whether a call, or one around it, computes from the batch and from buffers alone, so that every stage can do it
+    again.
+    """
+    while call.index:
+        looks = call.looks.values()
+        if looks and not any(look.sources & (fakes.of_parameters | RANDOM) for look in looks):
+            return True
+        call = trace.calls[call.parent]
+    return False
+
+
+class _Stage:
+    """The stage from after call `start`, or from the beginning, to call `end`, or to the end."""
+
+    def __init__(
+        self, fakes: Fakes, trace: Trace, start: Call | None, end: Call | None, sends: tuple[Value, ...]
+    ) -> None:
+        self.fakes, self.trace, self.start, self.end, self.sends = fakes, trace, start, end, sends
+        before = 0 if start is None else start.exit
+        self.kept = [value for value in sends if trace.calls[value.call].exit > before]
+        self.relayed = [value for value in sends if trace.calls[value.call].exit <= before]
+        self.root = Node()
+        self.replaced: list[Call] = []
+        self._write()
+
+    def plan(self, batch: Batch) -> StagePlan:
+        """Runs the stage on fake tensors."""
+        flow = Flow(self.fakes.mode, self.fakes.of_buffers)
+        bits, tensors = self.fakes.sources(), self.fakes.tensors()
+        own = {name: flow.mark(tensor, bits[name]) for name, tensor in tensors.items()}
+        values = [Value(call.index, leaf) for call in self.replaced for leaf in call.looks]
+        value_bits = {value: 2 << (len(bits) + index) for index, value in enumerate(values)}
+        stubs = {value: self._stub(self.trace.calls[value.call].looks[value.leaf]) for value in values}
+        keys = {value: flow.mark(stub, value_bits[value]) for value, stub in stubs.items()}
+        flow.is_live = self.start is None
+        script = Script(self.root, self._names())
+        run = _FakeRun(script, stubs, flow, self.start)
+        watched = {name: module for name, module in self.fakes.module.named_modules() if name in script.names}
+        with explained(run), torch.enable_grad(), flow:
+            output = run.forward(self.fakes.module, watched, batch)
+        made = self._made(run, output, flow)
+        sources = self._check(made, value_bits)
+        used = {value for value, bit in value_bits.items() if bit & sources}
+        named = self.fakes.owners(sources)
+        buffers = {name for name in self.fakes.buffers if name in named or own[name] in flow.written}
+        return StagePlan(
+            Script(self.root, script.names, frozenset(value for value in values if keys[value] in flow.written)),
+            tuple(sorted(used.union(self.relayed))),
+            self.sends,
+            frozenset(name for name in named if name not in self.fakes.buffers),
+            frozenset(buffers),
+        )
+
+    def _stub(self, look: Look) -> Tensor:
+        with self.fakes.mode, torch.enable_grad():
+            tensor = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=self.fakes.device)
+            return tensor.requires_grad_() * 1 if look.requires_grad else tensor
+
+    def _made(self, run: Run, output: object, flow: Flow) -> list[tuple[str, Look, Look]]:
+        """What the stage made: what it is, what it looks like here, and what it looked like in the trace."""
+        if self.end is not None:
+            calls = self.trace.calls
+            return [
+                (calls[value.call].name, Look.of(run.kept[value], flow), calls[value.call].looks[value.leaf])
+                for value in self.kept
+            ]
+        here, there = Returned.of(output, flow), self.trace.returned
+        mine, its = here.looks(), there.looks()
+        same = here.spec == there.spec and mine.keys() == its.keys()
+        if not same or any(mine[leaf].shape != its[leaf].shape for leaf in mine):
+            raise UsageError(
+                f"cut after {self.start and self.start.name}, the module returns something else than as a whole "
+                f"({len(mine)} tensors, not {len(its)}): what it collects from blocks beside their outputs, such as "
+                "all hidden states or caches, is not there; switch that off"
+            )
+        return [("the module's output", mine[leaf], its[leaf]) for leaf in mine]
+
+    def _check(self, made: Sequence[tuple[str, Look, Look]], bits: dict[Value, int]) -> int:
+        """The sources of all that the stage makes. Raises UsageError where something that flowed into it in the whole
+        forward does not so here.
+        """
+        found = 0
+        for what, here, there in made:
+            found |= here.sources
+            through = here.sources
+            for value, bit in bits.items():
+                if here.sources & bit:
+                    through |= self.trace.calls[value.call].looks[value.leaf].sources
+            if here.sources & RANDOM:
+                raise UsageError(
+                    f"{what} depends on numbers that the forward draws before {self.start and self.start.name} ends, "
+                    "outside of the blocks: every stage would draw others; draw them in a module, whose output is sent"
+                )
+            if missing := self.fakes.owners(there.sources & ~through & self.fakes.of_parameters):
+                raise UsageError(
+                    f"cut after {self.start and self.start.name}, {what} no longer depends on {missing[0]}: its module "
+                    "hands on something beside its output, as by writing to its input or to an attribute; return it"
+                )
+        return found
+
+    def _write(self) -> None:
+        """Writes the script."""
+        calls, start, skipped = self.trace.calls, self.start, -1
+        for call in calls[1:]:
+            if start is None or call.exit > start.exit or call.enter < skipped:
+                continue
+            skipped = call.exit
+            if call is start or not _is_free(self.trace, call, self.fakes):
+                node = self._node(call)
+                node.is_replaced = not _is_free(self.trace, call, self.fakes)
+                if node.is_replaced:
+                    self.replaced.append(call)
+        for value in self.kept:
+            node = self._node(calls[value.call])
+            node.keeps = (*node.keeps, value.leaf)
+        if self.end is None:
+            return
+        if self.end.checkpoint is None:
+            self._node(self.end).ends = True
+            return
+        after = self.end.exit
+        if following := next((call for call in calls if call.enter > after), None):
+            self._node(following).stops = True
+
+    def _node(self, call: Call) -> Node:
+        if call.index == 0:
+            return self.root
+        node = self._node(self.trace.calls[call.parent]).inner.setdefault((call.name, call.turn), Node(call))
+        assert node.call is call
+        return node
+
+    def _names(self) -> frozenset[str]:
+        """The modules in the script, and those within which any of these is called: turns are counted in a call."""
+        names: set[str] = set()
+        pending = [self.root]
+        while pending:
+            node = pending.pop()
+            names |= {name for name, _ in node.inner}
+            pending += node.inner.values()
+        around: set[int] = {0}
+        for call in self.trace.calls:
+            index = call.index if call.name in names else 0
+            while index not in around:
+                around.add(index)
+                index = self.trace.calls[index].parent
+        return frozenset(names.union(self.trace.calls[index].name for index in around)) - {""}
+
+
+class _FakeRun(Run):
+    """A run that knows in which module it is, and when the stage's own part has begun."""
+
+    def __init__(self, script: Script, stubs: dict[Value, Tensor], flow: Flow, start: Call | None) -> None:
+        super().__init__(script, stubs, _never)
+        self._flow = flow
+        self._start = start
+        self.current = ""
+
+    def called(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        outer, self.current = self.current, name
+        node = self._node.inner.get((name, self._turns.get(name, 0)))
+        output = super().called(name, call, arguments, keywords)
+        self.current = outer
+        if node is not None and node.call is self._start:
+            self._flow.is_live = True
+        return output
+
+
+def _never(value: Value, look: Look) -> Tensor:
+    raise AssertionError("a run on fake tensors has all of them")

@@ -1,0 +1,141 @@
+"""Planner: the plans of one module by the shapes of its batches, each made when such a batch first comes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from pipeflow.core.errors import UsageError
+from pipeflow.stages.blocks import Blocks, Cuts, blocks_of, choose, labels_of
+from pipeflow.stages.copies import Fakes
+from pipeflow.stages.entries import Entries
+from pipeflow.stages.plan import Plan, make_plan
+from pipeflow.stages.trace import Batch, Call, Trace, record
+
+_ONE_AT_A_TIME = RLock()  # torch's fake tensors share caches among threads
+_ALMOST_ONE = 1 - 2**-24
+
+
+class Planner:
+    """Of one module, for so many stages.
+
+    Args:
+        module: the whole of it. It is copied without memory, and never run or changed.
+        stages: how many.
+        device: where the stages will run.
+        cuts: where to cut; see `pipeflow.stages.blocks`.
+        blocks: what counts as a block; likewise.
+
+    Attributes:
+        entries: how the module's forward takes a batch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: int,
+        *,
+        device: torch.device | None = None,
+        cuts: Cuts = None,
+        blocks: Blocks = None,
+    ) -> None:
+        self.entries = Entries(module)
+        self._stages, self._cuts, self._blocks = stages, cuts, blocks
+        with _ONE_AT_A_TIME:
+            self._fakes = Fakes(module, torch.device("cpu") if device is None else device)
+        self._first: Plan | None = None
+        self._plans: dict[Hashable, Plan] = {}
+
+    def __deepcopy__(self, memo: object) -> Planner:
+        return self
+
+    def plan(self, entries: Mapping[str, Any], like: nn.Module | None = None) -> Plan:
+        """The plan for a microbatch of these entries, for `like`, the module or a copy of it, in training or not.
+
+        Raises UsageError where the module cannot be cut, or not as it was for the first batch.
+        """
+        key = self._key(entries, self._fakes.module.training if like is None else like.training)
+        plan = self._plans.get(key)
+        if plan is None:
+            with _ONE_AT_A_TIME:
+                if like is not None:
+                    for mine, its in zip(self._fakes.module.modules(), like.modules(), strict=False):
+                        mine.training = its.training
+                plan = self._plans[key] = self._made(entries)
+        return plan
+
+    def _made(self, entries: Mapping[str, Any]) -> Plan:
+        def batch() -> Batch:
+            return self.entries.arguments(tree_map(_copied, dict(entries)))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of models, which will give them when they run
+            trace = self._trace(batch)
+            cuts = self._chosen(trace) if self._first is None else _same_calls(trace, self._first)
+            plan = make_plan(self._fakes, trace, cuts, batch)
+        return self._fitting(plan)
+
+    def _chosen(self, trace: Trace) -> list[Call]:
+        return choose(trace, blocks_of(trace, self._fakes.module, self._blocks), self._stages, self._cuts)
+
+    def _trace(self, batch: Callable[[], Batch]) -> Trace:
+        """Raises UsageError for a forward that decides by random numbers which modules it calls."""
+        trace = record(self._fakes, batch())
+        if trace.decided:
+            other = record(self._fakes, batch(), draw=_ALMOST_ONE)
+            if trace.calls_in_order() != other.calls_in_order():
+                name = trace.calls[trace.decided[0]].name or "the module"
+                raise UsageError(
+                    f"{name} decides by a random number which modules it calls (LayerDrop, stochastic depth), so "
+                    "stages cannot know what the others do: set its probability to 0"
+                )
+        return trace
+
+    def _fitting(self, plan: Plan) -> Plan:
+        if self._first is None:
+            self._first = plan
+        for stage, (first, mine) in enumerate(zip(self._first.stages[:-1], plan.stages[:-1], strict=True)):
+            if more := mine.owned - first.owned:
+                raise UsageError(
+                    f"for a batch of these shapes stage {stage} needs {min(more)}, which it does not have: make the "
+                    "Pipeline with an example batch like it"
+                )
+        return plan
+
+    def _key(self, entries: Mapping[str, Any], training: bool) -> Hashable:
+        leaves, spec = tree_flatten(dict(entries))
+        device = self._fakes.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        looks = tuple(
+            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) if _is_plain(leaf) else type(leaf)
+            for leaf in leaves
+        )
+        return str(spec), looks, training, autocast
+
+
+def _same_calls(trace: Trace, first: Plan) -> list[Call]:
+    """The calls after which `first` was cut. Raises UsageError where they are not made."""
+    calls, before = trace.calls[1:], first.trace.calls[1:]
+    by_label = dict(zip(labels_of(calls), calls, strict=True))
+    labels = dict(zip((call.index for call in before), labels_of(before), strict=True))
+    for cut in first.cuts:
+        if labels[cut.index] not in by_label:
+            raise UsageError(
+                f"for a batch of these shapes the forward does not call {labels[cut.index]}, after which it was cut: "
+                "make the Pipeline with an example batch like it"
+            )
+    return [by_label[labels[cut.index]] for cut in first.cuts]
+
+
+def _is_plain(leaf: object) -> bool:
+    return isinstance(leaf, bool | int | float | str | None)
+
+
+def _copied(leaf: object) -> object:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,130 @@
+"""Stage: one stage of a module as a module of its own, which runs the whole module's forward as its plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipeflow.core.errors import UsageError
+from pipeflow.stages.copies import dead, stage_copy
+from pipeflow.stages.plan import Plan
+from pipeflow.stages.planner import Planner
+from pipeflow.stages.script import Run, Value
+from pipeflow.stages.trace import Look
+
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class ModuleStage(nn.Module):
+    """Stage `index` of a module. Its parameters, buffers and children are those of the whole module that it owns, under
+    the names that they have there.
+
+    Args:
+        module: the whole of it; the stage shares the parameters that it owns, and the buffers.
+        index: of the stage.
+        planner: of the module, which has planned a first batch.
+        plan: that of the first batch.
+        device: where it will run.
+    """
+
+    def __init__(self, module: nn.Module, index: int, planner: Planner, plan: Plan, device: torch.device) -> None:
+        super().__init__()
+        root, self._ghosts = stage_copy(module, set(plan.stages[index].owned), device)
+        vars(self)["_root"] = root  # not a child: its own children are this module's
+        vars(self).update({name: vars(root)[name] for name in _SHARED})
+        self.index = index
+        self.is_last = index == len(plan.stages) - 1
+        self.training = root.training
+        self._planner = planner
+        self._places: dict[frozenset[str], list[tuple[str, dict[str, Any], str]]] = {}
+        _store_once(root, index, plan)
+
+    @property
+    def root(self) -> nn.Module:
+        """The copy of the whole module whose forward runs."""
+        root: nn.Module = vars(self)["_root"]
+        return root
+
+    def forward(self, *received: Any, **entries: Any) -> Any:
+        """From what the stage before sent, if there is one, and the entries of a microbatch, to what is sent to the
+        next one: a tensor or a tuple of tensors; or to what the module returns.
+        """
+        plan = self._planner.plan(entries, self.root)
+        stage = plan.stages[self.index]
+        tensors = tree_leaves(received)
+        if len(tensors) != len(stage.receives):
+            raise UsageError(f"stage {self.index} received {len(tensors)} tensors, not {len(stage.receives)}")
+        device = tensors[0].device if tensors else self._device(entries)
+        written = stage.script.written
+        values = dict(zip(stage.receives, tensors, strict=True))
+        own = {value: tensor.clone() if value in written else tensor for value, tensor in values.items()}
+
+        def make(value: Value, look: Look) -> Tensor:
+            return _dead(look, device, value in written)
+
+        run = Run(stage.script, own, make)
+        output = run.forward(self.root, self._watched(stage.script.names), self._planner.entries.arguments(entries))
+        if self.is_last:
+            return output
+        sent = [self._sent(run, values, value, plan) for value in stage.sends]
+        return sent[0] if len(sent) == 1 else tuple(sent)
+
+    def _sent(self, run: Run, received: dict[Value, Tensor], value: Value, plan: Plan) -> Tensor:
+        if value in received:
+            return received[value]
+        call = plan.trace.calls[value.call]
+        if value not in run.kept:
+            raise UsageError(
+                f"stage {self.index} did not call {call.name}, which it did when the forward was traced: the forward "
+                "decides by values what it calls, so it cannot be cut there"
+            )
+        tensor = run.kept[value]
+        is_lost = torch.is_grad_enabled() and plan.look(value).requires_grad and not tensor.requires_grad
+        if call.checkpoint == "reentrant" and is_lost and any(each.requires_grad for each in self.parameters()):
+            raise UsageError(
+                f"{call.name} lies within a reentrant checkpoint, out of which no gradient is to be had: cut "
+                "elsewhere, or checkpoint with use_reentrant=False"
+            )
+        return tensor
+
+    def _device(self, entries: dict[str, Any]) -> torch.device:
+        return next(leaf.device for leaf in tree_leaves(entries) if isinstance(leaf, Tensor))
+
+    def _watched(self, names: frozenset[str]) -> dict[str, nn.Module]:
+        if names not in self._places:
+            self._places[names] = [(name, *_place(self.root, name)) for name in sorted(names)]
+        return {name: modules[key] for name, modules, key in self._places[names]}
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of the whole module, whose forward asks for it."""
+        super().train(mode)
+        self.root.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self._ghosts.apply(fn)
+        return self
+
+
+def _place(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    parent, _, key = name.rpartition(".")
+    return root.get_submodule(parent)._modules, key
+
+
+def _dead(look: Look, device: torch.device, is_written: bool) -> Tensor:
+    tensor = dead(look.shape, look.dtype, device)
+    return tensor.clone(memory_format=torch.contiguous_format) if is_written else tensor
+
+
+def _store_once(root: nn.Module, index: int, plan: Plan) -> None:
+    """Leaves buffers out of the state_dict that belong to another stage: the first one that uses them."""
+    for name in (name for name, _ in root.named_buffers()):
+        first = next((stage for stage, each in enumerate(plan.stages) if name in each.buffers), index)
+        if first != index:
+            owner, _, key = name.rpartition(".")
+            root.get_submodule(owner)._non_persistent_buffers_set.add(key)

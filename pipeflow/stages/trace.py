@@ -1,0 +1,256 @@
+"""Trace: every module call of one forward, in order, with what it returned and where that came from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from pipeflow.core.errors import UsageError
+from pipeflow.stages.calls import watched
+from pipeflow.stages.copies import Fakes
+from pipeflow.stages.flow import Flow
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a module is called with: positional arguments and keywords."""
+
+
+class Look(NamedTuple):
+    """What a tensor looks like; `sources` flowed into it, and `storage` stands for its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    sources: int
+    storage: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size when it is sent."""
+        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+    @classmethod
+    def of(cls, tensor: Tensor, flow: Flow) -> Look:
+        """What `tensor` looks like."""
+        stride = tensor.stride() if tensor.layout is torch.strided else ()
+        shape, sources, storage = tuple(tensor.shape), flow.sources(tensor), flow.key(tensor)
+        return cls(shape, tuple(stride), tensor.dtype, tensor.requires_grad, sources, storage)
+
+
+class Unknown(NamedTuple):
+    """A leaf that is neither a tensor nor a plain value."""
+
+    kind: str
+
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice, range)
+Leaf = Look | Unknown | Any
+
+
+class Returned(NamedTuple):
+    """What a call returned: a tree, whose leaves are Looks, plain values and what is Unknown."""
+
+    spec: TreeSpec
+    leaves: list[Leaf]
+
+    @classmethod
+    def of(cls, output: object, flow: Flow) -> Returned:
+        """Takes an output apart."""
+        leaves, spec = tree_flatten(output)
+        return cls(spec, [_leaf(leaf, flow) for leaf in leaves])
+
+    def looks(self) -> dict[int, Look]:
+        """The tensors among the leaves."""
+        return {index: leaf for index, leaf in enumerate(self.leaves) if isinstance(leaf, Look)}
+
+
+def _leaf(leaf: object, flow: Flow) -> Leaf:
+    if isinstance(leaf, Tensor):
+        return Look.of(leaf, flow)
+    return leaf if isinstance(leaf, PLAIN) else Unknown(type(leaf).__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of a module: the `turn`-th one of this module within the call `parent`. `enter` and `exit` count entries
+    and exits of all calls; `checkpoint` says in which kind of activation checkpoint it lies.
+    """
+
+    index: int
+    name: str
+    turn: int
+    parent: int
+    enter: int
+    checkpoint: str | None = None
+    exit: int = -1
+    returned: Returned | None = None
+    turns: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def looks(self) -> dict[int, Look]:
+        """The tensors that it returned."""
+        return {} if self.returned is None else self.returned.looks()
+
+
+class Leak(NamedTuple):
+    """A tensor that was made inside call `maker` and read in call `reader` at `clock`, though it was not returned."""
+
+    maker: int
+    reader: int
+    clock: int
+
+
+@dataclass(slots=True)
+class Trace:
+    """A forward. Call 0 is that of the whole module; `value` is what it returned, with fake tensors in it."""
+
+    calls: list[Call]
+    leaks: list[Leak]
+    decided: list[int]
+    targets: list[int]
+    value: object
+
+    @property
+    def returned(self) -> Returned:
+        """What the module returned."""
+        returned = self.calls[0].returned
+        assert returned is not None
+        return returned
+
+    def is_within(self, inner: int, outer: int) -> bool:
+        """Whether call `inner` is `outer` or happened inside it."""
+        while inner > outer:
+            inner = self.calls[inner].parent
+        return inner == outer
+
+    def calls_in_order(self) -> list[tuple[int, str, int]]:
+        """Every call by its parent, its name and its turn."""
+        return [(call.parent, call.name, call.turn) for call in self.calls]
+
+
+class Recorder:
+    """Records calls while they run."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.calls = [Call(0, "", 0, -1, 0)]
+        self._current = 0
+
+    def called(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Records one call, and runs it."""
+        outer = self.calls[self._current]
+        turn = outer.turns.get(name, 0)
+        outer.turns[name] = turn + 1
+        made = Call(len(self.calls), name, turn, outer.index, self._tick(), _checkpoint())
+        self.calls.append(made)
+        self._enter(made.index)
+        output = call(*arguments, **keywords)
+        self._enter(outer.index)
+        made.exit, made.returned = self._tick(), Returned.of(output, self.flow)
+        return output
+
+    def end(self, output: object) -> None:
+        """After the call of the whole module."""
+        self.calls[0].exit, self.calls[0].returned = self._tick(), Returned.of(output, self.flow)
+
+    @property
+    def current(self) -> str:
+        """The module whose call runs."""
+        return self.calls[self._current].name
+
+    def _enter(self, index: int) -> None:
+        self._current = self.flow.where = index
+
+    def _tick(self) -> int:
+        self.flow.clock += 1
+        return self.flow.clock
+
+
+def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0) -> Trace:
+    """Runs the forward of `fakes` on a batch, whose tensors must not be needed elsewhere.
+
+    Raises UsageError where it decides by values that depend on parameters.
+    """
+    flow = Flow(fakes.mode, fakes.of_buffers, draw)
+    bits = fakes.sources()
+    for name, tensor in fakes.tensors().items():
+        flow.mark(tensor, bits[name])
+    recorder = Recorder(flow)
+    modules = {name: module for name, module in fakes.module.named_modules() if name}
+    with explained(recorder), watched(modules, recorder), torch.enable_grad(), flow:
+        output = fakes.module(*batch[0], **batch[1])
+    recorder.end(output)
+    return Trace(recorder.calls, _leaks(recorder.calls, flow), flow.decided, flow.targets, output)
+
+
+class Located(Protocol):
+    """Knows in which module a forward is."""
+
+    @property
+    def current(self) -> str: ...
+
+
+class explained:  # noqa: N801  # used like a function, as contextlib's are
+    """Explains what goes wrong in a forward on fake tensors, and says in which module."""
+
+    def __init__(self, where: Located) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        where = self._where.current or "the module's own forward"
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            raise UsageError(
+                f"{where} decides by the values of a tensor that depends on parameters ({error}), so what it does is "
+                "not known before it runs: the module cannot be cut"
+            ) from error
+        if isinstance(error, UsageError):
+            raise UsageError(f"{where}: {error}") from error
+        if isinstance(error, Exception):
+            error.add_note(f"raised in {where}, while the module's forward was traced on the example batch")
+
+
+def _leaks(calls: list[Call], flow: Flow) -> list[Leak]:
+    """Tensors that calls hand on beside what they return."""
+    returned = [{look.storage for look in call.looks.values()} for call in calls]
+    found = []
+    for (key, reader), clock in flow.uses.items():
+        maker = flow.born[key]
+        inside = _ancestors(calls, reader)
+        while maker not in inside:
+            if key not in returned[maker]:
+                found.append(Leak(maker, reader, clock))
+            maker = calls[maker].parent
+    return found
+
+
+def _ancestors(calls: list[Call], index: int) -> set[int]:
+    found = set()
+    while index >= 0:
+        found.add(index)
+        index = calls[index].parent
+    return found
+
+
+def _checkpoint() -> str | None:
+    """The kind of activation checkpoint within which this is called: "reentrant" or "plain"."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not record.__code__:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            inside = frame.f_code.co_name == "forward"
+            outer = frame.f_back
+            while outer is not None and not inside and outer.f_code.co_filename == frame.f_code.co_filename:
+                inside, outer = outer.f_code.co_name == "forward", outer.f_back
+            return "reentrant" if inside else "plain"
+        frame = frame.f_back  # type: ignore[assignment]  # None at the outermost one
+    return None
