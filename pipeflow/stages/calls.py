@@ -43,7 +43,7 @@ def watched(modules: Mapping[str, nn.Module], watcher: Watcher) -> Iterator[None
     replaced: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
         for name, module in modules.items():
-            plain = type(module)
+            plain: Any = type(module)
             vars(module)[_KEY] = (thread, watcher, name)
             try:
                 module.__class__ = _watched_class(plain)
@@ -60,7 +60,6 @@ def watched(modules: Mapping[str, nn.Module], watcher: Watcher) -> Iterator[None
 @cache
 def _watched_class(plain: Any) -> type[nn.Module]:
     """A class like `plain`, a class of modules, whose calls go to the watcher."""
-
     own_call: Any = plain.__call__
 
     def call(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:

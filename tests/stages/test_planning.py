@@ -1,0 +1,267 @@
+"""Where a module is cut, what stages receive, send and own, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import UsageError
+from pipeflow.stages.blocks import blocks_of, labels_of
+from pipeflow.stages.plan import Plan
+from pipeflow.stages.planner import Planner
+from pipeflow.stages.stage import ModuleStage
+from tests.stages.models import CASES, LENGTH, WIDTH, Block, Decoder, Dense, Shared, sentences, vectors
+
+CPU = torch.device("cpu")
+
+
+def entries_of(planner: Planner, batch: Any) -> dict[str, Any]:
+    return planner.entries.of(batch)[0]
+
+
+def planned(module: nn.Module, batch: Any, stages: int, **options: Any) -> Plan:
+    planner = Planner(module, stages, **options)
+    return planner.plan(entries_of(planner, batch))
+
+
+def received(plan: Plan) -> list[list[str]]:
+    return [[plan.trace.calls[value.call].name for value in stage.receives] for stage in plan.stages]
+
+
+def test_a_language_model_sends_its_hidden_state_and_nothing_else() -> None:
+    plan = planned(Decoder(), sentences(3), 4)
+    assert received(plan) == [[], ["layers.0"], ["layers.1"], ["layers.2"]]
+    assert plan.sent_bytes == (3 * LENGTH * WIDTH * 4,) * 3 + (0,)
+
+
+def test_a_shared_weight_belongs_to_the_stages_that_use_it_and_an_unused_one_to_the_last() -> None:
+    stages = planned(Decoder(), sentences(3), 3).stages
+    assert [index for index, stage in enumerate(stages) if "words.weight" in stage.owned] == [0, 2]
+    assert [index for index, stage in enumerate(stages) if "unused.weight" in stage.owned] == [2]
+    owned = [name for stage in stages for name in stage.owned]
+    assert sorted(owned) == sorted([*(name for name, _ in Decoder().named_parameters()), "words.weight"])
+
+
+def test_a_block_that_is_called_often_belongs_to_all_stages() -> None:
+    plan = planned(Shared(), sentences(2), 4)
+    assert all("groups.0.up.weight" in stage.owned for stage in plan.stages)
+    assert ["start" in stage.owned for stage in plan.stages] == [True, False, False, False]
+
+
+def test_what_later_stages_need_is_handed_on() -> None:
+    assert received(planned(Dense(), vectors(2), 4)) == [
+        [],
+        ["blocks.0"],
+        ["blocks.0", "blocks.1"],
+        ["blocks.0", "blocks.1", "blocks.2"],
+    ]
+
+
+def test_an_encoder_s_output_and_a_decoder_s_bias_are_handed_on() -> None:
+    case = CASES["encoder-decoder"]
+    plan = planned(case.module(), case.batch(2), 5)
+    assert received(plan) == [
+        [],
+        ["encoder.block.0"],
+        ["encoder.block.1"],
+        ["encoder", "decoder.block.0", "decoder.block.0"],
+        ["encoder", "decoder.block.1", "decoder.block.1"],
+    ]
+
+
+def test_cuts_by_costs_and_by_names() -> None:
+    by_costs = planned(Decoder(), sentences(2), 2, cuts=[5, 1, 1, 1])
+    by_name = planned(Decoder(), sentences(2), 2, cuts=["layers.0"])
+    assert received(by_costs) == received(by_name) == [[], ["layers.0"]]
+    assert received(planned(Shared(), sentences(2), 2, cuts=["groups.0:2"])) == [[], ["groups.0"]]
+    within = planned(Decoder(), sentences(2), 2, cuts=["layers.1.down"])
+    assert received(within) == [[], ["layers.0", "layers.1.down"]]
+
+
+def test_blocks_by_class_and_by_name() -> None:
+    for blocks in (Block, "Block", ["layers.0", "layers.1", "layers.2", "layers.3"]):
+        planner = Planner(Decoder(), 1)
+        trace = planner.plan(entries_of(planner, sentences(2))).trace
+        assert labels_of(blocks_of(trace, Decoder(), blocks)) == [f"layers.{index}" for index in range(4)]
+
+
+def test_a_stage_has_no_memory_for_what_it_does_not_own() -> None:
+    module = Decoder()
+    planner = Planner(module, 4)
+    plan = planner.plan(entries_of(planner, sentences(2)))
+    stage = ModuleStage(module, 1, planner, plan, CPU)
+    assert {name for name, _ in stage.named_parameters()} == plan.stages[1].owned
+    assert all(stage.get_parameter(name) is module.get_parameter(name) for name in plan.stages[1].owned)
+    ghost = stage.root.get_submodule("words").weight
+    assert isinstance(ghost, Tensor)
+    assert (ghost.shape, ghost.dtype, ghost.untyped_storage().nbytes()) == (module.words.weight.shape, torch.float32, 4)
+    stage.double()
+    ghost = stage.root.get_submodule("words").weight
+    assert isinstance(ghost, Tensor)
+    assert (ghost.dtype, ghost.untyped_storage().nbytes()) == (torch.float64, 8)
+    assert set(stage.state_dict()) == plan.stages[1].owned
+
+
+def test_planning_needs_no_memory_for_parameters_and_leaves_the_module_and_the_batch_alone() -> None:
+    with torch.device("meta"):
+        huge = nn.Sequential(*(nn.Linear(2**20, 2**20) for _ in range(4)))
+    plan = planned(huge, (torch.ones(1, 2**20), None), 2)
+    assert plan.sent_bytes == (2**22, 0)
+    module, batch = Decoder(), sentences(3)
+    state, words = {name: each.clone() for name, each in module.state_dict().items()}, batch["input_ids"].clone()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    planned(module, batch, 2)
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(batch["input_ids"], words)
+    assert all(torch.equal(state[name], each) for name, each in module.state_dict().items())
+
+
+class Dropping(Decoder):
+    """Leaves layers out at random."""
+
+    probability = 0.5
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:  # type: ignore[override]  # another model
+        hidden: Tensor = self.words(input_ids)
+        for layer in self.layers:
+            if not self.training or torch.rand([]) >= self.probability:
+                hidden = layer(hidden)
+        return hidden.sum()
+
+
+class Early(Decoder):
+    """Ends when a hidden state is small."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:  # type: ignore[override]  # another model
+        hidden: Tensor = self.words(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+            if hidden.abs().max() < 1e-3:
+                break
+        return hidden.sum()
+
+
+class Noting(nn.Module):
+    """Leaves something beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.noted: Tensor | None = None
+
+    def forward(self, hidden: Tensor, notes: list[Tensor]) -> Tensor:
+        inner = self.layer(hidden)
+        notes.append(inner * 2)
+        return hidden + inner
+
+
+class Leaking(nn.Module):
+    """Reads at its end what its blocks noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Noting() for _ in range(3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        notes: list[Tensor] = []
+        for block in self.blocks:
+            values = block(values, notes)
+        total: Tensor = values.sum() + torch.stack(notes).sum()
+        return total
+
+
+class Writing(nn.Module):
+    """Its blocks write to what they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InPlace() for _ in range(3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = values * 1
+        for block in self.blocks:
+            block(values)
+        return values.sum()
+
+
+class InPlace(nn.Module):
+    """Returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> None:
+        values.add_(self.layer(values))
+
+
+class Noisy(nn.Module):
+    """Adds to every block's input the same random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        noise = torch.randn_like(values)
+        for block in self.blocks:
+            values = block(values + noise)
+        return values.sum()
+
+
+class Collecting(Decoder):
+    """Returns all hidden states, which a hook collects."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:  # type: ignore[override]  # another model
+        found: list[Tensor] = []
+        hooks = [layer.register_forward_hook(lambda *call: found.append(call[2])) for layer in self.layers]
+        hidden: Tensor = self.words(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        for hook in hooks:
+            hook.remove()
+        return hidden.sum(), found
+
+
+REFUSED: dict[str, tuple[nn.Module, Any, int, dict[str, Any], str]] = {
+    "few blocks": (Decoder(), sentences(2), 5, {}, "4 blocks cannot fill 5 stages .layers.0, layers.1"),
+    "no blocks": (Block(), vectors(2), 2, {}, "no place to cut a Block: its forward calls no children"),
+    "wrong costs": (Decoder(), sentences(2), 2, {"cuts": [1.0, 2.0]}, "2 costs for 4 blocks"),
+    "a wrong cut": (Decoder(), sentences(2), 2, {"cuts": ["layer.1"]}, "'layer.1', which the forward does not call"),
+    "few cuts": (Decoder(), sentences(2), 3, {"cuts": ["layers.1"]}, "3 stages have 2 cuts between them, got 1"),
+    "unordered": (Decoder(), sentences(2), 3, {"cuts": ["layers.1", "layers.0"]}, "'layers.0' ends before 'layers.1'"),
+    "another word": (Decoder(), sentences(2), 3, {"cuts": "evenly"}, "got 'evenly'"),
+    "a wrong class": (Decoder(), sentences(2), 2, {"blocks": "Layer"}, "matches no module that the forward calls"),
+    "a wrong block": (Decoder(), sentences(2), 2, {"blocks": ["layer"]}, "'layer', which is no module of the Decoder"),
+    "LayerDrop": (Dropping(), sentences(2), 2, {}, "the module decides by a random number which modules it calls"),
+    "early exit": (Early(), sentences(2), 2, {}, "the module's own forward decides by the values of a tensor"),
+    "a leak": (Leaking(), vectors(2), 3, {}, "blocks.0 hands a tensor to the module itself beside its output"),
+    "writing": (Writing(), vectors(2), 3, {}, "no longer depends on blocks.0.layer.weight"),
+    "noise": (Noisy(), vectors(2), 2, {}, "depends on numbers that the forward draws before blocks.0 ends"),
+    "collecting": (Collecting(), sentences(2), 2, {}, "returns something else than as a whole .3 tensors, not 5"),
+    "another entry": (Decoder(), {"words": torch.ones(2)}, 2, {}, "no parameter 'words', an entry of the batch"),
+    "no batch": (Decoder(), torch.ones(2), 2, {}, "a batch is a dict of the keywords of Decoder.forward"),
+    "many inputs": (Block(), ((1, 2, 3), None), 2, {}, "takes 2 arguments, the batch has 3 inputs"),
+    "lazy": (nn.Sequential(nn.LazyLinear(3)), vectors(2), 1, {}, "0.weight has no shape yet"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused(what: str) -> None:
+    module, batch, stages, options, message = REFUSED[what]
+    with pytest.raises(UsageError, match=message):
+        planned(module, batch, stages, **options)
+
+
+def test_layers_that_could_be_dropped_but_are_not() -> None:
+    module = Dropping()
+    module.probability = 0.0
+    assert len(planned(module, sentences(2), 4).stages) == 4
+    module.probability = 0.5
+    assert len(planned(module.eval(), sentences(2), 4).stages) == 4
