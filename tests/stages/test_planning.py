@@ -157,7 +157,8 @@ class Noting(nn.Module):
     def forward(self, hidden: Tensor, notes: list[Tensor]) -> Tensor:
         inner = self.layer(hidden)
         notes.append(inner * 2)
-        return hidden + inner
+        output: Tensor = hidden + inner
+        return output
 
 
 class Leaking(nn.Module):
