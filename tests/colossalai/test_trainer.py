@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from pipeflow import UsageError, get_dataloader
+from pipeflow.colossalai import initialize
 from pipeflow.colossalai.nn.metric import Accuracy
 from pipeflow.colossalai.trainer import Trainer, hooks
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
-from pipeflow.training import MultiTimer
+from pipeflow.training import MultiTimer, read_config
+from pipeflow.training.launch import keep_config
 from tests.colossalai.work import MODEL, initialized, samples
 
 
@@ -204,6 +206,23 @@ def test_checkpoints_have_all_of_it(tmp_path: Path) -> None:
         assert steps == 8
         assert losses == sorted(losses, reverse=True)
         assert len(losses) == 4
+
+
+def unlike_names(folder: str) -> int:
+    """Two runs of a model whose stages have tensors of the same names."""
+    keep_config(read_config({"NUM_MICRO_BATCHES": 2}))
+    module = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())])
+    inputs, step = torch.ones(4, 4), 0
+    for epochs in (1, 2):
+        engine, *_ = initialize(module, torch.optim.Adam(module.parameters()), torch.nn.MSELoss(), verbose=False)
+        trainer = Trainer(engine)
+        trainer.fit([(inputs, inputs)] * 3, epochs, hooks=[hooks.SaveCheckpointHook(checkpoint_dir=folder)])
+        step = trainer.cur_step
+    return step
+
+
+def test_checkpoints_of_stages_that_name_their_tensors_alike(tmp_path: Path) -> None:
+    assert run_threads(unlike_names, 2, str(tmp_path)) == [6, 6]
 
 
 def logged(logger: Any) -> None:
