@@ -26,8 +26,9 @@ Every schedule that `pipeflow list` knows, on {RANKS} ranks with {MICROBATCHES} 
 each half of a backward 1, and a transfer nothing. `make gallery` writes this page from what the command says.
 
 In the pictures a letter is the kind of action and a number the microbatch; lower case is the second stage of a rank.
-Below each rank stands what it keeps for its backwards, where that changes. A bubble is counted in the span (from a
-rank's first start to its last end, as the zero-bubble papers do) or in the makespan (as a step with a barrier costs).
+Below each rank stands what it keeps for its backwards, where that changes. The bubble is the part of the
+step in which the busiest rank is idle; the bubble of the span leaves out the time before a rank's first start, as the
+zero-bubble papers do.
 """
 
 

@@ -35,7 +35,7 @@ class Measures:
             makespan=timeline.makespan,
             span=timeline.span,
             bubble_ratio=timeline.bubble_ratio,
-            makespan_bubble_ratio=1 - timeline.work / timeline.makespan if timeline.makespan else 0.0,
+            makespan_bubble_ratio=timeline.makespan_bubble_ratio,
             peak_activations=max(timeline.peak_activations),
             peak_bytes=max(timeline.peak_bytes) if timeline.saved_bytes else None,
             weight_copies=len(schedule.placement.paths),

@@ -36,8 +36,8 @@ class Column:
 COLUMNS = {  # by what --sort calls them
     "makespan": Column("makespan", "makespan", number),
     "span": Column("span", "span", number),
-    "bubble": Column("bubble_ratio", "bubble\nof span", percent),
-    "makespan-bubble": Column("makespan_bubble_ratio", "bubble of\nmakespan", percent),
+    "bubble": Column("makespan_bubble_ratio", "bubble", percent),
+    "span-bubble": Column("bubble_ratio", "bubble\nof span", percent),
     "activations": Column("peak_activations", "peak\nactivations", number),
     "bytes": Column("peak_bytes", "peak\nmemory", bytes_text, 1024),
     "copies": Column("weight_copies", "weight\ncopies", number),

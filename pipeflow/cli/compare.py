@@ -8,12 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pipeflow.analysis.measures import Measures
+from pipeflow.cli.beside import Beside
 from pipeflow.cli.columns import COLUMNS, Column
 from pipeflow.cli.files import write
 from pipeflow.cli.options import cost_options, schedule_name, schedule_options
 from pipeflow.cli.outputs import show
 from pipeflow.cli.request import Request
-from pipeflow.cli.sources import Source, sound_source
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import SCHEDULES
 
@@ -69,10 +69,11 @@ def _measured(names: list[str], request: Request) -> tuple[Found, dict[str, str]
     nothing is an error, and so is a file that does not fit.
     """
     found, refused = {}, {}
-    for name, part in request.among(names).items():
+    beside = Beside.of(names, request)
+    for name in names:
         try:
-            source = Source(sound_source(name, part).schedule)  # without its own times: all have the same costs
-            found[name] = Measures.of(source.schedule, source.timeline(part.costs))
+            source = beside.source(name)
+            found[name] = Measures.of(source.schedule, beside.timeline(name, source))
         except UsageError as error:
             if name not in SCHEDULES:
                 raise
@@ -127,7 +128,7 @@ def _scatter(found: Found) -> Scatter:
     from pipeflow.draw import Axis, Point, Scatter
 
     kept = COLUMNS["activations" if any(measures.peak_bytes is None for measures in found.values()) else "bytes"]
-    lost = COLUMNS["makespan-bubble"]
+    lost = COLUMNS["bubble"]
     axes = [Axis(" ".join(each.title.split()), each.text, each.base) for each in (kept, lost)]
     points = [Point(name, kept.of(each) or 0.0, lost.of(each) or 0.0) for name, each in found.items()]
     return Scatter(points, *axes)

@@ -22,10 +22,13 @@ TABLES: dict[str, type[Kind | Content]] = {"times": Kind, "kept_bytes": Content}
 @final
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs that were given: `even` ones by the names of CostModel.even, or a `file` of others."""
+    """The costs that were given: `even` ones by the names of CostModel.even, or a `file` of others. Where none are,
+    those that were `measured`, if any.
+    """
 
     even: dict[str, float]
     file: str | None = None
+    measured: CostModel | None = None
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Costs:
@@ -46,7 +49,12 @@ class Costs:
         return "reduce" in self.even if self.file is None else bool(self._read(self.file).reduce)
 
     def model(self, placement: Placement) -> CostModel:
-        """The costs on `placement`. Raises UsageError for a file that does not fit it, or is none."""
+        """The costs on `placement`. Raises UsageError for measured ones, or a file, that do not fit it."""
+        if self.measured is not None:
+            if (stages := len(self.measured.forward)) != placement.num_stages:
+                fits = f"costs measured on {stages} stages do not fit {placement.num_stages}"
+                raise UsageError(f"{fits}: give costs, as in --forward 1")
+            return self.measured
         if self.file is None:
             return CostModel.even(placement, **self.even)
         model = self._read(self.file)

@@ -8,15 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeflow.analysis.measures import Measures
+from pipeflow.cli.beside import Beside
 from pipeflow.cli.columns import COLUMNS
-from pipeflow.cli.costs import Costs
 from pipeflow.cli.differences import difference_lines
 from pipeflow.cli.options import cost_options, schedule_name, schedule_options, unit_options
 from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
-from pipeflow.cli.request import Request, is_file
-from pipeflow.cli.sources import Source, sound_source
-from pipeflow.core.dataflow import Stream
-from pipeflow.core.errors import UsageError
+from pipeflow.cli.request import Request
+from pipeflow.cli.sources import Source
 from pipeflow.core.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("html", "perfetto")  # of those of `draw`, the ones that can hold two timelines
 TIMES = ("makespan", "span")
-RATIOS = ("bubble", "makespan-bubble")
+RATIOS = ("bubble", "span-bubble")
 
 
 def add_to(commands: Commands) -> None:
@@ -45,8 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     paths = files_named(arguments, *FORMATS)
     names = [arguments.first, arguments.second]
     request = Request.of(arguments)
-    sources = _sources(names, request)
-    timelines = _timelines(sources, request.costs)
+    beside = Beside.of(names, request)
+    sources = [beside.source(name) for name in names]
+    timelines = [beside.timeline(name, source) for name, source in zip(names, sources, strict=True)]
     measured = [source.measured is not None for source in sources]
     titles = ("planned", "measured") if measured == [False, True] else ("first", "second")
     unit, factor = arguments.unit, arguments.factor
@@ -60,60 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     lines = difference_lines(sources[0].schedule, sources[1].schedule)
     table = _table(names, sources, timelines, Unit(unit, factor))
-    picture = Comparison(*timelines, unit, factor, titles, arguments.memory)
+    picture = Comparison(timelines[0], timelines[1], unit, factor, titles, arguments.memory)
     show(*lines, "", table, *_ratio(timelines, measured), "", picture)
     return 0
 
 
-def _sources(names: list[str], request: Request) -> list[Source]:
-    """Both sources. A named schedule has the sizes of the file that it is compared with, where none are given, and
-    reductions where that has them.
-    """
-    parts = [request.among(names)[name] for name in names]
-    sources = {index: sound_source(name, parts[index]) for index, name in enumerate(names) if is_file(name)}
-    for file in list(sources.values()):
-        ranks, microbatches = file.schedule.placement.num_ranks, file.schedule.num_microbatches
-        parts = [
-            replace(
-                part,
-                ranks=ranks if part.ranks is None else part.ranks,
-                microbatches=microbatches if part.microbatches is None else part.microbatches,
-            )
-            for part in parts
-        ]
-    reduces = any(Stream.REDUCE in file.schedule.streams for file in sources.values())
-    for index, name in enumerate(names):
-        if index not in sources:
-            schedule = sound_source(name, parts[index]).schedule
-            sources[index] = Source(schedule.with_reductions() if reduces else schedule)
-    return [sources[index] for index in range(len(names))]
-
-
-def _timelines(sources: list[Source], costs: Costs) -> tuple[Timeline, Timeline]:
-    """Both timelines. A plan beside a measured timeline is simulated under the costs that were measured, unless costs
-    are given.
-    """
-    measured = [source.measured for source in sources if source.measured is not None]
-    if len(measured) == 2 and costs.given is not None:
-        raise UsageError(f"{costs.given} is for schedules; the times of a timeline are its own")
-    if not measured or costs.given is not None:
-        first, second = (source.measured or source.timeline(costs) for source in sources)
-        return first, second
-    from pipeflow.analysis.measured import measured_costs
-    from pipeflow.analysis.simulate import simulate
-
-    model = measured_costs(measured[0])
-    for schedule in (source.schedule for source in sources if source.measured is None):
-        if (stages := schedule.placement.num_stages) != len(model.forward):
-            raise UsageError(
-                f"{schedule.name} has {stages} stages and what was measured {len(model.forward)}, so its costs do "
-                "not fit: give costs, as in --forward 1"
-            )
-    first, second = (source.measured or simulate(source.schedule, model) for source in sources)
-    return first, second
-
-
-def _table(names: list[str], sources: list[Source], timelines: tuple[Timeline, Timeline], unit: Unit) -> Table:
+def _table(names: list[str], sources: list[Source], timelines: list[Timeline], unit: Unit) -> Table:
     from pipeflow.draw import Table
 
     both = zip(sources, timelines, strict=True)
@@ -138,7 +89,7 @@ def _change(key: str, before: float, after: float, text: Callable[[float], str])
     return [sign + text(abs(difference)), f"{difference / before:+.1%}" if before else ""]
 
 
-def _ratio(timelines: tuple[Timeline, Timeline], measured: list[bool]) -> list[str]:
+def _ratio(timelines: list[Timeline], measured: list[bool]) -> list[str]:
     """How the plan's makespan compares with the measured one."""
     if measured[0] == measured[1]:
         return []

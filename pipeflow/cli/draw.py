@@ -21,7 +21,8 @@ def add_to(commands: Commands) -> None:
     parents = [schedule_argument(), schedule_options(), cost_options(), unit_options()]
     command = commands.add_parser("draw", help="the timeline of a schedule, or a measured one", parents=parents)
     add_outputs(command, *FORMATS)
-    command.add_argument("--critical-path", action="store_true", help="also list what the makespan consists of")
+    help_ = "list what the makespan consists of, and mark it in files"
+    command.add_argument("--critical-path", action="store_true", help=help_)
     command.set_defaults(run=run)
 
 
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     timeline = sound_source(arguments.schedule, request).timeline(request.costs)
     unit, factor = arguments.unit, arguments.factor
     if paths:
-        write_drawings(paths, timeline, unit=unit, factor=factor)
+        write_drawings(paths, timeline, unit=unit, factor=factor, critical_path=arguments.critical_path)
     else:
         from pipeflow.draw import Gantt
 

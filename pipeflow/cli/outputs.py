@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.files import STANDARD_OUTPUT, write
 from pipeflow.cli.options import Parser, flag
@@ -41,14 +41,19 @@ def files_named(arguments: argparse.Namespace, *formats: str) -> dict[str, str]:
     return paths
 
 
-def write_drawings(paths: dict[str, str], *timelines: Timeline, unit: str, factor: float) -> None:
-    """Writes the timelines into the files of `files_named`, all of them or none."""
+def write_drawings(
+    paths: dict[str, str], *timelines: Timeline, unit: str, factor: float, critical_path: bool = False
+) -> None:
+    """Writes the timelines into the files of `files_named`, all of them or none; with the critical path marked, where a
+    format can.
+    """
     from pipeflow import draw
 
     texts = {}
     for name, path in paths.items():
-        times = {} if name == "perfetto" else {"unit": unit, "factor": factor}  # a trace has a unit of its own
-        texts[path] = getattr(draw, name)(timelines[0] if len(timelines) == 1 else timelines, **times)
+        look: dict[str, Any] = {"unit": unit, "factor": factor, **({"critical_path": True} if critical_path else {})}
+        look = {} if name == "perfetto" else look  # a trace has a unit of its own
+        texts[path] = getattr(draw, name)(timelines[0] if len(timelines) == 1 else timelines, **look)
     write(texts)
 
 

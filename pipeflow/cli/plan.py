@@ -118,8 +118,9 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "layout": asdict(found.setup) | {"pipeline": len(found.ranks), "sequence": found.sequence},
         "devices": found.devices,
         "ranks": [asdict(rank) | {name: getattr(rank, name) for name in derived} for rank in found.ranks],
+        "makespan_bubble_ratio": found.makespan_bubble_ratio,
+        "even_makespan_bubble_ratio": found.even_makespan_bubble_ratio,
         "bubble_ratio": found.bubble_ratio,
-        "even_bubble_ratio": found.even_bubble_ratio,
         "makespan": found.timeline.makespan,
         "unit": "layer forwards" if found.flops is None else "s",
         "tokens": found.tokens,
@@ -172,8 +173,10 @@ def _totals(found: Plan) -> Iterator[str]:
     else:
         yield f"step: {makespan} s, {number(found.tokens_per_second)} tokens/s"
     busiest = min(found.ranks, key=lambda rank: rank.idle)
-    yield f"bubble: {percent(found.bubble_ratio)} of the span, in which rank {busiest.rank}, the busiest, is idle"
-    if percent(found.bubble_ratio) != percent(found.even_bubble_ratio):
+    bubble, of_span = map(percent, (found.makespan_bubble_ratio, found.bubble_ratio))
+    beside = f"; bubble of span: {of_span}" if of_span != bubble else ""
+    yield f"bubble: {bubble} (idle time of rank {busiest.rank}, the busiest rank){beside}"
+    if bubble != percent(found.even_makespan_bubble_ratio):
         yield from _uneven(found, busiest)
 
 
@@ -181,7 +184,7 @@ def _uneven(found: Plan, busiest: RankPlan) -> Iterator[str]:
     """Why the bubble is not what the schedule has with equal stages: what the busiest rank has more than the others."""
     work = [1 - rank.idle for rank in found.ranks]
     times = f"{(1 - busiest.idle) * len(work) / sum(work):.3g} times as long as the average"
-    yield f"  With equal stages: {percent(found.even_bubble_ratio)}. Rank {busiest.rank} works {times},"
+    yield f"  With equal stages: {percent(found.even_makespan_bubble_ratio)}. Rank {busiest.rank} works {times},"
     share = f"{busiest.layers} of the {found.model.layers} layers"
     if found.schedule.placement.num_stages - 1 in busiest.stages:
         head = head_forward(found.model) / layer_forward(found.model, found.setup)

@@ -44,6 +44,7 @@ def _measures(timeline: Timeline) -> dict[str, object]:
     return {
         "makespan": timeline.makespan,
         "span": timeline.span,
+        "makespan_bubble_ratio": timeline.makespan_bubble_ratio,
         "bubble_ratio": timeline.bubble_ratio,
         "peak_activations": timeline.peak_activations,
         **({"peak_bytes": timeline.peak_bytes} if timeline.saved_bytes else {}),
@@ -66,7 +67,8 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
     return {
         "makespan": time(timeline.makespan),
         "span": time(timeline.span),
-        "bubble ratio": f"{round(timeline.bubble_ratio, 4) + 0.0:.4f}",
+        "bubble": f"{round(timeline.makespan_bubble_ratio, 4) + 0.0:.4f}",
+        "bubble of span": f"{round(timeline.bubble_ratio, 4) + 0.0:.4f}",
         "peak activations": " ".join(map(number, timeline.peak_activations)),
         **({"peak memory": "  ".join(map(bytes_text, timeline.peak_bytes))} if timeline.saved_bytes else {}),
         **streams,

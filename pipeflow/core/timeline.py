@@ -20,8 +20,8 @@ from pipeflow.core.text import number
 class Timeline(Shown):
     """Per rank, its spans in the order in which they began, on whichever stream; time 0 is the start of the step.
 
-    The measures are those of the zero-bubble paper (arXiv 2401.10241, section 4): `span` is what its
-    bubble rates are made of, `makespan` what a step with a barrier at its end costs.
+    `makespan` is what a step with a barrier at its end costs; the bubble rates of the zero-bubble paper (arXiv
+    2401.10241, section 4) are made of `span`.
 
     What runs beside computations, as gradient reductions do, counts for makespan and span, not for work.
     What follows from the spans is worked out once, when it is first asked for.
@@ -89,8 +89,17 @@ class Timeline(Shown):
         return max((sum(span.end - span.start for span in row) for row in self.on(Stream.COMPUTE)), default=0.0)
 
     @property
+    def makespan_bubble_ratio(self) -> float:
+        """1 - work / makespan: the part of a step in which the busiest rank is idle. Drawings and tables call it the
+        bubble.
+        """
+        return 1 - self.work / self.makespan if self.makespan else 0.0
+
+    @property
     def bubble_ratio(self) -> float:
-        """1 - work / span: the part of the span in which the busiest rank is idle."""
+        """1 - work / span: the zero-bubble papers' bubble rate, which leaves out that ranks begin one after the other.
+        Drawings and tables call it the bubble of the span.
+        """
         return 1 - self.work / self.span if self.span else 0.0
 
     @property

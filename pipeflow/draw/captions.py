@@ -27,15 +27,18 @@ def _count(number: int, word: str) -> str:
 
 
 def summary(timeline: Timeline, unit: Unit) -> str:
-    """Makespan, bubble and peak activations in one line; the span where it is not the makespan; and of each stream
-    beside the computations the most that a rank runs there, and what of all comes after the computations.
+    """Makespan, bubble and peak activations in one line; the span and its bubble where the span is not the makespan; of
+    each stream beside the computations the most that a rank runs there, and what of all comes after the computations.
     """
     parts = [f"makespan {unit.text(timeline.makespan)}"]
     if unit.text(timeline.span) != unit.text(timeline.makespan):
         parts.append(f"span {unit.text(timeline.span)}")
     if beside := [f"{stream} {unit.text(time)}" for stream, time in stream_times(timeline).items()]:
         parts.append(", ".join([*beside, f"exposed {unit.text(timeline.exposed)}"]))
-    parts += [f"bubble {percent(timeline.bubble_ratio)}", f"peak activations {_peaks(timeline.peak_activations)}"]
+    parts.append(f"bubble {percent(timeline.makespan_bubble_ratio)}")
+    if unit.text(timeline.span) != unit.text(timeline.makespan):
+        parts.append(f"bubble of span {percent(timeline.bubble_ratio)}")
+    parts.append(f"peak activations {_peaks(timeline.peak_activations)}")
     return "  ".join(parts)
 
 

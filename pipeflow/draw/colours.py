@@ -4,11 +4,15 @@ live here: geometry, and how a terminal is given its colours.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
 
 INK = "#10141c"  # of what is written on blocks of computations, on every ground
+
+
+RGB = tuple[float, float, float]  # red, green and blue, from 0 to 255
 
 
 class Hue(NamedTuple):
@@ -51,7 +55,31 @@ def shade(kind: Kind, chunk: int, chunks: int) -> str:
 def mixed(hue: Hue, chunk: int, chunks: int) -> str:
     """A colour with the white of a chunk, as CSS writes it."""
     white = 0.55 * chunk / max(chunks - 1, 1)
-    return "#{:02x}{:02x}{:02x}".format(*(round(part + (255 - part) * white) for part in hue.rgb))
+    return css(between((255, 255, 255), hue.rgb, white))
+
+
+def average(shares: Iterable[tuple[tuple[Kind, int], float]], chunks: int) -> tuple[RGB, float]:
+    """Of kinds and chunks with their parts of a column: the mean of their colours, and the part that they have
+    together, at most 1; the rest is idle.
+    """
+    sums, whole = [0.0, 0.0, 0.0], 0.0
+    for (kind, chunk), share in shares:
+        colour = bytes.fromhex(shade(kind, chunk, chunks)[1:])
+        sums = [total + share * part for total, part in zip(sums, colour, strict=True)]
+        whole += share
+    red, green, blue = (total / (whole or 1.0) for total in sums)
+    return (red, green, blue), min(whole, 1.0)
+
+
+def between(colour: RGB, other: RGB, part: float) -> RGB:
+    """`part` of a colour, and the rest of another one."""
+    red, green, blue = (part * one + (1 - part) * two for one, two in zip(colour, other, strict=True))
+    return red, green, blue
+
+
+def css(colour: RGB) -> str:
+    """A colour as CSS writes it."""
+    return "#{:02x}{:02x}{:02x}".format(*map(round, colour))
 
 
 class Scheme(NamedTuple):

@@ -10,9 +10,9 @@ from typing import ClassVar, Protocol, final
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, Stream
-from pipeflow.draw.colours import INK, hue, shade
+from pipeflow.draw.colours import INK, RGB, average, between, css, hue, shade
 from pipeflow.draw.memory import Memory
-from pipeflow.draw.pieces import Piece
+from pipeflow.draw.pieces import Line, Mixture, Piece
 
 Painted = tuple[str, str]
 
@@ -24,6 +24,13 @@ class Painter(Protocol):
 
     def piece(self, piece: Piece) -> Iterator[Painted]:
         """Exactly `piece.width` columns."""
+
+    @property
+    def about_mixtures(self) -> str:
+        """What a column shows that holds several actions."""
+
+    def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
+        """Exactly one column, of a lane of a stream."""
 
     def idle(self, first: int, end: int) -> Painted:
         """Exactly the columns `first` to `end`, excluded."""
@@ -38,14 +45,14 @@ class Painter(Protocol):
         """An action by itself, in a text."""
 
 
-def paint(line: list[Piece], width: int, painter: Painter, stream: Stream) -> Iterator[Painted]:
+def paint(line: Line, width: int, painter: Painter, stream: Stream) -> Iterator[Painted]:
     """The line of a lane, of `width` columns. Only where nothing is computed, a rank is idle."""
     gap = painter.idle if stream is Stream.COMPUTE else _blank
     column = 0
     for piece in line:
         if column < piece.first:
             yield gap(column, piece.first)
-        yield from painter.piece(piece)
+        yield from painter.piece(piece) if isinstance(piece, Piece) else [painter.mixture(piece, stream)]
         column = piece.end
     if column < width:
         yield gap(column, width)
@@ -76,13 +83,18 @@ class Letters:
             last = self.joint if piece.joined else " "
             yield text[: piece.width].ljust(piece.width - 1, "-").ljust(piece.width, last), ""
 
+    about_mixtures: ClassVar[str] = "A column holds several actions: its letter is that of one of them, each in turn."
+
+    def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
+        if mixture.shown is None:
+            return ("." if stream is Stream.COMPUTE else " "), ""
+        return self._letter(*mixture.shown), ""
+
     def idle(self, first: int, end: int) -> Painted:
         return "".join(" " if column % self.grid else "." for column in range(first, end)), ""
 
     def label(self, piece: Piece) -> str:
         """All that there is to say about a piece, however wide it is."""
-        if piece.action is None:
-            return self._letter(piece.kind, piece.chunk)
         if self.chunks > 2:
             return str(piece.action)
         return f"{self._letter(piece.kind, piece.chunk)}{piece.action.microbatch}"
@@ -111,6 +123,7 @@ class Letters:
 EDGE = "\u258a"  # the left three quarters of a cell: a thin gap between two pieces
 BAR = "\u2584"  # the lower half of a cell: of what runs beside the computations
 JOINT = "+"
+IDLE: RGB = (128, 128, 128)  # stands out from a light and from a dark terminal, in mixtures
 MEMORY = "#967db9", "cyan"
 EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
@@ -131,15 +144,28 @@ class Colours:
         if not piece.is_computation:
             yield BAR * piece.width, colour
             return
-        if piece.action is None:
-            yield " " * piece.width, f"on {colour}"
-            return
         number = str(piece.action.microbatch)
         room = piece.width - 1
         ink = "black" if self.few else INK
         if room:
             yield (number if len(number) <= room else "").center(room), f"{ink} on {colour}"
         yield (JOINT, f"{ink} on {colour}") if piece.joined else (EDGE, colour)
+
+    @property
+    def about_mixtures(self) -> str:
+        if self.few:
+            return "A column holds several actions: its colour is that of one of them, each in turn."
+        return "A column holds several actions: its colour is their average, the greyer the more of it is idle."
+
+    def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
+        text = " " if stream is Stream.COMPUTE else BAR
+        on = "on " if stream is Stream.COMPUTE else ""
+        if self.few:
+            if mixture.shown is None:
+                return ("\u00b7", "bright_black") if stream is Stream.COMPUTE else (" ", "")
+            return text, on + self._colour(*mixture.shown)
+        colour, busy = average(mixture.shares, self.chunks)
+        return text, on + css(between(colour, IDLE, busy))
 
     def idle(self, first: int, end: int) -> Painted:
         return "\u00b7" * (end - first), "bright_black"

@@ -16,17 +16,15 @@ from pipeflow.draw.lanes import Lane
 
 
 class Piece(NamedTuple):
-    """Columns `first` to `end` (excluded) of one lane, and what runs there.
-
-    `action` is None when the piece is one column of a lane so dense that a column holds many actions; `kind`
-    and `chunk` are then what the column shows. `joined` says that the piece after it is the other half of its pair.
+    """Columns `first` to `end` (excluded) of one lane, and what runs there. `joined` says that the piece after it is
+    the other half of its pair.
     """
 
     kind: Kind
     chunk: int
     first: int
     end: int
-    action: Action | None
+    action: Action
     joined: bool = False
 
     @property
@@ -36,6 +34,26 @@ class Piece(NamedTuple):
     @property
     def is_computation(self) -> bool:
         return DATAFLOW[self.kind].stream is Stream.COMPUTE
+
+
+Look = tuple[Kind, int]  # kind and chunk
+
+
+class Mixture(NamedTuple):
+    """One column of a lane so dense that a column holds several actions. `shares` says which part of the column each
+    kind and chunk runs; for the rest it is idle. Where a column can show one look alone, that is `shown`; None is idle.
+    """
+
+    first: int
+    shares: tuple[tuple[Look, float], ...]
+    shown: Look | None
+
+    @property
+    def end(self) -> int:
+        return self.first + 1
+
+
+Line = list[Piece | Mixture]  # from left to right
 
 
 def fit(timelines: Iterable[Timeline], width: int) -> float:
@@ -61,10 +79,10 @@ def shortest(timelines: Iterable[Timeline]) -> float:
     return min((span.end - span.start for row in rows for span in row if span.end > span.start), default=1.0)
 
 
-def pieces(lanes: Iterable[list[Lane]], scale: float) -> list[list[list[Piece]]]:
-    """Per rank and lane its pieces from left to right, at `scale` columns per unit of time. Between them it is idle.
+def pieces(lanes: Iterable[list[Lane]], scale: float) -> list[list[Line]]:
+    """Per rank and lane what is in its columns, at `scale` columns per unit of time. Between that it is idle.
 
-    When a span of a stream is at least a column wide on average, every span is a piece; else every column is one.
+    When a span of a stream is at least a column wide on average, every span is a piece; else every column is a mixture.
     """
     ranks = list(lanes)
     times: defaultdict[Stream, list[float]] = defaultdict(list)
@@ -74,9 +92,9 @@ def pieces(lanes: Iterable[list[Lane]], scale: float) -> list[list[list[Piece]]]
     return [[draw[lane.stream](lane, scale) for lane in rank] for rank in ranks]
 
 
-def _blocks(lane: Lane, scale: float) -> list[Piece]:
+def _blocks(lane: Lane, scale: float) -> Line:
     """One piece a span; what is narrower than half a column may vanish, and what overlaps is cut."""
-    blocks: list[Piece] = []
+    blocks: Line = []
     for span, following in zip(lane.row, (*lane.row[1:], *lane.row[-1:]), strict=True):
         first, end = round_half_up(span.start * scale), round_half_up(span.end * scale)
         first = max(first, blocks[-1].end if blocks else 0)
@@ -101,27 +119,25 @@ def round_half_up(number: float) -> int:
     return math.floor(number + 0.5)
 
 
-Look = tuple[Kind | None, int]  # kind and chunk
-IDLE: Look = (None, 0)
-
-
-def _columns(lane: Lane, scale: float) -> list[Piece]:
-    """One piece a column. Of what runs in a column, each shows what has run the longest without being shown,
-    first the kind and then the chunk, so that a stretch of columns has the colours, and the idle time, of all
+def _columns(lane: Lane, scale: float) -> Line:
+    """One mixture a column. Of what runs in a column, each shows what has run the longest without being shown,
+    first the kind and then the chunk, so that a stretch of columns has the looks, and the idle time, of all
     that ran there.
     """
-    owed: defaultdict[Look, float] = defaultdict(float)
-    line = []
+    owed: defaultdict[Look | None, float] = defaultdict(float)
+    line: Line = []
     for column, shares in enumerate(_shares(lane, scale)):
+        idle = 1 - sum(shares.values())
+        parts: dict[Look | None, float] = {**shares, **({None: idle} if idle > 1e-9 or not shares else {})}
         by_kind: defaultdict[Kind | None, float] = defaultdict(float)
-        for look, share in shares.items():
+        for look, share in parts.items():
             owed[look] += share
-        for (kind, _), debt in owed.items():
-            by_kind[kind] += debt
-        kind, chunk = max(shares, key=lambda look: (by_kind[look[0]], owed[look]))
-        owed[kind, chunk] -= 1
-        if kind is not None:
-            line.append(Piece(kind, chunk, column, column + 1, None))
+        for look, debt in owed.items():
+            by_kind[look and look[0]] += debt
+        shown = max(parts, key=lambda look: (by_kind[look and look[0]], owed[look]))
+        owed[shown] -= 1
+        if shares:
+            line.append(Mixture(column, tuple(shares.items()), shown))
     return line
 
 
@@ -135,7 +151,4 @@ def _shares(lane: Lane, scale: float) -> list[dict[Look, float]]:
         for column in range(int(start), min(math.ceil(end), width)):
             part = min(end, column + 1) - max(start, column)
             shares[column][look] = shares[column].get(look, 0.0) + part
-    for share in shares:
-        if (idle := 1 - sum(share.values())) > 1e-9 or not share:
-            share[IDLE] = idle
     return shares

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
@@ -27,7 +28,7 @@ class RankPlan:
         master_bytes, moment_bytes: the optimizer's: master weights, Adam's two moments.
         activation_bytes: the most that the schedule keeps at once for backwards.
         recomputed_bytes: beside that, the layer that a checkpointed backward is computing again.
-        idle: the part of the step's span in which the rank does nothing.
+        idle: the part of the step in which the rank computes nothing.
     """
 
     rank: int
@@ -63,7 +64,7 @@ class RankPlan:
 class Plan:
     """What `plan` found. Times are in seconds where `flops` was given, else in forwards of one layer.
 
-    `even_bubble_ratio` is the bubble that the schedule has when all stages cost the same, as its formula says.
+    `even_makespan_bubble_ratio` is the bubble that the schedule has when all stages cost the same, as its formula says.
     """
 
     model: GPT
@@ -73,7 +74,7 @@ class Plan:
     cost: CostModel
     timeline: Timeline
     ranks: tuple[RankPlan, ...]
-    even_bubble_ratio: float
+    even_makespan_bubble_ratio: float
 
     @property
     def parameters_total(self) -> int:
@@ -81,8 +82,13 @@ class Plan:
         return self.model.parameters
 
     @property
+    def makespan_bubble_ratio(self) -> float:
+        """The bubble of a step: the timeline's."""
+        return self.timeline.makespan_bubble_ratio
+
+    @property
     def bubble_ratio(self) -> float:
-        """The timeline's."""
+        """The bubble of the span: the timeline's."""
         return self.timeline.bubble_ratio
 
     @property
@@ -116,7 +122,7 @@ def plan(model: GPT, schedule: Schedule, setup: Setup | None = None, *, flops: f
 
     >>> from pipeflow import make_schedule
     >>> found = plan(GPT.named("gpt3-175b"), make_schedule("1f1b", ranks=8, microbatches=64), Setup(tensor=8))
-    >>> found.ranks[0].parameters, round(found.bubble_ratio, 3), round(found.even_bubble_ratio, 3)
+    >>> found.ranks[0].parameters, round(found.makespan_bubble_ratio, 3), round(found.even_makespan_bubble_ratio, 3)
     (2799335424, 0.096, 0.099)
 
     Raises UsageError for a model that does not fit the setup or the schedule's stages.
@@ -124,9 +130,9 @@ def plan(model: GPT, schedule: Schedule, setup: Setup | None = None, *, flops: f
     setup = Setup() if setup is None else setup
     cost = stage_costs(model, schedule.placement, setup, flops=flops)
     timeline = simulate(schedule, cost)
-    even = simulate(schedule, _evened(cost)).bubble_ratio
-    span = timeline.span
-    idle = [1 - sum(each.end - each.start for each in row) / span for row in timeline.rows]
+    even = simulate(schedule, _evened(cost)).makespan_bubble_ratio
+    computing = [sum(each.end - each.start for each in row) for row in timeline.on(Stream.COMPUTE)]
+    idle = [1 - time / timeline.makespan for time in computing]
     ranks = tuple(
         _rank(model, setup, schedule.placement, rank, kept=kept, idle=idle[rank])
         for rank, kept in enumerate(timeline.peak_bytes)

@@ -53,8 +53,8 @@ def test_draw_forward_only(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
     assert out(capsys, "simulate", "1f1b", "--forward", 2, "--transfer", 0.5) == (
-        "makespan          52\nspan              52\nbubble ratio      0.3846\npeak activations  4 3 2 1\n"
-        "critical path     computing 44, waiting 8 (15.4%)\n  by rank         8 12 12 12\n"
+        "makespan          52\nspan              52\nbubble            0.3846\nbubble of span    0.3846\n"
+        "peak activations  4 3 2 1\ncritical path     computing 44, waiting 8 (15.4%)\n  by rank         8 12 12 12\n"
     )
 
 
@@ -63,6 +63,7 @@ def test_simulate_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert read == {
         "makespan": 26.25,
         "span": 26.25,
+        "makespan_bubble_ratio": pytest.approx(2.25 / 26.25),
         "bubble_ratio": pytest.approx(2.25 / 26.25),
         "peak_activations": [4.75, 4.25, 3.75, 3.25],
         "critical_path": {"computing": 26.25, "waiting": 0, "computing_by_rank": [6.75, 0.75, 0.75, 18]},

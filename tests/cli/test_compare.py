@@ -8,9 +8,11 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeflow.analysis.lower import lower
+from pipeflow.analysis.measured import measured_costs
 from pipeflow.analysis.measures import Measures
 from pipeflow.analysis.simulate import simulate
 from pipeflow.cli import main
+from pipeflow.core.cost import CostModel
 from pipeflow.core.program import Send
 from pipeflow.schedules import SCHEDULES, make_schedule
 from tests.cli.run import error, out
@@ -49,7 +51,7 @@ def test_the_best_of_a_column_is_marked_and_rows_are_sorted(capsys: pytest.Captu
     assert [line.split()[0] for line in lines[2:5]] == ["1f1b", "zb-h2", "gpipe"]
     assert [[word for word in line.split() if word.endswith("*")] for line in lines[2:5]] == [
         ["4*"],
-        ["27*", "0.0%*", "11.1%*"],
+        ["27*", "11.1%*", "0.0%*"],
         [],
     ]
     assert lines[6:8] == ["weight copies: 1 in all of them", "transfers: 48 in all of them"]
@@ -60,7 +62,7 @@ def test_the_best_of_a_column_is_marked_and_rows_are_sorted(capsys: pytest.Captu
 def test_memory_is_compared_in_bytes_where_they_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     table = out(capsys, "compare", "gpipe", "1f1b", "--saved-bytes", 2**30)
     assert "4 GiB*" in table
-    assert "bubble of makespan against peak memory" in table
+    assert "bubble against peak memory" in table
 
 
 def test_options_are_for_those_that_have_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +84,25 @@ def test_files_are_compared_with_schedules(capsys: pytest.CaptureFixture[str], c
     assert read[str(csv)]["makespan"] == read["1f1b"]["makespan"] + 0  # the file is 1f1b but for one forward
     csv.write_text("0F0,0B0\n1F0")
     assert error(capsys, "compare", csv).startswith(f"{csv} is unsound, 1 violation")
+
+
+def test_schedules_beside_a_measured_step_have_its_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    slow = CostModel((0.001, 0.002), (0.001, 0.001), (0.001, 0.001), latency=0.0005)
+    measured = tmp_path / "measured.json"
+    measured.write_text(simulate(schedule, slow).to_json())
+    read = compared(capsys, "gpipe", measured, "1f1b", "zb-auto", "zb-v")
+    makespans = {name: found["makespan"] for name, found in read["schedules"].items()}
+    assert makespans[str(measured)] == simulate(schedule, slow).makespan
+    assert makespans["1f1b"] == pytest.approx(makespans[str(measured)])
+    assert makespans["gpipe"] == pytest.approx(simulate(make_schedule("gpipe", ranks=2, microbatches=4), slow).makespan)
+    made = make_schedule("zb-auto", ranks=2, microbatches=4, cost=measured_costs(simulate(schedule, slow)))
+    assert makespans["zb-auto"] == pytest.approx(simulate(made, slow).makespan)  # searched under these costs
+    assert read["refused"] == {"zb-v": "costs measured on 2 stages do not fit 4: give costs, as in --forward 1"}
+    given = compared(capsys, measured, "1f1b", "--forward", 2)["schedules"]
+    assert given[str(measured)]["makespan"] == simulate(schedule, slow).makespan
+    assert given["1f1b"]["makespan"] == simulate(schedule, CostModel.even(schedule.placement, forward=2)).makespan
+    assert error(capsys, "compare", measured, "--forward", 2).startswith("--forward is for schedules; the times of a ")
 
 
 def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_files_give_the_sizes_of_names(capsys: pytest.CaptureFixture[str], csv: 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("zb-v {measured}", "zb-v has 4 stages and what was measured 2, so its costs do not fit: give costs, as in "),
+        ("zb-v {measured}", "costs measured on 2 stages do not fit 4: give costs, as in --forward 1"),
         ("{measured} {measured} --forward 2", "--forward is for schedules; the times of a timeline are its own"),
         ("{measured} {measured} --ranks 2", "--ranks is for named schedules; "),
         ("1f1b missing.json", "missing.json: No such file or directory"),

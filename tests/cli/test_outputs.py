@@ -31,7 +31,9 @@ def formats(monkeypatch: pytest.MonkeyPatch) -> None:
         return " ".join(f"{timeline.name} {timeline.makespan * factor:g}" for timeline in several)
 
     def timed(name: str) -> object:
-        return lambda timelines, *, unit, factor: f"{name} {makespans(timelines, factor)} {unit}\n"
+        return lambda timelines, *, unit, factor, critical_path=False: (
+            f"{name} {makespans(timelines, factor)} {unit}{' critical' * critical_path}\n"
+        )
 
     monkeypatch.setattr(pipeflow.draw, "svg", timed("svg"), raising=False)
     monkeypatch.setattr(pipeflow.draw, "html", timed("html"), raising=False)
@@ -74,8 +76,14 @@ def test_two_timelines_in_one_file(capsys: pytest.CaptureFixture[str], tmp_path:
 
 @pytest.mark.usefixtures("formats")
 def test_the_critical_path_beside_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shown = out(capsys, "draw", "1f1b", "--svg", tmp_path / "a.svg", "--critical-path")
+    files = ["--svg", tmp_path / "a.svg", "--html", tmp_path / "a.html", "--perfetto", tmp_path / "a.json"]
+    shown = out(capsys, "draw", "1f1b", *files, "--critical-path")
     assert shown.startswith("critical path of 1f1b")
+    assert [(tmp_path / f"a.{end}").read_text().endswith(" critical\n") for end in ("svg", "html", "json")] == [
+        True,
+        True,
+        False,
+    ]
     assert "\n\ncritical path of 1f1b" in out(capsys, "draw", "1f1b", "--critical-path")
     assert error(capsys, "draw", "1f1b", "--svg", "-", "--critical-path").startswith("standard output can take one")
     assert error(capsys, "draw", "1f1b", "--svg", "a", "--html", "a") == "a can take one output, not 2"

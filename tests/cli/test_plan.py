@@ -23,8 +23,8 @@ def test_gpt_3_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     found = read(capsys, *GPT3)
     assert 174e9 < found["parameters_total"] < 176e9
     assert len(found["ranks"]) == 8
-    assert found["bubble_ratio"] == pytest.approx(7 / 71, abs=0.003)
-    assert found["even_bubble_ratio"] == pytest.approx(7 / 71)
+    assert found["makespan_bubble_ratio"] == pytest.approx(7 / 71, abs=0.003)
+    assert found["even_makespan_bubble_ratio"] == pytest.approx(7 / 71)
     first, last = found["ranks"][0], found["ranks"][-1]
     assert first["peak_bytes"] > last["peak_bytes"]
     assert first["parameters"] * 64 == pytest.approx(found["parameters_total"], rel=0.03)
@@ -39,7 +39,7 @@ def test_gpt_3_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1f1b on 64 devices: pipeline 8 x tensor 8 x data 1\n" in shown
     rows = [line for line in shown.splitlines() if line[:1].isdigit() and "GiB" in line]
     assert [row.split()[0] for row in rows] == [str(rank) for rank in range(8)]
-    assert "bubble: 9.6% of the span, in which rank 7, the busiest, is idle\n  With equal stages: 9.9%." in shown
+    assert "bubble: 9.6% (idle time of rank 7, the busiest rank)\n  With equal stages: 9.9%." in shown
     assert "with 12 of the 96 layers and the head, worth 0.33 layers" in shown
 
 
@@ -79,8 +79,8 @@ def test_a_schedule_that_is_searched_for_is_given_the_costs_of_the_stages(capsys
     model = replace(GPT.named("tiny"), vocabulary=50304)
     costs = stage_costs(model, Placement.linear(4), Setup())
     made, even = (make_schedule("zb-auto", ranks=4, microbatches=8, cost=cost) for cost in (costs, None))
-    found = read(capsys, "tiny", "--vocabulary", 50304, "--schedule", "zb-auto")["even_bubble_ratio"]
-    assert found == plan(model, made).even_bubble_ratio != plan(model, even).even_bubble_ratio
+    found = read(capsys, "tiny", "--vocabulary", 50304, "--schedule", "zb-auto")["even_makespan_bubble_ratio"]
+    assert found == plan(model, made).even_makespan_bubble_ratio != plan(model, even).even_makespan_bubble_ratio
 
 
 def test_a_file_is_as_good_as_a_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ class Page:
         self.browser = browser
         self.path = path
 
-    def open(self, timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: float = 1.0) -> Page:
-        self.path.write_text(html(timelines, unit=unit, factor=factor), encoding="utf-8")
+    def open(self, timelines: Timeline | Sequence[Timeline], **looks: Any) -> Page:
+        self.path.write_text(html(timelines, **looks), encoding="utf-8")
         self.browser.get(self.path.as_uri())
         return self
 
@@ -246,14 +246,36 @@ def test_the_critical_path_is_off_at_first_and_its_switch_dims_what_is_not_on_it
     assert switch.is_selected()
 
 
-def test_the_wheel_zooms_around_the_pointer(page: Page) -> None:
+def test_a_page_opens_with_the_critical_path_where_that_was_asked_for(page: Page) -> None:
+    timeline = planned("1f1b", 3, 4)
+    switched = page.open(timeline)
+    switched.press("c")
+    page.settled()
+    picture = page.picture()
+    page.open(timeline, critical_path=True)
+    page.settled()
+    assert page.find("#path").is_selected()
+    assert page.picture() == picture
+
+
+def test_the_wheel_alone_scrolls_the_page(page: Page) -> None:
+    page.open(planned(ranks=32))
+    before = page.seen()
+    origin = webdriver.common.actions.wheel_input.ScrollOrigin.from_element(page.find(".lanes"), 0, 0)
+    ActionChains(page.browser).scroll_from_origin(origin, 0, 200).perform()
+    assert page.browser.execute_script("return window.scrollY") == 200
+    assert page.seen() == before
+
+
+def test_the_wheel_with_ctrl_zooms_around_the_pointer(page: Page) -> None:
     timeline = planned()
     page.open(timeline)
     x, y = page.place(timeline, "1B3")
     everything = page.picture()
     page.point(x, y).perform()
     origin = webdriver.common.actions.wheel_input.ScrollOrigin.from_element(page.find(".lanes"), round(x), round(y))
-    ActionChains(page.browser).scroll_from_origin(origin, 0, -400).perform()
+    chain = ActionChains(page.browser).key_down(Keys.CONTROL).scroll_from_origin(origin, 0, -400)
+    chain.key_up(Keys.CONTROL).perform()
     first, last = page.seen()
     span = next(span for span in timeline if str(span.action) == "1B3")
     assert last - first == pytest.approx(33 * 2.718281828 ** (-0.8), rel=1e-3)

@@ -87,7 +87,7 @@ def test_halves_have_letters_and_names_of_their_own() -> None:
 
 def test_the_span_is_said_where_it_is_not_the_makespan() -> None:
     forward = make_schedule("1f1b", ranks=2, microbatches=4).forward_only()
-    assert "makespan 5  span 4  bubble 0.0%  peak" in draw(Gantt(simulate(forward)))
+    assert "makespan 5  span 4  bubble 20.0%  bubble of span 0.0%\npeak" in draw(Gantt(simulate(forward)))
 
 
 def test_reductions_have_lines_of_their_own_and_are_summed_up() -> None:
@@ -181,7 +181,10 @@ def test_a_comparison_says_the_measures_of_both() -> None:
     assert "measured: gpipe, 2 ranks, 4 microbatches" in lines
     assert "makespan 15000 ms  bubble 20.0%  peak activations 2 1" in lines
     assert "makespan 195 ms  bubble 20.0%  peak activations 4 on every rank" in lines
-    assert lines[-1] == "F forward   B backward   . idle   1-4 activations kept"
+    assert lines[-2:] == [
+        "F forward   B backward   . idle   1-4 activations kept",
+        "A column holds several actions: its letter is that of one of them, each in turn.",
+    ]
 
 
 def test_times_are_in_the_unit_of_the_caller() -> None:

@@ -10,13 +10,24 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pipeflow.analysis.causes import critical_path
 from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import svg
-from pipeflow.draw.colours import DARK, HUES, INK, LIGHT, SPARE, Scheme, mixed, shade
+from pipeflow.draw.colours import DARK, HUES, INK, LIGHT, SPARE, Scheme, mixed
 from pipeflow.draw.lanes import lanes as drawn_lanes
-from tests.draw.samples import SAMPLES, empty, measured, paired, planned, reducing, with_a_moment, with_bytes
+from tests.draw.samples import (
+    SAMPLES,
+    empty,
+    measured,
+    paired,
+    planned,
+    reducing,
+    with_a_moment,
+    with_bytes,
+    with_transfers,
+)
 
 Element = ElementTree.Element
 NAMESPACE = "{http://www.w3.org/2000/svg}"
@@ -200,19 +211,63 @@ def test_names_cannot_leave_their_text() -> None:
     }
 
 
-def test_what_is_too_dense_keeps_the_proportions() -> None:
-    timeline = planned("1f1b", 2, 400)
+@pytest.mark.parametrize(("name", "microbatches"), [("1f1b", 400), ("gpipe", 700), ("zb-h1", 1000)])
+def test_what_is_too_dense_is_drawn_in_average_colours(name: str, microbatches: int) -> None:
+    """Both ranks of a steady state do the same in every column, so no column differs much from the others: no moire."""
+    timeline = planned(name, 2, microbatches)
     root = drawn(timeline)
     assert actions(root) == []
-    lengths = {
-        path.get("stroke"): sum(map(float, re.findall(r"h([\d.]+)", path.get("d", ""))))
-        for path in looking(root, "blocks", "path")[-2:]
-    }
-    assert lengths[shade(Kind.B, 0, 1)] == pytest.approx(2 * lengths[shade(Kind.F, 0, 1)], rel=0.02)
+    strips = [
+        (
+            [int(path.get("stroke", "")[at : at + 2], 16) for at in (1, 3, 5)],
+            number(path, "stroke-opacity") or 1.0,
+            sum(map(float, re.findall(r"h([\d.]+)", path.get("d", "")))),
+        )
+        for path in looking(root, "blocks", "path")
+    ]
+    lane = number(looking(root, "lane")[0], "width")
+    covered = sum(opacity * length for _, opacity, length in strips)
+    assert covered == pytest.approx(2 * lane * timeline.work / timeline.makespan, rel=0.02)  # ranks work equally long
+    spans = [span for span in timeline if span.end > span.start]
+    for part in range(3):
+        drawn_part = sum(colour[part] * opacity * length for colour, opacity, length in strips) / covered
+        times = sum(span.end - span.start for span in spans)
+        wanted = sum((span.end - span.start) * HUES[span.action.kind].rgb[part] for span in spans) / times
+        assert drawn_part == pytest.approx(wanted, abs=6)
+
+
+def test_averages_are_said_and_only_where_there_are_any() -> None:
+    assert any("average colour" in text for text in texts(drawn(planned("1f1b", 2, 400))))
+    for each in (planned(), planned("gpipe", 64, 64)):  # the second one has more blocks than can be elements
+        assert not any("average colour" in text for text in texts(drawn(each)))
+
+
+@pytest.mark.parametrize("timeline", [planned("1f1b", 3, 4), with_transfers(), reducing(), measured()])
+def test_the_critical_path_is_marked_where_it_was_asked_for(timeline: Timeline) -> None:
+    root = ElementTree.fromstring(svg(timeline, critical_path=True))
+    path = [cause.span for cause in critical_path(timeline) if cause.span.end > cause.span.start]
+    frames = looking(root, "critical")
+    at_blocks = {(round(number(block, "x") + 0.25, 1), number(block, "y") - 0.75) for block in looking(root, "block")}
+    *marked, _legend = [(round(number(frame, "x"), 1), number(frame, "y")) for frame in frames]
+    assert len(marked) == len(set(marked)) == len(path)
+    assert set(marked) <= at_blocks
+    crossings = sum(before.rank != after.rank for before, after in pairwise(path))
+    assert len(looking(root, "critical", "path")) >= crossings
+    assert "critical path" in texts(root)
+    assert not looking(drawn(timeline), "critical")
+    assert "critical path" not in texts(drawn(timeline))
+
+
+def test_the_critical_path_of_a_dense_picture_is_one_line() -> None:
+    text = svg(planned("1f1b", 4, 2000), critical_path=True)
+    (line,) = looking(ElementTree.fromstring(text), "critical", "path")
+    corners = [float(x) for x in re.findall(r"[ML]([\d.]+)", line.get("d", ""))]
+    assert corners == sorted(corners)
+    assert 300 < len(corners) < 800
 
 
 def test_the_size_is_bounded() -> None:
-    assert len(svg(planned("zb-h1", 2, 1000))) < 1.1 * len(svg(planned("zb-h1", 2, 500))) < 2 * 16_000
+    assert len(svg(planned("zb-h1", 2, 1200))) < 1.1 * len(svg(planned("zb-h1", 2, 900))) < 2 * 20_000
 
 
 def contrast(one: str, other: str) -> float:

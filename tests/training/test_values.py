@@ -185,7 +185,7 @@ def bubbles() -> tuple[list[bool], list[dict[str, float]], list[float]]:
         def after_step(self, trainer: Trainer, step: Step) -> None:
             traced.append(step.timeline is not None)
             if step.timeline is not None:
-                measured.append(step.timeline.bubble_ratio)
+                measured.append(step.timeline.makespan_bubble_ratio)
 
     seen = Seen()
     Trainer(make_engine(), [BubbleHook(every=2), Traced(), seen]).fit(part(), 2)
@@ -207,7 +207,7 @@ def test_the_bubble_is_that_of_the_measured_step(ranks: int, data: int) -> None:
 def test_a_step_as_planned_has_the_planned_bubble() -> None:
     schedule = make_schedule("zb-h1", ranks=4, microbatches=8)
     timeline = simulate(schedule, CostModel.even(schedule.placement, forward=1))
-    assert planned(timeline).bubble_ratio == pytest.approx(timeline.bubble_ratio)
+    assert planned(timeline).makespan_bubble_ratio == pytest.approx(timeline.makespan_bubble_ratio)
 
 
 class Said(DistributedLogger):

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.colours import LIGHT, shade
+from pipeflow.draw.colours import LIGHT, RGB, average, between, css, shade
 from pipeflow.draw.heights import heights
 from pipeflow.draw.lanes import lanes, num_chunks, several
-from pipeflow.draw.pieces import fit, pieces, round_half_up
+from pipeflow.draw.pieces import Mixture, fit, pieces, round_half_up
 
 GAP = 16  # between two timelines
+LANE: RGB = (*bytes.fromhex(LIGHT.lane[1:]),)
 
 
 class Pixels(NamedTuple):
@@ -51,6 +52,11 @@ def _strips(timeline: Timeline, width: int, scale: float) -> list[bytes]:
         for lane, line in zip(rank, painted, strict=True):
             row = bytearray(_bytes(LIGHT.lane) * end + _bytes(LIGHT.background) * (width - end))
             for piece in line:
+                if isinstance(piece, Mixture):
+                    colour, busy = average(piece.shares, chunks)
+                    mixed = css(between(colour, LANE, busy))
+                    row[3 * piece.first : 3 * piece.end] = _bytes(mixed)
+                    continue
                 gap = int(piece.width > 3 and not piece.joined)  # so that two blocks do not look like one
                 row[3 * piece.first : 3 * (piece.end - gap)] = _bytes(shade(piece.kind, piece.chunk, chunks)) * (
                     piece.width - gap

@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+from pipeflow.analysis.causes import critical_path as find_path
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import heading, summary
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, shade
 from pipeflow.draw.files.frame import Block, Frame, blocks, frame, steps
+from pipeflow.draw.files.path import path_marks
+from pipeflow.draw.files.strips import strips
 from pipeflow.draw.lanes import Lane, kinds, lanes, num_chunks
 from pipeflow.draw.markup import escaped
 from pipeflow.draw.memory import amount_text, peaks, unit_of
-from pipeflow.draw.pieces import Piece, pieces
+from pipeflow.draw.pieces import pieces
 from pipeflow.draw.times import Unit, round_step
 
 MOST = 5000  # blocks that are elements of their own
 FINEST = 2.0  # pixels: of a block that is an element of its own, on average; of a step where blocks are merged
+SHOWN = 3  # spans of a column, at least: with fewer a column shows by chance one kind or another
 PAD = 16
+AVERAGED = "There are more actions than columns: each column has the average colour of its actions, fainter where idle."
 NUMBERS = (("number", 7.0), ("number tight", 5.2))  # the looks of a number, and how wide its digits are at most
 
 
-def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0) -> str:
+def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0, critical_path: bool = False) -> str:
     """One lane a rank, hue for the kind of action, shade for the chunk, number for the microbatch; below each lane
     what the rank keeps for its backwards, with its peak marked. What runs beside the computations, as gradient
     reductions do, has a lower lane for each stream. It scales, and follows a reader's dark scheme.
 
-    Times are written multiplied by `factor` and followed by `unit`. Where there are more blocks than a picture can
-    show, columns stand for them that keep the proportions, so that the size of the text is bounded.
+    Times are written multiplied by `factor` and followed by `unit`. With `critical_path` the chain of actions that the
+    makespan consists of is marked. Where there are more blocks than a picture can show, columns in the average colour
+    of what they hold stand for them, and a line says so; so the size of the text is bounded.
     """
     times = Unit(unit, factor)
     said = summary(timeline, times)
     at = frame(timeline, top=0)
     width = PAD + at.left + at.width + at.right
     lines = _wrapped(said.split("  "), width - 2 * PAD)
+    apart = _apart(timeline, at)
+    lines += [] if _width(timeline, at) >= FINEST else _wrapped([AVERAGED], width - 2 * PAD)
     at = replace(at, top=PAD + 22 + 17 * len(lines) + 30)
     bottom = at.floor(len(timeline.rows) - 1)
-    legend, height = _legend(timeline, width, bottom + 30)
+    legend, height = _legend(timeline, width, bottom + 30, critical_path=critical_path)
+    path = [cause.span for cause in find_path(timeline)] if critical_path else []
     body = [
         *_header(timeline, lines, width),
         *_axis(timeline, at, times, bottom),
-        *_lanes(timeline, at, times),
+        *_lanes(timeline, at, times, apart=apart),
+        *(path_marks(path, at, blocks=apart, finest=FINEST) if path else ()),
         *legend,
     ]
     size = f'viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}" height="{_n(height)}"'
@@ -76,17 +86,31 @@ def _axis(timeline: Timeline, at: Frame, unit: Unit, bottom: float) -> Iterator[
     yield f'<path class="grid" d="{"".join(lines)}"/>'
 
 
-def _lanes(timeline: Timeline, at: Frame, unit: Unit) -> Iterator[str]:
+def _apart(timeline: Timeline, at: Frame) -> bool:
+    """Whether every span is a block of its own: they are few, and wide enough."""
+    return sum(map(len, timeline.rows)) <= MOST and _width(timeline, at) >= FINEST
+
+
+def _width(timeline: Timeline, at: Frame) -> float:
+    """Of a span in a lane, on average, in pixels."""
+    spans = [span for rank in lanes(timeline) for lane in rank for span in lane.row]
+    return sum(span.end - span.start for span in spans) * at.scale / max(len(spans), 1)
+
+
+def _lanes(timeline: Timeline, at: Frame, unit: Unit, *, apart: bool) -> Iterator[str]:
     drawn, most, chunks = lanes(timeline), peaks(timeline), num_chunks(timeline)
-    rows = [lane.row for rank in drawn for lane in rank]
-    spans = sum(map(len, rows))
-    pixels = sum(span.end - span.start for row in rows for span in row) * at.scale
-    apart = spans <= MOST and pixels >= FINEST * spans
-    merged = [] if apart else pieces(drawn, at.scale / FINEST)
+    width = _width(timeline, at)
+    finest = max(FINEST, SHOWN * width) if width < FINEST else FINEST
+    merged = [] if apart else pieces(drawn, at.scale / finest)
     for rank, of_rank in enumerate(drawn):
         for number, lane in enumerate(of_rank):
             yield from _ground(lane, at)
-            yield from _blocks(lane, chunks, at, unit) if apart else _merged(lane, merged[rank][number], chunks, at)
+            if apart:
+                yield from _blocks(lane, chunks, at, unit)
+            else:
+                height = at.height(lane.stream)
+                start = f"M{_n(at.left)} {_n(at.y(rank, lane.stream) + height / 2)}"
+                yield from strips(merged[rank][number], chunks, start, height, finest)
         yield from _memory(timeline, rank, at, most)
 
 
@@ -127,32 +151,6 @@ def _block(block: Block, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
         yield _text(block.first + width / 2, y + height / 2 + 4, number, look)
 
 
-def _merged(lane: Lane, line: list[Piece], chunks: int, at: Frame) -> Iterator[str]:
-    """One path for each colour, made of columns."""
-    height = at.height(lane.stream)
-    start = f"M{_n(at.left)} {_n(at.y(lane.rank, lane.stream) + height / 2)}"
-    for look in sorted({(piece.kind, piece.chunk) for piece in line}):
-        yield (
-            f'<path class="blocks" stroke-width="{height}" stroke="{shade(*look, chunks)}"'
-            f' d="{start}{_dashes(piece for piece in line if (piece.kind, piece.chunk) == look)}"/>'
-        )
-
-
-def _dashes(line: Iterable[Piece]) -> str:
-    """Pieces as a line with gaps; those that touch are one dash."""
-    dashes: list[list[int]] = []
-    for piece in line:
-        if dashes and dashes[-1][1] == piece.first:
-            dashes[-1][1] = piece.end
-        else:
-            dashes.append([piece.first, piece.end])
-    ends = [0, *(end for _, end in dashes)]
-    return "".join(
-        f"m{_n((first - before) * FINEST)} 0h{_n((end - first) * FINEST)}"
-        for before, (first, end) in zip(ends, dashes, strict=False)
-    )
-
-
 def _memory(timeline: Timeline, rank: int, at: Frame, most: tuple[float, ...]) -> Iterator[str]:
     """What the rank keeps, as a hill below its lane; all ranks have one scale."""
     floor = at.floor(rank)
@@ -169,11 +167,11 @@ def _memory(timeline: Timeline, rank: int, at: Frame, most: tuple[float, ...]) -
     yield f'<circle class="peak" cx="{_n(x)}" cy="{_n(floor - most[rank] * tall)}" r="{radius}"/>'
 
 
-def _legend(timeline: Timeline, width: float, y: float) -> tuple[list[str], float]:
+def _legend(timeline: Timeline, width: float, y: float, *, critical_path: bool) -> tuple[list[str], float]:
     """What the looks mean, in as many lines as it takes; and where the drawing ends."""
     chunks = num_chunks(timeline)
     x, drawn = float(PAD), []
-    for swatches, words in _entries(timeline, chunks):
+    for swatches, words in _entries(timeline, chunks, critical_path=critical_path):
         room = 18 * len(swatches) + 6 + 6.1 * len(words) + 18
         if x > PAD and x + room > width - PAD:
             x, y = PAD, y + 22
@@ -183,7 +181,7 @@ def _legend(timeline: Timeline, width: float, y: float) -> tuple[list[str], floa
     return drawn, y + PAD
 
 
-def _entries(timeline: Timeline, chunks: int) -> Iterator[tuple[list[str], str]]:
+def _entries(timeline: Timeline, chunks: int, *, critical_path: bool) -> Iterator[tuple[list[str], str]]:
     plain = '<rect x="{{x}}" y="{{y}}" width="16" height="12" rx="2" {}/>'
     low = '<rect x="{{x}}" y="{{y}}" transform="translate(0 6)" width="16" height="6" {}/>'
     for kind in kinds([timeline]):
@@ -194,6 +192,8 @@ def _entries(timeline: Timeline, chunks: int) -> Iterator[tuple[list[str], str]]
         yield [], "lighter: later chunk"
     if any(span.partner for span in timeline):
         yield [plain.format('class="pair"')], "overlapped pair"
+    if critical_path:
+        yield [plain.format('class="critical"')], "critical path"
     yield [plain.format('class="lane"')], "idle"
     hill = '<path class="memory" transform="translate({x} {y})" d="M0 12V8H5V3H11V8H16V12"/>'
     yield [hill], f"{unit_of(timeline)} kept for backwards"
@@ -239,6 +239,7 @@ def _style() -> str:
         ".pipeflow .blocks{fill:none;shape-rendering:crispEdges}"
         ".pipeflow .grid,.pipeflow .floor{fill:none;stroke-width:1}"
         ".pipeflow .memory{fill-opacity:.3;stroke-width:1}.pipeflow .pair{fill:none;stroke-width:1.5}"
+        ".pipeflow .critical{fill:none;stroke-width:1.75;stroke-linejoin:round}"
         + _coloured(LIGHT)
         + f"@media (prefers-color-scheme:dark){{{_coloured(DARK)}}}"
         "@media screen{.pipeflow{max-width:100%;height:auto}}"
@@ -251,5 +252,6 @@ def _coloured(scheme: Scheme) -> str:
         f".pipeflow .title,.pipeflow .label{{fill:{scheme.text}}}"
         f".pipeflow .said,.pipeflow .small,.pipeflow .tiny{{fill:{scheme.muted}}}"
         f".pipeflow .grid,.pipeflow .floor{{stroke:{scheme.grid}}}.pipeflow .pair{{stroke:{scheme.text}}}"
+        f".pipeflow .critical{{stroke:{scheme.accent}}}"
         f".pipeflow .memory{{fill:{scheme.memory};stroke:{scheme.memory}}}.pipeflow .peak{{fill:{scheme.memory}}}"
     )

@@ -25,11 +25,14 @@ from pipeflow.draw.page.tables import measures_table, ranks_table
 from pipeflow.draw.times import Unit
 
 
-def html(timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: float = 1.0) -> str:
+def html(
+    timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: float = 1.0, critical_path: bool = False
+) -> str:
     """A page with the timelines above each other on one time scale: it zooms, says of every block what it waited for,
     shows the critical path, and follows a microbatch through the ranks. One file, without a network.
 
-    All timelines are in the same unit of time; times are written multiplied by `factor` and followed by `unit`.
+    With `critical_path` that is marked as the page opens. All timelines are in the same unit of time; times are
+    written multiplied by `factor` and followed by `unit`.
     Raises UsageError when there is no timeline.
     """
     drawn = several(timelines)
@@ -42,7 +45,7 @@ def html(timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: fl
         legend="\n".join(f"<li>{entry}</li>" for entry in _legend(drawn)),
         charts="\n".join(_chart(timeline, times) for timeline in drawn),
         tables=measures_table(drawn, times) + "".join(ranks_table(timeline, times) for timeline in drawn),
-        data=_as_script_text(page_data(drawn, times)),
+        data=_as_script_text(page_data(drawn, times) | {"marked": critical_path}),
         script=script,
     )
 

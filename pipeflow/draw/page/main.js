@@ -22,4 +22,5 @@ for (const [name, printing] of [["beforeprint", true], ["afterprint", false]]) {
     page.paint();
   });
 }
+if (page.data.marked) page.showPath(true);
 page.paint();

@@ -34,18 +34,16 @@ export function unpoint(page) {
   for (const chart of page.charts) chart.cursor.hidden = chart.pointed.hidden = true;
 }
 
-/** The wheel: along the lanes it moves, across it zooms around the pointer. */
+/** The wheel scrolls the page. With Ctrl it zooms around the pointer: a pinch of a touchpad is told in that way, in
+ * small steps. Sideways, or with Shift, it moves along the lanes. */
 function turn(page, chart, event) {
+  const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey;
   const {time, row} = under(page, chart, event);
-  if (row === null) return; // beside the lanes it scrolls the page
+  if (row === null || !(sideways || event.ctrlKey || event.metaKey)) return;
   event.preventDefault();
   const lines = event.deltaMode === WheelEvent.DOM_DELTA_LINE ? 16 : 1;
-  if (Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey) {
-    page.move(((event.deltaX || event.deltaY) * lines) / chart.place.width);
-  } else {
-    const pinched = event.ctrlKey; // as a touchpad tells it
-    page.zoom(Math.exp(event.deltaY * lines * (pinched ? 0.01 : 0.002)), time);
-  }
+  if (sideways) page.move(((event.deltaX || event.deltaY) * lines) / chart.place.width);
+  else page.zoom(Math.exp(event.deltaY * lines * (Math.abs(event.deltaY * lines) < 40 ? 0.01 : 0.002)), time);
   point(page, chart, event);
 }
 

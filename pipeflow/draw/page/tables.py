@@ -22,12 +22,14 @@ def measures_table(timelines: tuple[Timeline, ...], unit: Unit) -> str:
             unit.text(timeline.makespan),
             unit.text(timeline.span),
             unit.text(timeline.work),
+            percent(timeline.makespan_bubble_ratio),
             percent(timeline.bubble_ratio),
             f"{amount_text(timeline, max(peaks(timeline)))}{'' if timeline.saved_bytes else ' activations'}",
         )
         for timeline in timelines
     ]
-    return _table("Measures", ("timeline", "makespan", "span", "work of the busiest rank", "bubble", "peak"), rows)
+    head = ("timeline", "makespan", "span", "work of the busiest rank", "bubble", "bubble of span", "peak")
+    return _table("Measures", head, rows)
 
 
 def ranks_table(timeline: Timeline, unit: Unit) -> str:

@@ -16,7 +16,7 @@ from pipeflow.draw.files.svg import svg
 from pipeflow.draw.lanes import kinds, lanes, num_chunks
 from pipeflow.draw.memory import Memory, memory_of, same_memory
 from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
-from pipeflow.draw.pieces import by_column, fit, pieces, round_half_up
+from pipeflow.draw.pieces import Mixture, by_column, fit, pieces, round_half_up
 from pipeflow.draw.times import Unit, axis
 
 
@@ -86,6 +86,9 @@ def stacked(
     pairs = any(span.partner is not None for timeline in timelines for span in timeline)
     legend = painter.legend(kinds(timelines), pairs=pairs, memory=kept)
     yield from _flowed(legend, options.max_width)
+    drawn = (line for timeline in timelines for rank in pieces(lanes(timeline), scale) for line in rank)
+    if any(isinstance(piece, Mixture) for line in drawn for piece in line):
+        yield Text(painter.about_mixtures)
 
 
 def painter_for(chunks: int, console: Console, options: ConsoleOptions) -> Painter:

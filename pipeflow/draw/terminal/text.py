@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.lanes import lanes, num_chunks
 from pipeflow.draw.painters import Letters, paint
-from pipeflow.draw.pieces import pieces, round_half_up, shortest
+from pipeflow.draw.pieces import Piece, pieces, round_half_up, shortest
 
 
 def picture(timeline: Timeline) -> str:
@@ -21,7 +21,8 @@ def picture(timeline: Timeline) -> str:
     """
     unit = shortest([timeline])
     chunks, drawn = num_chunks(timeline), lanes(timeline)
-    labels = [Letters(chunks).label(piece) for rank in pieces(drawn, 1 / unit) for line in rank for piece in line]
+    found = (piece for rank in pieces(drawn, 1 / unit) for line in rank for piece in line)
+    labels = [Letters(chunks).label(piece) for piece in found if isinstance(piece, Piece)]
     columns = max(map(len, labels), default=0) + 1
     painter = Letters(chunks, grid=columns, joint=" ")
     width = round_half_up(timeline.makespan / unit * columns)

@@ -38,8 +38,8 @@ class BubbleHook(Hook):
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         if step.timeline is not None:
-            trainer.step_metrics["bubble"] = step.timeline.bubble_ratio
-            trainer.step_metrics["planned bubble"] = planned(step.timeline).bubble_ratio
+            trainer.step_metrics["bubble"] = step.timeline.makespan_bubble_ratio
+            trainer.step_metrics["planned bubble"] = planned(step.timeline).makespan_bubble_ratio
 
 
 def planned(timeline: Timeline) -> Timeline:

@@ -1,0 +1,65 @@
+"""Beside: several SCHEDULE arguments that are compared: of one size where a file says it, under the same costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from pipeflow.cli.request import Request, is_file
+from pipeflow.cli.sources import Source, sound_source
+from pipeflow.core.dataflow import Stream
+from pipeflow.core.errors import UsageError
+from pipeflow.core.timeline import Timeline
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What is compared: the `files` among it, and per name what is asked of it. `reduces` says whether named schedules
+    get reductions, because a file has them.
+    """
+
+    files: dict[str, Source]
+    parts: dict[str, Request]
+    reduces: bool
+
+    @classmethod
+    def of(cls, names: Sequence[str], request: Request) -> Beside:
+        """A named schedule has the sizes of the first file beside it, where none are given, and is simulated under the
+        costs of the first file that was measured, unless costs are given.
+
+        Raises UsageError for a file that cannot be read or is unsound, and for costs where everything was measured.
+        """
+        parts = request.among([*names])
+        files = {name: sound_source(name, parts[name]) for name in names if is_file(name)}
+        measured = [source.measured for source in files.values() if source.measured is not None]
+        if request.costs.given is not None and len(measured) == len(parts):
+            raise UsageError(f"{request.costs.given} is for schedules; the times of a timeline are its own")
+        costs = request.costs
+        if measured and costs.given is None:
+            from pipeflow.analysis.measured import measured_costs
+
+            costs = replace(costs, measured=measured_costs(measured[0]))
+        sized = {name: replace(_sized(part, files.values()), costs=costs) for name, part in parts.items()}
+        return cls(files, sized, any(Stream.REDUCE in file.schedule.streams for file in files.values()))
+
+    def source(self, name: str) -> Source:
+        """What a name stands for. Raises UsageError where it cannot be made in its size."""
+        if name in self.files:
+            return self.files[name]
+        schedule = sound_source(name, self.parts[name]).schedule
+        return Source(schedule.with_reductions() if self.reduces else schedule)
+
+    def timeline(self, name: str, source: Source) -> Timeline:
+        """When everything runs: as it was measured, else under the costs. Raises UsageError where these do not fit."""
+        return source.measured or source.timeline(self.parts[name].costs)
+
+
+def _sized(part: Request, files: Iterable[Source]) -> Request:
+    """With the sizes of the first file, where none are given."""
+    for schedule in (file.schedule for file in files):
+        ranks = schedule.placement.num_ranks if part.ranks is None else part.ranks
+        microbatches = schedule.num_microbatches if part.microbatches is None else part.microbatches
+        return replace(part, ranks=ranks, microbatches=microbatches)
+    return part
