@@ -128,7 +128,9 @@ def _columns(lane: Lane, scale: float) -> Line:
     line: Line = []
     for column, shares in enumerate(_shares(lane, scale)):
         idle = 1 - sum(shares.values())
-        parts: dict[Look | None, float] = {**shares, **({None: idle} if idle > 1e-9 or not shares else {})}
+        parts: dict[Look | None, float] = dict(shares.items())
+        if idle > 1e-9 or not shares:
+            parts[None] = idle
         by_kind: defaultdict[Kind | None, float] = defaultdict(float)
         for look, share in parts.items():
             owed[look] += share

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, final
 
 from pipeflow.draw.times import round_step
@@ -51,16 +52,24 @@ def front(points: Iterable[Point]) -> list[Point]:
 
 
 def place_labels(
-    anchors: Sequence[Place], sizes: Sequence[Place], gap: Place, room: Box, *, leftwards: Container[int] = ()
+    anchors: Sequence[Place],
+    sizes: Sequence[Place],
+    gap: Place,
+    room: Box,
+    *,
+    leftwards: Container[int] = (),
+    reach: float = 0.0,
 ) -> list[Place | None]:
     """Per anchor the left top corner of its label, where it overlaps no anchor and no label before it; None where
     there is no such place. `gap` keeps a label from its anchor. The labels of those in `leftwards` are rather on the
-    left, the others on the right.
+    left, the others on the right. Where there is no place beside an anchor, those up to `reach` away from it are tried,
+    the nearest first.
     """
     taken: list[Box] = [(x - gap[0] / 2, y - gap[1] / 2, x + gap[0] / 2, y + gap[1] / 2) for x, y in anchors]
     corners: list[Place | None] = []
     for index, (anchor, (width, height)) in enumerate(zip(anchors, sizes, strict=True)):
-        left_tops = _corners(anchor, width, height, gap[0], -1 if index in leftwards else 1)
+        near = _corners(anchor, width, height, gap[0], -1 if index in leftwards else 1)
+        left_tops = chain(near, _around(anchor, width, height, reach))
         boxes = ((left, top, left + width, top + height) for left, top in left_tops)
         found = next((box for box in boxes if _inside(box, room) and not any(_meet(box, one) for one in taken)), None)
         taken += [found] if found else []
@@ -76,6 +85,15 @@ def _corners(anchor: Place, width: float, height: float, gap: float, side: int) 
     for away in (1, 2):
         for top in (y - (away + 0.5) * height, y + (away - 0.5) * height)[::side]:
             yield from ((left, top) for left in (x - width / 2, *beside))
+
+
+def _around(anchor: Place, width: float, height: float, reach: float) -> Iterator[Place]:
+    """Places around an anchor, ring by ring: the middle of the label's nearest edge is on the ring."""
+    for ring in range(1, int(reach / height) + 1):
+        for step in range(16):
+            angle = math.pi * (step / 8 + 0.5)
+            x, y = (anchor[at] + ring * height * turn(angle) for at, turn in enumerate((math.cos, math.sin)))
+            yield x - width / 2 + width / 2 * round(math.cos(angle), 1), y - height / 2
 
 
 def _inside(box: Box, room: Box) -> bool:

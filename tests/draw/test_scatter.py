@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
@@ -99,3 +100,35 @@ other    10   3*
 def test_columns_without_room_stand_below() -> None:
     table = Table(["name", "first", "second"], [["one", "1", "2"]])
     assert draw(table, 13) == "name first\none      1\n\nname second\none       2\n"
+
+
+def read_svg(points: list[Point]) -> tuple[list[tuple[float, float]], list[tuple[str, float, float]], float]:
+    """The dots, the texts of names with their places, and how high the picture is."""
+    root = ElementTree.fromstring(scatter_svg(points, X, Y))
+    tag = "{http://www.w3.org/2000/svg}"
+    dots = [(float(circle.get("cx", "")), float(circle.get("cy", ""))) for circle in root.iter(f"{tag}circle")]
+    texts = [(text.text or "", float(text.get("x", "")), float(text.get("y", ""))) for text in root.iter(f"{tag}text")]
+    return dots, texts, float(root.get("height", ""))
+
+
+CROWDS = [
+    [Point(f"schedule-{index}", 4 + index % 3, 0.11 + index // 3 * 0.004) for index in range(24)],
+    [Point(f"schedule-{index}", 4, 0.11) for index in range(40)],
+    [Point(f"a-rather-long-name-of-a-file-{index}.csv", 1 + 0.01 * index, 0.2 + 0.003 * index) for index in range(90)],
+    [Point(f"named-{index}", index / 7, 1 - index / 700) for index in range(700)],  # more than there is room for
+]
+
+
+@pytest.mark.parametrize("points", CROWDS, ids=["near", "one place", "long", "many"])
+def test_the_svg_names_every_point_and_hides_none(points: list[Point]) -> None:
+    dots, texts, height = read_svg(points)
+    words = [word.strip() for text, _, _ in texts for word in text.split(",")]
+    assert all(words.count(point.name) == 1 for point in points)
+    assert all(math.dist(one, other) >= 3.5 for one, other in combinations(dots, 2))
+    assert all(0 < y < height for _, _, y in texts)
+
+
+def test_a_name_away_from_its_point_has_a_line_to_it() -> None:
+    text = scatter_svg(CROWDS[0], X, Y)
+    assert text.count('class="leader"') > 0
+    assert 'class="leader"' not in scatter_svg(POINTS, X, Y)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
-from pipeflow.draw.plane import Axis, Point, front, place_labels
+from pipeflow.draw.plane import Axis, Place, Point, front, place_labels
 
 WIDTH, HEIGHT = 720, 460
 LEFT, TOP, RIGHT, BOTTOM = 78, 52, 690, 392
 LETTER, LINE = 7.4, 17  # about the size of a letter
+NEAR = 4  # pixels: nearer points share a mark
+BESIDE = 20  # pixels: a name farther from its point has a line to it
 STYLE = """\
 text { font: 13px system-ui, sans-serif; fill: #24292f }
 .title { font-size: 15px; font-weight: 600 }
@@ -18,6 +22,8 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 .grid { stroke: #d8dee4; stroke-width: 1 }
 .front { fill: none; stroke: #3dae6e; stroke-width: 2 }
 .beyond { fill: #3dae6e; opacity: 0.08 }
+.leader { stroke: #8c959f; stroke-width: 1 }
+circle { stroke: #ffffff; stroke-width: 1.5 }
 .best { fill: #3dae6e }
 .rest { fill: #5c8feb }
 .name { paint-order: stroke; stroke: #ffffff; stroke-width: 4px; stroke-linejoin: round }
@@ -26,7 +32,7 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
   text { fill: #d0d7de }
   .quiet { fill: #8b949e }
   .paper { fill: #0d1117 }
-  .name { stroke: #0d1117 }
+  .name, circle { stroke: #0d1117 }
   .grid { stroke: #30363d }
 }"""
 
@@ -44,19 +50,24 @@ def scatter_svg(points: Sequence[Point], x: Axis, y: Axis) -> str:
 
     best = front(points)
     title = f"{y.title} against {x.title}"
+    dots = _dots(points, {point.name for point in best}, [at(point.x, point.y) for point in points])
+    marks, nameless = _marks(dots)
+    below = _lines(nameless, int((RIGHT - LEFT) / LETTER)) if nameless else []
+    height = HEIGHT + LINE * len(below)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
             f' role="img" aria-label="{escape(title)}">',
             f"<style>{STYLE}</style>",
-            f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>',
+            f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
             _text(title[:1].upper() + title[1:], LEFT, 28, "title"),
             *(_grid([at(tick, 0) for tick in across], [x.text(tick) for tick in across], upright=True)),
             *(_grid([at(0, tick) for tick in up], [y.text(tick) for tick in up], upright=False)),
             _text(x.title, (LEFT + RIGHT) / 2, BOTTOM + 42, "quiet", "middle"),
             f'<g transform="rotate(-90)">{_text(y.title, -(TOP + BOTTOM) / 2, 20, "quiet", "middle")}</g>',
             *_front_line([at(point.x, point.y) for point in best]),
-            *_marks(points, {point.name for point in best}, [at(point.x, point.y) for point in points]),
+            *marks,
+            *(_text(line, LEFT, HEIGHT + LINE * number - 8, "quiet") for number, line in enumerate(below, start=1)),
             "</svg>\n",
         ]
     )
@@ -80,24 +91,71 @@ def _front_line(places: list[tuple[float, float]]) -> Iterator[str]:
     yield f'<path class="front" d="{steps}"/>'
 
 
-def _marks(points: Sequence[Point], best: set[str], places: list[tuple[float, float]]) -> Iterator[str]:
-    """The points of the front first, so that they have their names beside them. Those of one place share it."""
-    together: dict[tuple[float, float], list[str]] = {}
-    for point, (left, top) in sorted(zip(points, places, strict=True), key=lambda pair: pair[0].name not in best):
-        together.setdefault((round(left, 1), round(top, 1)), []).append(point.name)
-    names = [", ".join(sharing) for sharing in together.values()]
-    sizes = [(len(name) * LETTER, LINE) for name in names]
-    on_front = [not best.isdisjoint(sharing) for sharing in together.values()]
-    beside = [(x, y + LINE * 0.4 * lower) for (x, y), lower in zip(together, on_front, strict=True)]  # below the line
-    leftwards = {index for index, good in enumerate(on_front) if good}
+def _marks(dots: list[Dot]) -> tuple[list[str], list[str]]:
+    """The points with their names, and the names that find no room. Those of the front come first, so that they have
+    theirs beside them; a name that has no room there has a line to its point.
+    """
+    drawn: list[str] = []
+    names = [_lines(dot.names) for dot in dots]
+    sizes = [(max(map(len, lines)) * LETTER, len(lines) * LINE) for lines in names]
+    beside = [(dot.x, dot.y + LINE * 0.4 * (not dot.good)) for dot in dots]  # below the line of the front
+    leftwards = {index for index, dot in enumerate(dots) if dot.good}
     room = LEFT, TOP - LINE, WIDTH, BOTTOM + LINE / 2
-    corners = place_labels(beside, sizes, (16, 12), room, leftwards=leftwards)
-    for (left, top), name, good, corner in zip(together, names, on_front, corners, strict=True):
-        yield f'<circle class="{"best" if good else "rest"}" cx="{left}" cy="{top}" r="5">'
-        yield f"<title>{escape(name)}</title></circle>"
+    corners = place_labels(beside, sizes, (16, 12), room, leftwards=leftwards, reach=WIDTH)
+    for dot, corner, size in zip(dots, corners, sizes, strict=True):
         if corner is not None:
-            anchor, x = ("end", corner[0] + len(name) * LETTER) if corner[0] < left - 16 else ("start", corner[0])
-            yield _text(name, x, corner[1] + 13, "name strong" if good else "name", anchor)
+            drawn += _leader(dot, corner, size)
+    for dot in reversed(dots):  # the front on top
+        drawn.append(f'<circle class="{"best" if dot.good else "rest"}" cx="{dot.x:.1f}" cy="{dot.y:.1f}" r="5">')
+        drawn.append(f"<title>{escape(', '.join(dot.names))}</title></circle>")
+    for dot, corner, lines, (width, _) in zip(dots, corners, names, sizes, strict=True):
+        if corner is not None:
+            anchor, x = ("end", corner[0] + width) if corner[0] < dot.x - 16 else ("start", corner[0])
+            for number, line in enumerate(lines):
+                look = "name strong" if dot.good else "name"
+                drawn.append(_text(line, x, corner[1] + 13 + number * LINE, look, anchor))
+    return drawn, [name for dot, corner in zip(dots, corners, strict=True) if corner is None for name in dot.names]
+
+
+class Dot(NamedTuple):
+    """Points that one mark stands for, and where it is; `good` ones are on the front."""
+
+    x: float
+    y: float
+    names: list[str]
+    good: bool
+
+
+def _dots(points: Sequence[Point], best: set[str], places: list[Place]) -> list[Dot]:
+    """Those of the front first. Points so near each other that one mark would hide the other share one."""
+    dots: list[Dot] = []
+    for point, (x, y) in sorted(zip(points, places, strict=True), key=lambda pair: pair[0].name not in best):
+        near = next((dot for dot in dots if math.hypot(dot.x - x, dot.y - y) < NEAR), None)
+        if near is None:
+            dots.append(Dot(x, y, [point.name], point.name in best))
+        else:
+            near.names.append(point.name)
+    return dots
+
+
+def _lines(names: Sequence[str], width: int = 30) -> list[str]:
+    """Names in lines of so many letters, each name whole."""
+    lines = [names[0]]
+    for name in names[1:]:
+        if len(lines[-1]) + 2 + len(name) > width:
+            lines[-1] += ","
+            lines.append(name)
+        else:
+            lines[-1] += f", {name}"
+    return lines
+
+
+def _leader(dot: Dot, corner: Place, size: Place) -> Iterator[str]:
+    """A line from a point to its name, where that does not stand beside it."""
+    x = min(max(dot.x, corner[0]), corner[0] + size[0])
+    y = min(max(dot.y, corner[1] + 3), corner[1] + size[1] - 3)
+    if math.hypot(x - dot.x, y - dot.y) > BESIDE:
+        yield f'<path class="leader" d="M{dot.x:.1f} {dot.y:.1f}L{x:.1f} {y:.1f}"/>'
 
 
 def _text(text: str, x: float, y: float, kind: str, anchor: str = "start") -> str:
