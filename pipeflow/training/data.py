@@ -101,8 +101,8 @@ class _Part(DistributedSampler[Any]):
 
 class DataParallelLoader(DataLoader[Any]):
     """A loader that knows where it is: `state_dict` after any batch tells how to go on with the next one, on as many
-    data ranks as one likes. Made by `get_dataloader`. Every pass to the end ends an epoch, and the next one has the
-    next epoch's order.
+    data ranks as one likes. Made by `get_dataloader`. After a pass to the last batch, the next one has the next epoch's
+    order.
     """
 
     epoch = 0
@@ -118,6 +118,8 @@ class DataParallelLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's is more narrow
         part = self._part
         assert self.generator is not None
+        if self._position > self._start:  # the last pass was left, perhaps after its last batch
+            self.epoch = self._normal(self.epoch, self._position)["epoch"]
         start, self._start = self._start, 0
         part.set_epoch(self.epoch)
         part.start = self._position = start

@@ -174,6 +174,14 @@ def test_a_pass_that_was_left_starts_over() -> None:
     assert len(loader) == 6
 
 
+def test_a_loop_that_takes_the_last_batch_and_no_more_has_read_the_epoch() -> None:
+    at(0, Layout())
+    loader, whole = (get_dataloader(Numbers(12), 2, shuffle=True) for _ in range(2))
+    for _ in range(3):
+        batches = iter(loader)
+        assert [next(batches)[0].tolist() for _ in range(6)] == [numbers.tolist() for numbers, _, _ in whole]
+
+
 def test_without_a_sampler_every_rank_reads_all() -> None:
     at(1, Layout(data=2))
     read = [number for batch in epoch(12, shuffle=True, add_sampler=False) for number in batch]
