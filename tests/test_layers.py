@@ -27,7 +27,7 @@ FLOORS: dict[str, set[str]] = {
     "planning": {"core", "analysis"},
     "schedules": {"core", "orders"},
     "draw": {"core", "analysis", "rich"},
-    "cli": {"pipeflow", "rich", *PLANS},
+    "cli": {"pipeflow", "rich", "shtab", *PLANS},
     "__main__": {"cli"},
     "parallel": {"core", "torch"},
     "deferral": {"core", "torch"},
@@ -58,7 +58,7 @@ FLOORS: dict[str, set[str]] = {
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {*PLANS, *ENGINE},
 }
-FOREIGN = {"mlflow", "networkx", "ortools", "rich", "safetensors", "torch", "wandb"}
+FOREIGN = {"mlflow", "networkx", "ortools", "rich", "safetensors", "shtab", "torch", "wandb"}
 NAMED_ANYWAY = {
     "runtime/program/pairs.py": {"tensor"},  # an error says which layers draw from generators of their own
 }

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from functools import cache, partial
 
 from pipeflow import __version__
-from pipeflow.cli import compare, diff, draw, export, plan, simulate, verify
+from pipeflow.cli import compare, completion, diff, draw, export, plan, simulate, verify
 from pipeflow.cli import list as list_
 from pipeflow.cli.options import Parser
+from pipeflow.cli.progress import timed
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import printable
 
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         arguments = _parser().parse_args(argv)
-        status: int = arguments.run(arguments)
+        with timed():
+            status: int = arguments.run(arguments)
         sys.stdout.flush()
     except UsageError as error:
         return _failed(str(error))
@@ -78,4 +80,5 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     for module in (list_, draw, simulate, compare, diff, plan, verify, export):
         module.add_to(commands)
+    completion.add_to(commands, parser)
     return parser

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.files import STANDARD_OUTPUT, write
 from pipeflow.cli.options import Parser, flag
+from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
@@ -53,7 +54,8 @@ def write_drawings(
     for name, path in paths.items():
         look: dict[str, Any] = {"unit": unit, "factor": factor, **({"critical_path": True} if critical_path else {})}
         look = {} if name == "perfetto" else look  # a trace has a unit of its own
-        texts[path] = getattr(draw, name)(timelines[0] if len(timelines) == 1 else timelines, **look)
+        with doing(f"drawing {printable(path)}"):
+            texts[path] = getattr(draw, name)(timelines[0] if len(timelines) == 1 else timelines, **look)
     write(texts)
 
 
@@ -64,7 +66,7 @@ def show(*renderables: RenderableType) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    with console.capture() as capture:
+    with doing("drawing"), console.capture() as capture:
         for renderable in renderables:
             safe = printable(renderable) if isinstance(renderable, str) else renderable
             console.print(safe, markup=False, crop=False)

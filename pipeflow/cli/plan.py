@@ -8,8 +8,10 @@ from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.costs import Costs
+from pipeflow.cli.limits import require_size
 from pipeflow.cli.options import family_options, flag, schedule_name
 from pipeflow.cli.outputs import show
+from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
 from pipeflow.cli.sources import sound_source
 from pipeflow.core.errors import UsageError
@@ -78,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     model = replace(GPT.named(arguments.model), **given)
     options = {name: getattr(arguments, name) for name in LAYOUT}
     setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
-    found = plan(model, _schedule(arguments, model, setup), setup, flops=arguments.flops)
+    with doing("planning"):
+        found = plan(model, _schedule(arguments, model, setup), setup, flops=arguments.flops)
     if arguments.json:
         import json
 
@@ -96,6 +99,7 @@ def _schedule(arguments: argparse.Namespace, model: GPT, setup: Setup) -> Schedu
         return sound_source(name, Request(Costs({}), None, arguments.microbatches, tuple(options.items()))).schedule
     ranks = 4 if arguments.pipeline is None else arguments.pipeline
     microbatches = 8 if arguments.microbatches is None else arguments.microbatches
+    require_size(ranks, microbatches, options)
     if name in SCHEDULES and "cost" in options_of(name):  # it is made for its costs, which are per stage
         placement = make_schedule(name, ranks=ranks, microbatches=1).placement
         options["cost"] = stage_costs(model, placement, setup)

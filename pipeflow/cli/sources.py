@@ -11,11 +11,14 @@ from pipeflow.analysis.lower import lower
 from pipeflow.analysis.simulate import simulate
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.files import read
+from pipeflow.cli.limits import require_size
 from pipeflow.cli.options import flag
+from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.soundness.schedule import Violation, verify, verify_programs
@@ -39,7 +42,8 @@ class Source:
     def timeline(self, costs: Costs) -> Timeline:
         """When everything runs: as it was measured, else under `costs`."""
         if self.measured is None:
-            return simulate(self.schedule, costs.model(self.schedule.placement))
+            with doing(f"simulating {printable(self.schedule.name)}"):
+                return simulate(self.schedule, costs.model(self.schedule.placement))
         if costs.given is not None:
             raise UsageError(f"{costs.given} is for schedules; the times of a timeline are its own")
         return self.measured
@@ -57,7 +61,8 @@ def sound_source(name: str, request: Request) -> Source:
 def violations_of(schedule: Schedule, memory_cap: float | None = None) -> list[Violation]:
     """What is wrong with a schedule or, when nothing is, with its programs."""
     options: dict[str, Any] = {} if memory_cap is None else {"memory_cap": memory_cap}
-    return verify(schedule, **options) or verify_programs(lower(schedule))
+    with doing(f"proving {printable(schedule.name)}"):
+        return verify(schedule, **options) or verify_programs(lower(schedule))
 
 
 def source(name: str, request: Request) -> Source:
@@ -74,9 +79,11 @@ def _from_name(name: str, request: Request) -> Schedule:
     ranks, microbatches = request.ranks, request.microbatches
     ranks, microbatches = 4 if ranks is None else ranks, 8 if microbatches is None else microbatches
     options: dict[str, object] = dict(request.options)
+    require_size(ranks, microbatches, options)
     if name in SCHEDULES and "cost" in options_of(name):  # it is made for its costs, which are per stage
         options["cost"] = request.costs.model(make_schedule(name, ranks=ranks, microbatches=1).placement)
-    return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
+    with doing(f"making {printable(name)}"):
+        return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
 
 
 def _from_file(name: str, request: Request) -> Source:

@@ -58,20 +58,26 @@ def place_labels(
     room: Box,
     *,
     leftwards: Container[int] = (),
+    lower: Sequence[float] = (),
     reach: float = 0.0,
 ) -> list[Place | None]:
     """Per anchor the left top corner of its label, where it overlaps no anchor and no label before it; None where
     there is no such place. `gap` keeps a label from its anchor. The labels of those in `leftwards` are rather on the
-    left, the others on the right. Where there is no place beside an anchor, those up to `reach` away from it are tried,
-    the nearest first.
+    left, the others on the right; beside an anchor they are as much `lower` as it says, if it does. Where there is no
+    place beside an anchor, those up to `reach` away are tried, the nearest first, and rather one from which a line to
+    the anchor crosses neither another anchor nor a label.
     """
     taken: list[Box] = [(x - gap[0] / 2, y - gap[1] / 2, x + gap[0] / 2, y + gap[1] / 2) for x, y in anchors]
     corners: list[Place | None] = []
     for index, (anchor, (width, height)) in enumerate(zip(anchors, sizes, strict=True)):
-        near = _corners(anchor, width, height, gap[0], -1 if index in leftwards else 1)
+        beside = anchor[0], anchor[1] + (lower[index] if lower else 0.0)
+        near = _corners(beside, width, height, gap[0], -1 if index in leftwards else 1)
         left_tops = chain(near, _around(anchor, width, height, reach))
         boxes = ((left, top, left + width, top + height) for left, top in left_tops)
-        found = next((box for box in boxes if _inside(box, room) and not any(_meet(box, one) for one in taken)), None)
+        fitting = [box for box in boxes if _inside(box, room) and not any(_meet(box, one) for one in taken)]
+        inner = [_shrunk(box, 0.6) for box in taken]
+        clear = (box for box in fitting if not _crosses(anchor, nearest(anchor, box), inner))
+        found = next(clear, fitting[0] if fitting else None)
         taken += [found] if found else []
         corners.append(found and found[:2])
     return corners
@@ -94,6 +100,29 @@ def _around(anchor: Place, width: float, height: float, reach: float) -> Iterato
             angle = math.pi * (step / 8 + 0.5)
             x, y = (anchor[at] + ring * height * turn(angle) for at, turn in enumerate((math.cos, math.sin)))
             yield x - width / 2 + width / 2 * round(math.cos(angle), 1), y - height / 2
+
+
+def nearest(place: Place, box: Box) -> Place:
+    """The place in a box that is nearest to another one."""
+    return min(max(place[0], box[0]), box[2]), min(max(place[1], box[1]), box[3])
+
+
+def _shrunk(box: Box, part: float) -> Box:
+    """A part of a box, around its middle."""
+    x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+    width, height = part * (box[2] - box[0]) / 2, part * (box[3] - box[1]) / 2
+    return x - width, y - height, x + width, y + height
+
+
+def _crosses(start: Place, end: Place, boxes: Iterable[Box]) -> bool:
+    """Whether a line goes through one of the boxes, but for those in which it begins."""
+    boxes = [box for box in boxes if not (box[0] < start[0] < box[2] and box[1] < start[1] < box[3])]
+    steps = int(math.dist(start, end) / 3) + 1
+    line = [
+        (start[0] + (end[0] - start[0]) * step / steps, start[1] + (end[1] - start[1]) * step / steps)
+        for step in range(steps + 1)
+    ]
+    return any(box[0] < x < box[2] and box[1] < y < box[3] for box in boxes for x, y in line)
 
 
 def _inside(box: Box, room: Box) -> bool:

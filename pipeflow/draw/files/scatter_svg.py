@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from pipeflow.draw.plane import Axis, Place, Point, front, place_labels
+from pipeflow.draw.plane import Axis, Place, Point, front, nearest, place_labels
 
 WIDTH, HEIGHT = 720, 460
 LEFT, TOP, RIGHT, BOTTOM = 78, 52, 690, 392
 LETTER, LINE = 7.4, 17  # about the size of a letter
 NEAR = 4  # pixels: nearer points share a mark
-BESIDE = 20  # pixels: a name farther from its point has a line to it
+BESIDE = 18  # pixels: a name farther from its point has a line to it
 STYLE = """\
 text { font: 13px system-ui, sans-serif; fill: #24292f }
 .title { font-size: 15px; font-weight: 600 }
@@ -98,10 +98,11 @@ def _marks(dots: list[Dot]) -> tuple[list[str], list[str]]:
     drawn: list[str] = []
     names = [_lines(dot.names) for dot in dots]
     sizes = [(max(map(len, lines)) * LETTER, len(lines) * LINE) for lines in names]
-    beside = [(dot.x, dot.y + LINE * 0.4 * (not dot.good)) for dot in dots]  # below the line of the front
+    anchors = [(dot.x, dot.y) for dot in dots]
+    lower = [LINE * 0.4 * (not dot.good) for dot in dots]  # below the line of the front
     leftwards = {index for index, dot in enumerate(dots) if dot.good}
     room = LEFT, TOP - LINE, WIDTH, BOTTOM + LINE / 2
-    corners = place_labels(beside, sizes, (16, 12), room, leftwards=leftwards, reach=WIDTH)
+    corners = place_labels(anchors, sizes, (16, 12), room, leftwards=leftwards, lower=lower, reach=WIDTH)
     for dot, corner, size in zip(dots, corners, sizes, strict=True):
         if corner is not None:
             drawn += _leader(dot, corner, size)
@@ -152,8 +153,7 @@ def _lines(names: Sequence[str], width: int = 30) -> list[str]:
 
 def _leader(dot: Dot, corner: Place, size: Place) -> Iterator[str]:
     """A line from a point to its name, where that does not stand beside it."""
-    x = min(max(dot.x, corner[0]), corner[0] + size[0])
-    y = min(max(dot.y, corner[1] + 3), corner[1] + size[1] - 3)
+    x, y = nearest((dot.x, dot.y), (corner[0], corner[1] + 3, corner[0] + size[0], corner[1] + size[1] - 3))
     if math.hypot(x - dot.x, y - dot.y) > BESIDE:
         yield f'<path class="leader" d="M{dot.x:.1f} {dot.y:.1f}L{x:.1f} {y:.1f}"/>'
 

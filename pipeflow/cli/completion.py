@@ -1,0 +1,58 @@
+"""`pipeflow completion`: what a shell needs to complete the command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pipeflow.core.errors import UsageError
+from pipeflow.planning.transformer import GPT_PRESETS
+from pipeflow.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands, Parser
+
+SHELLS = ("bash", "zsh", "fish")
+EXAMPLES = """\
+examples:
+  eval "$(pipeflow completion bash)"                                  in ~/.bashrc
+  pipeflow completion zsh > ~/.zfunc/_pipeflow                        with fpath+=~/.zfunc before compinit
+  pipeflow completion fish > ~/.config/fish/completions/pipeflow.fish
+"""
+
+
+def add_to(commands: Commands, whole: Parser) -> None:
+    """The command and its argument; `whole` is the parser with all commands."""
+    command = commands.add_parser(
+        "completion",
+        help="a script with which a shell completes this command",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    command.set_defaults(run=partial(run, whole))
+
+
+def run(whole: Parser, arguments: argparse.Namespace) -> int:
+    """Prints the script. Raises UsageError where shtab is not installed."""
+    try:
+        import shtab
+    except ImportError as error:
+        raise UsageError("completion needs shtab: pip install 'pipeflow[completion]'") from error
+    schedules = shtab.cmd(f"echo {' '.join(SCHEDULES)}; ls")
+    models = shtab.cmd(f"echo {' '.join(GPT_PRESETS)}")
+    _describe(whole, {"FILE": shtab.FILE, **dict.fromkeys(("SCHEDULE", "A", "B"), schedules), "MODEL": models})
+    print(shtab.complete(whole, shell=arguments.shell))
+    return 0
+
+
+def _describe(parser: argparse.ArgumentParser, by_metavar: Mapping[str, object]) -> None:
+    """Says what completes which arguments: shtab reads it off an attribute of theirs."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                _describe(each, by_metavar)
+        elif action.metavar in by_metavar:
+            vars(action)["complete"] = by_metavar[str(action.metavar)]

@@ -1,0 +1,72 @@
+"""What a command says while it takes long, and what is too large to be begun."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from pipeflow.cli import main, progress
+from pipeflow.cli.progress import doing, timed
+from pipeflow.schedules import SCHEDULES
+from tests.cli.run import error, out
+
+DEADLINE = 30  # seconds, for a thread to run
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def said(monkeypatch: pytest.MonkeyPatch, err: io.StringIO, wanted: str) -> str:
+    """What is said of work that goes on until `wanted` has been said."""
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    monkeypatch.setattr(sys, "stderr", err)
+    end = time.monotonic() + DEADLINE
+    with timed(), doing("simulating 1f1b"):
+        while wanted not in err.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+    return err.getvalue()
+
+
+def test_progress_is_a_line_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(monkeypatch, io.StringIO(), "...") == "simulating 1f1b ...\n"
+
+
+def test_progress_goes_away_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = said(monkeypatch, Terminal(), " s")
+    assert text.startswith("\rsimulating 1f1b ... ")
+    assert text.endswith("\r\x1b[K")
+
+
+def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "AFTER", 60.0)
+    assert main(["draw", "1f1b"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    with doing("nothing that a command does"):
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["draw {}", "simulate {}", "verify {}", "export {} --csv -", "diff {} gpipe"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "zb-auto", "chimera"])
+def test_a_million_ranks_and_microbatches_are_refused_at_once(
+    capsys: pytest.CaptureFixture[str], command: str, name: str
+) -> None:
+    assert error(capsys, *command.format(name).split(), "--ranks", 10**6, "--microbatches", 10**6) == (
+        "1,000,000 ranks x 1,000,000 microbatches are too many to be made: together they may be 10,000,000, "
+        "these are 1,000,000,000,000"
+    )
+
+
+def test_chunks_count_and_so_do_plans_and_comparisons(capsys: pytest.CaptureFixture[str]) -> None:
+    many = error(capsys, "draw", "interleaved-1f1b", "--chunks", 10**9)
+    assert many.startswith("4 ranks x 8 microbatches x 1,000,000,000 chunks are too many to be made")
+    planned = error(capsys, "plan", "tiny", "--pipeline", 10**6, "--microbatches", 10**6)
+    assert planned.startswith("1,000,000 ranks x 1,000,000 microbatches are too many")
+    assert error(capsys, "compare", "--ranks", 10**6, "--microbatches", 10**6).startswith(f"{', '.join(SCHEDULES)}: ")
+    assert "is sound" in out(capsys, "verify", "1f1b", "--ranks", 2, "--microbatches", 300)
