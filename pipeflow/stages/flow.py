@@ -23,6 +23,12 @@ _LIKE = {
     *("aten.new_zeros", "aten.new_ones", "aten.new_empty", "aten.new_full", "aten.new_empty_strided"),
 }
 """Operators whose result has the shape of their argument, and nothing of its values."""
+_INDEXING = {
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._unsafe_index.Tensor,
+}
 _COUNTED = {"aten.nll_loss_forward": 1, "aten.nll_loss2d_forward": 1}
 """Losses that count their targets, and the argument that these are."""
 
@@ -124,11 +130,24 @@ class Flow(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, *, is_fake: bool, draws: bool) -> Any:
         if not is_fake and not draws:
             return func(*args, **kwargs)
+        if func in _INDEXING:
+            args = (args[0], self._without_masks(args[1]), *args[2:])
         with self._fakes:
             output = func(*args, **kwargs)
         if not is_fake and isinstance(output, Tensor) and output.numel() == 1 and not _written_by(func):
             return torch.full(output.shape, self._draw, dtype=output.dtype, device=output.device)
         return output
+
+    def _without_masks(self, indices: list[Any]) -> list[Any]:
+        """Indices with the places of masks that have values, so that the length of the result is known."""
+        found: list[Any] = []
+        for index in indices:
+            is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+            if is_mask and not isinstance(index, FakeTensor) and not self.sources(index) & ~self._real:
+                found += index.nonzero().unbind(1)
+            else:
+                found.append(index)
+        return found
 
     def _note(self, output: object, sources: int, read: set[int]) -> None:
         for leaf in tree_leaves(output):

@@ -50,8 +50,10 @@ def weigh_by_labels(trace: Trace, labels: object) -> partial[float] | None:
     return None
 
 
-def _count(labels: Tensor, *, skipped: int) -> float:
+def _count(labels: object, *, skipped: int) -> float:
     """How many labels count, without the first `skipped` ones of each sequence, which a language model predicts not."""
+    if not isinstance(labels, Tensor):
+        return 1.0
     return float((labels[:, skipped:] != IGNORED).sum())
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
 
@@ -74,7 +75,7 @@ class Planner:
         def batch() -> Batch:
             return self.entries.arguments(tree_map(_copied, dict(entries)))
 
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_cached_casts():
             warnings.simplefilter("ignore")  # of models, which will give them when they run
             trace = self._trace(batch)
             cuts = self._chosen(trace) if self._first is None else _same_calls(trace, self._first)
@@ -109,14 +110,20 @@ class Planner:
         return plan
 
     def _key(self, entries: Mapping[str, Any], training: bool) -> Hashable:
-        leaves, spec = tree_flatten(dict(entries))
         device = self._fakes.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        looks = tuple(
-            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) if _is_plain(leaf) else type(leaf)
-            for leaf in leaves
-        )
-        return str(spec), looks, training, autocast
+        return tuple((name, _look(entry)) for name, entry in entries.items()), training, autocast
+
+
+@contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Has autocast convert a weight each time, so that it is seen to."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def _same_calls(trace: Trace, first: Plan) -> list[Call]:
@@ -133,8 +140,13 @@ def _same_calls(trace: Trace, first: Plan) -> list[Call]:
     return [by_label[labels[cut.index]] for cut in first.cuts]
 
 
-def _is_plain(leaf: object) -> bool:
-    return isinstance(leaf, bool | int | float | str | None)
+def _look(entry: object) -> Hashable:
+    if isinstance(entry, Tensor):
+        return entry.shape, entry.dtype
+    if isinstance(entry, bool | int | float | str | None):
+        return entry
+    leaves, spec = tree_flatten(entry)
+    return type(entry) if leaves == [entry] else (str(spec), *map(_look, leaves))
 
 
 def _copied(leaf: object) -> object:
