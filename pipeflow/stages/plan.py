@@ -4,7 +4,7 @@ tensors, from the last to the first, and asking what flowed into the tensors tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -156,6 +156,7 @@ class _Stage:
         made = self._made(run, output, flow)
         sources = self._check(made, value_bits)
         used = {value for value, bit in value_bits.items() if bit & sources}
+        self._require_gradients(used)
         named = self.fakes.owners(sources)
         buffers = {name for name in self.fakes.buffers if name in named or own[name] in flow.written}
         return StagePlan(
@@ -212,6 +213,21 @@ class _Stage:
                     "hands on something beside its output, as by writing to its input or to an attribute; return it"
                 )
         return found
+
+    def _require_gradients(self, used: Collection[Value]) -> None:
+        """Raises UsageError where a reentrant checkpoint, which recomputes all that its arguments lead to, would take
+        over the gradient of something that was received.
+        """
+        calls = self.trace.calls
+        for value in used:
+            call = calls[value.call]
+            others = {calls[other.call].looks[other.leaf].storage for other in used if other.call != value.call}
+            if call.checkpoint == "reentrant" and call.given & others:
+                raise UsageError(
+                    f"{call.name} lies within a reentrant checkpoint, and both what it takes and what it returns are "
+                    f"needed after {self.start and self.start.name}: checkpoint with use_reentrant=False, or cut "
+                    "elsewhere"
+                )
 
     def _write(self) -> None:
         """Writes the script."""

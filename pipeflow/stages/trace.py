@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from pipeflow.core.errors import UsageError
 from pipeflow.stages.calls import watched
@@ -81,7 +81,8 @@ def _leaf(leaf: object, flow: Flow) -> Leaf:
 @dataclass(slots=True, eq=False)
 class Call:
     """A call of a module: the `turn`-th one of this module within the call `parent`. `enter` and `exit` count entries
-    and exits of all calls; `checkpoint` says in which kind of activation checkpoint it lies.
+    and exits of all calls; `checkpoint` says in which kind of activation checkpoint it lies. `given` has the storages of
+    its arguments.
     """
 
     index: int
@@ -90,6 +91,7 @@ class Call:
     parent: int
     enter: int
     checkpoint: str | None = None
+    given: frozenset[int] = frozenset()
     exit: int = -1
     returned: Returned | None = None
     turns: dict[str, int] = field(default_factory=dict)
@@ -150,6 +152,8 @@ class Recorder:
         turn = outer.turns.get(name, 0)
         outer.turns[name] = turn + 1
         made = Call(len(self.calls), name, turn, outer.index, self._tick(), _checkpoint())
+        given = tree_leaves((arguments, keywords))
+        made.given = frozenset(self.flow.key(tensor) for tensor in given if isinstance(tensor, Tensor))
         self.calls.append(made)
         self._enter(made.index)
         output = call(*arguments, **keywords)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeflow import UsageError
 from pipeflow.stages.blocks import blocks_of, labels_of
@@ -103,6 +104,16 @@ def test_a_stage_has_no_memory_for_what_it_does_not_own() -> None:
     assert isinstance(ghost, Tensor)
     assert (ghost.dtype, ghost.untyped_storage().nbytes()) == (torch.float64, 8)
     assert set(stage.state_dict()) == plan.stages[1].owned
+
+
+def test_a_buffer_is_stored_once() -> None:
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]
+    module = nn.Sequential(*layers)
+    planner = Planner(module, 3)
+    plan = planner.plan(entries_of(planner, vectors(4)))
+    stored = [set(ModuleStage(module, index, planner, plan, CPU).state_dict()) for index in range(3)]
+    assert sorted(name for names in stored for name in names) == sorted(module.state_dict())
+    assert "3.running_mean" in stored[1]
 
 
 def test_planning_needs_no_memory_for_parameters_and_leaves_the_module_and_the_batch_alone() -> None:
@@ -229,6 +240,22 @@ class Collecting(Decoder):
         return hidden.sum(), found
 
 
+class Twice(nn.Module):
+    """Needs at its end what two checkpointed blocks made, one of the other's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = values.requires_grad_()
+        first, second, third = self.blocks
+        one = checkpoint(first, values, use_reentrant=True)
+        two = checkpoint(second, one, use_reentrant=True)
+        total: Tensor = checkpoint(third, one + two, use_reentrant=True).sum()
+        return total
+
+
 REFUSED: dict[str, tuple[nn.Module, Any, int, dict[str, Any], str]] = {
     "few blocks": (Decoder(), sentences(2), 5, {}, "4 blocks cannot fill 5 stages .layers.0, layers.1"),
     "no blocks": (Block(), vectors(2), 2, {}, "no place to cut a Block: its forward calls no children"),
@@ -245,6 +272,7 @@ REFUSED: dict[str, tuple[nn.Module, Any, int, dict[str, Any], str]] = {
     "writing": (Writing(), vectors(2), 3, {}, "no longer depends on blocks.0.layer.weight"),
     "noise": (Noisy(), vectors(2), 2, {}, "depends on numbers that the forward draws before blocks.0 ends"),
     "collecting": (Collecting(), sentences(2), 2, {}, "returns something else than as a whole .3 tensors, not 5"),
+    "a checkpoint": (Twice(), vectors(2), 3, {}, "blocks.1 lies within a reentrant checkpoint, and both"),
     "another entry": (Decoder(), {"words": torch.ones(2)}, 2, {}, "no parameter 'words', an entry of the batch"),
     "no batch": (Decoder(), torch.ones(2), 2, {}, "a batch is a dict of the keywords of Decoder.forward"),
     "many inputs": (Block(), ((1, 2, 3), None), 2, {}, "takes 2 arguments, the batch has 3 inputs"),

@@ -8,10 +8,13 @@ import pytest
 from torch import Tensor
 
 from pipeflow import Pipeline, Schedule, execute_pipeline, make_schedule
+from pipeflow.stages.blocks import blocks_of
+from pipeflow.stages.planner import Planner
 from pipeflow.testing import run_threads
 from tests.stages.models import CASES, Case
 
 TOLERANCE = 1e-9
+TWO = make_schedule("1f1b", ranks=2, microbatches=2)
 Stepped = tuple[float | None, dict[str, Tensor]]
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -56,3 +59,44 @@ def test_a_module_under_a_schedule(name: str, schedule: str) -> None:
     case, chosen = CASES[name], SCHEDULES[schedule]
     results = run_threads(step, chosen.placement.num_ranks, case, chosen, 7, {})
     require_equal(case, results, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_single_cut(name: str) -> None:
+    case = CASES[name]
+    for cut in range(1, blocks_in(case)):
+        costs = [1.0 if block in (cut - 1, cut) else 0.0 for block in range(blocks_in(case))]
+        require_equal(case, run_threads(step, 2, case, TWO, 4, {"cuts": costs}), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_block_for_each_stage(name: str) -> None:
+    case = CASES[name]
+    schedule = make_schedule("1f1b", ranks=blocks_in(case), microbatches=2)
+    require_equal(case, run_threads(step, blocks_in(case), case, schedule, 4, {}), 4)
+
+
+@pytest.mark.parametrize("name", ["sequential", "dense"])
+def test_blocks_leave_their_weight_gradients_for_later(name: str) -> None:
+    """Also those whose calls are watched."""
+    case, schedule = CASES[name], SCHEDULES["zb-v"]
+
+    def rank() -> list[set[str]]:
+        model = Pipeline.from_module(case.module(), schedule, case.batch(4), criterion=case.criterion)
+        for _ in range(2):
+            execute_pipeline(iter([case.batch(4)]), model)
+        assert all(not deferral.remaining for deferral in model.deferrals.values())
+        return [set(deferral.deferred) for deferral in model.deferrals.values()]
+
+    deferred = run_threads(rank, 2)
+    names = {name for name, _ in case.module().named_parameters()}
+    assert set().union(*(each for names in deferred for each in names)) == names
+
+
+def blocks_in(case: Case) -> int:
+    module = case.module()
+    planner = Planner(module, 1)
+    entries, _ = planner.entries.of(case.batch(2))
+    return len(blocks_of(planner.plan(entries).trace, module, None))
