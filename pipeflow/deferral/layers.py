@@ -135,7 +135,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, input: Tensor, deferred: DeferredWeights) -> Tensor:
         input, weight, bias = _begin(ctx, input, deferred)
-        return functional.linear(input, weight, bias)
+        return _own(functional.linear(input, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
@@ -174,7 +174,7 @@ class _Embedding(Function):
         ctx.padding_index = -1 if layer.padding_idx is None else layer.padding_idx
         ctx.scale_by_frequency = layer.scale_grad_by_freq
         ctx.save_for_backward(input)
-        return functional.embedding(input, deferred.weight, layer.padding_idx)
+        return _own(functional.embedding(input, deferred.weight, layer.padding_idx))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
@@ -190,6 +190,11 @@ def _begin(ctx: Any, input: Tensor, deferred: DeferredWeights) -> tuple[Tensor, 
     operands = lowered(input, deferred.weight, deferred.bias)
     ctx.save_for_backward(*operands[:2])
     return operands
+
+
+def _own(output: Tensor) -> Tensor:
+    """The same values as no view, since torch refuses to write in place to a view that a function returns."""
+    return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
 
 def lowered(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -223,3 +223,19 @@ def test_a_layer_of_two_stages_belongs_to_the_last() -> None:
     for mine, theirs in zip(stages, plain, strict=True):
         for name, parameter in mine.named_parameters():
             torch.testing.assert_close(parameter.grad, theirs.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(3, 4), nn.Linear(3, 4, bias=False), nn.Embedding(5, 4)], ids=str)
+def test_outputs_may_be_written_to_in_place(layer: nn.Module) -> None:
+    """As those of the plain layers may, whatever the number of dimensions."""
+    is_words, double = isinstance(layer, nn.Embedding), layer.double()
+    inputs = [torch.arange(4).reshape(shape) % 5 for shape in ((4,), (2, 2), (1, 2, 2))]
+    for words in inputs:
+        input = words if is_words else words.unsqueeze(-1).double().expand(*words.shape, 3)
+        found = []
+        for module in (copy.deepcopy(double), copy.deepcopy(double)):
+            if found:
+                defer_weight_gradients(module)
+            functional.relu_(module(input).mul_(2).add_(1)).square().sum().backward()
+            found.append({name: each.grad for name, each in module.named_parameters()})
+        require_near(found[1], found[0])

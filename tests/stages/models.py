@@ -190,7 +190,7 @@ class UNet(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A convolution and an activation, which writes to its input."""
+    """A convolution between two activations that write to their input: the first to what the block is given."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Convolution(nn.Module):
         self.act = nn.SiLU(inplace=True)
 
     def forward(self, image: Tensor) -> Tensor:
-        output: Tensor = self.act(self.layer(image))
+        output: Tensor = self.act(self.layer(self.act(image)))
         return output
 
 

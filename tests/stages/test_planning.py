@@ -61,6 +61,18 @@ def test_what_later_stages_need_is_handed_on() -> None:
     ]
 
 
+def test_skips_pass_through_the_stages_between() -> None:
+    """Also a stage that has no use for them."""
+    module, (image, _) = CASES["u-net"].module(), CASES["u-net"].batch(2)
+    assert received(planned(module, (image, None), 5, cuts=["downs.0.0", "downs.1.0", "downs.1.1", "middle"])) == [
+        [],
+        ["downs.0.0"],
+        ["downs.0.0", "downs.1.0"],
+        ["downs.0.0", "downs.1.0", "downs.1.1"],
+        ["downs.0.0", "downs.1.0", "middle"],
+    ]
+
+
 def test_an_encoder_s_output_and_a_decoder_s_bias_are_handed_on() -> None:
     case = CASES["encoder-decoder"]
     plan = planned(case.module(), case.batch(2), 5)
