@@ -146,7 +146,7 @@ def _look(entry: object) -> Hashable:
     if isinstance(entry, bool | int | float | str | None):
         return entry
     leaves, spec = tree_flatten(entry)
-    return type(entry) if leaves == [entry] else (str(spec), *map(_look, leaves))
+    return str(type(entry)) if spec.is_leaf() else (str(spec), *map(_look, leaves))
 
 
 def _copied(leaf: object) -> object:

@@ -81,8 +81,8 @@ def _leaf(leaf: object, flow: Flow) -> Leaf:
 @dataclass(slots=True, eq=False)
 class Call:
     """A call of a module: the `turn`-th one of this module within the call `parent`. `enter` and `exit` count entries
-    and exits of all calls; `checkpoint` says in which kind of activation checkpoint it lies. `given` has the storages of
-    its arguments.
+    and exits of all calls; `checkpoint` says in which kind of activation checkpoint it lies. `given` has the storages
+    of its arguments.
     """
 
     index: int

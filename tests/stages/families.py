@@ -39,13 +39,25 @@ _SIZES = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4, "num_a
 _DENSE = {**_SIZES, "intermediate_size": 48}
 _GROUPED = {**_DENSE, "num_key_value_heads": 2, "use_cache": False}
 _STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_GPT = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 4, "n_head": 4, "use_cache": False}
+_GPT: dict[str, Any] = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 4, "n_head": 4, "use_cache": False}
 _GPT |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_TALL = {"encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+_TALL: dict[str, Any] = {
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
 _TALL |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_model": 32, "vocab_size": WORDS, "dropout": 0.0}
 _SIGHT = {**_DENSE, **_STILL, "image_size": 16, "patch_size": 4, "num_labels": 5}
 del _SIGHT["vocab_size"]
-_WINDOWS = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+_WINDOWS: dict[str, Any] = {
+    "image_size": 16,
+    "patch_size": 2,
+    "embed_dim": 8,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": 4,
+}
 _WINDOWS |= {"num_labels": 5, "drop_path_rate": 0.0}
 _T5 = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
 _T5 |= {"decoder_start_token_id": 0, "use_cache": False}

@@ -1,4 +1,4 @@
-"""Pipelines of whole modules: batches of all forms and shapes, names, checkpoints, and what else a Pipeline promises."""
+"""Pipelines of whole modules: batches of all forms and shapes, names, checkpoints, and what else Pipelines promise."""
 
 from __future__ import annotations
 
@@ -263,10 +263,13 @@ def test_a_single_stage_is_the_module() -> None:
 def refused(batch: Any, example: Any = None, error: type[Exception] = UsageError, **options: Any) -> list[str]:
     """What ranks are told when they make a Pipeline and train a step."""
 
+    def make_and_train() -> None:
+        model = Pipeline.from_module(Decoder(), TWO, sentences(4) if example is None else example, **options)
+        execute_pipeline(iter([batch]), model)
+
     def rank() -> str:
         with pytest.raises(error) as caught:
-            model = Pipeline.from_module(Decoder(), TWO, sentences(4) if example is None else example, **options)
-            execute_pipeline(iter([batch]), model)
+            make_and_train()
         return str(caught.value)
 
     return run_threads(rank, 2)
@@ -274,11 +277,12 @@ def refused(batch: Any, example: Any = None, error: type[Exception] = UsageError
 
 def test_batches_that_are_refused() -> None:
     words = sentences(4)["input_ids"]
-    assert "training needs a loss: give the Pipeline a criterion" in refused({"input_ids": words}, {"input_ids": words})[0]
+    unlabelled = {"input_ids": words}
+    assert "training needs a loss: give the Pipeline a criterion" in refused(unlabelled, unlabelled)[0]
     uneven = {"input_ids": words, "labels": words[:3]}
     assert "the tensors of a batch differ in dim 0: [3, 4]" in refused(words, uneven)[0]
     assert "Decoder.forward has no parameter 'tokens'" in refused({"tokens": words})[0]
-    told = refused({"input_ids": words}, error=(UsageError, PipelineError))  # type: ignore[arg-type]  # pytest takes both
+    told = refused(unlabelled, error=(UsageError, PipelineError))  # type: ignore[arg-type]  # pytest takes both
     assert "the module returned a Output without a loss" in told[1]
 
 
