@@ -1,17 +1,13 @@
 """pipeflow: pipeline-parallel training whose schedule is a value: proved, priced, drawn, executed, compared.
 
-The names of schedules need no torch; the names that run one load it on first use, and a search what it needs.
+The names of schedules need no torch; the names that run one load it on first use. What makes a schedule is there at
+once, all else is loaded when it is first used, so that the command starts fast.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeflow.analysis.causes import Cause, causes, critical_path
-from pipeflow.analysis.graph import dependency_graph
-from pipeflow.analysis.lower import lower
-from pipeflow.analysis.simulate import simulate
-from pipeflow.analysis.step import step_time
 from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.errors import PipeflowError, PipelineError, ScheduleError, UsageError
@@ -20,16 +16,15 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.planning.estimate import Plan, RankPlan, plan
-from pipeflow.planning.layer_costs import LayerCosts
-from pipeflow.planning.partition import partition_balanced, partition_uniform
-from pipeflow.planning.setup import PRECISIONS, Precision, Setup
-from pipeflow.planning.transformer import GPT, GPT_PRESETS
 from pipeflow.schedules import SCHEDULES, make_schedule
-from pipeflow.soundness.schedule import Violation, verify
 
 if TYPE_CHECKING:
+    from pipeflow.analysis.causes import Cause, causes, critical_path
+    from pipeflow.analysis.graph import dependency_graph
+    from pipeflow.analysis.lower import lower
     from pipeflow.analysis.measured import measured_costs
+    from pipeflow.analysis.simulate import simulate
+    from pipeflow.analysis.step import step_time
     from pipeflow.checkpoint.load import Loaded, load_checkpoint
     from pipeflow.checkpoint.newest import latest_checkpoint
     from pipeflow.checkpoint.renames import Rename, Transform
@@ -43,10 +38,16 @@ if TYPE_CHECKING:
     from pipeflow.orders.search import Found, search
     from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launch import launch
+    from pipeflow.planning.estimate import Plan, RankPlan, plan
+    from pipeflow.planning.layer_costs import LayerCosts
+    from pipeflow.planning.partition import partition_balanced, partition_uniform
+    from pipeflow.planning.setup import PRECISIONS, Precision, Setup
+    from pipeflow.planning.transformer import GPT, GPT_PRESETS
     from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
     from pipeflow.runtime.microbatch import Whole
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.step import Output
+    from pipeflow.soundness.schedule import Violation, verify
     from pipeflow.training.build import build_stages
     from pipeflow.training.data import get_dataloader
     from pipeflow.training.measure import measure_layers
@@ -54,23 +55,36 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
+    "Cause": "analysis.causes",
     "Context": "parallel.context",
     "Found": "orders.search",
+    "GPT": "planning.transformer",
+    "GPT_PRESETS": "planning.transformer",
+    "LayerCosts": "planning.layer_costs",
     "Loaded": "checkpoint.load",
     "LossScaler": "optim.scaler",
     "MasterWeights": "optim.masters",
     "Output": "runtime.step",
+    "PRECISIONS": "planning.setup",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.gradients.ties",
+    "Plan": "planning.estimate",
+    "Precision": "planning.setup",
+    "RankPlan": "planning.estimate",
     "Rename": "checkpoint.renames",
     "Saving": "checkpoint.save",
+    "Setup": "planning.setup",
     "Transform": "checkpoint.renames",
+    "Violation": "soundness.schedule",
     "Whole": "runtime.microbatch",
     "Zero": "optim.zero",
     "build_stages": "training.build",
+    "causes": "analysis.causes",
     "clip_grad_norm_": "optim.clip",
-    "exact": "orders.exact",
+    "critical_path": "analysis.causes",
     "current_context": "parallel.context",
+    "dependency_graph": "analysis.graph",
+    "exact": "orders.exact",
     "execute_pipeline": "runtime.pipeline",
     "get_dataloader": "training.data",
     "grad_norm": "optim.clip",
@@ -78,11 +92,18 @@ _LATER = {
     "launch": "parallel.launch",
     "load_checkpoint": "checkpoint.load",
     "load_safetensors": "checkpoint.safetensors",
+    "lower": "analysis.lower",
     "measure_layers": "training.measure",
     "measured_costs": "analysis.measured",
+    "partition_balanced": "planning.partition",
+    "partition_uniform": "planning.partition",
+    "plan": "planning.estimate",
     "save_checkpoint": "checkpoint.save",
     "save_safetensors": "checkpoint.safetensors",
     "search": "orders.search",
+    "simulate": "analysis.simulate",
+    "step_time": "analysis.step",
+    "verify": "soundness.schedule",
 }
 
 __all__ = [
@@ -163,6 +184,8 @@ def _drawn(timeline: Timeline) -> str:
 @draw_as(Schedule)
 def _drawn_as_planned(schedule: Schedule) -> str | None:
     """None for what cannot run, which is then shown as text."""
+    from pipeflow.analysis.simulate import simulate
+
     try:
         return _drawn(simulate(schedule))
     except ScheduleError:

@@ -7,14 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache, partial
+from typing import TYPE_CHECKING, Protocol
 
 from pipeflow import __version__
-from pipeflow.cli import compare, completion, diff, draw, export, plan, simulate, verify
-from pipeflow.cli import list as list_
 from pipeflow.cli.options import Parser
 from pipeflow.cli.progress import timed
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import printable
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands
 
 EXAMPLES = """\
 examples:
@@ -33,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     work, 130 when it was interrupted, 141 when the reader of the output went away.
     """
     try:
-        arguments = _parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        arguments = parser(words[0] if words else None).parse_args(words)
         with timed():
             status: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -67,8 +70,58 @@ def _let_go() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+class Command(Protocol):
+    """A file of this folder with a command."""
+
+    def add_to(self, commands: Commands) -> None:
+        """Adds the command and its options."""
+
+
+NAMES = ("list", "draw", "simulate", "compare", "diff", "plan", "verify", "export", "completion")
+
+
+def _command(name: str) -> Command:  # each loads what it needs: the command starts fast
+    match name:
+        case "list":
+            from pipeflow.cli import list as list_
+
+            return list_
+        case "draw":
+            from pipeflow.cli import draw
+
+            return draw
+        case "simulate":
+            from pipeflow.cli import simulate
+
+            return simulate
+        case "compare":
+            from pipeflow.cli import compare
+
+            return compare
+        case "diff":
+            from pipeflow.cli import diff
+
+            return diff
+        case "plan":
+            from pipeflow.cli import plan
+
+            return plan
+        case "verify":
+            from pipeflow.cli import verify
+
+            return verify
+        case "export":
+            from pipeflow.cli import export
+
+            return export
+    from pipeflow.cli import completion
+
+    return completion
+
+
 @cache
-def _parser() -> Parser:
+def parser(name: str | None = None) -> Parser:
+    """The parser of the command `name`; of all commands where that is none, to say which there are."""
     parser = Parser(
         prog="pipeflow",
         description="Pipeline schedules: list, draw, price, compare, prove, export.",
@@ -78,7 +131,6 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"pipeflow {__version__}")
     parser.set_defaults(run=partial(_help, parser))
     commands = parser.add_subparsers(metavar="COMMAND")
-    for module in (list_, draw, simulate, compare, diff, plan, verify, export):
-        module.add_to(commands)
-    completion.add_to(commands, parser)
+    for each in [name] if name in NAMES else NAMES:
+        _command(each).add_to(commands)
     return parser

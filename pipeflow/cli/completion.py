@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeflow.core.errors import UsageError
@@ -12,7 +11,7 @@ from pipeflow.planning.transformer import GPT_PRESETS
 from pipeflow.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from pipeflow.cli.options import Commands, Parser
+    from pipeflow.cli.options import Commands
 
 SHELLS = ("bash", "zsh", "fish")
 EXAMPLES = """\
@@ -23,8 +22,8 @@ examples:
 """
 
 
-def add_to(commands: Commands, whole: Parser) -> None:
-    """The command and its argument; `whole` is the parser with all commands."""
+def add_to(commands: Commands) -> None:
+    """The command and its argument."""
     command = commands.add_parser(
         "completion",
         help="a script with which a shell completes this command",
@@ -32,19 +31,21 @@ def add_to(commands: Commands, whole: Parser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
-    command.set_defaults(run=partial(run, whole))
+    command.set_defaults(run=run)
 
 
-def run(whole: Parser, arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Prints the script. Raises UsageError where shtab is not installed."""
+    from pipeflow.cli.command import parser  # of all commands, of which this is one
+
     try:
         import shtab
     except ImportError as error:
         raise UsageError("completion needs shtab: pip install 'pipeflow[completion]'") from error
     schedules = shtab.cmd(f"echo {' '.join(SCHEDULES)}; ls")
     models = shtab.cmd(f"echo {' '.join(GPT_PRESETS)}")
-    _describe(whole, {"FILE": shtab.FILE, **dict.fromkeys(("SCHEDULE", "A", "B"), schedules), "MODEL": models})
-    print(shtab.complete(whole, shell=arguments.shell))
+    _describe(parser(), {"FILE": shtab.FILE, **dict.fromkeys(("SCHEDULE", "A", "B"), schedules), "MODEL": models})
+    print(shtab.complete(parser(), shell=arguments.shell))
     return 0
 
 
