@@ -155,7 +155,7 @@ class Colours:
     def about_mixtures(self) -> str:
         if self.few:
             return "A column holds several actions: its colour is that of one of them, each in turn."
-        return "A column holds several actions: its colour is their average, the greyer the more of it is idle."
+        return "A column holds several actions: its colour is their average, greyer where idle."
 
     def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
         text = " " if stream is Stream.COMPUTE else BAR

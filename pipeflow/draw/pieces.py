@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -40,8 +40,9 @@ Look = tuple[Kind, int]  # kind and chunk
 
 
 class Mixture(NamedTuple):
-    """One column of a lane so dense that a column holds several actions. `shares` says which part of the column each
-    kind and chunk runs; for the rest it is idle. Where a column can show one look alone, that is `shown`; None is idle.
+    """One column of a lane so dense that a column holds several actions. `shares` says which part of the column, and of
+    those beside it, each kind and chunk runs; for the rest it is idle. Where a column can show one look alone, that is
+    `shown`; None is idle.
     """
 
     first: int
@@ -126,7 +127,8 @@ def _columns(lane: Lane, scale: float) -> Line:
     """
     owed: defaultdict[Look | None, float] = defaultdict(float)
     line: Line = []
-    for column, shares in enumerate(_shares(lane, scale)):
+    columns = _shares(lane, scale)
+    for column, shares in enumerate(columns):
         idle = 1 - sum(shares.values())
         parts: dict[Look | None, float] = dict(shares.items())
         if idle > 1e-9 or not shares:
@@ -139,8 +141,18 @@ def _columns(lane: Lane, scale: float) -> Line:
         shown = max(parts, key=lambda look: (by_kind[look and look[0]], owed[look]))
         owed[shown] -= 1
         if shares:
-            line.append(Mixture(column, tuple(shares.items()), shown))
+            line.append(Mixture(column, tuple(_smoothed(columns, column)), shown))
     return line
+
+
+def _smoothed(columns: list[dict[Look, float]], column: int) -> Iterator[tuple[Look, float]]:
+    """The shares of a column and, with half of its weight, of those beside it: what repeats in about two columns would
+    be stripes else. Idle columns beside it do not count, so that its edges stay sharp.
+    """
+    near = [(at, weight) for at, weight in ((column - 1, 1), (column, 2), (column + 1, 1)) if 0 <= at < len(columns)]
+    parts = [(columns[at], weight) for at, weight in near if columns[at]]
+    whole = sum(weight for _, weight in parts)
+    yield from ((look, share * weight / whole) for shares, weight in parts for look, share in shares.items())
 
 
 def _shares(lane: Lane, scale: float) -> list[dict[Look, float]]:

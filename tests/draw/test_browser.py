@@ -263,7 +263,9 @@ def test_the_wheel_alone_scrolls_the_page(page: Page) -> None:
     before = page.seen()
     origin = webdriver.common.actions.wheel_input.ScrollOrigin.from_element(page.find(".lanes"), 0, 0)
     ActionChains(page.browser).scroll_from_origin(origin, 0, 200).perform()
-    assert page.browser.execute_script("return window.scrollY") == 200
+    page.browser.execute_async_script(
+        "const done = arguments[0]; (function look() { scrollY === 200 ? done() : requestAnimationFrame(look); })()"
+    )
     assert page.seen() == before
 
 

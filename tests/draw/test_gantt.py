@@ -8,11 +8,13 @@ import pytest
 from rich.console import Console, RenderableType
 
 from pipeflow.analysis.simulate import simulate
+from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import Comparison, Gantt
+from pipeflow.draw.colours import HUES
 from pipeflow.schedules import make_schedule
 from tests.draw.samples import planned, reducing
 
@@ -27,6 +29,24 @@ def draw(
     console.print(renderable)
     file.seek(0)
     return file.read()
+
+
+def test_what_is_too_dense_for_blocks_has_average_colours_and_a_line_says_so() -> None:
+    timeline = planned("1f1b", 2, 400)
+    whole = draw(Gantt(planned("interleaved-1f1b", 4, 200), memory=False), colours="truecolor").splitlines()
+    assert [len(re.findall("48;2;", line)) > 60 for line in whole if "rank " in line] == [True] * 4
+    lines = draw(Gantt(timeline, memory=False), colours="truecolor").splitlines()
+    assert lines[-1] == "A column holds several actions: its colour is their average, greyer where idle."
+    row = next(line for line in lines if "rank 1" in line)
+    colours = [tuple(map(int, found)) for found in re.findall(r"48;2;(\d+);(\d+);(\d+)", row)]
+    steady = colours[5:-5]
+    forward, backward = (HUES[kind].rgb for kind in (Kind.F, Kind.B))
+    for part in range(3):
+        wanted = (forward[part] + 2 * backward[part]) / 3
+        assert all(abs(colour[part] - wanted) < 10 for colour in steady)  # a steady state has one colour: no moire
+    for shown in (draw(Gantt(timeline)), draw(Gantt(timeline), colours="standard")):
+        assert shown.splitlines()[-1].endswith("that of one of them, each in turn.")
+    assert "A column holds" not in draw(Gantt(planned()))
 
 
 def slower(timeline: Timeline, factor: float) -> Timeline:

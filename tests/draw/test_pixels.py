@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeflow import CostModel, UsageError, make_schedule, simulate
+from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.colours import LIGHT, shade
 from pipeflow.draw.files.pixels import GAP, Pixels, pixels
@@ -66,8 +67,12 @@ def test_reductions_have_lanes_of_their_own() -> None:
 
 
 def test_a_timeline_with_more_spans_than_pixels() -> None:
-    image = pixels(planned("1f1b", 4, 200), 100)
+    image = pixels(planned("1f1b", 4, 400), 100)
     assert (image.width, len(image.rgb)) == (100, 300 * image.height)
+    forward, backward = (bytes.fromhex(shade(kind, 0, 1)[1:]) for kind in (Kind.F, Kind.B))
+    for x in range(5, 95):  # the average of the steady state in every column
+        seen = bytes.fromhex(colour(image, x, 0)[1:])
+        assert all(abs(part - (one + 2 * two) / 3) < 8 for part, one, two in zip(seen, forward, backward, strict=True))
 
 
 def test_there_must_be_a_timeline() -> None:

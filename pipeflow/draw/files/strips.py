@@ -26,10 +26,9 @@ def strips(line: Line, chunks: int, start: str, height: float, finest: float) ->
     the ground through, so that a strip is right on light and on dark ones.
     """
     columns: defaultdict[Paint, list[tuple[int, int]]] = defaultdict(list)
-    mixtures = {piece.first: piece for piece in line if isinstance(piece, Mixture)}
     for piece in line:
         if isinstance(piece, Mixture):
-            columns[_mixed(piece, mixtures, chunks)].append((piece.first, piece.end))
+            columns[_mixed(piece, chunks)].append((piece.first, piece.end))
         else:
             columns[Paint(shade(piece.kind, piece.chunk, chunks), 1.0)].append((piece.first, piece.end))
     for (colour, opacity), ends in sorted(columns.items()):
@@ -38,15 +37,8 @@ def strips(line: Line, chunks: int, start: str, height: float, finest: float) ->
         yield f'<path {look} d="{start}{_dashes(ends, finest)}"/>'
 
 
-def _mixed(mixture: Mixture, mixtures: dict[int, Mixture], chunks: int) -> Paint:
-    """The average of a column and, with half of its weight, of those beside it: what repeats in about two columns would
-    be stripes else. Idle columns beside it do not count, so that its edges stay sharp.
-    """
-    near = [(mixtures.get(mixture.first + step), weight) for step, weight in ((-1, 1), (0, 2), (1, 1))]
-    parts = [(one, weight) for one, weight in near if one is not None]
-    whole = sum(weight for _, weight in parts)
-    shares = [(look, share * weight / whole) for one, weight in parts for look, share in one.shares]
-    (red, green, blue), busy = average(shares, chunks)
+def _mixed(mixture: Mixture, chunks: int) -> Paint:
+    (red, green, blue), busy = average(mixture.shares, chunks)
     red, green, blue = (round(part / 255 * STEPS) * 255 / STEPS for part in (red, green, blue))
     return Paint(css((red, green, blue)), round(busy * STEPS) / STEPS)
 

@@ -134,5 +134,7 @@ def _labels(timeline: Timeline, kept: Memory | None) -> Iterator[str]:
 
 def _line(*parts: str | tuple[str, str]) -> Text:
     line = Text.assemble(*parts, no_wrap=True, overflow="crop")
-    line.rstrip()
+    last = parts[-1]
+    if isinstance(last, str) or not last[1].startswith("on "):  # a blank on a colour is seen
+        line.rstrip()
     return line
