@@ -10,7 +10,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING, NoReturn
 
-from pipeflow.core.cost import LARGEST
+from pipeflow.core.cost import LARGEST, SMALLEST
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import SCHEDULES, options_of
 
@@ -122,8 +122,8 @@ def _cost(text: str) -> float:
     number = _number(text)
     if not (math.isfinite(number) and number >= 0):
         raise argparse.ArgumentTypeError(f"it must be finite and not negative, got {text}")
-    if number > LARGEST:
-        raise argparse.ArgumentTypeError(f"it must be at most {LARGEST:g}, got {text}")
+    if number and not SMALLEST <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"it must be 0, or from {SMALLEST:g} to {LARGEST:g}, got {text}")
     return number
 
 
@@ -131,6 +131,6 @@ def _factor(text: str) -> float:
     number = _number(text)
     if not (math.isfinite(number) and number > 0):
         raise argparse.ArgumentTypeError(f"it must be positive, got {text}")
-    if not 1 / LARGEST <= number <= LARGEST:
-        raise argparse.ArgumentTypeError(f"it must be from {1 / LARGEST:g} to {LARGEST:g}, got {text}")
+    if not SMALLEST <= number <= LARGEST:
+        raise argparse.ArgumentTypeError(f"it must be from {SMALLEST:g} to {LARGEST:g}, got {text}")
     return number

@@ -12,7 +12,8 @@ from pipeflow.core.dataflow import DATAFLOW, Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 
-LARGEST = 1e100  # a cost: the sum over any number of actions is finite, too
+LARGEST = 1e100  # of a cost: the sum over any number of actions is finite, too
+SMALLEST = 1e-100  # of one that is not 0: a part of any other is a number, too
 
 
 class Link(NamedTuple):
@@ -36,7 +37,8 @@ class CostModel:
     Per stage, reducing its weight gradients over the ranks that hold it takes `reduce`, once per step; empty, nothing.
     `times` has those of kinds of action for which there is no argument here, `kept_bytes` those of what else is kept.
 
-    Raises UsageError for tuples of different lengths and for numbers that are negative, not finite or above 1e100.
+    Raises UsageError for tuples of different lengths and for numbers that are negative, not finite, or beyond
+    `SMALLEST` and `LARGEST`.
     """
 
     forward: tuple[float, ...]
@@ -62,8 +64,8 @@ class CostModel:
                 _require_cost(f"{name} of stage {stage}", number)
         for link in (Link(self.latency, self.bandwidth), *self.links.values()):
             _require_cost("latency", link.latency)
-            if not link.bandwidth > 0:
-                raise UsageError(f"bandwidth must be positive, got {link.bandwidth}")
+            if not link.bandwidth >= SMALLEST:
+                raise UsageError(f"bandwidth must be positive, at least {SMALLEST:g}, got {link.bandwidth}")
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is a part of the shorter half, from 0 to 1, got {self.overlap}")
 
@@ -143,5 +145,5 @@ class CostModel:
 def _require_cost(what: str, number: float) -> None:
     if not (math.isfinite(number) and number >= 0):
         raise UsageError(f"{what} must be finite and not negative, got {number}")
-    if number > LARGEST:
-        raise UsageError(f"{what} must be at most {LARGEST:g}, got {number}")
+    if number and not SMALLEST <= number <= LARGEST:
+        raise UsageError(f"{what} must be 0, or from {SMALLEST:g} to {LARGEST:g}, got {number}")

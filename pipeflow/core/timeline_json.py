@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pipeflow.core.action import Action
+from pipeflow.core.cost import LARGEST
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
@@ -136,4 +137,6 @@ def _whole(value: object, where: str) -> int:
 def _number(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UsageError(f"{where} must be a finite number, got {value!r}")
+    if abs(value) > LARGEST:
+        raise UsageError(f"{where} must be at most {LARGEST:g}, got {value!r}")
     return float(value)

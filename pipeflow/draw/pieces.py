@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.cost import SMALLEST
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.liveness import Curve
 from pipeflow.core.timeline import Timeline
@@ -64,14 +65,16 @@ def fit(timelines: Iterable[Timeline], width: int) -> float:
     drawn = list(timelines)
     spans = [span for timeline in drawn for row in timeline.on(Stream.COMPUTE) for span in row]
     horizon = max((timeline.makespan for timeline in drawn), default=0.0)
-    if not horizon:
+    if horizon < SMALLEST:
         return 0.0
     unit = shortest(drawn)
     columns = math.floor(width * unit / horizon + 1e-6)
+    if not columns:
+        return width / horizon
     regular = all(
         math.isclose(time, round(time), abs_tol=1e-6) for span in spans for time in (span.start / unit, span.end / unit)
     )
-    return columns / unit if regular and columns else width / horizon
+    return columns / unit if regular else width / horizon
 
 
 def shortest(timelines: Iterable[Timeline]) -> float:

@@ -176,7 +176,7 @@ def test_the_placement_of_a_file_can_be_given(
         ("draw", "the following arguments are required: SCHEDULE (see pipeflow draw --help)"),
         (
             "draw 1f1b --forward 1e308",
-            "argument --forward: it must be at most 1e+100, got 1e308 (see pipeflow draw --help)",
+            "argument --forward: it must be 0, or from 1e-100 to 1e+100, got 1e308 (see pipeflow draw --help)",
         ),
         (
             "draw 1f1b --factor 1e308",
@@ -207,6 +207,25 @@ def test_the_largest_costs_that_are_taken_can_be_drawn(capsys: pytest.CaptureFix
     assert "inf" not in out(capsys, "draw", "zb-h1", *largest)
     assert "inf" not in out(capsys, "simulate", "zb-h1", *largest)
     assert "inf" not in out(capsys, "compare", "1f1b", "zb-h1", *largest[:-2])
+    assert "nan" not in out(capsys, "draw", "zb-h1", "--forward", 1e-100, "--backward-input", 1e100)
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [("1e308], [1", "a time must be"), ("1], [1e-320", None), ("1e-320], [1e-320", None)],
+)
+def test_times_of_any_size_are_drawn_or_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, times: str, message: str | None
+) -> None:
+    """Written as [end of the forward], [how long the backward is]."""
+    end, length = (float(time) for time in times.split("], ["))
+    path = tmp_path / "measured.json"
+    path.write_text(f'{{"paths": [[0]], "rows": [[["0F0", 0, {end!r}], ["0B0", {end!r}, {end + length!r}]]]}}')
+    for drawing in ([], ["--svg", "-"], ["--html", "-"], ["--perfetto", "-"]):
+        if message is None:
+            assert out(capsys, "draw", path, *drawing)
+        else:
+            assert message in error(capsys, "draw", path, *drawing)
 
 
 def test_an_unknown_command_or_placement_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeflow.core.action import Kind
+from pipeflow.core.cost import SMALLEST
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.liveness import Curve
 from pipeflow.core.span import Row, Span
@@ -58,7 +59,7 @@ class Frame:
 def frame(timeline: Timeline, top: float) -> Frame:
     """The frame for a timeline: as wide as its blocks need, within limits, and the flatter the more ranks."""
     drawn = lanes(timeline)
-    horizon, unit = timeline.makespan, shortest([timeline])
+    horizon, unit = timeline.makespan if timeline.makespan >= SMALLEST else 0.0, shortest([timeline])
     wanted = min(max(horizon / unit * SHORTEST[0], NARROWEST), WIDEST)
     scale = fit([timeline], int(wanted))
     if scale * unit < 4 and horizon:  # a whole number of pixels per span would leave too much of the width empty
