@@ -174,7 +174,7 @@ class _Embedding(Function):
         ctx.padding_index = -1 if layer.padding_idx is None else layer.padding_idx
         ctx.scale_by_frequency = layer.scale_grad_by_freq
         ctx.save_for_backward(input)
-        return _own(functional.embedding(input, deferred.weight, layer.padding_idx))
+        return functional.embedding(input, deferred.weight, layer.padding_idx)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:

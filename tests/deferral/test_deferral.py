@@ -231,7 +231,7 @@ def test_outputs_may_be_written_to_in_place(layer: nn.Module) -> None:
     is_words, double = isinstance(layer, nn.Embedding), layer.double()
     inputs = [torch.arange(4).reshape(shape) % 5 for shape in ((4,), (2, 2), (1, 2, 2))]
     for words in inputs:
-        input = words if is_words else words.unsqueeze(-1).double().expand(*words.shape, 3)
+        input = words if is_words else words.unsqueeze(-1).double().repeat(*[1] * words.dim(), 3)
         found: list[dict[str, Tensor]] = []
         for module in (copy.deepcopy(double), copy.deepcopy(double)):
             if found:

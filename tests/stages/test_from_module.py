@@ -51,7 +51,8 @@ def require_near(found: Named, expected: Named) -> None:
 def test_other_shapes_are_planned_when_they_come() -> None:
     """Another length, a last microbatch with fewer samples, an entry less, evaluation; and nothing is planned twice."""
     short = sentences(3, length=LENGTH - 2)
-    batches = [masked_sentences(5), short, masked_sentences(5), short, sentences(4)]
+    seen = {**masked_sentences(5), "attention_mask": torch.ones(5, LENGTH).long()}  # the forward branches on it
+    batches = [masked_sentences(5), short, seen, short, sentences(4)]
 
     def rank() -> tuple[list[float | None], Named, int, object]:
         model = Pipeline.from_module(DECODER.module(), TWO, batches[0])
