@@ -17,6 +17,10 @@ from pipeflow.core.errors import UsageError
 _KEY = "_pipeflow_watched"
 
 
+def _set_class(module: nn.Module, to: type[nn.Module]) -> None:
+    object.__setattr__(module, "__class__", to)  # that of nn.Module looks for parameters first
+
+
 class Watcher(Protocol):
     """Gets the calls of watched modules."""
 
@@ -46,14 +50,14 @@ def watched(modules: Mapping[str, nn.Module], watcher: Watcher) -> Iterator[None
             plain: Any = type(module)
             vars(module)[_KEY] = (thread, watcher, name)
             try:
-                module.__class__ = _watched_class(plain)
+                _set_class(module, _watched_class(plain))
             except TypeError as error:
                 raise UsageError(f"the calls of {name!r}, a {plain.__name__}, cannot be watched: {error}") from error
             replaced.append((module, plain))
         yield
     finally:
         for module, plain in replaced:
-            module.__class__ = plain
+            _set_class(module, plain)
             vars(module).pop(_KEY, None)
 
 

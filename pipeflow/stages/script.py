@@ -126,7 +126,7 @@ class Run:
                 leaves.append(self._tensor(Value(call.index, index), leaf, call))
             else:
                 leaves.append(_Absent(call.name, leaf.kind) if isinstance(leaf, Unknown) else leaf)
-        return tree_unflatten(leaves, call.returned.spec)
+        return leaves[0] if call.returned.is_bare else tree_unflatten(leaves, call.returned.spec)
 
     def _tensor(self, value: Value, look: Look, call: Call) -> Tensor:
         received = self._received.get(value)

@@ -41,6 +41,7 @@ class ModuleStage(nn.Module):
         self.training = root.training
         self._planner = planner
         self._places: dict[frozenset[str], list[tuple[str, dict[str, Any], str]]] = {}
+        self._dead: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}  # that nobody reads
         _store_once(root, index, plan)
 
     @property
@@ -64,7 +65,11 @@ class ModuleStage(nn.Module):
         own = {value: tensor.clone() if value in written else tensor for value, tensor in values.items()}
 
         def make(value: Value, look: Look) -> Tensor:
-            return _dead(look, device, value in written)
+            key = look.shape, look.dtype, device
+            if key not in self._dead:
+                self._dead[key] = dead(*key)
+            found = self._dead[key]
+            return found.clone(memory_format=torch.contiguous_format) if value in written else found
 
         run = Run(stage.script, own, make)
         output = run.forward(self.root, self._watched(stage.script.names), self._planner.entries.arguments(entries))
@@ -114,11 +119,6 @@ class ModuleStage(nn.Module):
 def _place(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     parent, _, key = name.rpartition(".")
     return root.get_submodule(parent)._modules, key
-
-
-def _dead(look: Look, device: torch.device, is_written: bool) -> Tensor:
-    tensor = dead(look.shape, look.dtype, device)
-    return tensor.clone(memory_format=torch.contiguous_format) if is_written else tensor
 
 
 def _store_once(root: nn.Module, index: int, plan: Plan) -> None:

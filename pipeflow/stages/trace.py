@@ -67,6 +67,11 @@ class Returned(NamedTuple):
         leaves, spec = tree_flatten(output)
         return cls(spec, [_leaf(leaf, flow) for leaf in leaves])
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is no tree but a leaf."""
+        return self.spec.is_leaf()
+
     def looks(self) -> dict[int, Look]:
         """The tensors among the leaves."""
         return {index: leaf for index, leaf in enumerate(self.leaves) if isinstance(leaf, Look)}
