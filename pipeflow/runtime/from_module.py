@@ -20,7 +20,7 @@ from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
 from pipeflow.runtime.microbatch import next_batch
 from pipeflow.stages.blocks import Blocks, Cuts
 from pipeflow.stages.entries import LABELS
-from pipeflow.stages.loss import all_counted, has_loss, own_loss, weigh_by_labels
+from pipeflow.stages.loss import all_counted, own_loss, weigh_by_labels
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.stage import ModuleStage
@@ -80,9 +80,10 @@ def parts_of(
     own = placement.stages_of(context.pipeline_rank)
     chunks = nn.ModuleList(ModuleStage(module, stage, planner, plan, device) for stage in own)
     _tie(module, plan, placement, context.pipeline_rank)
-    has = has_loss(plan.trace)
-    weigh = weigh_by_labels(plan.trace, entries.get(LABELS)) if has else None
-    return Parts(chunks, plan, planner.entries.of, own_loss if has else None, weigh)
+    if not plan.trace.makes_loss:
+        return Parts(chunks, plan, planner.entries.of, None, None)
+    weigh = weigh_by_labels(plan.trace.targets, entries.get(LABELS))
+    return Parts(chunks, plan, planner.entries.of, own_loss, weigh)
 
 
 def _require_same(plan: Plan, context: Context) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.stages.trace import Trace
 
 IGNORED = -100
 """The label that losses of torch leave out."""
@@ -38,14 +37,14 @@ def own_loss(output: object, labels: object) -> Tensor:
     return loss
 
 
-def weigh_by_labels(trace: Trace, labels: object) -> partial[float] | None:
-    """What the mean in a module's own loss is over, if it is over labels: found by comparing how many targets its loss
-    counted in a trace with how many `labels` there were, of which none was IGNORED. None for the samples.
+def weigh_by_labels(targets: Sequence[int], labels: object) -> partial[float] | None:
+    """What the mean in a module's own loss is over, if it is over labels: found by comparing how many `targets` its
+    losses counted with how many `labels` there were, of which none was IGNORED. None for the samples.
     """
     if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
         return None
     for skipped in (0, 1):
-        if labels[:, skipped:].numel() in trace.targets:
+        if labels[:, skipped:].numel() in targets:
             return partial(_count, skipped=skipped)
     return None
 
@@ -62,8 +61,3 @@ def all_counted(labels: object) -> object:
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype is torch.bool or not labels.numel():
         return labels
     return torch.where(labels == IGNORED, labels.max().clamp(min=0), labels)
-
-
-def has_loss(trace: Trace) -> bool:
-    """Whether the module computed one."""
-    return loss_in(trace.value) is not None

@@ -17,6 +17,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.stages.calls import watched
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.flow import Flow
+from pipeflow.stages.loss import loss_in
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """What a module is called with: positional arguments and keywords."""
@@ -117,13 +118,21 @@ class Leak(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """A forward. Call 0 is that of the whole module; `value` is what it returned, with fake tensors in it."""
+    """A forward. Call 0 is that of the whole module.
+
+    Attributes:
+        calls: in the order in which they were entered.
+        leaks: tensors that calls handed on beside their outputs.
+        decided: the calls that read a number that was drawn at random.
+        targets: how many targets count, of each loss that counts its targets.
+        makes_loss: whether there is a loss in what the module returned.
+    """
 
     calls: list[Call]
     leaks: list[Leak]
     decided: list[int]
     targets: list[int]
-    value: object
+    makes_loss: bool
 
     @property
     def returned(self) -> Returned:
@@ -197,7 +206,7 @@ def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0) -> Trace:
     with explained(recorder), watched(modules, recorder), torch.enable_grad(), flow:
         output = fakes.module(*batch[0], **batch[1])
     recorder.end(output)
-    return Trace(recorder.calls, _leaks(recorder.calls, flow), flow.decided, flow.targets, output)
+    return Trace(recorder.calls, _leaks(recorder.calls, flow), flow.decided, flow.targets, loss_in(output) is not None)
 
 
 class Located(Protocol):
