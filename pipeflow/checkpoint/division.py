@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeflow.checkpoint.index import Index, Part, Sizes, Stored, Where, dtype_name, dtype_named
-from pipeflow.checkpoint.pieces import Piece
+from pipeflow.checkpoint.pieces import Piece, name_of_whole
 from pipeflow.checkpoint.storage import Content
 from pipeflow.core.errors import UsageError
 
@@ -79,7 +79,9 @@ class Division:
                 if offer.dtype is None:
                     values[offer.name] = written[offer.name]
                 else:
-                    found[offer.name].append((offer, Part(offer.offset, offer.sizes, written[offer.name])))
+                    found[name_of_whole(offer.name)].append(
+                        (offer, Part(offer.offset, offer.sizes, written[offer.name]))
+                    )
         return Index({name: _stored(name, parts) for name, parts in found.items()}, values)
 
     def require_whole(self) -> None:

@@ -26,15 +26,19 @@ Names = Callable[[int, str], str]
 """`names(stage, name)` is the name in the whole model of what a stage's module calls `name`."""
 
 Sizes = tuple[int, ...]
+_BLOCK = "\0"  # between the name of a tensor and the number of a block
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor: its values, where they begin in the whole, and the whole's shape."""
+    """A part of a tensor: its values, where they begin in the whole, and the whole's shape. One whose values do not lie
+    together in the whole is made of `blocks` that do, and its offset has no meaning.
+    """
 
     tensor: Tensor
     offset: torch.Size
     shape: torch.Size
+    blocks: tuple[Piece, ...] = ()
 
     def copied(self) -> Piece:
         """The same values in memory of their own, on the CPU."""
@@ -54,8 +58,35 @@ class Piece:
     def of(cls, tensor: Tensor, split: Split, rank: int) -> Piece:
         """What tensor rank `rank` holds of a split tensor, the padding left out."""
         offset, shape = [0] * tensor.dim(), list(tensor.shape)
+        if split.blocks:
+            shape[split.dim] = split.size
+            return cls(tensor, torch.Size(offset), torch.Size(shape), tuple(_blocks(tensor, split, rank, shape)))
         offset[split.dim], shape[split.dim] = min(rank * tensor.shape[split.dim], split.size), split.size
         return cls(split.unpadded(tensor, rank), torch.Size(offset), torch.Size(shape))
+
+
+def _blocks(tensor: Tensor, split: Split, rank: int, shape: Sequence[int]) -> Iterator[Piece]:
+    ranks, begin = split.size // tensor.shape[split.dim], 0
+    parts = tensor.split([size // ranks for size in split.blocks], split.dim)
+    for size, part in zip(split.blocks, parts, strict=True):
+        offset = [0] * tensor.dim()
+        offset[split.dim] = begin + rank * part.shape[split.dim]
+        yield Piece(part, torch.Size(offset), torch.Size(shape))
+        begin += size
+
+
+def apart(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+    """The blocks of pieces that are made of some, each under a name of its own; all others as they are."""
+    found: dict[str, Piece] = {}
+    for name, piece in pieces.items():
+        blocks = {f"{name}{_BLOCK}{index}": block for index, block in enumerate(piece.blocks)}
+        found |= blocks or {name: piece}
+    return found
+
+
+def name_of_whole(name: str) -> str:
+    """Of the tensor to which a piece belongs, by the name that it has in `apart`."""
+    return name.partition(_BLOCK)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,11 +133,12 @@ def _fill_all(entries: Iterable[_Entry], files: Mapping[str, Path]) -> None:
 
 
 def _fill(entry: _Entry, stored: Any) -> None:
-    piece = entry.local.piece
-    begins = zip(piece.offset, piece.tensor.shape, strict=True)
-    where = tuple(slice(start, start + length) for start, length in begins)
-    if piece.tensor.numel():
-        whole = stored if entry.transform is AS_IT_IS else entry.transform.to_ours(stored[...])
+    if not entry.local.piece.tensor.numel():
+        return
+    whole = stored if entry.transform is AS_IT_IS else entry.transform.to_ours(stored[...])
+    for piece in entry.local.piece.blocks or (entry.local.piece,):
+        begins = zip(piece.offset, piece.tensor.shape, strict=True)
+        where = tuple(slice(start, start + length) for start, length in begins)
         piece.tensor.copy_(whole[where or ...])
 
 
@@ -239,9 +240,7 @@ def _whole(local: LocalTensor, context: Context) -> Tensor:
         return tensor.to("cpu", copy=True)
     parts = tensor.new_empty(context.tensor_size * tensor.shape[0], *tensor.shape[1:])
     context.tensor.all_gather(parts, tensor).wait()
-    return torch.cat(parts.cpu().chunk(context.tensor_size), dim=local.split.dim).narrow(
-        local.split.dim, 0, local.split.size
-    )
+    return local.split.joined(parts.cpu().chunk(context.tensor_size))
 
 
 def _publish(path: Path, parts: Sequence[_Part]) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pipeflow.checkpoint import folders, state
 from pipeflow.checkpoint.job import Job
-from pipeflow.checkpoint.pieces import LocalTensor, Names, context_of, local_tensors
+from pipeflow.checkpoint.pieces import LocalTensor, Names, apart, context_of, local_tensors
 from pipeflow.checkpoint.storage import Content, to_bytes
 from pipeflow.checkpoint.task import Task
 from pipeflow.core.errors import PipeflowError, UsageError
@@ -137,4 +137,4 @@ def _content(
         pieces |= states
     if context.rank == 0:
         values[state.RUN] = to_bytes("data, extra or the scheduler", run)
-    return Content(pieces | state.random_pieces(context), values)
+    return Content(apart(pieces | state.random_pieces(context)), values)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeflow.checkpoint.index import Index, Part, Where
 from pipeflow.checkpoint.manifest import INDEX, Digest, Manifest, read_json
-from pipeflow.checkpoint.pieces import Piece
+from pipeflow.checkpoint.pieces import Piece, apart, name_of_whole
 from pipeflow.core.errors import UsageError
 
 
@@ -146,7 +146,8 @@ class Storage:
 
         Raises UsageError for a tensor that is not what the index says.
         """
-        for name, piece in pieces.items():
+        for key, piece in apart(pieces).items():
+            name = name_of_whole(key)
             for part in self.tensors[name].parts:
                 if part.overlaps(piece.offset, piece.tensor.shape):
                     saved, wanted = part.slices(piece.offset, piece.tensor.shape)

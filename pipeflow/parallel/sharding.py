@@ -4,11 +4,12 @@ Norms, ties, reductions and checkpoints ask here; nobody else knows which layer 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,15 +20,27 @@ from pipeflow.parallel.layout import Layout
 class Split:
     """A parameter or buffer of which every tensor rank holds an equal part along `dim`, one after the other. `size` is
     that of the whole along `dim`, without what was padded at its end to make the parts equal.
+
+    Where the whole is several blocks along `dim`, such as query, key and value, `blocks` has their sizes; then a rank's
+    part is a part of each of them, one after the other, without padding.
     """
 
     dim: int
     size: int
+    blocks: tuple[int, ...] = ()
 
     def unpadded(self, part: Tensor, rank: int) -> Tensor:
         """What of tensor rank `rank`'s part is no padding, in the memory where it lies."""
         length = part.shape[self.dim]
         return part.narrow(self.dim, 0, min(length, max(0, self.size - rank * length)))
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole, without padding, of the parts of all tensor ranks."""
+        if not self.blocks:
+            return torch.cat(list(parts), self.dim).narrow(self.dim, 0, self.size)
+        sizes = [block // len(parts) for block in self.blocks]
+        blocks = zip(*(part.split(sizes, self.dim) for part in parts), strict=True)
+        return torch.cat([piece for block in blocks for piece in block], self.dim)
 
 
 @runtime_checkable

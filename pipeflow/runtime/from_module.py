@@ -60,6 +60,7 @@ def parts_of(
     cuts: Cuts,
     blocks: Blocks,
     autocast: torch.dtype | None,
+    shard: Callable[..., None] | None,
 ) -> Parts:
     """This rank's parts; all ranks make theirs together.
 
@@ -78,8 +79,11 @@ def parts_of(
         plan = planner.plan(entries)
     _require_same(plan, context)
     own = placement.stages_of(context.pipeline_rank)
-    chunks = nn.ModuleList(ModuleStage(module, stage, planner, plan, device) for stage in own)
+    stages = [ModuleStage(module, stage, planner, plan, device) for stage in own]
+    if shard is not None:
+        shard(*(stage.root for stage in stages))
     _tie(module, plan, placement, context.pipeline_rank)
+    chunks = nn.ModuleList(stages)
     if not plan.trace.makes_loss:
         return Parts(chunks, plan, planner.entries.of, None, None)
     weigh = weigh_by_labels(plan.trace.targets, entries.get(LABELS))

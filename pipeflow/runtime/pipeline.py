@@ -154,6 +154,7 @@ class Pipeline(nn.Module):
         autocast: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         cost: CostModel | None = None,
+        shard: Callable[..., None] | None = None,
     ) -> Self:
         """A Pipeline of any module, whose own forward each stage runs: calls that earlier stages have made are
         replaced by what these sent, and the forward ends after the stage's last block. What a stage receives, sends and
@@ -176,6 +177,8 @@ class Pipeline(nn.Module):
                 is a mean over these.
             overlap, autocast, gradient_dtype: as for a Pipeline.
             cost: as for a Pipeline; without `activation_bytes` it gets those that the stages send.
+            shard: `shard(*stages)` splits this rank's stages over the tensor ranks in place, as a tensor-parallel
+                library does it. Without, tensor ranks all compute the same.
 
         Parameters keep the names that they have in `module`, here and in checkpoints. Those that several stages need
         are tied. Those that none needs belong to the last stage. A buffer is stored by the first stage that needs it.
@@ -186,7 +189,9 @@ class Pipeline(nn.Module):
         context = current_context()
         with context.alarm.raised_everywhere():
             context.alarm.expect_slow()
-            parts = parts_of(module, schedule, example, context, cuts=cuts, blocks=blocks, autocast=autocast)
+            parts = parts_of(
+                module, schedule, example, context, cuts=cuts, blocks=blocks, autocast=autocast, shard=shard
+            )
         made = cls(
             parts.chunks,
             schedule,

@@ -27,8 +27,11 @@ from pipeflow.tensor.regions import (
     scatter_to_sequence_region,
     scatter_to_tensor_region,
 )
+from pipeflow.tensor.rules import DEFAULT_RULES, Rule
+from pipeflow.tensor.sharded import shard
 
 __all__ = [
+    "DEFAULT_RULES",
     "Classifier",
     "ColumnParallelLinear",
     "CrossEntropy",
@@ -38,6 +41,7 @@ __all__ = [
     "PatchEmbedding",
     "RandomTracker",
     "RowParallelLinear",
+    "Rule",
     "VocabParallelClassifier",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
@@ -58,5 +62,6 @@ __all__ = [
     "scatter_to_sequence_region",
     "scatter_to_tensor_region",
     "set_tracker",
+    "shard",
     "vocab_parallel_cross_entropy",
 ]

@@ -58,6 +58,9 @@ def cut(whole: Tensor, split: Split | None, group: Group) -> Tensor:
     whole = whole.detach()
     if split is None or group.size == 1:
         return whole.clone()
+    if split.blocks:
+        pieces = (block.chunk(group.size, split.dim)[group.rank] for block in whole.split(split.blocks, split.dim))
+        return torch.cat(list(pieces), split.dim)
     rows = -(-split.size // group.size)
     start = min(group.rank * rows, split.size)
     length = real_rows(split.size, rows, group.rank)

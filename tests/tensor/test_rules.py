@@ -1,0 +1,323 @@
+"""Tensor parallelism of any module by rules: equal to the plain module, by hand and under a pipeline."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import (
+    Pipeline,
+    UsageError,
+    clip_grad_norm_,
+    execute_pipeline,
+    load_checkpoint,
+    load_safetensors,
+    make_schedule,
+    save_checkpoint,
+    save_safetensors,
+)
+from pipeflow.parallel.context import current_context
+from pipeflow.parallel.sharding import partial_in, splits_of
+from pipeflow.tensor import DEFAULT_RULES, Rule, shard
+from pipeflow.tensor.division import cut
+from pipeflow.testing import RankError, run_threads
+from tests.tensor.small import HEADS, MODELS, WIDTH, PackedAttention, attention, batch, make
+
+Named = dict[str, Tensor]
+ONE = make_schedule("1f1b", ranks=1, microbatches=2)
+
+
+def gradients(module: nn.Module) -> Named:
+    """By name, and whole."""
+    context, splits, found = current_context(), splits_of(module), {}
+    for name, parameter in module.named_parameters():
+        if (gradient := parameter.grad) is not None:
+            if (split := splits.get(id(parameter))) is not None:
+                parts = gradient.new_empty(context.tensor_size * gradient.shape[0], *gradient.shape[1:])
+                context.tensor.all_gather(parts, gradient.contiguous()).wait()
+                gradient = split.joined(parts.chunk(context.tensor_size))
+            found[name] = gradient.clone()
+    return found
+
+
+def plain(module: nn.Module) -> tuple[float, Named]:
+    loss = module(**batch())
+    loss.backward()
+    return loss.item(), {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+
+
+def by_hand(module: nn.Module, **options: Any) -> tuple[float, Named, int]:
+    module = copy.deepcopy(module)
+    shard(module, **options)
+    loss = module(**batch())
+    loss.backward()
+    for parameter in partial_in(module):
+        assert parameter.grad is not None
+        current_context().tensor.all_reduce(parameter.grad).wait()
+    return loss.item(), gradients(module), sum(each.numel() for each in module.parameters())
+
+
+def require_equal(found: Named, expected: Named) -> None:
+    """Within 1e-9 of each one's largest entry, or of a thousandth of all: some are zero but for rounding."""
+    largest = max(float(each.abs().max()) for each in expected.values())
+    for name, gradient in found.items():
+        assert gradient.shape == expected[name].shape, name
+        scale = max(float(expected[name].abs().max()), largest * 1e-3)
+        assert (gradient - expected[name]).abs().max() <= 1e-9 * scale, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_the_plain_module(name: str) -> None:
+    module = make(name)
+    results = run_threads(by_hand, 2, module, tensor=2)
+    loss, expected = plain(module)
+    for its, found, numbers in results:
+        assert its == pytest.approx(loss, rel=1e-12)
+        assert found.keys() == expected.keys()
+        require_equal(found, expected)
+        assert numbers < 0.75 * sum(each.numel() for each in module.parameters())
+
+
+def test_a_group_of_one_changes_nothing() -> None:
+    module = make("gpt2")
+    before = [(type(each), id(each)) for each in module.modules()]
+    shard(module)
+    assert [(type(each), id(each)) for each in module.modules()] == before
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_under_a_pipeline(name: str, schedule: str) -> None:
+    """Pipeline 2 x tensor 2: loss, gradients, and the norm that clipping finds."""
+    module, two = make(name), make_schedule(schedule, ranks=2, microbatches=4)
+
+    def rank() -> tuple[float, Named, float]:
+        model = Pipeline.from_module(copy.deepcopy(module), two, batch(), shard=shard)
+        output = execute_pipeline(iter([batch()]), model, broadcast_loss=True)
+        assert output.loss is not None
+        found = gradients(model)
+        return output.loss.item(), found, clip_grad_norm_(model, 1e-3).item()
+
+    results = run_threads(rank, 4, tensor=2)
+    loss, expected = plain(module)
+    norm = nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
+    assert {name for _, found, _ in results for name in found} == expected.keys()
+    for its, found, its_norm in results:
+        assert its == pytest.approx(loss, rel=1e-9)
+        require_equal(found, expected)
+        assert its_norm == pytest.approx(norm, rel=1e-9)
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 4)])
+def test_checkpoints_under_another_tensor_size(tmp_path: Path, first: int, then: int) -> None:
+    """Packed weights are whole in the folder, and so are an optimizer's states of them."""
+    module = make("gpt2-tied")
+
+    def model() -> tuple[Pipeline, torch.optim.Optimizer]:
+        made = Pipeline.from_module(copy.deepcopy(module), ONE, batch(), shard=shard)
+        return made, torch.optim.Adam(made.parameters(), lr=0.01)
+
+    def step(made: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+        made.zero_grad()
+        execute_pipeline(iter([batch()]), made)
+        optimizer.step()
+
+    def save() -> None:
+        made, optimizer = model()
+        step(made, optimizer)
+        save_checkpoint(tmp_path / "saved", made, optimizer)
+
+    def load() -> list[tuple[str, bool]]:
+        made, optimizer = model()
+        load_checkpoint(tmp_path / "saved", made, optimizer)
+        step(made, optimizer)
+        context, splits = current_context(), splits_of(made)
+        return [
+            (name, torch.allclose(each, cut(expected[name], splits.get(id(each)), context.tensor), rtol=1e-9))
+            for name, each in made.named_parameters()
+        ]
+
+    serial = copy.deepcopy(module)
+    optimizer = torch.optim.Adam(serial.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        serial(**batch()).backward()
+        optimizer.step()
+    expected = dict(serial.named_parameters())
+    run_threads(save, first, tensor=first)
+    for found in run_threads(load, then, tensor=then):
+        assert [name for name, is_equal in found if not is_equal] == []
+
+
+def test_safetensors_of_packed_weights(tmp_path: Path) -> None:
+    """Written whole by two tensor ranks, and read by them in parts."""
+    pytest.importorskip("safetensors")
+    module = make("gpt2-tied")
+    wanted = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    def save() -> None:
+        mine = copy.deepcopy(module)
+        shard(mine)
+        save_safetensors(tmp_path / "model", mine)
+
+    def load() -> list[bool]:
+        mine = copy.deepcopy(module)
+        shard(mine)
+        with torch.no_grad():
+            for parameter in mine.parameters():
+                parameter.zero_()
+        load_safetensors(tmp_path / "model", mine)
+        splits, group = splits_of(mine), current_context().tensor
+        return [
+            torch.equal(each, cut(wanted[name], splits.get(id(each)), group)) for name, each in mine.named_parameters()
+        ]
+
+    run_threads(save, 2, tensor=2)
+    stored = safetensors_of(tmp_path / "model")
+    assert all(torch.equal(stored[name], each) for name, each in wanted.items())
+    assert all(all(found) for found in run_threads(load, 2, tensor=2))
+
+
+def safetensors_of(folder: Path) -> Named:
+    from safetensors.torch import load_file  # optional
+
+    return {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+class Own(nn.Module):
+    """Names and attributes of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = HEADS
+        self.qkv, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.temperature = nn.Parameter(torch.ones(HEADS))
+        self.scale = nn.Parameter(torch.ones(WIDTH // HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        query = (query.unflatten(-1, (self.h, -1)) * self.temperature[:, None] * self.scale).flatten(-2)
+        made: Tensor = self.mix(attention(query, key, value, self.h, self.h))
+        return made
+
+
+OWN = [
+    Rule("column", "qkv", parts=3),
+    Rule("row", "mix"),
+    Rule("attribute", "h"),
+    Rule("heads", "temperature"),
+    Rule("partial", "scale"),
+]
+
+
+def own() -> nn.Module:
+    module = make("llama")
+    module.blocks = nn.ModuleList(Own().double() for _ in range(2))
+    return module
+
+
+def test_rules_of_ones_own() -> None:
+    """One of each kind, a line each."""
+    module = own()
+    expected = plain(module)[1]
+    for _, found, numbers in run_threads(partial(by_hand, rules=[*OWN, *DEFAULT_RULES]), 2, module, tensor=2):
+        require_equal(found, expected)
+        assert numbers < 0.6 * sum(each.numel() for each in module.parameters())
+
+
+@pytest.mark.parametrize("left_out", range(len(OWN)))
+def test_every_rule_is_needed(left_out: int) -> None:
+    """Without any of them the shapes do not fit, or a gradient is another."""
+    rules, module = [*OWN[:left_out], *OWN[left_out + 1 :], *DEFAULT_RULES], own()
+    expected = plain(module)[1]
+
+    def compare() -> None:
+        for _, found, _ in run_threads(partial(by_hand, rules=rules), 2, module, tensor=2):
+            require_equal(found, expected)
+
+    with pytest.raises((RankError, AssertionError), match=r"scale|size|shape|takes|inputs"):
+        compare()
+
+
+def test_a_rule_that_keeps_layers_whole() -> None:
+    module = make("llama")
+    rules = [Rule("whole", r"self_attn\..*"), *DEFAULT_RULES]
+    expected = plain(module)[1]
+    for _, found, _ in run_threads(partial(by_hand, rules=rules), 2, module, tensor=2):
+        require_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("rules", "size", "message"),
+    [
+        ([Rule("column", "nothing")], 2, "matches nothing"),
+        ([Rule("row", "norm")], 2, "which is a RMSNorm"),
+        ((), 3, "choose a tensor size of 1, 2, 4"),
+        ((), 4, "num_key_value_heads is 2, which 4 tensor ranks cannot share: choose a tensor size of 1, 2"),
+        ([Rule("column", "q_proj", parts=5)], 2, "not made of the parts"),
+        ([Rule("heads", r"norm\.weight", dim=3)], 2, "whose shape is"),
+    ],
+)
+def test_what_is_refused_changes_nothing(rules: list[Rule], size: int, message: str) -> None:
+    def rank() -> None:
+        module = make("llama")
+        before = [(type(each), each) for each in module.modules()], {k: v.shape for k, v in module.named_parameters()}
+        with pytest.raises(UsageError, match=message):
+            shard(module, rules=[*rules, *DEFAULT_RULES])
+        assert before[1] == {name: each.shape for name, each in module.named_parameters()}
+        assert before[0] == [(type(each), each) for each in module.modules()]
+
+    run_threads(rank, size, tensor=size)
+
+
+def test_a_rule_must_be_one() -> None:
+    with pytest.raises(UsageError, match="no kind of rule"):
+        Rule("diagonal", "x")  # type: ignore[arg-type]  # what is refused
+    with pytest.raises(UsageError, match="no regular expression"):
+        Rule("row", "(")
+
+
+def test_an_embedding_whose_weight_another_layer_uses_whole_stays_whole() -> None:
+    module = make("gpt2")
+    module.other = nn.Linear(WIDTH, 13, bias=False)
+    module.other.weight = module.get_submodule("wte").weight  # type: ignore[assignment]  # a parameter
+
+    def rank() -> bool:
+        mine = copy.deepcopy(module)
+        shard(mine)
+        return id(mine.get_submodule("wte").weight) in splits_of(mine)
+
+    assert run_threads(rank, 2, tensor=2) == [False, False]
+
+
+def test_torchs_attention_stays_whole() -> None:
+    """It computes with its out_proj's weight without calling it."""
+
+    def rank() -> tuple[int, Tensor]:
+        with torch.random.fork_rng(devices=[]):
+            module = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2, dtype=torch.float64)})
+        shard(module)
+        return len(splits_of(module)), module["attn"].out_proj.weight  # type: ignore[union-attr, return-value]  # that of torch's
+
+    for splits, weight in run_threads(rank, 2, tensor=2):
+        assert splits == 0
+        assert weight.shape == (8, 8)
+
+
+def test_packed_attention_needs_its_split_size() -> None:
+    """What is divided is the attention's own; nothing outside of it."""
+
+    def rank() -> tuple[int, int]:
+        module = make("gpt2")
+        shard(module)
+        first: Any = module.get_submodule("blocks.0.attn")
+        assert type(first) is PackedAttention
+        return first.num_heads, first.split_size
+
+    assert run_threads(rank, 2, tensor=2) == [(HEADS // 2, WIDTH // 2)] * 2
