@@ -27,6 +27,8 @@ ROUNDED = {"gemma2": 1e-6}  # its norms are computed in float32, which rounds by
 @pytest.mark.parametrize("name", EACH)
 def test_pipeline_by_tensor(name: str) -> None:
     module, batch = make(transformers, name)
+    serial = copy.deepcopy(module)
+    expected_loss, expected = _plain(serial, batch)  # first: BEiT keeps a table that its first forward makes
 
     def rank() -> tuple[float, dict[str, Tensor], float, int]:
         model = Pipeline.from_module(copy.deepcopy(module), TWO, batch, shard=shard)
@@ -35,8 +37,7 @@ def test_pipeline_by_tensor(name: str) -> None:
         return output.loss.item(), gradients(model), clip_grad_norm_(model, 1.0).item(), len(splits_of(model))
 
     results = run_threads(rank, 4, tensor=2, deadline=200.0)
-    expected_loss, expected = _plain(module, batch)
-    norm = nn.utils.clip_grad_norm_(module.parameters(), 1e9).item()
+    norm = nn.utils.clip_grad_norm_(serial.parameters(), 1e9).item()
     largest = max(float(each.abs().max()) for each in expected.values())
     tolerance = ROUNDED.get(name, 1e-9)
     assert {key for _, found, _, _ in results for key in found} == expected.keys()
