@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from pipeflow import __version__
 from pipeflow.cli.options import Parser
-from pipeflow.cli.progress import timed
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import printable
 
@@ -37,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if argv is None else argv
         arguments = parser(words[0] if words else None).parse_args(words)
-        with timed():
-            status: int = arguments.run(arguments)
+        status: int = arguments.run(arguments)
         sys.stdout.flush()
     except UsageError as error:
         return _failed(str(error))

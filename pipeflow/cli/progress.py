@@ -1,4 +1,4 @@
-"""Progress: what a command is at, on standard error, once it has run for longer than two seconds."""
+"""Progress: what a command is doing, on standard error, once that has taken longer than two seconds."""
 
 from __future__ import annotations
 
@@ -6,39 +6,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from threading import Event
 
 AFTER = 2.0  # seconds
-_BEGAN: ContextVar[float | None] = ContextVar("began", default=None)
-
-
-@contextmanager
-def timed() -> Iterator[None]:
-    """What runs within is a command: its seconds count from here."""
-    token = _BEGAN.set(time.monotonic())
-    try:
-        yield
-    finally:
-        _BEGAN.reset(token)
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Says `what` the command is doing, for as long as that is so, when the command has run for long: on a terminal in
-    a line that goes away, with the seconds so far, else in one line. Outside of a command nothing is said.
+    """Says `what` the command is doing where that takes long: on a terminal in a line that goes away, with the seconds
+    so far, else in one line.
     """
-    began = _BEGAN.get()
-    if began is None:
-        yield
-        return
     from threading import Event, Thread
 
     done = Event()
-    thread = Thread(target=_say, args=(what, began, done), daemon=True)
+    thread = Thread(target=_say, args=(what, time.monotonic(), done), daemon=True)
     thread.start()
     try:
         yield
@@ -48,7 +32,7 @@ def doing(what: str) -> Iterator[None]:
 
 
 def _say(what: str, began: float, done: Event) -> None:
-    if done.wait(max(began + AFTER - time.monotonic(), 0.0)):
+    if done.wait(AFTER):
         return
     err = sys.stderr
     if not err.isatty():

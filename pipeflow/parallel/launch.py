@@ -28,7 +28,6 @@ from pipeflow.parallel.rendezvous import come, did_not_come, find_each_other, mi
 from pipeflow.parallel.transport.distributed import DistributedTransport
 from pipeflow.parallel.transport.local import Hub, LocalTransport
 from pipeflow.parallel.transport.protocol import Transport
-from pipeflow.parallel.transport.work import LinkError
 
 T = TypeVar("T")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -107,10 +106,7 @@ def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> D
         leave=coordinators[0].close if coordinators else lambda: None,
     )
     atexit.register(transport.close)
-    try:
-        transport.reopen()
-    except LinkError as error:
-        raise PipelineError(transport.report(error)) from None
+    transport.open_first()
     return transport
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
-from pipeflow.parallel.transport.agreement import all_gather, exchange
+from pipeflow.parallel.transport.agreement import all_gather, exchange, told_alike
 from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.runtime.call import in_words
 from pipeflow.runtime.gradients.step_end import Change
@@ -78,7 +78,8 @@ def agree(told: Told, results: Results, context: Context, last: Sequence[int], *
     if loss is not None and context.tensor.rank == 0 and (everywhere or context.data.size > 1):
         told = told._replace(dtype=_DTYPES.index(loss.dtype), weight=results.weight, loss=loss.item())
     rows = [Told(*row) for row in all_gather(context.world, told)]
-    require_alike(rows, context)
+    with told_alike(context.world):
+        require_alike(rows, context)
     if loss is None or any(row.dtype >= 0 for row in rows):
         loss = _mean(rows, context) if everywhere or results.weights else None
     samples = sum(row.samples for row in rows[:: len(rows) // context.data.size])

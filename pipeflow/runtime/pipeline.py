@@ -17,7 +17,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.deferral.products import Deferral
 from pipeflow.parallel.context import current_context
-from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.parallel.transport.agreement import all_gather_object, told_alike
 from pipeflow.runtime.arguments import Arguments, compare, fitting_stages, promised
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.clipping import Clipping
@@ -125,7 +125,8 @@ class Pipeline(nn.Module):
             promise = promised(tensor_shape, tensor_dtype)
             mine = Arguments.of(schedule, promise, cost, overlaps=overlap is not None, takes=names_taken(modules))
             everyone: list[Any] = all_gather_object(context.world, mine)
-            taken = compare(everyone)
+            with told_alike(context.world):
+                taken = compare(everyone)
             self.gradients = Gradients(self, owners, schedule.placement, context, gradient_dtype)
             precise = _under_autocast(autocast, context.device)
             watched = None if overlap is None else context.device

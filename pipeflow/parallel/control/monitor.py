@@ -136,7 +136,7 @@ class Monitor:
     def enter(self, number: int) -> None:
         """This rank begins so many-th call that all ranks make together."""
         self._number, self._begun = number, time.monotonic()
-        self._break_if_reached(self._generation)
+        self._break_if_failed(self._generation)
 
     def report(self, generation: int, failure: Failure | LinkError) -> Failure:
         """Tells all ranks of a failure; returns the one that was told first."""
@@ -159,8 +159,9 @@ class Monitor:
         return blame.failure(failure.story(self._rank, self._timeout))
 
     def has_failed(self, generation: int) -> bool:
-        """Whether a failure was told."""
-        return generation in self._verdicts
+        """Whether a failure was told, but for one in a call that this rank has not come to."""
+        failure = self._verdicts.get(generation)
+        return failure is not None and (failure.number is None or failure.number <= self._number)
 
     def close(self) -> None:
         """Says that this rank leaves, and ends the thread. A later report tells nobody, and comes back as it is."""
@@ -185,7 +186,7 @@ class Monitor:
     def _sleep_until(self, ready: Callable[[], bool]) -> None:
         generation = self._generation
         with self._changed:
-            self._changed.wait_for(lambda: ready() or self.expired or generation in self._verdicts)
+            self._changed.wait_for(lambda: ready() or self.expired or self.has_failed(generation))
         if not ready():
             raise LinkError(self._others.ranks[0], "opening channels", expired=self.expired)
 
@@ -274,10 +275,8 @@ class Monitor:
         with self._changed:
             self._verdicts.setdefault(generation, failure)
             self._changed.notify_all()
-        self._break_if_reached(generation)
+        self._break_if_failed(generation)
 
-    def _break_if_reached(self, generation: int) -> None:
-        """Breaks the channels after a failure, unless it is one in a call that this rank has not come to."""
-        failure = self._verdicts.get(generation)
-        if failure is not None and (failure.number is None or failure.number <= self._number):
+    def _break_if_failed(self, generation: int) -> None:
+        if self.has_failed(generation):
             self._break(generation)

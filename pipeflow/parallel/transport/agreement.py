@@ -4,11 +4,13 @@ the transport's sends and receives, so that a rank that does not answer has a na
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
+from pipeflow.core.errors import UsageError
 from pipeflow.core.rounds import rounds
 from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.parallel.transport.protocol import Tag, Transport
@@ -51,6 +53,20 @@ def all_gather_object(transport: Transport, value: object) -> list[object]:
     exchange(transport, Tag.CONTROL, dict.fromkeys(peers, body), arriving, "gathering what every rank measured")
     bodies = {**arriving, transport.rank: body}
     return [unpack(bytes(bodies[rank].tolist())) for rank in range(transport.size)]
+
+
+@contextmanager
+def told_alike(transport: Transport) -> Iterator[None]:
+    """Inside, ranks look at what `all_gather` or `all_gather_object` gave all of them: a UsageError that every rank
+    finds there is raised on each as it is. Without it, the first one's report could reach another before what that one
+    waits for.
+    """
+    try:
+        yield
+    except UsageError:
+        with suppress(LinkError):  # whoever reports has heard here that all have found it
+            all_gather(transport, [0.0])
+        raise
 
 
 def exchange(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,7 @@ from pipeflow.parallel.transport.work import LinkError
 _FOREVER = timedelta(days=7)  # the monitor says when time is up; a gloo wait that ends by itself breaks its channels
 _LOOK = timedelta(seconds=0.5)  # how often a wait for a collective over gloo looks whether channels are broken
 _UNUSED_TAG = len(Tag)
+_SETTLING = 2.0  # seconds
 _CLOSED = "the channels were closed"
 
 
@@ -56,6 +57,7 @@ class Channels:
         self._nccl: dict[tuple[int, int, Tag], Any] = {}
         self._collective: dict[tuple[int, ...], Any] = {}
         self._breaking = threading.Lock()
+        self._dropping: list[Future[None]] = []
         # One group for what goes to higher ranks and one for what goes to lower ones: a gloo connection with traffic
         # both ways keeps its thread spinning. Typed Any since torch's stubs know neither send nor recv of a group.
         self._gloo: list[Any] = [self._gloo_group(f"gloo-{way}", rank, size) for way in ("down", "up")]
@@ -162,7 +164,13 @@ class Channels:
         _abort_each([*self._nccl.values(), *(together if on_gpu else ())])
         _expire_each([*self._gloo, *(() if on_gpu else together)])
         if together:  # a thread of gloo's may wait for ever for the rest of a message, and so would who drops the group
-            aside(together.clear, "pipeflow closing")
+            self._dropping.append(aside(together.clear, "pipeflow closing"))
+
+    def settle(self) -> None:
+        """Waits until what was closed is gone, or hangs: Python must not end while a thread is about to come back from
+        gloo, which would abort the process.
+        """
+        wait(self._dropping, timeout=_SETTLING)
 
 
 def _abort_each(groups: list[Any]) -> None:

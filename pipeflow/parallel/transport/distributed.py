@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pipeflow.core.errors import Failure, UsageError
+from pipeflow.core.errors import Failure, PipelineError, UsageError
 from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.transport.channels import Channels
 from pipeflow.parallel.transport.distributed_group import DistributedGroup
@@ -50,6 +50,7 @@ class DistributedTransport:
         self._generation = -1  # of the channels, the last that were opened
         self._channels: Channels | None = None
         self._is_closed = False
+        self._is_late = False  # another rank failed in a call that this one comes to next
         monitor.breaks(self._break)
 
     @property
@@ -118,17 +119,33 @@ class DistributedTransport:
     def reopen(self) -> None:
         if self._is_closed:
             raise UsageError("this rank has closed its context: call pipeflow.launch and make the Pipeline anew")
-        if self._channels is None:
+        is_late, self._is_late = self._is_late, False  # then there are no channels in this call
+        if self._channels is None and not is_late:
             self._generation += 1
             self._open()
+
+    def open_first(self) -> None:
+        """Opens the first channels, before any call. Where another rank has come further and failed, the call that it
+        failed in will say so here, too. Raises PipelineError where a rank is gone.
+        """
+        try:
+            self.reopen()
+        except LinkError as error:
+            failure = self.report(error)
+            if failure.number is None:
+                raise PipelineError(failure) from None
+            self._is_late = True
 
     def close(self) -> None:
         self._is_closed = True
         self.monitor.close()
-        self._close_channels()
+        channels = self._close_channels()
+        if channels is not None:
+            channels.settle()
         self._leave()
 
-    def _close_channels(self) -> None:
+    def _close_channels(self) -> Channels | None:
         channels, self._channels = self._channels, None
         if channels is not None:
             channels.break_all()
+        return channels

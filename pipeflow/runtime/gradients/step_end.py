@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeflow.core.placement import Placement
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.sharding import is_distributed, own_buffers_of, splits_of
-from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
+from pipeflow.parallel.transport.agreement import all_gather, all_gather_object, told_alike
 from pipeflow.parallel.transport.work import Work
 from pipeflow.runtime.gradients.bucket import widen_gradient
 from pipeflow.runtime.gradients.buffers import Buffers
@@ -157,7 +157,8 @@ class Gradients:
             [(tie.ranks, [look(f"copy {index}", p) for index, p in enumerate(tie.parameters)]) for tie in self._ties],
         )
         everyone: list[Any] = all_gather_object(self._context.world, description)
-        compare(everyone, self._context.layout)
+        with told_alike(self._context.world):
+            compare(everyone, self._context.layout)
         self._unmade = any(looks.is_meta for each in everyone for looks in each.all)
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
