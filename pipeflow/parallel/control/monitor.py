@@ -136,7 +136,7 @@ class Monitor:
     def enter(self, number: int) -> None:
         """This rank begins so many-th call that all ranks make together."""
         self._number, self._begun = number, time.monotonic()
-        self._break_if_failed(self._generation)
+        self._break_if_needed(self._generation)
 
     def report(self, generation: int, failure: Failure | LinkError) -> Failure:
         """Tells all ranks of a failure; returns the one that was told first."""
@@ -159,6 +159,10 @@ class Monitor:
         return blame.failure(failure.story(self._rank, self._timeout))
 
     def has_failed(self, generation: int) -> bool:
+        """Whether a failure was told."""
+        return generation in self._verdicts
+
+    def must_break(self, generation: int) -> bool:
         """Whether a failure was told, but for one in a call that this rank has not come to."""
         failure = self._verdicts.get(generation)
         return failure is not None and (failure.number is None or failure.number <= self._number)
@@ -186,7 +190,7 @@ class Monitor:
     def _sleep_until(self, ready: Callable[[], bool]) -> None:
         generation = self._generation
         with self._changed:
-            self._changed.wait_for(lambda: ready() or self.expired or self.has_failed(generation))
+            self._changed.wait_for(lambda: ready() or self.expired or self.must_break(generation))
         if not ready():
             raise LinkError(self._others.ranks[0], "opening channels", expired=self.expired)
 
@@ -275,8 +279,8 @@ class Monitor:
         with self._changed:
             self._verdicts.setdefault(generation, failure)
             self._changed.notify_all()
-        self._break_if_failed(generation)
+        self._break_if_needed(generation)
 
-    def _break_if_failed(self, generation: int) -> None:
-        if self.has_failed(generation):
+    def _break_if_needed(self, generation: int) -> None:
+        if self.must_break(generation):
             self._break(generation)

@@ -77,7 +77,7 @@ class DistributedTransport:
             )
         except RuntimeError as error:
             raise LinkError((self.rank + 1) % self.size, "opening channels", why=str(error)) from None
-        if self.monitor.has_failed(self._generation):  # while they were made
+        if self.monitor.must_break(self._generation):  # while they were made
             self._channels.break_all()
 
     def _break(self, generation: int) -> None:
