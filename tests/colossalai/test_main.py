@@ -15,6 +15,7 @@ from pipeflow.colossalai.without_gpu import WithoutGpu
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
+import os
 import sys
 
 import colossalai
@@ -51,7 +52,8 @@ if __name__ == "__main__":
     try:
         import colossalai.nowhere
     except ModuleNotFoundError as error:
-        print(error, sys.argv[1:], gpc.get_local_rank(ParallelMode.TENSOR), flush=True)
+        line = f"{error} {sys.argv[1:]} {gpc.get_local_rank(ParallelMode.TENSOR)}\\n"
+        os.write(1, line.encode())  # in one piece: another rank writes, too
 """
 
 
