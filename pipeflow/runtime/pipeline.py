@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -282,6 +283,8 @@ def execute_pipeline(
         raise UsageError(
             f"schedule must be a pipeflow.Schedule, got {type(schedule).__name__}: make_schedule({schedule!r}, ...)"
         )
+    if not isfinite(gradient_scale):
+        raise UsageError(f"gradient_scale must be a finite number, got {gradient_scale}")
     schedule = model.schedule if schedule is None else schedule
     call = Call(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule, gradient_scale)
     with model.alarm.raised_everywhere(call):

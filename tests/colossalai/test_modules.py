@@ -104,7 +104,7 @@ def test_adapters_are_where_the_tutorials_look(module: str) -> None:
 def test_a_face_is_thin() -> None:
     """What is more than a few lines belongs to a floor below."""
     for path in ROOT.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 130, path
+        assert len(path.read_text().splitlines()) <= 110, path
 
 
 def test_questions_about_this_process() -> None:

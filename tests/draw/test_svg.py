@@ -267,7 +267,7 @@ def test_the_critical_path_of_a_dense_picture_is_one_line() -> None:
 
 
 def test_the_size_is_bounded() -> None:
-    assert len(svg(planned("zb-h1", 2, 1200))) < 1.1 * len(svg(planned("zb-h1", 2, 900))) < 2 * 20_000
+    assert len(svg(planned("zb-h1", 2, 1200))) < 1.1 * len(svg(planned("zb-h1", 2, 900))) < 2 * 16_000
 
 
 def contrast(one: str, other: str) -> float:

@@ -185,6 +185,8 @@ def test_a_loss_that_is_not_finite_is_named_on_every_rank() -> None:
 def refused() -> list[str]:
     model = PlainModel()
     engine, messages = make_engine(model), []
+    with pytest.raises(UsageError, match="gradient_scale must be a finite number, got nan"):
+        execute_pipeline(batches(model, 1), engine.model, gradient_scale=float("nan"))
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     for options in (
         {"model": nn.Linear(1, 1)},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pipeflow.colossalai.engine import Engine, has_last_stage
 from pipeflow.colossalai.trainer.hooks.base import BaseHook
+from pipeflow.core.errors import UsageError
 from pipeflow.runtime.step import Output
+from pipeflow.training import Hook
 
 if TYPE_CHECKING:  # a trainer has them
     from pipeflow.colossalai.trainer.training import Trainer
@@ -18,20 +21,37 @@ class Iterations:
     the last one pipeflow's trainer does, in the order of all hooks.
 
     Args:
-        trainer: whose hooks they are.
-        hooks: in their order.
+        trainer: whose hooks are told.
         keeps_outputs: whether hooks are told outputs and labels.
 
     Attributes:
         uncounted: 1 while hooks are told of a batch, which `cur_step` counts afterwards; else 0.
     """
 
-    def __init__(self, trainer: Trainer, hooks: Sequence[BaseHook], *, keeps_outputs: bool) -> None:
+    def __init__(self, trainer: Trainer, *, keeps_outputs: bool) -> None:
         self.trainer = trainer
-        self.hooks = hooks
+        self.hooks: list[BaseHook] = []
         self.keeps_outputs = keeps_outputs
         self.uncounted = 0
         self._last: tuple[Any, Any, Any] = (None, None, None)
+
+    @contextmanager
+    def attached(self, hooks: list[Hook]) -> Iterator[None]:
+        """Inside, these hooks are the trainer's, in their order. Raises UsageError for a hook that needs outputs, where
+        none are kept.
+        """
+        self.hooks = [hook for hook in hooks if isinstance(hook, BaseHook)]
+        for hook in self.hooks:
+            hook.attach(self)
+            hook.after_hook_is_attached(self.trainer)
+        needing = [type(hook).__name__ for hook in hooks if hook.needs_outputs]
+        if needing and not self.keeps_outputs:
+            raise UsageError(f"{needing[0]} needs outputs, and return_output_label=False drops them: leave one out")
+        self.trainer.trainer.hooks, self.engine.listener = hooks, self
+        try:
+            yield
+        finally:
+            self.trainer.trainer.hooks, self.engine.listener = [], None
 
     @property
     def engine(self) -> Engine:

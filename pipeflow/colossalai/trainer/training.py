@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pipeflow.training as native
 from pipeflow.colossalai.engine import Engine
 from pipeflow.colossalai.engine.accumulation import unwrapped
-from pipeflow.colossalai.trainer.hooks.base import BaseHook
 from pipeflow.colossalai.trainer.iterations import Iterations
 from pipeflow.colossalai.trainer.states import states_of
 from pipeflow.colossalai.trainer.timed import Timed
@@ -39,7 +38,7 @@ class Trainer:
         self.logger = logger
         self.trainer = native.Trainer(engine)
         self.states = states_of(self.trainer)
-        self._iterations = Iterations(self, [], keeps_outputs=False)
+        self._iterations = Iterations(self, keeps_outputs=False)
 
     @property
     def cur_epoch(self) -> int:
@@ -78,18 +77,13 @@ class Trainer:
         Raises UsageError for a hook that needs outputs without them, without a number of epochs, and as
         `pipeflow.training.Trainer.fit` does.
         """
-        config = current_config()
-        epochs = getattr(config, "num_epochs", None) if epochs is None else epochs
-        if epochs is None:
+        if (epochs := getattr(current_config(), "num_epochs", None) if epochs is None else epochs) is None:
             raise UsageError("fit needs a number of epochs: pass epochs, or write NUM_EPOCHS into the configuration")
-        batches = self.engine.gradient_accumulation
+        steps = None if max_steps is None else -(-max_steps // self.engine.gradient_accumulation)
+        test = None if test_dataloader is None else unwrapped(test_dataloader)
         with self._attached(hooks, display_progress, return_output_label):
             self.trainer.fit(
-                unwrapped(train_dataloader),
-                epochs,
-                test_loader=None if test_dataloader is None else unwrapped(test_dataloader),
-                test_interval=test_interval,
-                max_steps=None if max_steps is None else -(-max_steps // batches),
+                unwrapped(train_dataloader), epochs, test_loader=test, test_interval=test_interval, max_steps=steps
             )
 
     def evaluate(
@@ -107,21 +101,8 @@ class Trainer:
         """The last stage's outputs for a batch of inputs, on the ranks that have it; None on the others."""
         return self.trainer.predict(data)
 
-    @contextmanager
-    def _attached(self, hooks: Sequence[Hook] | None, shows: bool, keeps_outputs: bool) -> Iterator[None]:
+    def _attached(self, hooks: Sequence[Hook] | None, shows: bool, keeps_outputs: bool) -> AbstractContextManager[None]:
         """Inside, these hooks are the trainer's."""
         hooks = [*(hooks or ()), *([] if self.timer is None else [Timed(self.timer)])]
-        hooks = native.Trainer(self.engine, hooks, progress=shows).hooks
-        own = [hook for hook in hooks if isinstance(hook, BaseHook)]
-        self._iterations = Iterations(self, own, keeps_outputs=keeps_outputs)
-        for hook in own:
-            hook.attach(self._iterations)
-            hook.after_hook_is_attached(self)
-        needing = [type(hook).__name__ for hook in hooks if hook.needs_outputs]
-        if needing and not keeps_outputs:
-            raise UsageError(f"{needing[0]} needs outputs, and return_output_label=False drops them: leave one out")
-        self.trainer.hooks, self.engine.listener = hooks, self._iterations
-        try:
-            yield
-        finally:
-            self.trainer.hooks, self.engine.listener = [], None
+        self._iterations = Iterations(self, keeps_outputs=keeps_outputs)
+        return self._iterations.attached(native.Trainer(self.engine, hooks, progress=shows).hooks)
