@@ -7,7 +7,7 @@ PY := .venv/bin/python
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[examples,exact,dev]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[examples,exact,huggingface,dev]'
 	touch $@
 
 demo: .venv/installed           ## train a GPT on real text through a pipeline of 4 ranks
