@@ -33,7 +33,7 @@ FLOORS: dict[str, set[str]] = {
     "deferral": {"core", "torch"},
     "tensor": {"core", "parallel", "deferral", "torch"},
     "stages": {"core", "planning", "torch"},
-    "runtime": {"core", "analysis", "soundness", "parallel", "deferral", "stages", "torch"},
+    "runtime": {"core", "analysis", "soundness", "parallel", "deferral", "stages", "tensor", "torch"},
     "optim": {"core", "parallel", "runtime", "torch"},
     "checkpoint": {"core", "parallel", "tensor", "runtime", "optim", "torch", "safetensors"},
     "training": {
@@ -59,10 +59,8 @@ FLOORS: dict[str, set[str]] = {
     "__init__": {*PLANS, *ENGINE},
 }
 FOREIGN = {"mlflow", "networkx", "ortools", "rich", "safetensors", "shtab", "torch", "wandb"}
-NAMED_ANYWAY = {
-    "runtime/program/pairs.py": {"tensor"},  # an error says which layers draw from generators of their own
-}
-"""What a file names, in spite of its floor, and why."""
+SPLIT_STAGES = {"runtime/from_module.py", "runtime/pipeline.py"}
+"""Files of the engine's floor that know tensor-parallel layers: they make stages; the engine sees modules."""
 
 
 def modules() -> list[Path]:
@@ -108,6 +106,15 @@ def test_a_file_imports_from_its_own_floor_and_those_below(path: Path) -> None:
     assert violations(path) == []
 
 
+def test_the_engine_knows_no_tensor_parallel_layer() -> None:
+    files = {
+        str(path.relative_to(PACKAGE))
+        for path in modules()
+        if floor_of(path) == "runtime" and "tensor" in set(map(target, imported(path)))
+    }
+    assert files == SPLIT_STAGES
+
+
 def reach(floor: str) -> set[str]:
     """The floor and all below it."""
     return {floor}.union(*(reach(below) for below in FLOORS[floor] & set(FLOORS)))
@@ -130,8 +137,7 @@ def is_module(floor: str, name: str) -> bool:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_file_names_its_own_floor_and_those_below(path: Path) -> None:
-    exceptions = NAMED_ANYWAY.get(str(path.relative_to(PACKAGE)), set())
-    assert named(path.read_text()) - reach(floor_of(path)) == exceptions
+    assert named(path.read_text()) - reach(floor_of(path)) == set()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
-"""From a whole module to a rank's part of a Pipeline: its stages, their ties, and the loss that the module makes."""
+"""From a whole module to a rank's part of a Pipeline: its stages, split over the tensor ranks, their ties, and the loss
+that the module makes.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +26,8 @@ from pipeflow.stages.loss import all_counted, own_loss, weigh_by_labels
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.stage import ModuleStage
+from pipeflow.tensor.rules import Rule
+from pipeflow.tensor.sharded import shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def parts_of(
     cuts: Cuts,
     blocks: Blocks,
     autocast: torch.dtype | None,
-    shard: Callable[..., None] | None,
+    rules: Sequence[Rule],
 ) -> Parts:
     """This rank's parts; all ranks make theirs together.
 
@@ -80,8 +84,7 @@ def parts_of(
     _require_same(plan, context)
     own = placement.stages_of(context.pipeline_rank)
     stages = [ModuleStage(module, stage, planner, plan, device) for stage in own]
-    if shard is not None:
-        shard(*(stage.root for stage in stages))
+    shard(*(stage.root for stage in stages), rules=rules, group=context.tensor)
     _tie(module, plan, placement, context.pipeline_rank)
     chunks = nn.ModuleList(stages)
     if not plan.trace.makes_loss:

@@ -34,6 +34,7 @@ from pipeflow.runtime.step import Output, Runner
 from pipeflow.stages.blocks import Blocks, Cuts
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.stage import ModuleStage
+from pipeflow.tensor.rules import DEFAULT_RULES, Rule
 
 LOG = logging.getLogger("pipeflow")
 
@@ -156,9 +157,9 @@ class Pipeline(nn.Module):
         autocast: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         cost: CostModel | None = None,
-        shard: Callable[..., None] | None = None,
+        rules: Sequence[Rule] = DEFAULT_RULES,
     ) -> Self:
-        """A Pipeline of any module, whose own forward each stage runs: calls that earlier stages have made are
+        r"""A Pipeline of any module, whose own forward each stage runs: calls that earlier stages have made are
         replaced by what these sent, and the forward ends after the stage's last block. What a stage receives, sends and
         owns is found by following its tensors on fake ones, for each new shape of a microbatch once.
 
@@ -179,20 +180,22 @@ class Pipeline(nn.Module):
                 is a mean over these.
             overlap, autocast, gradient_dtype: as for a Pipeline.
             cost: as for a Pipeline; without `activation_bytes` it gets those that the stages send.
-            shard: `shard(*stages)` splits this rank's stages over the tensor ranks in place, as a tensor-parallel
-                library does it. Without, tensor ranks all compute the same.
+            rules: which layers the tensor ranks share, and how; a rule of your own comes first, as in
+                `rules=[Rule("column", r"attn\.qkv", parts=3), *DEFAULT_RULES]`. With () all layers stay whole, and all
+                tensor ranks compute the same.
 
         Parameters keep the names that they have in `module`, here and in checkpoints. Those that several stages need
         are tied. Those that none needs belong to the last stage. A buffer is stored by the first stage that needs it.
 
         Raises UsageError for a module that cannot be cut, naming the submodule and the reason, for fewer blocks than
-        stages, and for an example that cannot be split.
+        stages, for an example that cannot be split, for a rule of your own that matches nothing, and for a tensor size
+        that does not divide heads or a width.
         """
         context = current_context()
         with context.alarm.raised_everywhere():
             context.alarm.expect_slow()
             parts = parts_of(
-                module, schedule, example, context, cuts=cuts, blocks=blocks, autocast=autocast, shard=shard
+                module, schedule, example, context, cuts=cuts, blocks=blocks, autocast=autocast, rules=rules
             )
         made = cls(
             parts.chunks,

@@ -4,6 +4,7 @@ must not live here: how a layer computes.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from pipeflow.tensor.layer import TensorLayer, group_of
 from pipeflow.tensor.rules import DEFAULT_RULES, Kind, Rule, first_match
 
 _LAYERS: tuple[Kind, ...] = ("column", "row", "vocabulary", "head", "whole")
+LOG = logging.getLogger("pipeflow")
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "d_head")
 
 
@@ -50,9 +52,18 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
     not divide heads or a width; it says which sizes do.
     """
     group = group_of(group)
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise UsageError(f"rules are pipeflow.tensor.Rule objects, got {rule!r}")
     plan = _Plan(modules, rules, group)
     if group.size > 1:
         plan.carry_out()
+        if rules and not plan.layers and group.rank == 0:
+            LOG.warning(
+                "no rule matches a layer of %s, so all %d tensor ranks compute the same: see pipeflow.tensor.Rule",
+                ", ".join(sorted({type(module).__name__ for module in modules})),
+                group.size,
+            )
 
 
 @dataclass(slots=True)

@@ -98,7 +98,7 @@ def test_under_a_pipeline(name: str, schedule: str) -> None:
     module, two = make(name), make_schedule(schedule, ranks=2, microbatches=4)
 
     def rank() -> tuple[float, Named, float]:
-        model = Pipeline.from_module(copy.deepcopy(module), two, batch(), shard=shard)
+        model = Pipeline.from_module(copy.deepcopy(module), two, batch())
         output = execute_pipeline(iter([batch()]), model, broadcast_loss=True)
         assert output.loss is not None
         found = gradients(model)
@@ -120,7 +120,7 @@ def test_checkpoints_under_another_tensor_size(tmp_path: Path, first: int, then:
     module = make("gpt2-tied")
 
     def model() -> tuple[Pipeline, torch.optim.Optimizer]:
-        made = Pipeline.from_module(copy.deepcopy(module), ONE, batch(), shard=shard)
+        made = Pipeline.from_module(copy.deepcopy(module), ONE, batch())
         return made, torch.optim.Adam(made.parameters(), lr=0.01)
 
     def step(made: Pipeline, optimizer: torch.optim.Optimizer) -> None:
@@ -321,3 +321,41 @@ def test_packed_attention_needs_its_split_size() -> None:
         return first.num_heads, first.split_size
 
     assert run_threads(rank, 2, tensor=2) == [(HEADS // 2, WIDTH // 2)] * 2
+
+
+def test_rules_are_rules() -> None:
+    with pytest.raises(UsageError, match=r"rules are pipeflow.tensor.Rule objects, got 'qkv'"):
+        shard(make("gpt2"), rules=["qkv"])  # type: ignore[list-item]  # what is refused
+
+
+def test_nothing_to_split_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, by the first tensor rank; not where no rules were asked for."""
+
+    def rank() -> None:
+        shard(nn.Sequential(nn.Linear(4, 4)))
+        shard(nn.Sequential(nn.Linear(4, 4)), rules=())
+
+    run_threads(rank, 2, tensor=2)
+    assert [record.message for record in caplog.records if "no rule matches" in record.message] == [
+        "no rule matches a layer of Sequential, so all 2 tensor ranks compute the same: see pipeflow.tensor.Rule"
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_rules_keep_everything_whole(size: int) -> None:
+    """In from_module, whose rules are the default ones otherwise."""
+
+    def rank() -> tuple[int, int]:
+        numbers = [
+            sum(each.numel() for each in made.parameters())
+            for made in (
+                Pipeline.from_module(make("gpt2"), ONE, batch(), rules=()),
+                Pipeline.from_module(make("gpt2"), ONE, batch()),
+            )
+        ]
+        return numbers[0], numbers[1]
+
+    whole = sum(each.numel() for each in make("gpt2").parameters())
+    for kept, split in run_threads(rank, size, tensor=size):
+        assert kept == whole
+        assert (split < whole) == (size == 2)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from pipeflow import Pipeline, clip_grad_norm_, execute_pipeline, make_schedule
 from pipeflow.parallel.sharding import splits_of
-from pipeflow.tensor import shard
 from pipeflow.testing import run_threads
 from tests.stages.families import FAMILIES, make
 from tests.tensor.test_rules import gradients
@@ -31,7 +30,7 @@ def test_pipeline_by_tensor(name: str) -> None:
     expected_loss, expected = _plain(serial, batch)  # first: BEiT keeps a table that its first forward makes
 
     def rank() -> tuple[float, dict[str, Tensor], float, int]:
-        model = Pipeline.from_module(copy.deepcopy(module), TWO, batch, shard=shard)
+        model = Pipeline.from_module(copy.deepcopy(module), TWO, batch)
         output = execute_pipeline(iter([batch]), model, broadcast_loss=True)
         assert output.loss is not None
         return output.loss.item(), gradients(model), clip_grad_norm_(model, 1.0).item(), len(splits_of(model))
