@@ -83,7 +83,7 @@ class Bars:
     step, at most once in `interval` seconds.
     """
 
-    def __init__(self, console: Console, clock: Callable[[], float], interval: float = 0.25) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float], interval: float = 0.5) -> None:
         self._clock = clock
         self._interval = interval
         self._drawn = -math.inf
