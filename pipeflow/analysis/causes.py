@@ -112,16 +112,16 @@ class _Run:
         mine = self.streams[Stream.COMPUTE][span.rank]
         latest: Sent | None = None
         for action in (span.action,) if span.partner is None else (span.action, span.partner):
-            for content, stage in self._flows[action.kind, action.stage].needs:
-                for kind in _MAKERS[content]:
-                    row, position = self._places.get((kind, stage, action.microbatch), (mine, 0))
+            for end in self._flows[action.kind, action.stage].needs:
+                for kind in _MAKERS[end.content]:
+                    row, position = self._places.get((kind, end.stage, action.microbatch), (mine, 0))
                     if row is not mine:
                         maker = row[position]
                         if maker.partner is not None and row[position + 1 : position + 2]:
                             following = row[position + 1]
                             maker = following if following.action == maker.partner else maker
                         if latest is None or maker.end > latest[0].end:
-                            latest = maker, Value(content, stage, action.microbatch)
+                            latest = maker, end.of(action.microbatch)
         return latest
 
     def _before(self, span: Span) -> Span | None:
@@ -160,7 +160,7 @@ class _Run:
     def _made(self, action: Action, span: Span) -> Span | None:
         """The last of those before `span` that made what `action` needs."""
         needs = self._flows[action.kind, action.stage].needs
-        keys = [(kind, stage, action.microbatch) for content, stage in needs for kind in _MAKERS[content]]
+        keys = [(kind, stage, action.microbatch) for content, stage, _ in needs for kind in _MAKERS[content]]
         makers = [row[position] for row, position in (self._places[key] for key in keys if key in self._places)]
         return max((maker for maker in makers if maker.start <= span.start), key=lambda maker: maker.end, default=None)
 

@@ -10,15 +10,16 @@ from typing import NamedTuple
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Entry, Pair, actions_of
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import PASSING, Content, Ends, Stream, Value, flows, stream_of
+from pipeflow.core.dataflow import PASSING, Content, End, Stream, Value, flows, stream_of
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 
 
-def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, ...]:
+def lower(schedule: Schedule, cost: CostModel | None = None, routes: Routes = ()) -> tuple[Program, ...]:
     """One program per rank. A value whose maker and user sit on different ranks becomes a Send right after its
-    maker, and a Recv before its user.
+    maker, and a Recv before its user; so do those that pass on `routes`.
 
     Receives are posted ahead, so that the transfer overlaps computation: each one action before the one that its
     rank runs when the sender must know of it, in a simulation under `cost`; real times are never quite those. A channel
@@ -35,7 +36,7 @@ def lower(schedule: Schedule, cost: CostModel | None = None) -> tuple[Program, .
     schedule = replace(schedule, rows=tuple(map(_computations, schedule.rows)))
     times = [_times(row, spans) for row, spans in zip(schedule.rows, rows, strict=True)]
     del rows  # the garbage collector would walk it again and again
-    channels = _channels(schedule)
+    channels = _channels(schedule, routes)
     posts = _posts(times, channels, cost or CostModel.even(schedule.placement))
     sends, releases = _sends(schedule, channels), _releases(schedule, channels)
     return tuple(
@@ -75,13 +76,13 @@ class _Transfer(NamedTuple):
 Channels = dict[tuple[int, int], list[_Transfer]]  # (from, to) -> in the sender's order
 
 
-def _channels(schedule: Schedule) -> Channels:
+def _channels(schedule: Schedule, routes: Routes) -> Channels:
     """What passes between ranks; all other values stay where they are."""
     table = {
         key: flow._replace(needs=_passing(flow.needs), makes=_passing(flow.makes))
-        for key, flow in flows(schedule.placement.num_stages).items()
+        for key, flow in flows(schedule.placement.num_stages, routes).items()
     }
-    users: dict[tuple[Content, int], dict[int, tuple[int, int]]] = defaultdict(dict)  # of a stage, per microbatch
+    users: dict[End, dict[int, tuple[int, int]]] = defaultdict(dict)  # per microbatch
     for rank, row in enumerate(schedule.rows):
         for position, entry in enumerate(row):
             for action in actions_of(entry):
@@ -95,12 +96,12 @@ def _channels(schedule: Schedule) -> Channels:
                 for end in table[action.kind, action.stage].makes:
                     user, used = users[end].get(microbatch, (rank, 0))
                     if user != rank:
-                        channels[rank, user].append(_Transfer(Value(*end, microbatch), position, used))
+                        channels[rank, user].append(_Transfer(end.of(microbatch), position, used))
     return channels
 
 
-def _passing(ends: Ends) -> Ends:
-    return tuple(end for end in ends if end[0] in PASSING)
+def _passing(ends: tuple[End, ...]) -> tuple[End, ...]:
+    return tuple(end for end in ends if end.content in PASSING)
 
 
 def _posts(times: list[_Times], channels: Channels, cost: CostModel) -> list[dict[int, list[Recv]]]:
@@ -110,7 +111,7 @@ def _posts(times: list[_Times], channels: Channels, cost: CostModel) -> list[dic
         starts, ends = times[receiver].starts, times[sender].ends
         notice = cost.link(receiver, sender).latency  # until the sender knows of a post
         activations = {
-            (value.stage, value.microbatch): made
+            value: made
             for value, made, _ in channels.get((receiver, sender), ())
             if value.content is Content.ACTIVATION
         }
@@ -122,7 +123,7 @@ def _posts(times: list[_Times], channels: Channels, cost: CostModel) -> list[dic
                 running += 1
             position = max(0, running - 1)
             if value.content is Content.GRADIENT:
-                described = max(described, activations[value.stage - 1, value.microbatch] + 1)
+                described = max(described, activations[value.answered] + 1)
                 position = max(position, described)
             posts[receiver][position].append(Recv(value, sender))
     return posts
@@ -200,9 +201,8 @@ def _buffers(row: tuple[Entry, ...], posts: dict[int, list[Recv]]) -> int:
     ends: Counter[int] = Counter()
     for position in range(len(row)):
         for recv in posts.get(position, ()):
-            user = recv.value.stage + PASSING[recv.value.content]
             alive += 1
-            ends[last[user, recv.value.microbatch]] += 1
+            ends[last[recv.value.user, recv.value.microbatch]] += 1
         peak = max(peak, alive)
         alive -= ends[position]
     return peak

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Pair
-from pipeflow.core.dataflow import Content, flows
+from pipeflow.core.dataflow import End, flows
 from pipeflow.core.errors import ScheduleError
+from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
 
 
@@ -23,7 +24,7 @@ class Turn(NamedTuple):
 class Order:
     """Iterates over the turns of a schedule so that every value is made before it is used.
 
-    A value is the number `index * num_microbatches + microbatch`, where `ends[index]` is its content and stage:
+    A value is the number `index * num_microbatches + microbatch`, where `ends[index]` is what it is:
     schedules have hundreds of thousands of values, and numbers are what Python handles fastest.
 
     When the iteration has ended, `stuck` holds the (rank, position) of every entry that waits for ever: none,
@@ -31,9 +32,9 @@ class Order:
     action on a rank that does not hold its stage.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        table = flows(schedule.placement.num_stages)
-        self.ends: list[tuple[Content, int]] = sorted({end for flow in table.values() for end in flow.makes})
+    def __init__(self, schedule: Schedule, routes: Routes = ()) -> None:
+        table = flows(schedule.placement.num_stages, routes)
+        self.ends: list[End] = list(dict.fromkeys(end for flow in table.values() for end in flow.makes))
         self._many = schedule.num_microbatches
         first = {end: index * self._many for index, end in enumerate(self.ends)}
         self._needs = {key: [first[end] for end in flow.needs] for key, flow in table.items()}

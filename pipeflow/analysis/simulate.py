@@ -10,8 +10,9 @@ from typing import NamedTuple
 from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import DATAFLOW, PASSING, Content, Stream
+from pipeflow.core.dataflow import DATAFLOW, End, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
@@ -22,7 +23,8 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
 
     A value made on another rank arrives a transfer after its maker ends. Transfers overlap computation, and those on
     other links; from one rank to another values go one after the other, each when the one before it has left. So the
-    bytes of a link take turns, its latencies pass at once. A full backward is seen by its neighbour only when whole. A
+    bytes of a link take turns, its latencies pass at once. What passes on a route is waited for where the costs say how
+    large it is. A full backward is seen by its neighbour only when whole. A
     pair starts when both of its actions have what they need, takes what `CostModel.pair` says, and is seen by others
     when whole; run one half after the other, a schedule is `schedule.without_pairs()`.
 
@@ -36,8 +38,8 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     cost = CostModel.even(schedule.placement) if cost is None else cost
     require_costs(schedule, cost)
     durations = {(kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(len(cost.forward))}
-    order = Order(schedule)
-    transfers = [each for content, stage in order.ends for each in _transfers(schedule, cost, content, stage)]
+    order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
+    transfers = [each for end in order.ends for each in _transfers(schedule, cost, end)]
     delays, holding = [each.latency for each in transfers], [each if each.held else None for each in transfers]
     made = [0.0] * len(transfers)  # per value, when it exists, or has left for another rank
     maker = [0] * len(transfers)  # per value, on which rank
@@ -135,13 +137,14 @@ class _Transfer(NamedTuple):
     latency: float = 0.0
 
 
-def _transfers(schedule: Schedule, cost: CostModel, content: Content, stage: int) -> list[_Transfer]:
+def _transfers(schedule: Schedule, cost: CostModel, end: End) -> list[_Transfer]:
     """Per microbatch; a gradient is as large as the activation it belongs to."""
-    paths, user = schedule.placement.paths, stage + PASSING.get(content, 0)
+    paths, source, target = schedule.placement.paths, *sorted((end.stage, end.of(0).user))
+    route = None if end.to is None else Route(source, target)
     by_path = []
     for path in paths:
-        link = path[stage], path[user]
-        stays = user == stage or link[0] == link[1]
-        costs = (0.0, 0.0) if stays else (cost.holding(min(stage, user), *link), cost.link(*link).latency)
+        link = path[end.stage], path[end.of(0).user]
+        stays = source == target or link[0] == link[1]
+        costs = (0.0, 0.0) if stays else (cost.holding(source, *link, route), cost.link(*link).latency)
         by_path.append(_Transfer(link, *costs))
     return [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]

@@ -93,6 +93,8 @@ def cost_model(text: str) -> CostModel:
 def _field(name: str, value: object) -> Any:
     if name == "links":
         return _links(value)
+    if name == "route_bytes":
+        return _routes(value)
     if name in NUMBERS:
         return _number(value, name)
     return _table(name, TABLES[name], value) if name in TABLES else _per_stage(name, value)
@@ -116,7 +118,7 @@ def _links(value: object) -> dict[tuple[int, int], Link]:
         raise UsageError(f'links must be like {{"0->1": {{"latency": 0.1}}}}, got {value!r}')
     links = {}
     for key, given in value.items():
-        ends = re.fullmatch(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", key, re.ASCII)
+        ends = _ENDS.fullmatch(key)
         if ends is None or not isinstance(given, dict) or set(given) - set(Link._fields):
             raise UsageError(f'links: {key!r} must be like "0->1": {{"latency": 0.1, "bandwidth": 50}}')
         numbers = {name: _number(number, f"{name} of link {key}") for name, number in given.items()}
@@ -125,6 +127,16 @@ def _links(value: object) -> dict[tuple[int, int], Link]:
             raise UsageError(f"link {key}: latency must not be negative and bandwidth must be positive, got {given}")
         links[int(ends[1]), int(ends[2])] = link
     return links
+
+
+def _routes(value: object) -> dict[tuple[int, int], float]:
+    if not isinstance(value, dict) or not all(map(_ENDS.fullmatch, value)):
+        raise UsageError(f'route_bytes must be like {{"0->2": 100}}, from stage to stage, got {value!r}')
+    found = {key: _number(number, f"route_bytes of {key}") for key, number in value.items()}
+    return {(int(ends[1]), int(ends[2])): found[key] for key in value if (ends := _ENDS.fullmatch(key))}
+
+
+_ENDS = re.compile(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", re.ASCII)
 
 
 def _number(value: object, what: str) -> float:

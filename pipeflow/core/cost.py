@@ -11,6 +11,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import DATAFLOW, Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.route import Route, routes_among
 
 LARGEST = 1e100  # of a cost: the sum over any number of actions is finite, too
 SMALLEST = 1e-100  # of one that is not 0: a part of any other is a number, too
@@ -31,14 +32,14 @@ class CostModel:
     `activation_bytes[stage] / bandwidth` (its stage's activation, or the gradient of that, of the same size), and
     arrives a `latency` after that; `links` has the ordered pairs of ranks (from, to) that differ. Of a pair, `overlap`
     is the part of the shorter half that the longer one hides: 0, the pair takes the sum of both; 1, only the longer
-    one's time.
+    one's time. `route_bytes` has the bytes of what passes on routes, by (from stage, to stage).
 
     Per stage, a forward keeps `saved_bytes` for its backward; between its two halves a backward keeps `deferred_bytes`.
     Per stage, reducing its weight gradients over the ranks that hold it takes `reduce`, once per step; empty, nothing.
     `times` has those of kinds of action for which there is no argument here, `kept_bytes` those of what else is kept.
 
-    Raises UsageError for tuples of different lengths and for numbers that are negative, not finite, or beyond
-    `SMALLEST` and `LARGEST`.
+    Raises UsageError for tuples of different lengths, for routes that are none, and for numbers that are negative, not
+    finite, or beyond `SMALLEST` and `LARGEST`.
     """
 
     forward: tuple[float, ...]
@@ -54,6 +55,7 @@ class CostModel:
     reduce: tuple[float, ...] = ()
     times: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict, hash=False)
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    route_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -62,6 +64,9 @@ class CostModel:
                 raise UsageError(f"costs are per stage: {name} has {len(numbers)} of them, forward {stages}")
             for stage, number in enumerate(numbers):
                 _require_cost(f"{name} of stage {stage}", number)
+        for route, number in self.route_bytes.items():
+            _require_cost(f"route_bytes of {tuple(route)}", number)
+        routes_among(stages, self.route_bytes)
         for link in (Link(self.latency, self.bandwidth), *self.links.values()):
             _require_cost("latency", link.latency)
             if not link.bandwidth >= SMALLEST:
@@ -131,9 +136,16 @@ class CostModel:
         usual = Link(self.latency, self.bandwidth)
         return usual if sender is None or receiver is None else self.links.get((sender, receiver), usual)
 
-    def holding(self, stage: int, sender: int | None = None, receiver: int | None = None) -> float:
-        """For how long the activation of `stage`, or its gradient, holds the link from `sender` to `receiver`."""
-        return self.activation_bytes[stage] / self.link(sender, receiver).bandwidth if self.activation_bytes else 0.0
+    def holding(
+        self, stage: int, sender: int | None = None, receiver: int | None = None, route: Route | None = None
+    ) -> float:
+        """For how long the activation of `stage`, or its gradient, holds the link from `sender` to `receiver`; with a
+        `route`, what passes on that.
+        """
+        if route is None and not self.activation_bytes:
+            return 0.0
+        size = self.activation_bytes[stage] if route is None else self.route_bytes[route]
+        return size / self.link(sender, receiver).bandwidth
 
     def transfer(self, stage: int, sender: int | None = None, receiver: int | None = None) -> float:
         """The time to move the activation of `stage`, or its gradient, from rank `sender` to rank `receiver`, when

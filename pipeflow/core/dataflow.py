@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Entry, Kind
+from pipeflow.core.route import Routes
 
 
 class Content(StrEnum):
@@ -29,14 +30,30 @@ class Value(NamedTuple):
     """One value of a run, there from when it is made to when it is used. What stays on its rank may be made again after
     its use. Of weight gradients a reduction uses the last one, which stands for all before it; without reductions
     nobody uses them. As text: `activation 2F0`'s maker and content.
+
+    `stage` is that of its maker. What passes on a route has in `to` the stage that uses it; elsewhere the table says
+    which one that is.
     """
 
     content: Content
     stage: int
     microbatch: int
+    to: int | None = None
 
     def __str__(self) -> str:
-        return VALUE.format(**self._asdict())
+        stage = self.stage if self.to is None else f"{self.stage} for stage {self.to}"
+        return VALUE.format(content=self.content, stage=stage, microbatch=self.microbatch)
+
+    @property
+    def user(self) -> int:
+        """The stage that uses it."""
+        return self.stage + PASSING.get(self.content, 0) if self.to is None else self.to
+
+    @property
+    def answered(self) -> Value:
+        """The activation that a gradient belongs to."""
+        source = None if self.to is None else self.stage
+        return Value(Content.ACTIVATION, self.user, self.microbatch, source)
 
 
 class Stream(StrEnum):
@@ -124,36 +141,67 @@ MAKERS: dict[Content, tuple[Kind, ...]] = {
 """The kinds of action that make a content."""
 
 
+class End(NamedTuple):
+    """A value of every microbatch, without the microbatch; fields as of `Value`."""
+
+    content: Content
+    stage: int
+    to: int | None = None
+
+    def of(self, microbatch: int) -> Value:
+        """The value of one microbatch."""
+        return Value(self.content, self.stage, microbatch, self.to)
+
+
+class AtStage(NamedTuple):
+    """A row of the table for one stage."""
+
+    needs: tuple[End, ...]
+    makes: tuple[End, ...]
+
+
 @lru_cache(maxsize=64)
-def flows(num_stages: int) -> dict[tuple[Kind, int], Flow]:
-    """The table for a pipeline of `num_stages`: per (kind, stage), its row with needs and makes as (content, stage).
+def flows(num_stages: int, routes: Routes = ()) -> dict[tuple[Kind, int], AtStage]:
+    """The table for a pipeline of `num_stages`: per (kind, stage), what it needs and makes.
 
     The first stage's input and the last stage's gradient come from the batch and the loss, and nobody uses the
     last stage's activation or the first stage's gradient: these are not values of a schedule.
+
+    What passes from a stage to the next passes on `routes`, too, and what passes to the stage before passes back on
+    them. A stage's actions come after those of the stages before it anyway, so a schedule that is sound without routes
+    is sound with any.
     """
     stages = frozenset(range(num_stages))
+    ways = [(content, *(route if step > 0 else route[::-1])) for content, step in PASSING.items() for route in routes]
 
-    def at(stage: int, ends: Ends) -> Ends:
-        found = ((content, stage + offset) for content, offset in ends)
-        return tuple((content, maker) for content, maker in found if {maker, maker + PASSING.get(content, 0)} <= stages)
+    def needed(stage: int, flow: Flow) -> tuple[End, ...]:
+        found = (End(content, stage + offset) for content, offset in flow.needs)
+        passing = {content for content, offset in flow.needs if offset}
+        return (*filter(exists, found), *(End(*each) for each in ways if each[0] in passing and each[2] == stage))
+
+    def made(stage: int, flow: Flow) -> tuple[End, ...]:
+        found = (End(content, stage + offset) for content, offset in flow.makes)
+        contents = {content for content, _ in flow.makes}
+        return (*filter(exists, found), *(End(*each) for each in ways if each[0] in contents and each[1] == stage))
+
+    def exists(end: End) -> bool:
+        return {end.stage, end.stage + PASSING.get(end.content, 0)} <= stages
 
     return {
-        (kind, stage): flow._replace(needs=at(stage, flow.needs), makes=at(stage, flow.makes))
+        (kind, stage): AtStage(needed(stage, flow), made(stage, flow))
         for kind, flow in DATAFLOW.items()
         for stage in range(num_stages)
     }
 
 
 def needs(action: Action, num_stages: int) -> list[Value]:
-    """The values `action` uses."""
-    flow = flows(num_stages)[action.kind, action.stage]
-    return [Value(content, stage, action.microbatch) for content, stage in flow.needs]
+    """The values `action` uses, without those of routes."""
+    return [end.of(action.microbatch) for end in flows(num_stages)[action.kind, action.stage].needs]
 
 
 def makes(action: Action, num_stages: int) -> list[Value]:
-    """The values `action` makes."""
-    flow = flows(num_stages)[action.kind, action.stage]
-    return [Value(content, stage, action.microbatch) for content, stage in flow.makes]
+    """The values `action` makes, without those of routes."""
+    return [end.of(action.microbatch) for end in flows(num_stages)[action.kind, action.stage].makes]
 
 
 def stream_of(entry: Entry) -> Stream:
@@ -173,7 +221,7 @@ def sources(kinds: tuple[Kind, ...], num_stages: int) -> dict[Place, Place | Non
     found: dict[Place, Place | None] = {}
     for place in ((kind, stage) for kind in kinds for stage in range(num_stages)):
         ends = sorted(table[place].needs, key=lambda end: end[0] not in PASSING)
-        makers = ((kind, stage) for content, stage in ends for kind in MAKERS[content] if kind in kinds)
+        makers = ((kind, stage) for content, stage, _ in ends for kind in MAKERS[content] if kind in kinds)
         found[place] = next(makers, None)
     return found
 

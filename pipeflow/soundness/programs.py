@@ -10,13 +10,15 @@ from itertools import zip_longest
 from pipeflow.core.action import Action, Entry, actions_of
 from pipeflow.core.dataflow import DATAFLOW, KEPT, PASSING, Content, Value, flows
 from pipeflow.core.program import Compute, Program, Recv, Release, Send
+from pipeflow.core.route import Routes
 from pipeflow.core.violation import Violation
 from pipeflow.soundness.deadlock import Place
 from pipeflow.soundness.unbuffered import Table, waiting_for_ever
 
 
-def verify_programs(programs: Sequence[Program]) -> list[Violation]:
-    """Every violation of the programs of a step, one a rank; an empty list proves that their transfers are sound:
+def verify_programs(programs: Sequence[Program], routes: Routes = ()) -> list[Violation]:
+    """Every violation of the programs of a step, one a rank, for a pipeline with these `routes`; an empty list proves
+    that their transfers are sound:
 
     - every value is made once and used once, on the rank that made it or on the one that it is sent to (without
       backwards, what forwards save is not used, and of weight gradients, those that a reduction waits for); but what is
@@ -29,14 +31,14 @@ def verify_programs(programs: Sequence[Program]) -> list[Violation]:
 
     The position of a violation is the index of an instruction.
     """
-    table = _flows(programs)
+    table = _flows(programs, routes)
     made: dict[Value, Place] = {}
     ran: set[Action] = set()
     violations = [violation for program in programs for violation in _Walk(program, table, made, ran).violations()]
     return [*violations, *_mismatches(programs)] or list(waiting_for_ever(programs, table))
 
 
-def _flows(programs: Sequence[Program]) -> Table:
+def _flows(programs: Sequence[Program], routes: Routes) -> Table:
     """The dataflow of as many stages as the programs compute; without backwards nothing is saved, and without
     reductions there are no weight gradients.
     """
@@ -47,11 +49,13 @@ def _flows(programs: Sequence[Program]) -> Table:
         if isinstance(step, Compute)
         for action in actions_of(step.entry)
     }
-    table = flows(max((stage for _, stage in kinds), default=-1) + 1)
+    table = flows(max((stage for _, stage in kinds), default=-1) + 1, routes)
     used = {content for kind, _ in kinds for content, _ in DATAFLOW[kind].needs}
     if used & KEPT:  # with a backward all that it may need has to be used
         used |= KEPT | PASSING.keys()
-    return {key: flow._replace(makes=tuple(end for end in flow.makes if end[0] in used)) for key, flow in table.items()}
+    return {
+        key: flow._replace(makes=tuple(end for end in flow.makes if end.content in used)) for key, flow in table.items()
+    }
 
 
 class _Walk:
@@ -93,15 +97,15 @@ class _Walk:
     def _compute(self, position: int, entry: Entry) -> Iterator[Violation]:
         actions = actions_of(entry)
         for action in actions:
-            for content, stage in self.table[action.kind, action.stage].needs:
-                value = Value(content, stage, action.microbatch)
+            for end in self.table[action.kind, action.stage].needs:
+                value = end.of(action.microbatch)
                 if self.kept.pop(value, None) is None:
                     done = "used or sent before" if value in self.known else "neither made nor received before"
                     yield self._wrong(position, f"{action} needs the {value}, {done}", "that it is there, for one use")
         for action in actions:
-            for content, stage in self.table[action.kind, action.stage].makes:
-                value = Value(content, stage, action.microbatch)
-                back = content in KEPT and value not in self.kept and action not in self.ran
+            for end in self.table[action.kind, action.stage].makes:
+                value = end.of(action.microbatch)
+                back = end.content in KEPT and value not in self.kept and action not in self.ran
                 if not back and (value in self.made or value in self.known):
                     yield self._wrong(position, f"{action} makes the {value} again", "every value made once")
                     continue

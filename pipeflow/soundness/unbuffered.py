@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeflow.core.action import Kind, actions_of
-from pipeflow.core.dataflow import Flow, Value
+from pipeflow.core.dataflow import AtStage, Value
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.violation import Violation
 from pipeflow.soundness.deadlock import Place, deadlocks
 
-Table = Mapping[tuple[Kind, int], Flow]
+Table = Mapping[tuple[Kind, int], AtStage]
 
 
 def waiting_for_ever(programs: Sequence[Program], table: Table) -> Iterator[Violation]:
@@ -89,8 +89,8 @@ class _Run:
         """The value whose other end has not begun yet, and which `step` waits for."""
         if isinstance(step, Compute):
             for action in actions_of(step.entry):
-                for content, stage in self._table[action.kind, action.stage].needs:
-                    value = Value(content, stage, action.microbatch)
+                for end in self._table[action.kind, action.stage].needs:
+                    value = end.of(action.microbatch)
                     if value in self._posted and value not in self._started:
                         return value
         elif isinstance(step, self._holding) and step.value not in self._posted:

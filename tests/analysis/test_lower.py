@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+from itertools import combinations
+
 import pytest
 
 from pipeflow.analysis.lower import lower
@@ -8,6 +11,7 @@ from pipeflow.core.action import Kind, actions_of
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.core.route import routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.programs import verify_programs
@@ -113,6 +117,37 @@ def test_a_reduction_follows_the_sends_after_its_last_weight_gradient(name: str)
         assert reducing.receive_buffers == plain.receive_buffers
 
 
+@pytest.mark.parametrize("latency", [0, 5])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_passes_on_routes_is_sent_once_and_between_ranks_alone(name: str, latency: float) -> None:
+    schedule = make_near(name, ranks=4, microbatches=6).without_pairs()
+    stages = schedule.placement.num_stages
+    pairs = [pair for pair in combinations(range(stages), 2) if pair[1] > pair[0] + 1]
+    for number in (1, len(pairs) // 2, len(pairs)):
+        routes = routes_among(stages, random.Random(f"{name} {number}").sample(pairs, number))
+        priced = CostModel.even(schedule.placement, transfer=latency)
+        programs = lower(schedule, priced, routes)
+        assert verify_programs(programs, routes) == []
+        sent = sorted(
+            (step.value.content, program.rank, step.peer, step.value.stage, step.value.to, step.value.microbatch)
+            for program in programs
+            for step in program.instructions
+            if isinstance(step, Send) and step.value.to is not None
+        )
+        expected = []
+        for source, target in routes:
+            for microbatch in range(6):
+                here, there = (schedule.placement.rank_of(stage, microbatch) for stage in (source, target))
+                if here != there:
+                    expected.append((Content.ACTIVATION, here, there, source, target, microbatch))
+                    expected.append((Content.GRADIENT, there, here, target, source, microbatch))
+        assert sent == sorted(expected)
+        assert all(program.receive_buffers == brute_force_buffers(program) for program in programs)
+        assert bool(verify_programs(programs)) == bool(sent)  # what no route says is refused
+        evaluated = lower(schedule.forward_only(), priced, routes)
+        assert verify_programs(evaluated, routes) == []
+
+
 def brute_force_buffers(program: Program) -> int:
     """Received values that are alive at once, looked up for every instruction."""
     steps = program.instructions
@@ -124,6 +159,7 @@ def brute_force_buffers(program: Program) -> int:
     for index, step in enumerate(steps):
         if isinstance(step, Recv):
             stage = step.value.stage + (1 if step.value.content is Content.ACTIVATION else -1)
+            stage = stage if step.value.to is None else step.value.to
             lives.append((index, last[stage, step.value.microbatch]))
     return max((sum(start <= index <= end for start, end in lives) for index in range(len(steps))), default=0)
 

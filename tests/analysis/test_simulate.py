@@ -81,6 +81,18 @@ def test_each_ordered_pair_of_ranks_has_a_link_of_its_own() -> None:
     assert starts == [[0, 1, 30, 35], [5, 9, 24, 29], [11, 16, 17, 19]]
 
 
+def test_what_passes_on_a_route_takes_its_link_and_is_waited_for() -> None:
+    """From rank 0 to 2, 7 each; what goes to the neighbours is free. 2F0 has it at 1 + 7, 2F1 at 8 + 7; back, 2B0 ends
+    at 11, 2B1 at 18: at 18 and 25 stage 0 has what it needs.
+    """
+    schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n2F0,2B0,2F1,2B1")
+    cost = CostModel((1,) * 3, (1,) * 3, (1,) * 3, bandwidth=1, route_bytes={(0, 2): 7})
+    starts = [[span.start for span in row] for row in simulate(schedule, cost).rows]
+    assert starts == [[0, 1, 18, 25], [1, 2, 11, 18], [8, 9, 15, 16]]
+    vee = Schedule.from_csv("0F0,2F0,2B0,0B0\n1F0,1B0", Placement(((0, 1, 0),)))  # on one rank nothing travels
+    assert simulate(vee, cost) == simulate(vee, replace(cost, route_bytes={}))
+
+
 def test_a_neighbour_sees_the_input_gradient_before_the_weight_gradient() -> None:
     whole, halves = (
         Schedule.from_csv(f"0F0,{last}\n1F0,{first}") for first, last in [("1B0", "0B0"), ("1I0,1W0", "0I0,0W0")]

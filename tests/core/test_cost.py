@@ -68,6 +68,7 @@ def test_a_pair_hides_a_part_of_its_shorter_half() -> None:
         {"reduce": (1.0, -1.0)},
         {"overlap": -0.1},
         {"overlap": 1.1},
+        {"route_bytes": {(0, 1): 1.0}},
     ],
     ids=str,
 )

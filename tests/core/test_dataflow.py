@@ -4,13 +4,16 @@ from itertools import chain, combinations
 
 import pytest
 
+from pipeflow.analysis.order import Order
 from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import DATAFLOW, KEPT, MAKERS, PASSING, WHOLE, Content, Stream, flows, sources
+from pipeflow.core.dataflow import DATAFLOW, KEPT, MAKERS, PASSING, WHOLE, Content, End, Stream, flows, sources
 from pipeflow.core.liveness import ACTIVATIONS, kept
+from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Row
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.schedule import verify
+from tests.families import make_near
 
 
 def test_every_kind_has_a_row() -> None:
@@ -51,8 +54,36 @@ def test_the_ends_of_the_pipeline_have_no_values(stages: int) -> None:
     made = {end for flow in table.values() for end in flow.makes}
     used = {end for flow in table.values() for end in flow.needs}
     assert made == used
-    assert (Content.GRADIENT, 0) not in made
-    assert (Content.ACTIVATION, stages - 1) not in made
+    assert End(Content.GRADIENT, 0) not in made
+    assert End(Content.ACTIVATION, stages - 1) not in made
+
+
+def test_routes_add_what_passes_on_them_and_change_nothing_else() -> None:
+    plain, routed = flows(4), flows(4, (Route(0, 2), Route(0, 3)))
+    for (kind, stage), row in routed.items():
+        for mine, its in zip(plain[kind, stage], row, strict=True):
+            assert its[: len(mine)] == mine
+            for end in its[len(mine) :]:
+                assert end.to is not None
+                assert {*sorted((end.stage, end.to))} in ({0, 2}, {0, 3})
+    made = [end for flow in routed.values() for end in flow.makes if end.to is not None]
+    used = [end for flow in routed.values() for end in flow.needs if end.to is not None]
+    forward = {End(Content.ACTIVATION, 0, 2), End(Content.ACTIVATION, 0, 3)}
+    back = {End(Content.GRADIENT, 2, 0), End(Content.GRADIENT, 3, 0)}
+    assert {*made} == {*used} == forward | back
+    assert routed[Kind.F, 3].needs[1:] == (End(Content.ACTIVATION, 0, 3),)
+    assert routed[Kind.I, 2].makes[2:] == (End(Content.GRADIENT, 2, 0),)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_that_is_sound_is_sound_with_routes(name: str) -> None:
+    schedule = make_near(name, ranks=3, microbatches=5)
+    stages = range(schedule.placement.num_stages)
+    order = Order(
+        schedule, routes_among(len(stages), [pair for pair in combinations(stages, 2) if pair[1] > pair[0] + 1])
+    )
+    assert len(list(order)) == sum(map(len, schedule.rows))
+    assert order.stuck == []
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -15,6 +15,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.core.route import Route, Routes
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.schedule import verify_programs
@@ -35,8 +36,9 @@ class Oracle:
     """The definition, with no regard for speed: every rank goes on as far as it can; a send waits until its channel has
     a posted receive, and fills the first one."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, routes: Routes = ()) -> None:
         self.rows = rows
+        self.routes = routes
         computed = [action for row in rows for step in row if isinstance(step, Compute) for action in of(step)]
         self.stages = 1 + max((action.stage for action in computed), default=-1)
         self.trained = any(action.kind is not Kind.F for action in computed)
@@ -111,20 +113,25 @@ class Oracle:
         if action.kind is Kind.R:
             return [Value(Content.WEIGHT_GRADIENT, stage, microbatch)]
         if action.kind is Kind.F:
-            return [Value(Content.ACTIVATION, stage - 1, microbatch)] if stage else []
+            from_far = [Value(Content.ACTIVATION, one, microbatch, to) for one, to in self.routes if to == stage]
+            return [*from_far, Value(Content.ACTIVATION, stage - 1, microbatch)] if stage else []
         later = [Value(Content.GRADIENT, stage + 1, microbatch)] if stage + 1 < self.stages else []
+        later += [Value(Content.GRADIENT, to, microbatch, one) for one, to in self.routes if one == stage]
         return [*later, Value(Content.SAVED, stage, microbatch)]
 
     def makes(self, action: Action) -> list[Value]:
         stage, microbatch = action.stage, action.microbatch
-        contents = []
+        contents: list[Content] = []
+        far: list[Value] = []
         if action.kind is Kind.F:
             contents += [Content.ACTIVATION] * (stage + 1 < self.stages) + [Content.SAVED] * self.trained
+            far = [Value(Content.ACTIVATION, stage, microbatch, to) for one, to in self.routes if one == stage]
         elif action.kind in (Kind.B, Kind.I):
             contents += [Content.GRADIENT] * (stage > 0) + [Content.DEFERRED] * (action.kind is Kind.I)
+            far = [Value(Content.GRADIENT, stage, microbatch, one) for one, to in self.routes if to == stage]
         if action.kind in (Kind.B, Kind.W):
             contents += [Content.WEIGHT_GRADIENT] * self.reduced
-        return [Value(content, stage, microbatch) for content in contents]
+        return [*far, *(Value(content, stage, microbatch) for content in contents)]
 
 
 def of(step: Compute) -> tuple[Action, ...]:
@@ -189,6 +196,7 @@ def revalued(rows: Rows) -> Iterator[Rows]:
             value = step.value
             others = [value._replace(content=content) for content in Content]
             others += [value._replace(stage=stage) for stage in (value.stage + 1, 9)]
+            others += [value._replace(to=to) for to in (None, 0, 2, 3)]
             others += [value._replace(microbatch=microbatch) for microbatch in (value.microbatch + 1, 9)]
             for other in others:
                 if other != value:
@@ -200,6 +208,16 @@ def programs_of(rows: Rows) -> list[Program]:
     return [Program(rank, steps, 0) for rank, steps in enumerate(rows)]
 
 
+ROUTED = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1I1,1W1\n2F0,2B0,2F1,2B1", name="routed")
+ROUTES = {
+    ROUTED: (Route(0, 2),),
+    make_schedule("zb-v", ranks=2, microbatches=2): (Route(0, 2), Route(0, 3), Route(1, 3)),
+    make_schedule("gpipe", ranks=4, microbatches=3): (Route(0, 2), Route(0, 3), Route(1, 3)),
+    make_schedule("chimera", ranks=4, microbatches=4): (Route(0, 3), Route(1, 3)),
+    make_schedule("interleaved-1f1b", ranks=2, microbatches=3).forward_only(): (Route(0, 3),),
+}
+
+
 def subjects() -> Iterator[Schedule]:
     for name in SCHEDULES:
         yield make_schedule(name, ranks=2, microbatches=3)
@@ -208,23 +226,25 @@ def subjects() -> Iterator[Schedule]:
     yield make_schedule("interleaved-1f1b", ranks=2, microbatches=2).forward_only()
     yield from (PAIRED, CROSSED)
     yield from (schedule.with_reductions() for schedule in (PAIRED, CROSSED))
+    yield from ROUTES
 
 
 @pytest.mark.parametrize("mutate", [dropped, duplicated, swapped, moved, retargeted, revalued])
 @pytest.mark.parametrize("schedule", list(subjects()), ids=lambda schedule: f"{schedule.name} {len(schedule.rows)}")
 @pytest.mark.slow
 def test_programs_are_verified_as_they_run(schedule: Schedule, mutate: Mutation) -> None:
-    """All mutants of the two by hand, and at most 100 of every kind of the others."""
-    rows = tuple(program.instructions for program in lower(schedule))
-    assert Oracle(rows).sound()
-    assert verify_programs(programs_of(rows)) == []
+    """All mutants of those by hand, and at most 100 of every kind of the others."""
+    routes = ROUTES.get(schedule, ())
+    rows = tuple(program.instructions for program in lower(schedule, routes=routes))
+    assert Oracle(rows, routes).sound()
+    assert verify_programs(programs_of(rows), routes) == []
     mutants = list(mutate(rows))
-    if schedule not in (PAIRED, CROSSED):
+    if schedule not in (PAIRED, CROSSED, ROUTED):
         mutants = random.Random(0).sample(mutants, min(100, len(mutants)))
     refused = 0
     for mutant in mutants:
-        violations = verify_programs(programs_of(mutant))
-        assert (violations == []) == Oracle(mutant).sound(), "\n".join(map(str, mutant))
+        violations = verify_programs(programs_of(mutant), routes)
+        assert (violations == []) == Oracle(mutant, routes).sound(), "\n".join(map(str, mutant))
         assert len(set(violations)) == len(violations), "one violation is listed twice"
         refused += bool(violations)
     assert refused
