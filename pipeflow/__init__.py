@@ -19,6 +19,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 
 if TYPE_CHECKING:
+    import pipeflow.huggingface as huggingface
     from pipeflow.analysis.causes import Cause, causes, critical_path
     from pipeflow.analysis.graph import dependency_graph
     from pipeflow.analysis.lower import lower
@@ -154,6 +155,7 @@ __all__ = [
     "execute_pipeline",
     "get_dataloader",
     "grad_norm",
+    "huggingface",
     "latest_checkpoint",
     "launch",
     "load_checkpoint",
@@ -193,10 +195,12 @@ def _drawn_as_planned(schedule: Schedule) -> str | None:
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
-        raise AttributeError(f"module 'pipeflow' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "huggingface":
+        return import_module("pipeflow.huggingface")
+    if name not in _LATER:
+        raise AttributeError(f"module 'pipeflow' has no attribute {name!r}")
     return getattr(import_module(f"pipeflow.{_LATER[name]}"), name)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.checkpoint.folders import write_durably
-from pipeflow.checkpoint.pieces import LocalTensor, Names, TensorSpec, context_of, local_tensors, whole_model
+from pipeflow.checkpoint.pieces import LocalTensor, Names, Piece, TensorSpec, context_of, local_tensors, whole_model
 from pipeflow.checkpoint.renames import AS_IT_IS, Rename, Transform, renamed
 from pipeflow.checkpoint.task import Task
 from pipeflow.core.errors import UsageError
@@ -63,7 +63,7 @@ def load_safetensors(
     """
     context = context_of(model)
     with context.alarm.raised_everywhere():
-        files = _files_of(Path(path))
+        files = files_of(Path(path))
         entries = _entries(model, context, names, rename)
         if missing := [entry for entry in entries if entry.theirs not in files]:
             listed = ", ".join(f"{entry.theirs!r} for {entry.name!r}" for entry in missing[:5])
@@ -75,8 +75,8 @@ def load_safetensors(
         Task(context, lambda: _fill_all(by_file, files)).wait()
 
 
-def _files_of(path: Path) -> dict[str, Path]:
-    """The file of every tensor. Raises UsageError when there is none."""
+def files_of(path: Path) -> dict[str, Path]:
+    """The file of every tensor in a file or folder. Raises UsageError when there is none."""
     if path.is_dir() and (path / INDEX).is_file():
         try:
             return {name: path / file for name, file in json.loads((path / INDEX).read_bytes())["weight_map"].items()}
@@ -135,11 +135,15 @@ def _fill_all(entries: Iterable[_Entry], files: Mapping[str, Path]) -> None:
 def _fill(entry: _Entry, stored: Any) -> None:
     if not entry.local.piece.tensor.numel():
         return
-    whole = stored if entry.transform is AS_IT_IS else entry.transform.to_ours(stored[...])
-    for piece in entry.local.piece.blocks or (entry.local.piece,):
-        begins = zip(piece.offset, piece.tensor.shape, strict=True)
+    fill_piece(entry.local.piece, stored if entry.transform is AS_IT_IS else entry.transform.to_ours(stored[...]))
+
+
+def fill_piece(piece: Piece, whole: Any) -> None:
+    """Gives a piece its part of the whole: of a tensor, or of what reads one by slices."""
+    for block in piece.blocks or (piece,):
+        begins = zip(block.offset, block.tensor.shape, strict=True)
         where = tuple(slice(start, start + length) for start, length in begins)
-        piece.tensor.copy_(whole[where or ...])
+        block.tensor.copy_(whole[where or ...])
 
 
 def save_safetensors(
