@@ -19,7 +19,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 
 if TYPE_CHECKING:
-    import pipeflow.huggingface as huggingface
+    from pipeflow import huggingface as huggingface
     from pipeflow.analysis.causes import Cause, causes, critical_path
     from pipeflow.analysis.graph import dependency_graph
     from pipeflow.analysis.lower import lower
@@ -155,7 +155,6 @@ __all__ = [
     "execute_pipeline",
     "get_dataloader",
     "grad_norm",
-    "huggingface",
     "latest_checkpoint",
     "launch",
     "load_checkpoint",

@@ -57,7 +57,7 @@ FLOORS: dict[str, set[str]] = {
     "colossalai": {"core", "planning", "schedules", "torch", *ENGINE},
     "megatron": {"core", "planning", "schedules", "models", "torch", *ENGINE},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
-    "__init__": {"huggingface", *PLANS, *ENGINE},
+    "__init__": {"pipeflow", "huggingface", *PLANS, *ENGINE},
 }
 FOREIGN = {"mlflow", "networkx", "ortools", "rich", "safetensors", "shtab", "torch", "transformers", "wandb"}
 SPLIT_STAGES = {"runtime/from_module.py", "runtime/pipeline.py"}
