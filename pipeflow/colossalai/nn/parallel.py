@@ -1,0 +1,105 @@
+"""ColossalAI's `colossalai.nn.parallel`: GeminiDDP over torch's fully_shard."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from pipeflow.colossalai.tensor import ColoParameter, ColoTensor, ColoTensorSpec, ProcessGroup
+from pipeflow.core.errors import UsageError
+
+__all__ = ["GeminiDDP"]
+
+_POLICIES = ("auto", "static", "cpu", "cuda")
+
+
+class GeminiDDP(nn.Module):
+    """A module whose parameters, gradients and optimizer states are spread over the data ranks by torch's fully_shard,
+    which also averages the gradients. Make the optimizer afterwards, from its parameters.
+
+    Args:
+        module: of ColoParameters, which may be split over tensor ranks; others are of all data ranks.
+        device: where it computes.
+        placement_policy: "cpu" keeps what is spread in the memory of the CPU, on which the optimizer then runs; "auto",
+            "static" and "cuda" keep it on the device.
+        pin_memory: of "cpu", whether that memory is pinned, for faster copies to a GPU.
+        search_range_m: changes nothing: it is about Gemini's chunks, and fully_shard has none.
+
+    Raises UsageError for an unknown policy, and where torch.distributed was not initialized.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str,
+        placement_policy: str = "auto",
+        pin_memory: bool = False,
+        search_range_m: int = 32,
+    ) -> None:
+        super().__init__()
+        if placement_policy not in _POLICIES:
+            raise UsageError(f"placement_policy is one of {', '.join(_POLICIES)}, got {placement_policy!r}")
+        self.module = module.to(device)
+        device = torch.device(device)
+        first = next((each for each in module.parameters() if isinstance(each, ColoParameter)), None)
+        group = ProcessGroup() if first is None else first.process_group
+        _plainly(module)
+        is_offloaded = placement_policy == "cpu" and device.type != "cpu"
+        if group.dp_world_size() > 1 or is_offloaded:
+            offload = CPUOffloadPolicy(pin_memory=pin_memory) if is_offloaded else OffloadPolicy()
+            _spread(self.module, _mesh(group, device), offload)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _mesh(group: ProcessGroup, device: torch.device) -> DeviceMesh:
+    """The data ranks. Raises UsageError where torch has no process group."""
+    if not torch.distributed.is_initialized():
+        raise UsageError("GeminiDDP needs torch.distributed: start the program with torchrun")
+    layout = group.layout
+    ranks = torch.arange(layout.world_size, device="cpu").view(layout.data, layout.tensor)
+    return DeviceMesh(device.type, ranks, mesh_dim_names=("data", "tensor"))["data"]
+
+
+def _spread(module: nn.Module, mesh: DeviceMesh, offload: OffloadPolicy) -> None:
+    """The blocks of each list by themselves, so that one is whole at a time, then the rest."""
+    for each in module.modules():
+        if isinstance(each, nn.ModuleList):
+            for block in each:
+                fully_shard(block, mesh=mesh, offload_policy=offload)
+    fully_shard(module, mesh=mesh, offload_policy=offload)
+
+
+def _plainly(module: nn.Module) -> None:
+    """Puts plain parameters in the places of ColoParameters, of which fully_shard would spread the whole. While a
+    module computes, it sees its own as ColoTensors.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        specs: dict[str, ColoTensorSpec] = {}
+        for name, parameter in owner._parameters.items():
+            if isinstance(parameter, ColoParameter):
+                specs[name] = parameter.spec
+                plain = nn.Parameter(parameter.data.as_subclass(Tensor), parameter.requires_grad)
+                owner._parameters[name] = made.setdefault(id(parameter), plain)
+        if specs:
+            owner.register_forward_pre_hook(partial(_begin, specs))
+            owner.register_forward_hook(partial(_end, specs), always_call=True)
+
+
+def _begin(specs: dict[str, ColoTensorSpec], owner: nn.Module, args: object) -> None:
+    for name, spec in specs.items():
+        parameter = owner._parameters[name]
+        assert parameter is not None
+        vars(owner)[name] = ColoTensor.from_torch_tensor(parameter, spec)
+
+
+def _end(specs: dict[str, ColoTensorSpec], owner: nn.Module, args: object, output: object) -> None:
+    for name in specs:
+        vars(owner).pop(name, None)

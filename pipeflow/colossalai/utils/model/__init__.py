@@ -1,0 +1,1 @@
+"""ColossalAI's `colossalai.utils.model`."""
