@@ -53,13 +53,36 @@ FLOORS: dict[str, set[str]] = {
         "mlflow",
     },
     "models": {"core", "planning", "parallel", "tensor", "runtime", "torch"},
-    "huggingface": {"core", "parallel", "stages", "runtime", "checkpoint", "torch", "transformers"},
+    "huggingface": {
+        "core",
+        "parallel",
+        "stages",
+        "runtime",
+        "optim",
+        "checkpoint",
+        "torch",
+        "transformers",
+        "accelerate",
+        "numpy",
+    },
     "colossalai": {"core", "planning", "schedules", "torch", *ENGINE},
     "megatron": {"core", "planning", "schedules", "models", "torch", *ENGINE},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {"pipeflow", "huggingface", *PLANS, *ENGINE},
 }
-FOREIGN = {"mlflow", "networkx", "ortools", "rich", "safetensors", "shtab", "torch", "transformers", "wandb"}
+FOREIGN = {
+    "accelerate",
+    "mlflow",
+    "networkx",
+    "numpy",
+    "ortools",
+    "rich",
+    "safetensors",
+    "shtab",
+    "torch",
+    "transformers",
+    "wandb",
+}
 SPLIT_STAGES = {"runtime/from_module.py", "runtime/pipeline.py"}
 """Files of the engine's floor that know tensor-parallel layers: they make stages; the engine sees modules."""
 

@@ -1,0 +1,259 @@
+"""Trainer: transformers' Trainer for a Pipeline. Its loop, arguments, callbacks, schedules and metrics are
+transformers'; a step, the data's division, clipping, evaluation and checkpoints are the pipeline's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.checkpoint.load import load_checkpoint
+from pipeflow.checkpoint.save import save_checkpoint
+from pipeflow.core.errors import UsageError
+from pipeflow.huggingface.library import library
+from pipeflow.huggingface.saving import save_pretrained
+from pipeflow.huggingface.trainer_accelerator import Accelerator, World
+from pipeflow.huggingface.trainer_random import DataRandom, Reading, seed_layers
+from pipeflow.huggingface.trainer_refusals import require_pipeline, require_possible
+from pipeflow.huggingface.trainer_replicas import shared_outputs
+from pipeflow.optim.clip import grad_norm as norm_of
+from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
+
+transformers: Any = library()  # typed otherwise in each of its versions
+utils = import_module("transformers.utils")
+STATE = "pipeflow"
+"""The folder in a checkpoint that has what `pipeflow.load_checkpoint` reads."""
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
+    """Trains a Pipeline as transformers' Trainer trains a model: with its arguments, callbacks, logs, learning rates,
+    metrics and checkpoints. Every rank makes one, with the same arguments, and makes the same calls.
+
+    Args:
+        model: a Pipeline that `from_module` or `from_pretrained` made.
+        args: transformers' TrainingArguments. A device is a replica here: `per_device_train_batch_size` samples are a
+            batch of one pipeline, which its schedule cuts into microbatches.
+        arguments, options: as of transformers' Trainer.
+
+    Losses and gradients are means over what the module's loss counts, such as tokens, of all accumulated batches of all
+    replicas. Logits and metrics are the same on every rank. Rank 0 logs. All ranks write a checkpoint together, to
+    a folder that all must see; beside the files of transformers it has a folder that `pipeflow.load_checkpoint` reads.
+
+    Raises UsageError for what is not possible under a pipeline, naming the argument.
+    """
+
+    model: Pipeline
+    preprocess_logits_for_metrics: Any
+    _signature_columns: list[str] | None
+
+    def __init__(self, model: Pipeline, args: Any = None, *arguments: Any, **options: Any) -> None:
+        model = require_pipeline(model)
+        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
+        given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *arguments, **options)
+        require_possible(args, model, given.arguments)
+        if type(self).compute_loss is not Trainer.compute_loss:
+            raise UsageError(f"{type(self).__name__}.compute_loss would not be called: {_COMPUTES}")
+        context = model.context
+        local = int(os.environ.get("LOCAL_RANK", context.rank))
+        world = World(context.data_size, context.rank, local, context.device)
+        args.distributed_state, args._n_gpu = world, int(context.device.type == "cuda")
+        vars(args)["_setup_devices"] = context.device
+        args.average_tokens_across_devices = True
+        self._root = model.chunks[0].root
+        for name in ("config", "generation_config", "main_input_name"):
+            if not hasattr(model, name) and hasattr(self._root, name):
+                setattr(model, name, getattr(self._root, name))
+        self._drawing = DataRandom(args.seed)
+        super().__init__(model, args, *arguments, **options)
+        self._introspect(args)
+        self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        transformers.set_seed(args.seed)
+        seed_layers(args.seed, context)
+
+    def _introspect(self, args: Any) -> None:
+        """What transformers finds out about a model, about the module that was cut."""
+        base = self._base
+        takes = inspect.signature(base.forward).parameters.values()
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes)
+        self.model_accepts_loss_kwargs = getattr(base, "accepts_loss_kwargs", takes_any)
+        self.label_names = utils.find_labels(type(base)) if args.label_names is None else args.label_names
+        self.can_return_loss = utils.can_return_loss(type(base))
+        weigh = self.model.runner.weigh
+        self._loss_shifts_labels = getattr(weigh, "keywords", {}).get("skipped", 0) == 1
+
+    @property
+    def _base(self) -> Any:
+        """The module that was cut, without adapters around it; this rank has its own stages' parameters alone."""
+        inner: Any = getattr(self._root, "get_base_model", None)
+        return self._root if inner is None else inner()
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            names = list(inspect.signature(self._base.forward).parameters)
+            self._signature_columns = [*names, "label", "label_ids", *self.label_names]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator that divides data among replicas, in the place of accelerate's."""
+        config, seed = self.args.accelerator_config, self.args.data_seed
+        seed = self.args.seed if seed is None else seed
+        state = self.args.distributed_state
+        self.accelerator = Accelerator(self.model, state, seed, split_batches=bool(config.split_batches))
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Nothing to do: a Pipeline is where it computes."""
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Which of this rank's parameters decay, by the names that they have in the whole module."""
+        forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+        roots = [chunk.root for chunk in self.model.chunks]
+        names_in = import_module("transformers.trainer_pt_utils").get_parameter_names
+        return [name for root in roots for name in names_in(root, [nn.LayerNorm], forbidden)]
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return norm_of(self.model).float() if grad_norm is None else grad_norm
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *others: Any) -> Any:
+        """As transformers', from random states that all ranks of a replica share."""
+        with self._drawing():
+            return super().get_batch_samples(epoch_iterator, num_batches, *others)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Runs one batch through the pipeline. Returns its part of the accumulated batches' mean loss."""
+        self.model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        part = self._part_of(inputs, num_items_in_batch)
+        schedule, samples = self.model.schedule, _samples(inputs)
+        output = execute_pipeline(
+            iter([inputs]),
+            self.model,
+            broadcast_loss=True,
+            reduce=self.accelerator.sync_gradients,
+            schedule=schedule.first(samples) if samples < schedule.num_microbatches else schedule,
+            gradient_scale=part,
+        )
+        assert output.loss is not None
+        return output.loss * part
+
+    def _part_of(self, inputs: Any, num_items_in_batch: Any) -> float:
+        """How much of the accumulated batches a batch is, those of all replicas together."""
+        if self.current_gradient_accumulation_steps == 1:
+            return 1.0
+        if num_items_in_batch is None:
+            return 1 / self.current_gradient_accumulation_steps
+        counted: float = float(self._get_num_items_in_batch([inputs], self.args.device)) / float(num_items_in_batch)
+        return counted
+
+    def compute_loss(self, *_: Any, **__: Any) -> Any:
+        """Refuses: a rank has a part of the model only."""
+        raise UsageError(f"compute_loss is not called under a pipeline: {_COMPUTES}")
+
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
+        """As transformers', on the same batches on all ranks of a replica."""
+        with self.accelerator.reading(dataloader):
+            return super().evaluation_loop(Reading(dataloader, self._drawing), *arguments, **options)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Evaluates a batch. Returns the loss, logits and labels, on every rank of the pipeline alike."""
+        labels = tuple(inputs.get(name) for name in self.label_names)
+        inputs = self._prepare_inputs(inputs)
+        has_labels = bool(labels) and all(each is not None for each in labels)
+        makes_loss = has_labels or (not labels and bool(inputs.get("return_loss", self.can_return_loss)))
+        own_loss = makes_loss and "labels" not in inputs
+        told = execute_pipeline(
+            iter([inputs]),
+            self.model,
+            forward_only=True,
+            return_outputs=own_loss or not prediction_loss_only,
+            broadcast_loss=makes_loss and not own_loss,
+        )
+        loss = told.loss if makes_loss else None
+        logits: Any = None
+        if own_loss or not prediction_loss_only:
+            with self.model.alarm.raised_everywhere():
+                logits, mean = self._shared(told.outputs, labels, ignore_keys, _samples(inputs))
+            loss = mean if own_loss else loss
+        if prediction_loss_only:
+            return loss, None, None
+        prepared = self._prepare_input(labels) if has_labels else None
+        return loss, logits, prepared[0] if prepared is not None and len(prepared) == 1 else prepared
+
+    def _shared(self, outputs: Any, labels: Any, ignore_keys: list[str] | None, samples: int) -> Any:
+        """The logits and the module's own mean loss, which the last stage has, on all ranks of the pipeline."""
+        if outputs is None:
+            return shared_outputs(None, self.model.context)
+        ignored = ["loss", *(self._ignored if ignore_keys is None else ignore_keys)]
+        mean = outputs.get("loss") if isinstance(outputs, Mapping) else None
+        if mean is not None:
+            sizes = [len(part) for part in torch.arange(samples).tensor_split(len(mean))]
+            mean = (mean * mean.new_tensor(sizes)).sum() / samples
+        logits = outputs
+        if isinstance(outputs, Mapping):
+            logits = tuple(value for key, value in outputs.items() if key not in ignored)
+        elif isinstance(outputs, tuple | list) and labels:
+            logits = tuple(outputs[1:])
+        logits = logits[0] if isinstance(logits, tuple) and len(logits) == 1 else logits
+        if self._preprocess is not None:
+            prepared = self._prepare_input(labels)
+            logits = self._preprocess(logits, prepared[0] if len(prepared) == 1 else prepared)
+        return shared_outputs((logits, mean), self.model.context)
+
+    @property
+    def _ignored(self) -> list[str]:
+        return getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        save_pretrained(self.model, folder)
+        if not self.args.should_save:
+            return
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_checkpoint(
+            Path(output_dir, STATE),
+            self.model,
+            self.optimizer,
+            scheduler=self.lr_scheduler,
+            step=self.state.global_step,
+        )
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: random states are in what `_save_optimizer_and_scheduler` saves."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load_checkpoint(Path(resume_from_checkpoint, STATE), self.model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            loaded = load_checkpoint(Path(checkpoint, STATE), self.model, self.optimizer, self.lr_scheduler)
+            self._drawing = DataRandom(self.args.seed + loaded.step)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Nothing: random states are in what `_load_optimizer_and_scheduler` loads."""
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+_COMPUTES = "give the Pipeline a criterion, as with from_module(criterion=), or let the module compute its loss"
+
+
+def _samples(inputs: Mapping[str, Any]) -> int:
+    """How many a batch has."""
+    return next((len(each) for each in inputs.values() if isinstance(each, Tensor) and each.dim()), 0)

@@ -1,0 +1,194 @@
+"""The accelerator that the Trainer of transformers asks for, for ranks of a pipeline. Accelerate's own would wrap the
+model in DistributedDataParallel and give each process other data; this one gives each replica its part of the data, and
+leaves the model and its gradients to the Pipeline. What must not live here: the training loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import BatchSampler, DataLoader
+
+from pipeflow.huggingface.trainer_part import Part
+from pipeflow.huggingface.trainer_replicas import gathered, padded
+from pipeflow.optim.clip import clip_grad_norm_
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.runtime.pipeline import Pipeline
+
+
+@dataclass
+class World:
+    """This rank among the others, as TrainingArguments asks for it: transformers' processes are replicas here, and one
+    rank of all, number 0, writes and logs.
+
+    Attributes:
+        num_processes: the replicas.
+        process_index: the rank in the world.
+        local_process_index: that on this machine.
+    """
+
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    device: torch.device
+    distributed_type: DistributedType = DistributedType.NO
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.local_process_index == 0
+
+
+class _Gradients:
+    """Whether the next step ends an accumulation, and whether a loader gave its last batch."""
+
+    def __init__(self) -> None:
+        self.sync_gradients = True
+        self.plugin_kwargs: dict[str, Any] = {}
+        self.loader: Any = None
+
+    def _set_sync_gradients(self, sync: bool) -> None:
+        self.sync_gradients = sync
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        return bool(self.loader is not None and self.loader.end_of_dataloader)
+
+
+class Accelerator:
+    """Stands in the place of accelerate's Accelerator; has what the Trainer uses of it.
+
+    Args:
+        model: the Pipeline that is trained.
+        world: this rank.
+        seed: of the order of the samples.
+        split_batches: whether a loader's batch is that of all replicas together.
+    """
+
+    distributed_type = DistributedType.NO
+    mixed_precision = "no"
+    scaler = None
+    parallelism_config = None
+    optimizer_step_was_skipped = False
+    should_save_model = True
+
+    def __init__(self, model: Pipeline, world: World, seed: int, *, split_batches: bool) -> None:
+        self._model = model
+        self._models = [model]
+        self._seed = seed
+        self._split = split_batches
+        self.world = world
+        self.device = world.device
+        self.num_processes = world.num_processes
+        self.process_index = world.process_index
+        self.local_process_index = world.local_process_index
+        self.is_main_process, self.is_local_main_process = world.is_main_process, world.is_local_main_process
+        self.gradient_state = _Gradients()
+        self.state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None, torch_tp_plugin=None)
+
+    @property
+    def _context(self) -> Context:
+        return self._model.context
+
+    @property
+    def sync_gradients(self) -> bool:
+        return self.gradient_state.sync_gradients
+
+    def prepare(self, *given: Any) -> Any:
+        """Loaders give this replica's part of the data; all else is as it was."""
+        made = tuple(self._divided(each) if isinstance(each, DataLoader) else each for each in given)
+        return made[0] if len(made) == 1 else made
+
+    def prepare_model(self, model: Any, **_: object) -> Any:
+        """The model: a Pipeline is ready."""
+        return model
+
+    def unwrap_model(self, model: Any, **_: object) -> Any:
+        """The model: nothing wraps it."""
+        return model
+
+    def _divided(self, loader: DataLoader[Any]) -> Any:
+        index = self._context.data_rank
+        if isinstance(loader.worker_init_fn, partial) and "rank" in loader.worker_init_fn.keywords:
+            loader.worker_init_fn = partial(loader.worker_init_fn, rank=index)
+        dividing = self.num_processes > 1
+        if dividing and isinstance(loader.batch_sampler, BatchSampler):
+            whole = loader.batch_sampler
+            samples = whole.batch_size if self._split else whole.batch_size * self.num_processes
+            part = Part(whole.sampler, samples, whole.drop_last, self.num_processes, index)
+            vars(loader)["batch_sampler"], dividing = part, False  # which a loader refuses to be given
+        return prepare_data_loader(
+            loader,
+            num_processes=self.num_processes if dividing else 1,
+            process_index=index if dividing else 0,
+            split_batches=self._split,
+            put_on_device=False,
+            rng_types=None,
+            dispatch_batches=False,
+            even_batches=True,
+            use_seedable_sampler=True,
+            data_seed=self._seed,
+        )
+
+    def no_sync(self, *_: object, **__: object) -> Any:
+        """Nothing to hold back: the Trainer tells each step whether it reduces."""
+        return nullcontext()
+
+    def clip_grad_norm_(self, _: object, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the whole model's gradient, whichever parameters are given. Returns its norm before."""
+        return clip_grad_norm_(self._model, max_norm, norm_type).float()
+
+    def gather(self, tree: Any) -> Any:
+        """Tensors of all replicas, along dim 0."""
+        return gathered(tree, self._context)
+
+    def gather_for_metrics(self, tree: Any, *_: object, **__: object) -> Any:
+        """As `gather`, without the samples with which the last batch was filled up."""
+        whole, loader = self.gather(tree), self.gradient_state.loader
+        if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+            return whole
+        return tree_map_only(Tensor, lambda tensor: tensor[: loader.remainder], whole)
+
+    def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, **_: object) -> Any:
+        """Tensors as long as the longest of all replicas."""
+        return padded(tree, self._context, dim, pad_index)
+
+    def wait_for_everyone(self) -> None:
+        """Returns when all ranks have called it."""
+        with self._context.alarm.raised_everywhere():
+            all_gather(self._context.world, [0.0])
+
+    @contextmanager
+    def reading(self, loader: Any) -> Iterator[None]:
+        """Inside, `gather_for_metrics` is about the batches of `loader`."""
+        before, self.gradient_state.loader = self.gradient_state.loader, loader
+        try:
+            yield
+        finally:
+            self.gradient_state.loader = before
+
+    def free_memory(self, *given: Any) -> Any:
+        """Keeps nothing, so frees nothing."""
+        return given
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Prints on rank 0 of each machine."""
+        if self.is_local_main_process:
+            print(*values, **options)  # noqa: T201  # what it is for
+
+    def end_training(self) -> None:
+        """Nothing to end: `context.close()` gives the channels back."""

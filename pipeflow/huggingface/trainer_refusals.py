@@ -1,0 +1,117 @@
+"""What a Trainer under a pipeline does not do, each with what to do instead: an argument that were ignored would mean
+another training than the one that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pipeflow.core.errors import UsageError
+from pipeflow.huggingface.library import library
+from pipeflow.runtime.pipeline import Pipeline
+from pipeflow.stages.stage import ModuleStage
+
+_DIVIDES = "pipeflow.launch(pipeline=, tensor=) says how the model is divided"
+_BEFORE = "do so with the module before it is cut"
+_CRITERION = "give the Pipeline a criterion, as with from_module(criterion=)"
+_ARGUMENTS = {
+    "fsdp": _DIVIDES,
+    "deepspeed": _DIVIDES,
+    "parallelism_config": _DIVIDES,
+    "mp_parameters": _DIVIDES,
+    "torch_compile": "it would compile the whole model, of which a rank has a part",
+    "torchdynamo": "it would compile the whole model, of which a rank has a part",
+    "jit_mode_eval": "it would trace the whole model, of which a rank has a part",
+    "use_liger_kernel": f"it patches a whole model: {_BEFORE}",
+    "neftune_noise_alpha": f"it hooks a whole model: {_BEFORE}",
+    "activation_checkpointing": "call module.gradient_checkpointing_enable() on the module before it is cut",
+    "gradient_checkpointing": "call module.gradient_checkpointing_enable() on the module before it is cut",
+    "fp16": "use bf16=True with a Pipeline made with autocast=torch.bfloat16",
+    "fp16_full_eval": "evaluation runs in the dtypes of the Pipeline",
+    "bf16_full_eval": "evaluation runs in the dtypes of the Pipeline",
+    "auto_find_batch_size": "memory runs out on one rank, and all would have to start again: choose a batch size",
+    "label_smoothing_factor": _CRITERION,
+    "use_legacy_prediction_loop": "the present evaluation loop is the one that pipelines run",
+    "enable_jit_checkpoint": "ranks are told to end at different moments: save every so many steps",
+    "save_on_each_node": "all ranks write one checkpoint together, into a folder that all of them see",
+    "debug": "its hooks look at a whole model",
+}
+_DATA = {"dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
+_OF_MODELS = ("galore", "apollo", "lomo", "adalomo")
+_OF_WHOLE_WEIGHTS = ("adafactor", "stable_adamw")
+
+
+def require_libraries() -> None:
+    """Raises UsageError where transformers or accelerate is not installed."""
+    library()
+    try:
+        import accelerate  # noqa: F401  # asked for only
+    except ImportError as error:
+        raise UsageError(
+            "the Trainer needs the package accelerate: pip install 'pipeflow[huggingface]' "
+            f"(importing it failed with: {error})"
+        ) from error
+
+
+def require_pipeline(model: object) -> Pipeline:
+    """`model`, a Pipeline of a cut module. Raises UsageError for anything else."""
+    if not isinstance(model, Pipeline):
+        raise UsageError(
+            f"Trainer takes a pipeflow.Pipeline, got {type(model).__name__}: make one with "
+            "pipeflow.Pipeline.from_module(module, schedule, example)"
+        )
+    if not all(isinstance(chunk, ModuleStage) for chunk in model.chunks):
+        raise UsageError(
+            "Trainer takes a Pipeline that from_module or from_pretrained made, whose batches are dicts of a forward's "
+            "keywords, but the chunks of this one were given"
+        )
+    return model
+
+
+def require_possible(args: Any, model: Pipeline, options: Mapping[str, Any]) -> None:
+    """Raises UsageError that names the first argument which a Trainer of `model` cannot honour.
+
+    Args:
+        args: TrainingArguments.
+        options: the Trainer's other arguments by their names.
+    """
+    for name, instead in _ARGUMENTS.items():
+        if getattr(args, name, None):
+            raise _refused(f"TrainingArguments({name}={getattr(args, name)!r})", instead)
+    if options.get("model_init") is not None:
+        raise _refused("Trainer(model_init=)", "make the Pipeline before, and a Trainer for each")
+    if options.get("compute_loss_func") is not None:
+        raise _refused("Trainer(compute_loss_func=)", _CRITERION)
+    if args.bf16 and model.autocast is not torch.bfloat16:
+        raise _refused("TrainingArguments(bf16=True)", "make the Pipeline with autocast=torch.bfloat16, which it means")
+    _require_usual_data(args, model)
+    _require_optimizer(args.optim, model)
+
+
+def _require_usual_data(args: Any, model: Pipeline) -> None:
+    config = args.accelerator_config.to_dict()
+    for name, usual in _DATA.items():
+        if config.get(name, usual) not in (usual, usual or False):
+            raise _refused(f"accelerator_config {name}={config[name]!r}", "every rank reads the data of its replica")
+    if config.get("gradient_accumulation_kwargs"):
+        raise _refused("accelerator_config gradient_accumulation_kwargs", "set gradient_accumulation_steps")
+    if getattr(args, "train_sampling_strategy", "") == "batch_rebalance" and model.context.data_size > 1:
+        raise _refused("train_sampling_strategy='batch_rebalance'", "with replicas use 'group_by_length'")
+
+
+def _require_optimizer(optim: Any, model: Pipeline) -> None:
+    name = str(getattr(optim, "value", optim))
+    if name.startswith(_OF_MODELS):
+        raise _refused(f"TrainingArguments(optim={name!r})", "it looks at a whole model: use 'adamw_torch'")
+    if name in _OF_WHOLE_WEIGHTS and model.context.tensor_size > 1:
+        raise _refused(
+            f"TrainingArguments(optim={name!r})",
+            "it looks at whole weights, of which a tensor rank has a part: use 'adamw_torch'",
+        )
+
+
+def _refused(what: str, instead: str) -> UsageError:
+    return UsageError(f"{what} is not possible under a pipeline: {instead}")
