@@ -151,8 +151,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
             return 1.0
         if num_items_in_batch is None:
             return 1 / self.current_gradient_accumulation_steps
-        counted: float = float(self._get_num_items_in_batch([inputs], self.args.device)) / float(num_items_in_batch)
-        return counted
+        counted: float = self._get_num_items_in_batch([inputs], self.args.device) / num_items_in_batch
+        return float(counted)
 
     def compute_loss(self, *_: Any, **__: Any) -> Any:
         """Refuses: a rank has a part of the model only."""
