@@ -147,12 +147,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
 
     def _part_of(self, inputs: Any, num_items_in_batch: Any) -> float:
         """How much of the accumulated batches a batch is, those of all replicas together."""
-        if self.current_gradient_accumulation_steps == 1:
-            return 1.0
-        if num_items_in_batch is None:
-            return 1 / self.current_gradient_accumulation_steps
-        counted: float = self._get_num_items_in_batch([inputs], self.args.device) / num_items_in_batch
-        return float(counted)
+        batches = int(self.current_gradient_accumulation_steps)
+        if batches == 1 or num_items_in_batch is None:
+            return 1 / batches
+        return float(self._get_num_items_in_batch([inputs], self.args.device) / num_items_in_batch)
 
     def compute_loss(self, *_: Any, **__: Any) -> Any:
         """Refuses: a rank has a part of the model only."""
