@@ -7,12 +7,11 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeflow.checkpoint.load import load_checkpoint
 from pipeflow.checkpoint.save import save_checkpoint
@@ -27,7 +26,6 @@ from pipeflow.optim.clip import grad_norm as norm_of
 from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
 
 transformers: Any = library()  # typed otherwise in each of its versions
-utils = import_module("transformers.utils")
 STATE = "pipeflow"
 """The folder in a checkpoint that has what `pipeflow.load_checkpoint` reads."""
 
@@ -83,8 +81,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         takes = inspect.signature(base.forward).parameters.values()
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes)
         self.model_accepts_loss_kwargs = getattr(base, "accepts_loss_kwargs", takes_any)
-        self.label_names = utils.find_labels(type(base)) if args.label_names is None else args.label_names
-        self.can_return_loss = utils.can_return_loss(type(base))
+        self.label_names = transformers.utils.find_labels(type(base)) if args.label_names is None else args.label_names
+        self.can_return_loss = transformers.utils.can_return_loss(type(base))
         weigh = self.model.runner.weigh
         self._loss_shifts_labels = getattr(weigh, "keywords", {}).get("skipped", 0) == 1
 
@@ -113,10 +111,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Which of this rank's parameters decay, by the names that they have in the whole module."""
-        forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-        roots = [chunk.root for chunk in self.model.chunks]
-        names_in = import_module("transformers.trainer_pt_utils").get_parameter_names
-        return [name for root in roots for name in names_in(root, [nn.LayerNorm], forbidden)]
+        decay = super().get_decay_parameter_names
+        return [name for chunk in self.model.chunks for name in decay(chunk.root)]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return norm_of(self.model).float() if grad_norm is None else grad_norm
