@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from pipeflow.colossalai import nn as col_nn
-from pipeflow.colossalai.shardformer import layer
+from pipeflow.colossalai.nn.layer import parallel_1d as layer
 from pipeflow.core.errors import UsageError
 from tests.tensor.ranks import Place, indices, joined, normal, on_ranks, require_near
 

@@ -1,0 +1,77 @@
+"""Files of torch.save, and of safetensors, as a Booster writes them: whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeflow.checkpoint.safetensors import SINGLE
+from pipeflow.core.errors import UsageError
+
+_METADATA = {"format": "pt"}  # which transformers asks for
+
+
+def beside(path: Path) -> Path:
+    """A hidden folder for parts of the file `path`."""
+    return path.with_name(f".{path.name}.parts")
+
+
+def is_of_torch(path: Path) -> bool:
+    """Whether torch.save wrote the file. Raises UsageError where there is none."""
+    if not path.is_file():
+        raise UsageError(f"there is no file or folder {str(path)!r}")
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
+
+
+def read(path: Path) -> Any:
+    """What torch.save wrote, plain values and tensors. Raises UsageError for anything else."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {str(path)!r}")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UsageError(f"{path} is no file of torch.save, or damaged: {error}") from error
+
+
+def write(path: Path, write_to: Callable[[Path], object]) -> None:
+    """Has `path` written. Raises UsageError where it cannot be."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_to(temporary)
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"writing {path} failed: {error}") from error
+
+
+def join(parts: Path, path: Path, *, use_safetensors: bool) -> None:
+    """Makes one file of the safetensors files in a folder, which goes."""
+    package = _package()
+    whole: dict[str, Tensor] = {}
+    for part in sorted(parts.glob("*.safetensors")):
+        whole |= package.load_file(part)
+    write(path, lambda file: package.save_file(whole, file, _METADATA) if use_safetensors else torch.save(whole, file))
+    shutil.rmtree(parts)
+
+
+def divide(path: Path, parts: Path) -> None:
+    """Makes a folder with a safetensors file of what torch.save wrote. Raises UsageError for what are no tensors."""
+    package, whole = _package(), read(path)
+    if not isinstance(whole, dict) or not all(isinstance(each, Tensor) for each in whole.values()):
+        raise UsageError(f"{path} is no state_dict of tensors")
+    parts.mkdir(exist_ok=True)
+    package.save_file({name: each.clone().contiguous() for name, each in whole.items()}, parts / SINGLE, _METADATA)
+
+
+def _package() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise UsageError("this needs the package safetensors: pip install safetensors") from error
+    return safetensors.torch

@@ -1,0 +1,7 @@
+"""ColossalAI's `colossalai.booster.plugin`: how a booster makes a model parallel."""
+
+from __future__ import annotations
+
+from pipeflow.colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
+
+__all__ = ["HybridParallelPlugin"]

@@ -1,0 +1,108 @@
+"""The options of ColossalAI's HybridParallelPlugin that are honoured, checked, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from pipeflow.colossalai.shardformer.policies.base_policy import Policy
+from pipeflow.core.errors import UsageError
+from pipeflow.optim.precision import HalfPrecision
+
+Style = Literal["1f1b", "interleaved", "zbv"]
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
+_CHUNKS = {"1f1b": 1, "zbv": 2}
+_SCALER = (
+    "initial_scale",
+    "min_scale",
+    "max_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a Booster trains.
+
+    Attributes:
+        tp_size: ranks that share every layer.
+        pp_size: ranks of a pipeline.
+        precision: "fp16" or "bf16" for 16-bit parameters with float32 masters; "fp32" leaves the model's dtype.
+        zero_stage: 1 spreads the optimizer's states over the replicas, 0 does not.
+        num_microbatches, microbatch_size: how a batch is cut, one of them. Needed for a pipeline; without one a batch
+            is a single microbatch.
+        initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of the loss
+            scaler, in "fp16".
+        max_norm: of the whole model's gradient, 0 for no clipping.
+        custom_policy: which layers are replaced by which, in place of pipeflow's rules.
+        pp_style: "1f1b"; "interleaved" with `num_model_chunks` stages a rank; "zbv" with 2.
+        num_layers_per_stage: blocks of every stage, in place of equally many.
+
+    Raises UsageError for values that cannot work.
+    """
+
+    tp_size: int
+    pp_size: int
+    precision: Literal["fp16", "bf16", "fp32"] = "fp16"
+    zero_stage: int = 0
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    initial_scale: float = 2.0**16
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
+    max_norm: float = 0.0
+    custom_policy: Policy | None = None
+    pp_style: Style = "1f1b"
+    num_model_chunks: int = 1
+    num_layers_per_stage: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "pp_size", "num_model_chunks", "num_microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name} must be a whole number, 1 or more, got {value!r}")
+        if self.precision not in _DTYPES:
+            raise UsageError(f"precision must be one of {', '.join(_DTYPES)}, got {self.precision!r}")
+        if self.zero_stage not in (0, 1):
+            raise UsageError(
+                f"zero_stage must be 0 or 1, got {self.zero_stage}: gradients stay whole until the end of the step"
+            )
+        if not self.max_norm >= 0:
+            raise UsageError(f"max_norm must be positive, or 0 for no clipping, got {self.max_norm}")
+        self._check_pipeline()
+        self.half()  # refuses scalers that make no sense
+
+    def _check_pipeline(self) -> None:
+        if self.pp_style not in get_args(Style):
+            raise UsageError(f"pp_style must be one of {', '.join(get_args(Style))}, got {self.pp_style!r}")
+        chunks, given = _CHUNKS.get(self.pp_style), self.num_model_chunks
+        if chunks is None and given < 2:
+            raise UsageError(f"pp_style='interleaved' needs num_model_chunks of 2 or more, got {given}")
+        if chunks is not None and given not in (1, chunks):
+            raise UsageError(f"pp_style={self.pp_style!r} has {chunks} stages a rank, got num_model_chunks={given}")
+        if self.num_microbatches is not None and self.microbatch_size is not None:
+            raise UsageError("give num_microbatches or microbatch_size, not both")
+        if self.pp_size > 1 and self.num_microbatches is None and self.microbatch_size is None:
+            raise UsageError("a pipeline needs num_microbatches or microbatch_size")
+        stages = self.pp_size * (chunks or given)
+        if self.num_layers_per_stage is not None and len(self.num_layers_per_stage) != stages:
+            raise UsageError(f"num_layers_per_stage has {len(self.num_layers_per_stage)} numbers for {stages} stages")
+
+    def half(self) -> HalfPrecision | None:
+        """The 16-bit precision, where that is one."""
+        dtype = _DTYPES[self.precision]
+        return (
+            None
+            if dtype is None
+            else HalfPrecision("parameters", dtype, {name: getattr(self, name) for name in _SCALER})
+        )

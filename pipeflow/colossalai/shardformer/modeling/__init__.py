@@ -1,0 +1,1 @@
+"""ColossalAI's `colossalai.shardformer.modeling`: models under its names."""

@@ -1,0 +1,1 @@
+"""ColossalAI's `colossalai.shardformer.policies`: which layers of a model are replaced."""

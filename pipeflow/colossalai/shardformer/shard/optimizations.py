@@ -1,0 +1,82 @@
+"""The optimizations of a ShardConfig: what attention and normalizations of a model compute by."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeflow.colossalai.shardformer.shard.shard_config import ShardConfig
+from pipeflow.core.errors import UsageError
+
+
+def optimize(model: nn.Module, config: ShardConfig) -> None:
+    """Does what `config` asks for. Raises UsageError for a model that has no other attention to choose."""
+    if config.enable_flash_attention:
+        choose_attention(model)
+    elif config.enable_all_optimization:
+        with suppress(UsageError):
+            choose_attention(model)
+    if config.enable_fused_normalization:
+        fuse_norms(model)
+
+
+def choose_attention(model: nn.Module) -> None:
+    """Has a model of transformers compute its attention by torch's scaled_dot_product_attention.
+
+    Raises UsageError where it cannot.
+    """
+    choose: Any = getattr(model, "set_attn_implementation", None)
+    why = "it is no model of transformers"
+    if choose is not None:
+        try:
+            choose("sdpa")
+            return
+        except (ValueError, ImportError) as error:
+            why = str(error)
+    raise UsageError(
+        f"enable_flash_attention: {type(model).__name__} does not let its attention be chosen ({why}): leave the "
+        "option out, or write its attention with torch.nn.functional.scaled_dot_product_attention"
+    )
+
+
+class _Fused(nn.Module):
+    """A root mean square norm that computes by torch's own function."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        normed = functional.rms_norm(hidden_states, self.weight.shape, None, self.variance_epsilon)
+        return self.weight * normed.to(hidden_states.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _fused(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_Fused, kind), {"__module__": kind.__module__})
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Changes the class of those that compute just that, as a try on copies of them tells."""
+    for module in model.modules():
+        kind = type(module)
+        is_one = "RMSNorm" in kind.__name__ and isinstance(vars(module).get("variance_epsilon"), float)
+        if is_one and not isinstance(module, _Fused) and _is_plain(module):
+            module.__class__ = _fused(kind)  # type: ignore[arg-type]  # types are hashable
+
+
+def _is_plain(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len(list(module.parameters())) > 1:
+        return False
+    probe: Any = copy.deepcopy(module).to_empty(device="cpu").float()
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.no_grad():
+        probe.weight.copy_(torch.rand(weight.shape, generator=generator))
+        sample = torch.randn(3, len(weight), generator=generator)
+        return torch.allclose(probe(sample), _Fused.forward(probe, sample), rtol=1e-5, atol=1e-6)

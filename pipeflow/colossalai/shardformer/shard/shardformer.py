@@ -1,0 +1,55 @@
+"""ColossalAI's ShardFormer: a model over tensor ranks, without a pipeline."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pipeflow.colossalai.layout import tensor_group
+from pipeflow.colossalai.shardformer.policies.base_policy import Policy
+from pipeflow.colossalai.shardformer.shard.optimizations import optimize
+from pipeflow.colossalai.shardformer.shard.shard_config import ShardConfig
+from pipeflow.colossalai.shardformer.shard.sharder import ModelSharder
+from pipeflow.parallel.sharding import partial_in
+from pipeflow.parallel.transport.group import Alone, Group
+from pipeflow.tensor.sharded import shard
+
+
+class ShardFormer:
+    """Shards models as `shard_config` says. All ranks make theirs together: the processes are laid out with it."""
+
+    def __init__(self, shard_config: ShardConfig) -> None:
+        self.shard_config = shard_config
+        self._group: Group = Alone()
+        if shard_config.enable_tensor_parallelism:
+            self._group = tensor_group(shard_config.tensor_parallel_process_group)
+
+    def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, Tensor]]]:
+        """The model, each rank with its part of the layers that `pipeflow.tensor.shard` splits, or that a `policy` of
+        one's own replaces; and the parameters that stages share, of which there are none. It is called, and its loss
+        differentiated, as ever; all ranks give it the same batch.
+
+        Raises UsageError as `pipeflow.tensor.shard` and ModelSharder do.
+        """
+        optimize(model, self.shard_config)
+        shared: list[dict[int, Tensor]] = []
+        if policy is None:
+            shard(model, group=self._group)
+        else:
+            sharder = ModelSharder(model, policy, self.shard_config)
+            shared, model = sharder.shard(), sharder.model
+        if self._group.size > 1:
+            for parameter in partial_in(model):
+                _sum_gradient(parameter, self._group)
+        return model, shared
+
+
+def _sum_gradient(parameter: nn.Parameter, group: Group) -> None:
+    """Adds up its gradient over the tensor ranks, each of which computes a part of it."""
+
+    def summed(gradient: Tensor) -> Tensor:
+        whole = gradient.detach().clone().contiguous()
+        group.all_reduce(whole).wait()
+        return whole
+
+    if parameter.requires_grad:
+        parameter.register_hook(summed)
