@@ -4,7 +4,7 @@ must have been given the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.route import Routes, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
 from pipeflow.runtime.keywords import Names, union
@@ -29,6 +30,7 @@ class Arguments(NamedTuple):
     tensor: tuple[tuple[int | None, ...], torch.dtype] | None  # the shape and dtype of what passes between stages
     cost: str
     overlap: bool
+    routes: Routes
     names: Names  # the entries that its stages take
 
     @classmethod
@@ -39,14 +41,22 @@ class Arguments(NamedTuple):
         cost: CostModel | None,
         *,
         overlaps: bool,
+        routes: Routes,
         takes: Names,
     ) -> Arguments:
         """Those of this rank."""
         told = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
-        return cls(told, None if promise is None else (promise.shape, promise.dtype), repr(cost), overlaps, takes)
+        tensor = None if promise is None else (promise.shape, promise.dtype)
+        return cls(told, tensor, repr(cost), overlaps, routes, takes)
 
 
-_CALLED = {"schedule": "schedule", "tensor": "tensor_shape or tensor_dtype", "cost": "cost", "overlap": "overlap"}
+_CALLED = {
+    "schedule": "schedule",
+    "tensor": "tensor_shape or tensor_dtype",
+    "cost": "cost",
+    "overlap": "overlap",
+    "routes": "routes",
+}
 """What must be the same on all ranks, and what users call it."""
 
 
@@ -69,6 +79,17 @@ def promised(shape: Sequence[int | None] | None, dtype: torch.dtype) -> Promise 
     if None in shape[1:]:
         raise UsageError(f"tensor_shape may have None as its first entry alone, the microbatch's size, got {shape}")
     return Promise(tuple(shape), dtype)
+
+
+def routed(routes: Iterable[tuple[int, int]], schedule: Schedule, promise: Promise | None) -> Routes:
+    """The routes of a pipeline. Raises UsageError for what is none, and beside a shape of all that passes."""
+    found = routes_among(schedule.placement.num_stages, routes)
+    if found and promise is not None:
+        raise UsageError(
+            "tensor_shape says what one stage sends to the next, not what passes on routes: leave it None, so that "
+            "headers tell the shapes"
+        )
+    return found
 
 
 def fitting_stages(

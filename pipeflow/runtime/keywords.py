@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from inspect import Parameter, signature
-from typing import NamedTuple
 
 from torch import nn
 
+from pipeflow.core.route import Routes, sources_of
 from pipeflow.runtime.names import uncompiled
 
 Names = frozenset[str] | None
 """Names of entries; None for any."""
 
 
-class Keywords(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Keywords:
     """The entries of a batch that a module takes by name: `names`, or where these are None all but `positional`."""
 
     names: Names
-    positional: str | None
+    positional: frozenset[str]
 
     @classmethod
-    def of(cls, module: nn.Module, *, takes_input: bool) -> Keywords:
-        """Those of `module.forward`, or of what was compiled; its first parameter is none of them when it holds the
-        previous stage's output.
+    def of(cls, module: nn.Module, *, inputs: int) -> Keywords:
+        """Those of `module.forward`, or of what was compiled; its first parameters are none of them when they hold so
+        many outputs of earlier stages.
         """
         parameters = list(signature(uncompiled(module).forward).parameters.values())
-        first = parameters.pop(0).name if takes_input and parameters and parameters[0].kind in _BY_POSITION else None
-        if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
-            return cls(None, first)
-        return cls(frozenset(parameter.name for parameter in parameters if parameter.kind in _BY_NAME), first)
+        first = [parameter for parameter in parameters[:inputs] if parameter.kind in _BY_POSITION]
+        positional, rest = frozenset(parameter.name for parameter in first), parameters[len(first) :]
+        if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in rest):
+            return cls(None, positional)
+        return cls(frozenset(parameter.name for parameter in rest if parameter.kind in _BY_NAME), positional)
 
     def __contains__(self, name: object) -> bool:
-        return name != self.positional if self.names is None else name in self.names
+        return name not in self.positional if self.names is None else name in self.names
 
 
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def names_taken(stages: Mapping[int, nn.Module]) -> Names:
+def names_taken(stages: Mapping[int, nn.Module], routes: Routes) -> Names:
     """The names of the entries that `stages`, by their indices, take."""
-    return union(Keywords.of(module, takes_input=stage > 0).names for stage, module in stages.items())
+    return union(Keywords.of(module, inputs=len(sources_of(stage, routes))).names for stage, module in stages.items())
 
 
 def union(names: Iterable[Names]) -> Names:

@@ -45,7 +45,7 @@ def _exchange(results: Results, transport: Transport, peer: int, stage: int) -> 
         else:
             tensors, payload.spec = flatten(output, transport.device)
             payload.tensors = [tensor.contiguous() for tensor in tensors]
-            sends.append(SendDynamic(value, link, payload, sending))
+            sends.append(SendDynamic(value, link, payload, sending, transport.device))
             releases.append(Release(value, link, payload))
     run([*posts, *sends, *waits, *releases])
     for microbatch, payload in arriving.items():

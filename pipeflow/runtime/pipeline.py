@@ -19,7 +19,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.deferral.products import Deferral
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.agreement import all_gather_object, told_alike
-from pipeflow.runtime.arguments import Arguments, compare, fitting_stages, promised
+from pipeflow.runtime.arguments import Arguments, compare, fitting_stages, promised, routed
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.clipping import Clipping
 from pipeflow.runtime.devices import place
@@ -66,6 +66,11 @@ class Pipeline(nn.Module):
             with. By default the parameter's own. Under fully_shard its MixedPrecisionPolicy says it.
         cost: what the stages and links take, in one unit: where a link's latency is long, receives are posted earlier
             by it, into more buffers, so that no transfer waits for its receiver. By default links take no time.
+        routes: pairs of stages (from, to), not neighbours, of which the first hands tensors to the second, as skip
+            connections do. A stage at which routes begin returns a tuple: what the next stage gets, then what goes on
+            each route, in the order of the stages; one at which routes end takes arguments in the same order: what the
+            stage before handed on, then what came on each route. Between two ranks it is sent once, without passing
+            through others; on one rank it stays in memory.
 
     Attributes:
         loss_scale: what the gradients of a step are multiplied by, so that those of half precision do not vanish.
@@ -101,6 +106,7 @@ class Pipeline(nn.Module):
         autocast: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         cost: CostModel | None = None,
+        routes: Sequence[tuple[int, int]] = (),
     ) -> None:
         super().__init__()
         context = current_context()
@@ -125,15 +131,19 @@ class Pipeline(nn.Module):
             if self.criterion is not None:
                 owners[own[-1]] = nn.ModuleList([modules[own[-1]], self.criterion])
             promise = promised(tensor_shape, tensor_dtype)
-            mine = Arguments.of(schedule, promise, cost, overlaps=overlap is not None, takes=names_taken(modules))
+            ways = routed(routes, schedule, promise)
+            taken_here = names_taken(modules, ways)
+            mine = Arguments.of(schedule, promise, cost, overlaps=overlap is not None, routes=ways, takes=taken_here)
             everyone: list[Any] = all_gather_object(context.world, mine)
             with told_alike(context.world):
                 taken = compare(everyone)
             self.gradients = Gradients(self, owners, schedule.placement, context, gradient_dtype)
             precise = _under_autocast(autocast, context.device)
             watched = None if overlap is None else context.device
-            prepared = {stage: Stage(stage, module, precise(module), watched) for stage, module in modules.items()}
-            programs = Programs(schedule.placement, context, prepared, self.gradients, promise, overlap, cost)
+            prepared = {
+                stage: Stage(stage, module, precise(module), watched, ways) for stage, module in modules.items()
+            }
+            programs = Programs(schedule.placement, context, prepared, self.gradients, promise, overlap, cost, ways)
             loss = None if criterion is None else precise(criterion)
             self.runner = Runner(schedule.placement, context, prepared, self.gradients, programs, loss, weigh, taken)
             self.alarm.holders.add(self.runner)

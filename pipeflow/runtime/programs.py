@@ -12,6 +12,7 @@ from pipeflow.analysis.lower import lower
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
 from pipeflow.runtime.devices import require_placed
@@ -58,6 +59,7 @@ class Programs:
         promise: Promise | None,
         overlap: Overlap | None,
         cost: CostModel | None,
+        routes: Routes = (),
     ) -> None:
         self._placement = placement
         self._context = context
@@ -66,6 +68,7 @@ class Programs:
         self._promise = promise
         self._overlap = overlap
         self._cost = cost
+        self._routes = routes
         self._kept: list[Runnable] = []  # the one used last first
 
     def __len__(self) -> int:
@@ -99,8 +102,9 @@ class Programs:
             ran = ran.without_pairs()
         holds = self._promise is not None and (mode.training or self._promise.is_open)  # for any batch to evaluate, too
         return compile_program(
-            lower(ran, self._cost)[self._context.transport.rank],
+            lower(ran, self._cost, self._routes)[self._context.transport.rank],
             schedule=ran,
+            routes=self._routes,
             stages=self._stages,
             transport=self._context.transport,
             promise=self._promise if holds else None,

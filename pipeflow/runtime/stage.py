@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeflow.core.route import Routes, sources_of
 from pipeflow.deferral.module import defer_weight_gradients
 from pipeflow.runtime.keywords import Keywords
 from pipeflow.runtime.microbatch import Batch
@@ -26,6 +27,7 @@ class Stage:
         module: nn.Module,
         call: Callable[..., Any] | None = None,
         watched: torch.device | None = None,
+        routes: Routes = (),
     ) -> None:
         self.index = index
         self.module = module
@@ -35,7 +37,7 @@ class Stage:
             self.call = self._watched = WatchedCall(self.call, watched)
         self.deferral = defer_weight_gradients(module)
         self.keywords: list[dict[str, object]] = []
-        self.takes = Keywords.of(module, takes_input=index > 0)
+        self.takes = Keywords.of(module, inputs=len(sources_of(index, routes)))
 
     @property
     def draws(self) -> bool:

@@ -4,18 +4,19 @@ business of `compile`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import Content, Value
+from pipeflow.core.route import Routes, sources_of, targets_of
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program import operations as ops
 from pipeflow.runtime.program.payload import BackwardState, Payload
 from pipeflow.runtime.program.results import Results
+from pipeflow.runtime.program.routed import FromPayloads, GradientsOfAll, Pairing, Shares, ToPayloads
 from pipeflow.runtime.stage import Stage
 
 
@@ -30,6 +31,7 @@ class Shared:
     gradients: Gradients
     results: Results
     positionals: list[tuple[object, ...]]  # per microbatch, what the first stage gets
+    routes: Routes = ()
     payloads: dict[Value, Payload] = field(default_factory=dict)
     states: dict[tuple[int, int], BackwardState] = field(default_factory=dict)
     waits: dict[Value, ops.Operation] = field(default_factory=dict)
@@ -38,25 +40,46 @@ class Shared:
         """The payload of a value that is made on this rank."""
         return self.payloads.setdefault(value, Payload())
 
-    def awaited(self, value: Value) -> list[ops.Operation]:
-        """The wait for a value from another rank; nothing for one that was made here."""
-        return [self.waits[value]] if value in self.waits else []
+    def awaited(self, values: Iterable[Value]) -> list[ops.Operation]:
+        """The waits for those values that come from another rank; none for those that were made here."""
+        return [self.waits[value] for value in values if value in self.waits]
+
+    def inputs(self, action: Action) -> list[Value]:
+        """What the action's stage gets from earlier ones for its microbatch, in the order of its arguments."""
+        sources = sources_of(action.stage, self.routes)
+        return [_activation(source, action.stage, action.microbatch) for source in sources]
+
+    def outputs(self, action: Action) -> list[Value]:
+        """What the action's stage hands to later ones, in the order in which it returns them."""
+        targets = targets_of(action.stage, self.num_stages, self.routes)
+        return [_activation(action.stage, target, action.microbatch) for target in targets]
+
+
+def _activation(source: int, target: int, microbatch: int) -> Value:
+    return Value(Content.ACTIVATION, source, microbatch, None if target == source + 1 else target)
+
+
+def _gradient(activation: Value) -> Value:
+    """That of an activation."""
+    target = None if activation.to is None else activation.stage
+    return Value(Content.GRADIENT, activation.user, activation.microbatch, target)
 
 
 def forward(shared: Shared, action: Action) -> list[ops.Operation]:
     """F: the batch or a payload goes in; a payload or the loss comes out."""
     stage, microbatch = action.stage, action.microbatch
     state = shared.states.setdefault((stage, microbatch), BackwardState()) if shared.training else None
-    before: list[ops.Operation] = []
+    inputs, outputs = shared.inputs(action), shared.outputs(action)
+    sources = [ops.FromPayload(shared.payloads[value], state) for value in inputs]
+    sinks = [ops.ToPayload(shared.payload(value), state, shared.device) for value in outputs]
     source: Callable[[], tuple[object, ...]] = ops.FromBatch(shared.positionals, microbatch)
-    if stage > 0:
-        value = Value(Content.ACTIVATION, stage - 1, microbatch)
-        before = shared.awaited(value)
-        source = ops.FromPayload(shared.payloads[value], state)
+    if sources:
+        source = sources[0] if len(sources) == 1 else FromPayloads(sources, state)
     sink: Callable[[object], None] = ops.ToResults(shared.results, microbatch, state)
-    if stage < shared.num_stages - 1:
-        sink = ops.ToPayload(shared.payload(Value(Content.ACTIVATION, stage, microbatch)), state, shared.device)
-    return [*before, ops.Forward(action, shared.stages[stage], source, sink)]
+    if sinks:
+        targets = [value.user for value in outputs]
+        sink = sinks[0] if len(sinks) == 1 else ToPayloads(stage, targets, sinks, state)
+    return [*shared.awaited(inputs), ops.Forward(action, shared.stages[stage], source, sink)]
 
 
 def backward(shared: Shared, action: Action) -> list[ops.Operation]:
@@ -83,17 +106,18 @@ def reduction(shared: Shared, action: Action) -> list[ops.Operation]:
 
 def _backward(
     shared: Shared, action: Action
-) -> tuple[list[ops.Operation], BackwardState, Callable[[], list[Tensor]], Payload | None]:
+) -> tuple[list[ops.Operation], BackwardState, ops.GradientSource, ops.GradientSink | None]:
     """What is awaited first, what the forward kept, where the gradients come from and where they go."""
-    stage, microbatch = action.stage, action.microbatch
-    before: list[ops.Operation] = []
-    source: ops.GradientSource = ops.LossGradient(shared.results, microbatch)
-    if stage < shared.num_stages - 1:
-        value = Value(Content.GRADIENT, stage + 1, microbatch)
-        before = shared.awaited(value)
-        source = ops.PayloadGradients(shared.payloads[value])
-    sink = shared.payload(Value(Content.GRADIENT, stage, microbatch)) if stage > 0 else None
-    return before, shared.states[stage, microbatch], source, sink
+    inputs, outputs = shared.inputs(action), list(map(_gradient, shared.outputs(action)))
+    source: ops.GradientSource = ops.LossGradient(shared.results, action.microbatch)
+    sources = [ops.PayloadGradients(shared.payloads[value]) for value in outputs]
+    if sources:
+        source = sources[0] if len(sources) == 1 else GradientsOfAll(sources)
+    pairings = [Pairing(shared.payloads[value], shared.payload(_gradient(value))) for value in inputs]
+    sink: ops.GradientSink | None = None
+    if pairings:
+        sink = pairings[0].gradient if len(pairings) == 1 else Shares(pairings)
+    return shared.awaited(outputs), shared.states[action.stage, action.microbatch], source, sink
 
 
 OPERATIONS: dict[Kind, Callable[[Shared, Action], list[ops.Operation]]] = {

@@ -10,6 +10,7 @@ from pipeflow.core.action import Action, Pair
 from pipeflow.core.dataflow import DATAFLOW, Content, Value, makes, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
+from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.parallel.transport.protocol import Tag, Transport
@@ -56,6 +57,7 @@ def compile_program(
     program: Program,
     *,
     schedule: Schedule,
+    routes: Routes,
     stages: Mapping[int, Stage],
     transport: Transport,
     promise: Promise | None,
@@ -68,7 +70,7 @@ def compile_program(
 
     Args:
         program: this rank's.
-        schedule: what it was lowered from.
+        schedule, routes: what it was lowered from.
         stages: those this rank holds, by index.
         transport: makes the channels.
         promise: what activations between ranks look like; None when headers are to tell.
@@ -80,7 +82,7 @@ def compile_program(
     num_stages, num_microbatches = schedule.placement.num_stages, schedule.num_microbatches
     results = Results(num_microbatches)
     positionals: list[tuple[object, ...]] = [()] * num_microbatches
-    shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals)
+    shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals, routes)
     operations = _Compiler(shared, transport, promise is not None, overlap).program(program.instructions)
     promised = [each for each in operations if isinstance(each, transfers.Post | transfers.Send)]
     if training:
@@ -136,7 +138,7 @@ class _Compiler:
         self.shared.waits[value] = transfers.Wait(value, link, payload)
         if value.content is Content.GRADIENT:
             start = self.transport.receiver(peer, Tag.GRADIENT)
-            sent = self.sends[Value(Content.ACTIVATION, value.stage - 1, value.microbatch)]
+            sent = self.sends[value.answered]
             return transfers.PostGradient(value, link, payload, start, sent, device)
         if self.known:
             return transfers.Post(value, link, payload, self.transport.receiver(peer, Tag.ACTIVATION), device)
@@ -152,7 +154,8 @@ class _Compiler:
         if self.known:
             send = transfers.Send(value, link, payload, self.transport.sender(peer, Tag.ACTIVATION))
         else:
-            send = SendDynamic(value, link, payload, DynamicChannels.sending(self.transport, peer))
+            channels = DynamicChannels.sending(self.transport, peer)
+            send = SendDynamic(value, link, payload, channels, self.transport.device)
         self.sends[value] = send
         return send
 

@@ -56,15 +56,18 @@ _TAGS = (Tag.HEADER, Tag.METADATA, Tag.ACTIVATION, Tag.REDIRECTED)
 class SendDynamic(Transfer):
     """Sends the header, then the activation: on the channel it is expected on, or behind its metadata, redirected."""
 
-    __slots__ = ("channels", "expectation", "metadata")
+    __slots__ = ("channels", "device", "expectation", "metadata")
 
     doing = "sending"
     metadata: Metadata
     """Of what was sent last."""
 
-    def __init__(self, value: Value, link: Link, payload: Payload, channels: DynamicChannels) -> None:
+    def __init__(
+        self, value: Value, link: Link, payload: Payload, channels: DynamicChannels, device: torch.device
+    ) -> None:
         super().__init__(value, link, payload)
         self.channels = channels
+        self.device = device
         self.expectation = Expectation()
 
     def __call__(self) -> None:
@@ -86,7 +89,7 @@ class SendDynamic(Transfer):
         body = torch.frombuffer(bytearray(_packed(metadata)), dtype=torch.uint8)
         works.append(self.channels.header([torch.tensor([len(body)], device="cpu")]))
         works.append(self.channels.metadata([body]))
-        for tensor in expected.empty(payload.tensors[0].device) if expected is not None else ():
+        for tensor in expected.empty(self.device) if expected is not None else ():
             works.append(self.channels.expected([tensor]))
         self.expectation.see(metadata)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ from pipeflow.runtime.stage import Stage
 
 GradientSource = Callable[[], list[Tensor]]
 """Gives the gradients of a stage's output that a backward starts from."""
+
+
+class GradientSink(Protocol):
+    """Takes the gradients of a stage's input, those of its tensors that want one."""
+
+    tensors: list[Tensor]
 
 
 class Operation(ABC):
@@ -159,7 +166,7 @@ class Backward(Compute):
 
     __slots__ = ("sink", "source", "state")
 
-    def __init__(self, action: Action, state: BackwardState, source: GradientSource, sink: Payload | None) -> None:
+    def __init__(self, action: Action, state: BackwardState, source: GradientSource, sink: GradientSink | None) -> None:
         super().__init__(action)
         self.state = state
         self.source = source
@@ -182,7 +189,12 @@ class BackwardInput(Backward):
     __slots__ = ("deferral",)
 
     def __init__(
-        self, action: Action, state: BackwardState, source: GradientSource, sink: Payload | None, deferral: Deferral
+        self,
+        action: Action,
+        state: BackwardState,
+        source: GradientSource,
+        sink: GradientSink | None,
+        deferral: Deferral,
     ) -> None:
         super().__init__(action, state, source, sink)
         self.deferral = deferral
