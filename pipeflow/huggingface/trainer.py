@@ -231,11 +231,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         """Nothing: random states are in what `_save_optimizer_and_scheduler` saves."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        load_checkpoint(Path(resume_from_checkpoint, STATE), self.model)
+        load_checkpoint(self._state_in(resume_from_checkpoint), self.model)
+
+    def _state_in(self, checkpoint: str) -> Path:
+        path = Path(checkpoint, STATE)
+        if not path.exists():
+            raise UsageError(
+                f"{checkpoint} has no folder {STATE!r}, as one that was saved with save_only_model=True: make the "
+                "Pipeline with pipeflow.huggingface.from_pretrained(folder), and train without resume_from_checkpoint"
+            )
+        return path
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            loaded = load_checkpoint(Path(checkpoint, STATE), self.model, self.optimizer, self.lr_scheduler)
+            loaded = load_checkpoint(self._state_in(checkpoint), self.model, self.optimizer, self.lr_scheduler)
             self._drawing = DataRandom(self.args.seed + loaded.step)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -81,6 +81,8 @@ def require_possible(args: Any, model: Pipeline, options: Mapping[str, Any]) -> 
     for name, instead in _ARGUMENTS.items():
         if getattr(args, name, None):
             raise _refused(f"TrainingArguments({name}={getattr(args, name)!r})", instead)
+    if args.save_only_model and args.load_best_model_at_end:
+        raise _refused("TrainingArguments(save_only_model=True, load_best_model_at_end=True)", "save the state as well")
     if options.get("model_init") is not None:
         raise _refused("Trainer(model_init=)", "make the Pipeline before, and a Trainer for each")
     if options.get("compute_loss_func") is not None:

@@ -1,0 +1,144 @@
+"""What the Trainer is made of: the replicas' parts of the data, what ranks tell each other, seeds, refusals."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import SequentialSampler
+
+from pipeflow import Pipeline, UsageError
+from pipeflow.parallel.context import current_context
+from pipeflow.testing import run_threads
+
+pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+from pipeflow.huggingface import Trainer  # noqa: E402  # after the skip
+from pipeflow.huggingface.library import library  # noqa: E402  # after the skip
+from pipeflow.huggingface.trainer_part import Part  # noqa: E402  # after the skip
+from pipeflow.huggingface.trainer_random import DataRandom  # noqa: E402  # after the skip
+from pipeflow.huggingface.trainer_replicas import gathered, padded, shared_outputs  # noqa: E402  # after the skip
+from tests.huggingface.trainers import make_arguments, make_pipeline, make_trainer, schedule_here  # noqa: E402  # same
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 16, 21])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_parts_of_all_replicas_are_the_batches_of_one(replicas: int, length: int, drop_last: bool) -> None:
+    parts = [Part(SequentialSampler(range(length)), 8, drop_last, replicas, index) for index in range(replicas)]
+    read = [list(part) for part in parts]
+    assert {len(each) for each in read} == {len(parts[0])}
+    together = [[sample for part in batch for sample in part] for batch in zip(*read, strict=True)]
+    whole = [list(range(first, min(first + 8, length))) for first in range(0, length, 8)]
+    expected = [batch for batch in whole if len(batch) == 8 or not drop_last]
+    filled_up = [batch + (batch * replicas)[: max(0, replicas - len(batch))] for batch in expected]
+    assert together == filled_up
+    assert all(abs(len(one) - len(other)) <= 1 for batch in zip(*read, strict=True) for one in batch for other in batch)
+
+
+def test_ranks_share_outputs_and_gather_those_of_replicas() -> None:
+    def rank() -> Any:
+        context = current_context()
+        mine = torch.full((1 + context.data_rank, 2 + context.data_rank), float(context.data_rank))
+        is_last = context.pipeline_rank == 1
+        logits, (loss, nothing) = shared_outputs((mine, [torch.tensor(3.0), None]) if is_last else None, context)
+        assert logits.equal(mine)
+        assert (float(loss), nothing) == (3.0, None)
+        whole = gathered(padded((logits,), context, 1), context)[0]
+        return whole.tolist(), gathered(torch.tensor(context.data_rank), context).tolist()
+
+    for whole, ranks in run_threads(rank, 4, data=2):
+        assert whole == [[0.0, 0.0, -100.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+        assert ranks == [0, 1]
+
+
+def test_data_draws_the_same_whatever_else_draws() -> None:
+    def drawn(others: int) -> list[float]:
+        drawing, numbers = DataRandom(5), []
+        for _ in range(3):
+            torch.rand(others), [random.random() for _ in range(others)]
+            with drawing():
+                numbers += [torch.rand(()).item(), random.random()]
+        return numbers
+
+    before = torch.get_rng_state()
+    DataRandom(7)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert drawn(0) == drawn(3)
+    torch.manual_seed(5)
+    assert torch.rand(()).item() == drawn(1)[0]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": True, "use_cpu": True}, "fp16"),
+    ({"bf16": True}, "autocast=torch.bfloat16"),
+    ({"torch_compile": True}, "torch_compile"),
+    ({"gradient_checkpointing": True}, "gradient_checkpointing_enable"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    ({"label_smoothing_factor": 0.1}, "criterion"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ({"optim": "galore_adamw", "optim_target_modules": ["attn"]}, "galore_adamw"),
+    ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+    ({"save_only_model": True, "load_best_model_at_end": True}, "save_only_model"),
+    ({"save_on_each_node": True}, "save_on_each_node"),
+]
+
+
+@pytest.mark.parametrize(("options", "told"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], told: str, tmp_path: Path) -> None:
+    def rank() -> None:
+        model = make_pipeline("bert")
+        with pytest.raises(UsageError, match=told):
+            make_trainer("bert", tmp_path, model=model, **options)
+
+    run_threads(rank, 1)
+
+
+def test_other_models_and_losses_of_ones_own_are_refused(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+            return super().compute_loss(*arguments, **options)
+
+    def rank() -> None:
+        model, arguments = make_pipeline("bert"), make_arguments(tmp_path)
+        with pytest.raises(UsageError, match="criterion"):
+            Trainer(model, arguments, compute_loss_func=lambda *_: None)
+        with pytest.raises(UsageError, match=r"Own\.compute_loss"):
+            Own(model, arguments)
+        with pytest.raises(UsageError, match="got Linear"):
+            Trainer(nn.Linear(1, 1), arguments)  # type: ignore[arg-type]  # what is refused
+        with pytest.raises(UsageError, match="from_module"):
+            Trainer(Pipeline(nn.Linear(1, 1), schedule_here()), arguments)
+
+    run_threads(rank, 1)
+
+
+def test_callbacks_are_called_on_every_rank_and_stop_training(tmp_path: Path) -> None:
+    class Watch(library().TrainerCallback):  # type: ignore[misc]  # transformers has its own types
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.told.append(f"step {state.global_step}")
+            control.should_training_stop = state.global_step == 2
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            if state.is_world_process_zero:
+                self.told.append("log")
+
+        def on_train_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            self.told.append(type(model).__name__)
+
+    def rank() -> list[str]:
+        watch = Watch()
+        make_trainer("bert", tmp_path, callbacks=[watch]).train()
+        return watch.told
+
+    first, second = run_threads(rank, 2)
+    assert first == ["step 1", "log", "step 2", "log", "log", "Pipeline"]
+    assert second == ["step 1", "step 2", "Pipeline"]
