@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeflow.huggingface.generation import generate
 from pipeflow.huggingface.loading import from_config, from_pretrained
 from pipeflow.huggingface.saving import save_pretrained
 
 if TYPE_CHECKING:
     from pipeflow.huggingface.trainer import Trainer
 
-__all__ = ["Trainer", "from_config", "from_pretrained", "save_pretrained"]
+__all__ = ["Trainer", "from_config", "from_pretrained", "generate", "save_pretrained"]
 
 
 def __getattr__(name: str) -> object:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.parallel.context import Context
 from pipeflow.runtime.call import Call
@@ -89,6 +90,34 @@ class Runner:
         self._runs = True
         try:
             return self._step(data_iter, call, loss_scale)
+        finally:
+            self._runs = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step is under way."""
+        return self._runs
+
+    def infer(self, data_iter: Iterator[object], schedule: Schedule) -> object:
+        """The outputs of a batch, on the ranks that have the last stage; None on others. The ranks of one pipeline call
+        it together, and agree on nothing at the end. Raises UsageError within a step.
+        """
+        if self._runs:
+            raise UsageError("a forward was asked for within a step of the same Pipeline: its stages run already")
+        call = Call(
+            training=False, reduce=False, return_outputs=True, broadcast_loss=False, trace=False, schedule=schedule
+        )
+        self._runs = True
+        try:
+            batch, runnable = self._start(data_iter, call)
+            compiled = runnable.compiled
+            compiled.fit(batch.sizes, self.transport)
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._load(compiled, batch, call)
+                self._run(runnable, compiled.operations, batch)
+            outputs = merged(compiled.results, self.transport, self._last_ranks, self._last_stage)
+            self._unload(compiled)
+            return None if self._last_stage not in self.stages else outputs
         finally:
             self._runs = False
 

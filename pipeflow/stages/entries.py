@@ -4,7 +4,8 @@ with them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
 from inspect import Parameter, signature
 from typing import Any
 
@@ -15,6 +16,26 @@ from pipeflow.stages.trace import Batch
 
 LABELS = "labels"
 _NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+class Stateful(ABC):
+    """An entry that a stage keeps up from one forward to the next, such as a cache of keys and values, or that grows
+    with it. The forward is planned with another value than the one that it runs with, so one plan serves all of them.
+    To be split over microbatches it is a node of torch's pytrees.
+    """
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """What plans depend on."""
+
+    @abstractmethod
+    def planned(self) -> object:
+        """A value to plan with, of this forward alone; made afresh at each call."""
+
+    @abstractmethod
+    def own(self, stage: int) -> object:
+        """The value that a stage runs with."""
 
 
 class Entries:

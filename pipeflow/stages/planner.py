@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from pipeflow.core.errors import UsageError
 from pipeflow.stages.blocks import Blocks, Cuts, blocks_of, choose, labels_of
 from pipeflow.stages.copies import Fakes
-from pipeflow.stages.entries import Entries
+from pipeflow.stages.entries import Entries, Stateful
 from pipeflow.stages.plan import Plan, make_plan
 from pipeflow.stages.trace import Batch, Call, Trace, record
 
@@ -73,7 +73,8 @@ class Planner:
 
     def _made(self, entries: Mapping[str, Any]) -> Plan:
         def batch() -> Batch:
-            return self.entries.arguments(tree_map(_copied, dict(entries)))
+            plain = {name: each.planned() if isinstance(each, Stateful) else each for name, each in entries.items()}
+            return self.entries.arguments(tree_map(_copied, plain))
 
         with warnings.catch_warnings(), _without_cached_casts():
             warnings.simplefilter("ignore")  # of models, which will give them when they run
@@ -141,6 +142,8 @@ def _same_calls(trace: Trace, first: Plan) -> list[Call]:
 
 
 def _look(entry: object) -> Hashable:
+    if isinstance(entry, Stateful):
+        return entry.key
     if isinstance(entry, Tensor):
         return entry.shape, entry.dtype
     if isinstance(entry, bool | int | float | str | None):

@@ -7,10 +7,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeflow.core.errors import UsageError
 from pipeflow.stages.copies import dead, stage_copy
+from pipeflow.stages.entries import Stateful
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.script import Run, Value
@@ -72,9 +73,11 @@ class ModuleStage(nn.Module):
             return found.clone(memory_format=torch.contiguous_format) if value in written else found
 
         run = Run(stage.script, own, make)
-        output = run.forward(self.root, self._watched(stage.script.names), self._planner.entries.arguments(entries))
+        kept = {name: each.own(self.index) for name, each in entries.items() if isinstance(each, Stateful)}
+        arguments = self._planner.entries.arguments({**entries, **kept})
+        output = run.forward(self.root, self._watched(stage.script.names), arguments)
         if self.is_last:
-            return output
+            return _without(list(kept.values()), output) if kept else output
         sent = [self._sent(run, values, value, plan) for value in stage.sends]
         return sent[0] if len(sent) == 1 else tuple(sent)
 
@@ -114,6 +117,11 @@ class ModuleStage(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
         self._ghosts.apply(fn)
         return self
+
+
+def _without(kept: list[object], output: object) -> object:
+    """An output without what the stage keeps."""
+    return tree_map(lambda leaf: None if any(leaf is each for each in kept) else leaf, output)
 
 
 def _place(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
