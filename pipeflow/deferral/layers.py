@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.deferral.products import ConvolutionProduct, Deferral, EmbeddingProduct, LinearProduct, Product
+from pipeflow.deferral.products import ConvolutionProduct, Deferral, Deferred, EmbeddingProduct, LinearProduct
 
 
 class DeferredWeights(NamedTuple):
@@ -208,7 +208,7 @@ def lowered(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
     return input, weight, bias
 
 
-def hand_over(ctx: Any, product: Product) -> None:
+def hand_over(ctx: Any, product: Deferred) -> None:
     """Gives the product away, if this backward is one that leaves gradients in parameters.
 
     Raises UsageError when the backward is itself to be differentiated.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pipeflow.deferral.compiled import CompiledCall
 from pipeflow.deferral.layers import DeferringConv1d, DeferringConv2d, DeferringEmbedding, DeferringLinear
 from pipeflow.deferral.products import Deferral
 
@@ -34,8 +35,8 @@ def defer_weight_gradients(module: nn.Module, deferral: Deferral | None = None) 
 
     Left as they are: subclasses of these layers, layers with a forward of their own or whose weight is not a plain
     floating-point parameter (a parametrization, a DTensor), embeddings with `sparse` or `max_norm`. Such a layer's
-    weight gradient is part of I, and `Deferral.remaining` names it; so is that of a deferring layer under
-    torch.compile. Hooks of a parameter run once per backward, with W or at the end of B. torch.autograd.grad leaves
+    weight gradient is part of I, and `Deferral.remaining` names it; so is that of a module that torch.compile
+    compiled. Hooks of a parameter run once per backward, with W or at the end of B. torch.autograd.grad leaves
     parameters alone as ever, but cannot ask for a deferred one, nor for a graph of the backward.
 
     Calling it again is harmless: the same layers keep their Deferral, and a layer that is also part of another
@@ -49,6 +50,12 @@ def defer_weight_gradients(module: nn.Module, deferral: Deferral | None = None) 
         layer.deferral = deferral
     deferral.num_layers = len(layers)
     late = {id(parameter) for layer in layers for parameter in layer.deferred_parameters()}
+    for each in module.modules():
+        if (compiled := each._compiled_call_impl or getattr(each, "_orig_mod", None)) is not None:
+            inside = list(each.parameters())
+            late -= set(map(id, inside))
+            if isinstance(compiled, CompiledCall):
+                late |= {id(parameter) for parameter in inside if compiled.waits(parameter)}
     made = [(name, parameter) for name, parameter in module.named_parameters() if not is_lazy(parameter)]
     wanted = [(name, parameter) for name, parameter in made if parameter.requires_grad]
     deferral.deferred = {name: parameter.numel() for name, parameter in wanted if id(parameter) in late}

@@ -5,7 +5,7 @@ the Deferral that runs it now or keeps it. What must not live here: the layers t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary, ref
 
@@ -17,9 +17,35 @@ from torch.autograd.graph import get_gradient_edge
 from pipeflow.core.errors import UsageError
 
 
-class Product(ABC):
-    """The gradient of one layer's weight, and of its bias, from one call of the layer. Called once: adds them to the
-    parameters', and lets go of what it is made of. `gradient` is that of the layer's output.
+class Deferred(ABC):
+    """Weight gradients that are computed later. Called once: adds them to the parameters', and lets go of what they are
+    made of.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def weights(self) -> Sequence[nn.Parameter]:
+        """The parameters whose hooks are to see the whole gradient of a backward."""
+
+    @property
+    @abstractmethod
+    def has_hooks(self) -> bool:
+        """Whether something is to be called with one of the gradients."""
+
+    @abstractmethod
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The gradient of each parameter."""
+
+    def __call__(self) -> None:
+        for parameter, gradient in self.compute():
+            accumulate(parameter, gradient)
+
+
+class Product(Deferred):
+    """The gradient of one layer's weight, and of its bias, from one call of the layer. `gradient` is that of the
+    layer's output.
     """
 
     __slots__ = ("bias", "gradient", "input", "versions", "weight")
@@ -31,17 +57,14 @@ class Product(ABC):
         self.gradient = gradient
         self.versions = (input._version, gradient._version)
 
-    def __call__(self) -> None:
-        for parameter, gradient in self.compute():
-            accumulate(parameter, gradient)
-
-    @abstractmethod
-    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The gradient of each parameter."""
+    @property
+    def weights(self) -> Sequence[nn.Parameter]:
+        """The layer's weight."""
+        return (self.weight,)
 
     @property
     def has_hooks(self) -> bool:
-        """Whether something is to be called with one of the gradients."""
+        """Whether the weight or the bias has some."""
         return has_hooks(self.weight) or (self.bias is not None and has_hooks(self.bias))
 
     def release(self) -> tuple[Tensor, Tensor]:
@@ -134,7 +157,7 @@ class Hooked:
     __slots__ = ("__weakref__", "products")
 
     def __init__(self) -> None:
-        self.products: list[Product] = []
+        self.products: list[Deferred] = []
 
     def __call__(self) -> None:
         sums: dict[nn.Parameter, Tensor] = {}
@@ -199,7 +222,7 @@ class Deferral:
         # Stands for the weights in the graph: their own hooks would run on the None that a deferring layer returns.
         self.anchor = torch.empty(0, requires_grad=True)
 
-    def take(self, product: Product) -> None:
+    def take(self, product: Deferred) -> None:
         """Runs or keeps `product`; called inside a backward."""
         queue = self.queue
         if product.has_hooks:
@@ -210,14 +233,15 @@ class Deferral:
         else:
             queue.append(product)
 
-    def _require_whole(self, product: Product) -> None:
+    def _require_whole(self, product: Deferred) -> None:
         """Raises UsageError where autograd gives the weight another part of its gradient in the same backward."""
-        if torch._C._will_engine_execute_node(get_gradient_edge(product.weight).node):
-            raise UsageError(
-                f"{self._name_of(product.weight)} has hooks, and is used by a layer that defers its weight gradient "
-                "and by other code, so that no hook would see its whole gradient: make the layer an instance of a "
-                "subclass of its own, which is left as it is"
-            )
+        for weight in product.weights:
+            if torch._C._will_engine_execute_node(get_gradient_edge(weight).node):
+                raise UsageError(
+                    f"{self._name_of(weight)} has hooks, and is used by a layer that defers its weight gradient "
+                    "and by other code, so that no hook would see its whole gradient: make the layer an instance of a "
+                    "subclass of its own, which is left as it is"
+                )
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         module = self.module()

@@ -22,6 +22,7 @@ from pipeflow.parallel.transport.agreement import all_gather_object, told_alike
 from pipeflow.runtime.arguments import Arguments, compare, fitting_stages, promised, routed
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.clipping import Clipping
+from pipeflow.runtime.compiling import Compiling
 from pipeflow.runtime.devices import place
 from pipeflow.runtime.from_module import parts_of
 from pipeflow.runtime.gradients.step_end import Gradients
@@ -227,6 +228,35 @@ class Pipeline(nn.Module):
         cut = {f"chunks.{index}." for index, chunk in enumerate(self.chunks) if isinstance(chunk, ModuleStage)}
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield name_in_module(name, prefix, cut), parameter
+
+    def compile(
+        self,
+        *,
+        blocks: bool = True,
+        backend: str | Callable[..., Any] = "inductor",
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+    ) -> None:
+        """Has torch.compile compile this rank's stages when they are next called. Every rank calls it.
+
+        Args:
+            blocks: compile the blocks of a stage one by one, which share their code where they are alike: the children
+                of its outermost lists of modules, or what `from_module` took for blocks. Otherwise each stage is
+                compiled whole, which takes longer and cannot be had for stages of `from_module`.
+            backend, mode, options, fullgraph, dynamic: as torch.compile takes them.
+
+        A compiled backward is split into I and W with the backends "inductor" and "aot_eager": W computes the gradients
+        of parameters of two dimensions or more. With others all of a block's gradients come with I.
+
+        Raises UsageError for a mode with CUDA graphs, for a stage that is cut within a block, and for modules that are
+        compiled already.
+        """
+        with self.alarm.raised_everywhere():
+            compiling = Compiling(backend, mode, options, fullgraph, dynamic)
+            compiling.compile(self.runner.stages.values(), self.cut, blocks=blocks)
+            self.runner.programs.clear()
 
     @property
     def deferrals(self) -> dict[int, Deferral]:

@@ -44,6 +44,13 @@ def blocks_of(trace: Trace, module: nn.Module, blocks: Blocks) -> list[Call]:
     )
 
 
+def listed(module: nn.Module) -> set[str]:
+    """The names of the children of outermost nn.ModuleLists, or where there are none of nn.ModuleDicts, or else of
+    nn.Sequentials.
+    """
+    return next((found for kind in _LISTS if (found := _children(module, kind))), set())
+
+
 def _named(module: nn.Module, blocks: str | type[nn.Module] | Sequence[str]) -> set[str]:
     if isinstance(blocks, str | type):
         called = blocks if isinstance(blocks, str) else blocks.__name__

@@ -67,7 +67,7 @@ def _watched_class(plain: Any) -> type[nn.Module]:
     own_call: Any = plain.__call__
 
     def call(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-        own = partial(own_call, self)
+        own = partial(own_call, self) if self._compiled_call_impl is None else partial(_call_plainly, self, plain)
         thread, watcher, name = vars(self).get(_KEY, (None, None, ""))
         if thread != get_ident():
             return own(*arguments, **keywords)
@@ -77,3 +77,13 @@ def _watched_class(plain: Any) -> type[nn.Module]:
         plain.__name__, (_Swallow, plain), {"__call__": call, "__module__": plain.__module__}
     )
     return watched_class
+
+
+def _call_plainly(module: nn.Module, plain: type[nn.Module], *arguments: Any, **keywords: Any) -> Any:
+    """Calls a compiled module, unwatched meanwhile: torch.compile would compile it once more for its other class."""
+    watched_class = type(module)
+    _set_class(module, plain)
+    try:
+        return module(*arguments, **keywords)
+    finally:
+        _set_class(module, watched_class)

@@ -71,6 +71,12 @@ class Planner:
                 plan = self._plans[key] = self._made(entries)
         return plan
 
+    def blocks(self) -> list[str]:
+        """The names of the blocks after which the first batch's forward could be cut."""
+        assert self._first is not None
+        trace = self._first.trace
+        return list(dict.fromkeys(call.name for call in blocks_of(trace, self._fakes.module, self._blocks)))
+
     def _made(self, entries: Mapping[str, Any]) -> Plan:
         def batch() -> Batch:
             plain = {name: each.planned() if isinstance(each, Stateful) else each for name, each in entries.items()}

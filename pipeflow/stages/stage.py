@@ -51,6 +51,20 @@ class ModuleStage(nn.Module):
         root: nn.Module = vars(self)["_root"]
         return root
 
+    def blocks(self, plan: Plan) -> dict[str, nn.Module]:
+        """The module's blocks, by name.
+
+        Raises UsageError where the stage runs a part of one of them.
+        """
+        names = self._planner.blocks()
+        for watched in sorted(plan.stages[self.index].script.names):
+            if within := next((name for name in names if watched.startswith(f"{name}.")), None):
+                raise UsageError(
+                    f"{within} cannot be compiled, since stage {self.index} replaces or sends what {watched} within it "
+                    "returns: cut after whole blocks, or say with blocks= which smaller modules are blocks"
+                )
+        return {name: self.root.get_submodule(name) for name in names}
+
     def forward(self, *received: Any, **entries: Any) -> Any:
         """From what the stage before sent, if there is one, and the entries of a microbatch, to what is sent to the
         next one: a tensor or a tuple of tensors; or to what the module returns.

@@ -1,0 +1,222 @@
+"""Compiled code that defers: a backend of torch.compile whose backwards leave weight gradients to a Deferral. What must
+not live here: how a backward is split, and which modules are compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import local
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.fx import GraphModule
+
+from pipeflow.deferral.compilers import COMPILERS, Code, Compiler
+from pipeflow.deferral.halves import Halves, halves_of, results_of
+from pipeflow.deferral.layers import hand_over
+from pipeflow.deferral.products import Deferral, Deferred, has_hooks
+
+
+class DeferringBackend:
+    """A backend of torch.compile: "inductor" with its options, or "aot_eager". What is called within `deferring` leaves
+    the gradients of weights, which are parameters of two dimensions or more, to a Deferral. Those of others, such as
+    biases and norms, are sums that are computed with the input's gradient.
+    """
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self._compile = COMPILERS[name]
+        self._options = options
+        self._now = _Now()
+
+    @contextmanager
+    def deferring(self, deferral: Deferral) -> Iterator[None]:
+        """Within, what this thread calls hands its weight gradients to `deferral`."""
+        before, self._now.deferral = self._now.deferral, deferral
+        try:
+            yield
+        finally:
+            self._now.deferral = before
+
+    def __call__(self, graph: GraphModule, examples: Sequence[Any]) -> Code:
+        """The compiled graph, as torch.compile asks for it."""
+        places = [index for index, example in enumerate(examples) if waits(example)]
+        compiled = self._compile(graph, examples, _Splitter(graph, examples, places), self._options)
+        now = self._now
+
+        def run(*arguments: Any) -> Any:
+            if now.deferral is None or not torch.is_grad_enabled():
+                return compiled(*arguments)
+            given = list(arguments)
+            deferred = DeferredParameters(now.deferral, [given[index] for index in places])
+            weights: tuple[Tensor, ...] = _Weights.apply(now.deferral.anchor, deferred)  # type: ignore[no-untyped-call]  # torch's
+            for index, weight in zip(places, weights, strict=True):
+                given[index] = weight
+            return compiled(*given)
+
+        return run if places else compiled
+
+
+class CompiledCall:
+    """What stands in a module for its own call, where it was compiled: calls the compiled code, whose weight gradients
+    go to `deferral` where its backend defers.
+    """
+
+    def __init__(self, module: nn.Module, code: Code, backend: DeferringBackend | None, deferral: Deferral) -> None:
+        self._module = module
+        self._code = code
+        self._backend = backend
+        self._deferral = deferral
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """As the module's."""
+        if self._backend is None:
+            return self._code(self._module, *arguments, **keywords)
+        with self._backend.deferring(self._deferral):
+            return self._code(self._module, *arguments, **keywords)
+
+    def waits(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of a parameter of the module is left for later."""
+        return self._backend is not None and waits(parameter)
+
+
+class _Now(local):
+    deferral: Deferral | None = None
+
+
+def waits(parameter: object) -> bool:
+    """Whether a parameter's gradient is left for later in compiled code."""
+    return type(parameter) is nn.Parameter and parameter.requires_grad and parameter.dim() >= 2
+
+
+class DeferredParameters(NamedTuple):
+    """What a call hands to its function. A tuple, so that no parameter is part of the graph."""
+
+    deferral: Deferral
+    parameters: list[nn.Parameter]
+
+
+class _Weights(Function):
+    """Stands for the weights in the graph, and gets from the compiled backward what makes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, deferred: DeferredParameters) -> tuple[Tensor, ...]:
+        ctx.deferred = deferred
+        ctx.set_materialize_grads(False)
+        return tuple([parameter.detach() for parameter in deferred.parameters])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        hand_over(ctx, CompiledProduct(ctx.deferred.parameters, gradients))
+        return None, None
+
+
+class CompiledProduct(Deferred):
+    """The weight gradients of one call of compiled code: of each parameter its gradient or, for the first of those that
+    are left for later, a Late.
+    """
+
+    __slots__ = ("_gradients", "_weights")
+
+    def __init__(self, weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+        self._weights = weights
+        self._gradients = gradients
+
+    @property
+    def weights(self) -> Sequence[nn.Parameter]:
+        """All of them."""
+        return self._weights
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether one of the weights has some."""
+        return any(map(has_hooks, self._weights))
+
+    def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
+        gradients, self._gradients = self._gradients, ()
+        found: list[tuple[nn.Parameter, Tensor]] = []
+        for place, gradient in enumerate(gradients):
+            late: Late | None = getattr(gradient, _LATE, None)
+            if late is not None:
+                found += [(self._weights[index], each) for index, each in late.compute().items()]
+            elif gradient is not None:
+                found.append((self._weights[place], gradient.clone()))  # others may hold it, too
+        return found
+
+
+_LATE = "_pipeflow_late"  # the attribute of a gradient that holds what makes it
+
+
+class Late:
+    """What makes gradients in a second half: its code, and of the weights' places those that it computes."""
+
+    __slots__ = ("_arguments", "_code", "_places")
+
+    def __init__(self, code: Code, places: Sequence[int], arguments: list[Any]) -> None:
+        self._code = code
+        self._places = places
+        self._arguments = arguments
+
+    @torch.no_grad()
+    def compute(self) -> dict[int, Tensor]:
+        """The gradients, none of which shares memory with another, by the weights' places."""
+        arguments, self._arguments = self._arguments, []
+        found: dict[int, Tensor] = {}
+        seen: set[int] = set()
+        for place, gradient in zip(self._places, self._code(arguments), strict=True):
+            found[place] = gradient.clone() if gradient.data_ptr() in seen else gradient
+            seen.add(gradient.data_ptr())
+        return found
+
+
+class _Splitter:
+    """Compiles the backward of a graph: in two halves, where it returns the gradients of the graph's inputs in their
+    order.
+
+    Args:
+        graph: that was given to a backend.
+        examples: its inputs.
+        places: those of them that are weights.
+    """
+
+    def __init__(self, graph: GraphModule, examples: Sequence[Any], places: Sequence[int]) -> None:
+        before = len(list(graph.parameters())) + len(list(graph.buffers()))
+        self._weights = {before + index: place for place, index in enumerate(places)}  # by their place in the results
+        self._shapes = {before + index: examples[index].shape for index in places}
+
+    def __call__(self, backward: GraphModule, examples: Sequence[Any], compiler: Compiler) -> Code:
+        """The code of a backward, made by `compiler`."""
+        halves = halves_of(backward, self._wanted(backward), examples)
+        if halves is None:
+            return compiler(backward, examples, ())
+        first = compiler(halves.of_inputs, examples, halves.kept)
+        second = compiler(halves.of_weights, halves.examples, None)
+        return self._joined(halves, first, second)
+
+    def _wanted(self, backward: GraphModule) -> list[int]:
+        results = results_of(backward)
+        if len(results) <= max(self._weights, default=0):
+            return []
+        looks = {index: results[index].meta["val"] for index in self._weights if results[index] is not None}
+        return list(looks) if all(look.shape == self._shapes[index] for index, look in looks.items()) else []
+
+    def _joined(self, halves: Halves, first: Code, second: Code) -> Code:
+        """The backward. It returns nothing for weights but, in the place of the first one, what holds a Late."""
+        places = [self._weights[index] for index in halves.late]
+        count = len(results_of(halves.of_inputs)) - (len(halves.examples) - len(halves.kept))
+        carrier, look = halves.late[0], results_of(halves.of_weights)[0].meta["val"]
+        shape, dtype, device = tuple(map(int, look.shape)), look.dtype, look.device
+
+        def backward(arguments: list[Any]) -> list[Any]:
+            held = [arguments[index] for index in halves.kept]
+            found = list(first(arguments))
+            held += found[count:]
+            del found[count:]
+            found[carrier] = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+            setattr(found[carrier], _LATE, Late(second, places, held))
+            return found
+
+        backward._boxed_call = True  # type: ignore[attr-defined]  # torch's mark of code that takes a list
+        return backward

@@ -1,0 +1,137 @@
+"""Compiling: which modules of a rank's stages torch.compile is to compile, and how. What must not live here: what
+becomes of the compiled code's weight gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.deferral.compiled import CompiledCall, DeferringBackend
+from pipeflow.deferral.compilers import COMPILERS
+from pipeflow.runtime.names import COMPILED
+from pipeflow.runtime.stage import Stage
+from pipeflow.stages.blocks import listed
+from pipeflow.stages.plan import Plan
+from pipeflow.stages.stage import ModuleStage
+
+_CUDA_GRAPHS = "triton.cudagraphs"  # inductor's option
+_VARIANTS = 8  # of a block's code: in training or not, of changing sizes; torch's own limit for a function
+
+
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """How modules are compiled: the arguments of torch.compile.
+
+    Raises UsageError for what torch.compile does not know, and for CUDA graphs.
+    """
+
+    backend: str | Callable[..., Any]
+    mode: str | None
+    options: dict[str, Any] | None
+    fullgraph: bool
+    dynamic: bool | None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.backend, str) and self.backend not in (known := torch._dynamo.list_backends(())):
+            raise UsageError(f"torch.compile has no backend {self.backend!r}, but {', '.join(map(repr, known))}")
+        if self.mode is not None and self.options is not None:
+            raise UsageError("torch.compile takes a mode or options, not both")
+        options, name = self.inductor_options(), f"mode={self.mode!r}" if self.mode else f"options={self.options}"
+        if self.backend == "cudagraphs" or options.get(_CUDA_GRAPHS):
+            raise UsageError(
+                f"{'the backend cudagraphs' if self.backend == 'cudagraphs' else name} uses CUDA graphs, which return "
+                "their outputs in the same memory each time, while a stage keeps those of several microbatches: "
+                'use mode="max-autotune-no-cudagraphs" or "default"'
+            )
+        if self.backend == "aot_eager" and options:
+            raise UsageError(f"{name} is for the backend inductor, and has no meaning for aot_eager")
+
+    def inductor_options(self) -> dict[str, Any]:
+        """Those of inductor, with what the mode stands for. Raises UsageError for what inductor does not know."""
+        modes = torch._inductor.list_mode_options()
+        if self.mode is not None and self.mode not in modes:
+            raise UsageError(f"torch.compile has no mode {self.mode!r}, but {', '.join(map(repr, modes))}")
+        if self.backend == "inductor" and (unknown := set(self.options or ()) - set(torch._inductor.list_options())):
+            raise UsageError(f"inductor has no option {min(unknown)!r}: torch._inductor.list_options() lists them")
+        return {**modes.get(self.mode or "default", {}), **(self.options or {})}
+
+    def compile(self, stages: Iterable[Stage], plan: Plan | None, *, blocks: bool) -> None:
+        """Compiles the blocks of stages, or whole ones, when they are next called. What was compiled before is compiled
+        anew. Modules of one class share their code.
+
+        Raises UsageError for a module that cannot be compiled.
+        """
+        name = self.backend if isinstance(self.backend, str) and self.backend in COMPILERS else None
+        backend = None if name is None else DeferringBackend(name, self.inductor_options())
+        chosen = [(stage, chosen_of(stage, plan, blocks=blocks)) for stage in stages]
+        count = sum(len(modules) for _, modules in chosen)
+        codes: dict[type[nn.Module], Callable[..., Any]] = {}
+        for stage, modules in chosen:
+            for module in stage.module.modules():
+                if isinstance(module._compiled_call_impl, CompiledCall):
+                    module._compiled_call_impl = None
+            for module in modules.values():
+                kind = type(module)
+                if kind not in codes:
+                    codes[kind] = self._code(self.backend if backend is None else backend, count)
+                module._compiled_call_impl = CompiledCall(module, codes[kind], backend, stage.deferral)
+            stage.defer()
+
+    def _code(self, backend: str | Callable[..., Any], modules: int) -> Callable[..., Any]:
+        """The code of all modules of a class; which of them differ torch.compile finds out."""
+
+        def call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+            return module._call_impl(*arguments, **keywords)
+
+        own = backend is not self.backend
+        limits = {"recompile_limit": _VARIANTS * modules, "isolate_recompiles": True}
+        known: Any = {name: value for name, value in limits.items() if name in signature(torch.compile).parameters}
+        code: Callable[..., Any] = torch.compile(
+            call,
+            backend=backend,
+            mode=None if own else self.mode,
+            options=None if own else self.options,
+            fullgraph=self.fullgraph,
+            dynamic=self.dynamic,
+            **known,
+        )
+        return code
+
+
+def chosen_of(stage: Stage, plan: Plan | None, *, blocks: bool) -> dict[str, nn.Module]:
+    """What is compiled of a stage, by name: its blocks, which are the children of outermost lists that have children of
+    their own, or else all of it.
+
+    Raises UsageError for a stage of a whole module that is to be compiled whole, and for modules that were compiled
+    before.
+    """
+    module = stage.module
+    if isinstance(module, ModuleStage):
+        assert plan is not None
+        if not blocks:
+            raise UsageError(
+                f"stage {stage.index} cannot be compiled whole, since it ends the module's forward on the way: "
+                "compile its blocks, with blocks=True"
+            )
+        found = module.blocks(plan)
+        found = _of_several_layers(found) or found
+    else:
+        names = sorted(listed(module)) if blocks else []
+        found = _of_several_layers({name: module.get_submodule(name) for name in names}) or {"": module}
+    for name, each in found.items():
+        for inner, child in each.named_modules(prefix=name):
+            compiled = child._compiled_call_impl
+            if hasattr(child, COMPILED) or not isinstance(compiled, CompiledCall | None):
+                raise UsageError(f"{inner or 'the stage'} is compiled already: leave it to Pipeline.compile")
+    return found
+
+
+def _of_several_layers(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    return {name: module for name, module in modules.items() if next(module.children(), None) is not None}

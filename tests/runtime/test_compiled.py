@@ -1,0 +1,271 @@
+"""Compiled stages make the gradients of eager ones under every schedule, split backwards included, and are compiled in
+the first step alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
+from pipeflow.testing import run_threads
+from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
+from tests.runtime.work import build, each_once, schedule_of, variants
+
+TOLERANCE = 1e-6
+Gradients = dict[str, Tensor]
+FIRST = ("1f1b", 2, 1), ("zb-h1", 2, 1), ("zb-v", 2, 2), ("dualpipe-v", 2, 2), ("zb-auto", 2, 1)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor:UserWarning"
+    ),  # torch hides it, but not from threads
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Compiled code is of one test."""
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def gradients_of(pipeline: Pipeline) -> Gradients:
+    return {name: each.grad.clone() for name, each in pipeline.named_parameters() if each.grad is not None}
+
+
+def train(
+    model: TinyModel, schedule: Schedule, compiling: dict[str, Any] | None, steps: int = 1
+) -> list[tuple[Gradients, int]]:
+    """Per step, this rank's gradients, and how many graphs were compiled by its end on any rank."""
+    pipeline = build(model, schedule)
+    if compiling is not None:
+        pipeline.compile(**compiling)
+    found = []
+    for step in range(steps):
+        pipeline.zero_grad()
+        execute_pipeline(iter([model.batch(2 * schedule.num_microbatches, seed=step)]), pipeline, broadcast_loss=True)
+        found.append((gradients_of(pipeline), counters["stats"]["unique_graphs"]))
+    return found
+
+
+def require_equal(found: Gradients, expected: Gradients) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = float((found[name] - gradient).abs().max())
+        assert error <= 3 * TOLERANCE * float(gradient.abs().max()), name  # rounding: some sums are of a few numbers
+    errors = [(found[name] - gradient).norm() for name, gradient in expected.items()]
+    whole = [gradient.norm() for gradient in expected.values()]
+    assert torch.stack(errors).norm() <= TOLERANCE * torch.stack(whole).norm()
+
+
+def require_compiled(model: TinyModel, variant: tuple[str, int, int], **compiling: Any) -> None:
+    schedule, ranks = schedule_of(variant, 4), variant[1]
+    expected = run_threads(train, ranks, model, schedule, None, 3)
+    found = run_threads(train, ranks, model, schedule, compiling, 3, deadline=900.0, timeout=300.0)
+    assert counters["stats"]["unique_graphs"] > 0
+    for mine, its in zip(found, expected, strict=True):
+        assert len({graphs for _, graphs in mine}) == 1
+        for (gradients, _), (eager, _) in zip(mine, its, strict=True):
+            require_equal(gradients, eager)
+
+
+@pytest.mark.parametrize("variant", FIRST, ids=str)
+def test_blocks(variant: tuple[str, int, int]) -> None:
+    require_compiled(PlainModel(8, torch.float32), variant, backend="aot_eager")
+
+
+@pytest.mark.parametrize("variant", FIRST[:3], ids=str)
+def test_whole_stages(variant: tuple[str, int, int]) -> None:
+    require_compiled(TiedModel(4, torch.float32), variant, backend="aot_eager", blocks=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+@pytest.mark.parametrize("variant", each_once(variants()))
+def test_every_schedule(variant: tuple[str, int, int], blocks: bool) -> None:
+    stages = schedule_of(variant, 4).placement.num_stages
+    require_compiled(TiedModel(max(4, stages), torch.float32), variant, backend="aot_eager", blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [FIRST[2], *(pytest.param(each, marks=pytest.mark.exhaustive) for each in FIRST[:2] + FIRST[3:])],
+    ids=str,
+)
+def test_inductor(variant: tuple[str, int, int]) -> None:
+    require_compiled(TiedModel(8, torch.float32), variant)
+
+
+def test_a_backend_that_does_not_defer() -> None:
+    require_compiled(PlainModel(4, torch.float32), FIRST[1], backend="eager")
+
+
+SPLIT = Schedule.from_csv("0F0,0I0,0F1,0W0,0I1,0W1")
+
+
+def run_watching(compiling: dict[str, Any]) -> list[str]:
+    """What happens, in its order, under a schedule that leaves the first W until after the second F."""
+    model = PlainModel(2, torch.float32)
+    pipeline = build(model, SPLIT)
+    pipeline.compile(**compiling)
+    happened: list[str] = []
+    pipeline.get_submodule("chunks.0").register_forward_hook(lambda *_: happened.append("F"))
+    layer: Any = pipeline.get_submodule("chunks.0.layers.0")
+    for name, parameter in (("W", layer.linear.weight), ("I", layer.scale)):
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: happened.append(name))
+    execute_pipeline(iter([model.batch(4)]), pipeline)
+    return happened
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+def test_weights_come_in_w_and_others_in_i(blocks: bool) -> None:
+    assert run_threads(run_watching, 1, {"backend": "aot_eager", "blocks": blocks}) == [["F", "I", "F", "W", "I", "W"]]
+    assert run_threads(run_watching, 1, {"backend": "eager", "blocks": blocks}) == [["F", "I", "W", "F", "I", "W"]]
+
+
+def told(compiling: dict[str, Any]) -> str:
+    pipeline = build(PlainModel(1), SPLIT)
+    pipeline.compile(**compiling)
+    return str(pipeline.deferrals[0])
+
+
+def test_which_gradients_wait_is_told() -> None:
+    of_weight = (
+        "36 of 48 elements of weight gradients are deferred, 1 parameters; not: layers.0.scale, layers.0.linear.bias"
+    )
+    assert run_threads(told, 1, {}) == [of_weight]
+    assert run_threads(told, 1, {"backend": "eager"})[0].startswith("0 of 48")
+
+
+def run_alternating() -> list[int]:
+    model = PlainModel(4, torch.float32)
+    pipeline = build(model, schedule_of(("zb-h1", 2, 1), 4))
+    pipeline.compile(backend="aot_eager")
+    found = []
+    for step in range(6):
+        pipeline.train(step % 2 == 0)
+        execute_pipeline(iter([model.batch(8)]), pipeline, forward_only=step % 2 == 1, broadcast_loss=True)
+        found.append(counters["stats"]["unique_graphs"])
+    return found
+
+
+def test_evaluation_between_steps_compiles_once_more() -> None:
+    found, _ = run_threads(run_alternating, 2)
+    assert found[0] < found[1]
+    assert set(found[1:]) == {found[1]}
+
+
+class Block(nn.Module):
+    """What goes on in blocks: dropout, a norm, a checkpointed part, a parameter that is added, one that is not used."""
+
+    def __init__(self, dropout: float = 0.0, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6, bias=False)
+        self.shift = nn.Parameter(torch.zeros(3, 6))
+        self.unused = nn.Parameter(torch.zeros(2, 2))
+        self.dropout = dropout
+        self.reentrant = reentrant
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        hidden = functional.dropout(self.up(self.norm(hidden)), self.dropout, self.training)
+        output: Tensor = self.down(functional.gelu(hidden))
+        return output
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = (
+            self.inner if self.reentrant is None else lambda x: checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        )
+        output: Tensor = hidden + self.shift + inner(hidden)
+        return output
+
+
+def train_blocks(compiling: dict[str, Any] | None, autocast: torch.dtype | None, **options: Any) -> Gradients:
+    blocks = [Block(**options) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (each for block in blocks for each in block.parameters()):
+        nn.init.normal_(parameter, generator=generator)
+    blocks[1].down.weight = blocks[0].down.weight
+    pipeline = Pipeline(nn.Sequential(*blocks), SPLIT, criterion=functional.mse_loss, autocast=autocast)
+    if compiling is not None:
+        pipeline.compile(**compiling)
+    values, target = torch.randn(2, 4, 3, 6, generator=generator).unbind()
+    for _ in range(2):
+        pipeline.zero_grad()
+        execute_pipeline(iter([(values, target)]), pipeline)
+    return gradients_of(pipeline)
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reentrant", [None, False], ids=["kept", "checkpointed"])
+def test_what_goes_on_in_a_block(blocks: bool, autocast: torch.dtype | None, reentrant: bool | None) -> None:
+    options = {"reentrant": reentrant}
+    [expected] = run_threads(lambda: train_blocks(None, autocast, **options), 1)
+    [found] = run_threads(lambda: train_blocks({"backend": "aot_eager", "blocks": blocks}, autocast, **options), 1)
+    require_equal(found, expected)
+    assert "chunks.0.0.unused" not in found
+
+
+def test_a_recompute_draws_the_dropout_of_its_forward() -> None:
+    """The gradient of a layer without bias is zero where its input was dropped, in each of its parts."""
+    [found] = run_threads(lambda: train_blocks({"backend": "aot_eager"}, None, dropout=1.0, reentrant=False), 1)
+    assert not found["chunks.0.0.down.weight"].any()
+    assert found["chunks.0.0.shift"].any()
+
+
+def compile_with(**compiling: Any) -> None:
+    build(PlainModel(2), make_schedule("1f1b", ranks=1, microbatches=2)).compile(**compiling)
+
+
+@pytest.mark.parametrize(
+    ("compiling", "said"),
+    [
+        ({"mode": "reduce-overhead"}, "mode='reduce-overhead' uses CUDA graphs"),
+        ({"mode": "max-autotune"}, 'use mode="max-autotune-no-cudagraphs"'),
+        ({"options": {"triton.cudagraphs": True}}, "uses CUDA graphs"),
+        ({"backend": "cudagraphs"}, "the backend cudagraphs uses CUDA graphs"),
+        ({"backend": "no-such"}, "no backend 'no-such', but"),
+        ({"mode": "fast"}, "no mode 'fast', but 'default'"),
+        ({"options": {"no-such": 1}}, "no option 'no-such'"),
+        ({"mode": "default", "options": {"max_autotune": True}}, "not both"),
+        ({"backend": "aot_eager", "options": {"max_autotune": True}}, "no meaning for aot_eager"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_compiled_so(compiling: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match="UsageError") as error:
+        run_threads(lambda: compile_with(**compiling), 1)
+    assert said in str(error.value)
+
+
+def compile_compiled(in_place: bool) -> str:
+    first: Any = Block()
+    if in_place:
+        first.compile(backend="eager")
+    else:
+        first = torch.compile(first, backend="eager")
+    pipeline = Pipeline(nn.Sequential(first, Block()), SPLIT, criterion=functional.mse_loss)
+    with pytest.raises(UsageError, match="0 is compiled already"):
+        pipeline.compile(backend="aot_eager")
+    execute_pipeline(iter([(torch.ones(4, 3, 6), torch.zeros(4, 3, 6))]), pipeline)
+    return str(pipeline.deferrals[0])
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "wrapped"])
+def test_a_block_that_was_compiled_before(in_place: bool) -> None:
+    [told] = run_threads(compile_compiled, 1, in_place)
+    assert told.startswith("156 of 380 elements")
+    assert ", 0.up.weight" in told.replace("_orig_mod.", "")
