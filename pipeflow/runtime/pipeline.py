@@ -35,7 +35,8 @@ from pipeflow.runtime.step import Output, Runner
 from pipeflow.stages.blocks import Blocks, Cuts
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.stage import ModuleStage
-from pipeflow.tensor.rules import DEFAULT_RULES, Rule
+from pipeflow.tensor.rules import Rule
+from pipeflow.tensor.table import DEFAULT_RULES
 
 LOG = logging.getLogger("pipeflow")
 
@@ -192,8 +193,8 @@ class Pipeline(nn.Module):
             overlap, autocast, gradient_dtype: as for a Pipeline.
             cost: as for a Pipeline; without `activation_bytes` it gets those that the stages send.
             rules: which layers the tensor ranks share, and how; a rule of your own comes first, as in
-                `rules=[Rule("column", r"attn\.qkv", parts=3), *DEFAULT_RULES]`. With () all layers stay whole, and all
-                tensor ranks compute the same.
+                `rules=[Rule("attention", r"attn\.qkv", parts=3), *DEFAULT_RULES]`. With () all layers stay whole, and
+                all tensor ranks compute the same.
 
         Parameters keep the names that they have in `module`, here and in checkpoints. Those that several stages need
         are tied. Those that none needs belong to the last stage. A buffer is stored by the first stage that needs it.

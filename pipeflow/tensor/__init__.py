@@ -27,8 +27,9 @@ from pipeflow.tensor.regions import (
     scatter_to_sequence_region,
     scatter_to_tensor_region,
 )
-from pipeflow.tensor.rules import DEFAULT_RULES, Rule
+from pipeflow.tensor.rules import Rule
 from pipeflow.tensor.sharded import shard
+from pipeflow.tensor.table import DEFAULT_RULES
 
 __all__ = [
     "DEFAULT_RULES",

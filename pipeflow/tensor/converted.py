@@ -4,11 +4,13 @@ the model stay. What must not live here: which layer becomes what.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pipeflow.parallel.sharding import Split
 from pipeflow.parallel.transport.group import Group
@@ -17,20 +19,40 @@ from pipeflow.tensor.embedding import VocabParallelEmbedding
 from pipeflow.tensor.layer import TensorLayer
 from pipeflow.tensor.linear import ColumnParallelLinear, RowParallelLinear, SplitLinear
 from pipeflow.tensor.matmul import Mode, column_linear, row_linear
-from pipeflow.tensor.regions import scatter_to_tensor_region
+from pipeflow.tensor.regions import gather_from_tensor_region, scatter_to_tensor_region, share_in_tensor_region
 
 
-class PackedColumnLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear that computes several things in one, of each of which a rank has its part.
+class AnyColumnLinear(ColumnParallelLinear):
+    """A ColumnParallelLinear that takes the whole input or, by its width, a part of it.
 
     Attributes:
-        parts: the sizes of these in the whole layer.
+        parts: the sizes of several things that it computes in one, of each of which a rank has its part.
+        shared: of those that several ranks share, because there are fewer of them than ranks, how many ranks share one:
+            each computes its part, and gets the whole of the one that it shares.
     """
 
     parts: tuple[int, ...]
+    shared: Mapping[int, int]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.shape[-1] * self.group.size == self.in_features:
+            input = gather_from_tensor_region(input, self.group)
+        return shared_among(super().forward(input), self.parts, self.shared, self.group)
 
     def splits(self) -> Mapping[str, Split]:
+        if len(self.parts) == 1:
+            return super().splits()
         return {name: Split(0, self.out_features, self.parts) for name in super().splits()}
+
+
+def shared_among(output: Tensor, parts: tuple[int, ...], shared: Mapping[int, int], group: Group) -> Tensor:
+    """This rank's part of each of `parts`, or where several ranks share one, the whole of that."""
+    if not shared:
+        return output
+    pieces = list(output.split([part // group.size for part in parts], -1))
+    for index, ranks in shared.items():
+        pieces[index] = share_in_tensor_region(pieces[index], ranks, group)
+    return torch.cat(pieces, -1)
 
 
 class AnyRowLinear(RowParallelLinear):
@@ -49,9 +71,11 @@ class ColumnConv1D(TensorLayer):
     in_features: int
     out_features: int
     parts: tuple[int, ...]
+    shared: Mapping[int, int]
 
     def forward(self, x: Tensor) -> Tensor:
-        return column_linear(x, self.weight.t(), self.bias, Mode(self.group, False, None))
+        output = column_linear(x, self.weight.t(), self.bias, Mode(self.group, False, None))
+        return shared_among(output, self.parts, self.shared, self.group)
 
     def splits(self) -> Mapping[str, Split]:
         parts = self.parts if len(self.parts) > 1 else ()
@@ -73,24 +97,6 @@ def _part_of(input: Tensor, features: int, group: Group) -> Tensor:
     return scatter_to_tensor_region(input, group) if input.shape[-1] == features else input
 
 
-class Told(nn.Module):
-    """A module that computes as its class does, and tells how its own parameters lie over the ranks."""
-
-    _told_splits: dict[str, Split]
-    _told_partial: tuple[str, ...]
-
-    def splits(self) -> Mapping[str, Split]:
-        return self._told_splits
-
-    def partial_gradients(self) -> Collection[str]:
-        return self._told_partial
-
-
-@lru_cache(maxsize=1024)
-def _told(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (Told, kind), {"__module__": kind.__module__})
-
-
 def sizes_of(module: nn.Module) -> tuple[int, int]:
     """How many inputs and outputs the whole of a linear layer has."""
     if isinstance(module, nn.Linear):
@@ -100,8 +106,31 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it computes as nn.Linear does."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    """Whether it computes as nn.Linear does: it is one, or of a class that is tried."""
+    return isinstance(module, nn.Linear) and _computes_linear(type(module))  # type: ignore[arg-type]  # types are hashable
+
+
+@lru_cache(maxsize=1024)
+def _computes_linear(kind: type[nn.Linear]) -> bool:
+    """Tries the forward of a class on numbers of its own, with a bias and without."""
+    if kind.forward is nn.Linear.forward:
+        return True
+    if kind.__init__ is not nn.Linear.__init__:
+        return False  # it may have more than a weight and a bias
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    for bias in (True, False):
+        probe = nn.Linear(3, 2, bias=bias, device="meta")
+        probe.weight = nn.Parameter(draw(2, 3))
+        probe.bias = nn.Parameter(draw(2)) if bias else None  # type: ignore[assignment]  # as without one
+        probe.__class__ = kind
+        try:
+            input = draw(4, 5, 3)
+            if not torch.allclose(probe(input), functional.linear(input, probe.weight, probe.bias)):
+                return False
+        except Exception:  # it computes something else, whatever that is
+            return False
+    return True
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -116,37 +145,29 @@ def is_embedding(module: nn.Module) -> bool:
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
 
 
-def become_linear(module: nn.Module, kind: str, parts: tuple[int, ...], group: Group) -> TensorLayer:
+def become_linear(
+    module: nn.Module, kind: str, parts: tuple[int, ...], shared: Mapping[int, int], group: Group
+) -> TensorLayer:
     """Makes an nn.Linear or a Conv1D that of `kind`, without its parameters, which are to be cut."""
     if is_conv1d(module):
         inputs, outputs = sizes_of(module)
         made: type[TensorLayer] = RowConv1D if kind == "row" else ColumnConv1D
-        return _become(module, made, group, in_features=inputs, out_features=outputs, parts=parts)
-    options: dict[str, Any] = {"sequence_parallel": False, "_owns_weight": True}
+        options: dict[str, Any] = {"in_features": inputs, "out_features": outputs, "parts": parts, "shared": shared}
+        return _become(module, made, group, **options)
+    options = {"sequence_parallel": False, "_owns_weight": True}
     kinds: dict[str, type[SplitLinear]] = {"row": AnyRowLinear, "head": VocabParallelClassifier}
     if kind == "row":
         options["input_is_parallel"] = True
     else:
         options["gather_output"] = kind == "head"
-    if kind == "column" and len(parts) > 1:
-        return _become(module, PackedColumnLinear, group, parts=parts, **options)
-    return _become(module, kinds.get(kind, ColumnParallelLinear), group, **options)
+    if kind not in kinds:
+        options |= {"parts": parts, "shared": shared}
+    return _become(module, kinds.get(kind, AnyColumnLinear), group, **options)
 
 
 def become_embedding(module: nn.Module, group: Group) -> TensorLayer:
     """Makes an nn.Embedding one of which each rank has some of the rows; without its parameter, which is to be cut."""
     return _become(module, VocabParallelEmbedding, group, sequence_parallel=False)
-
-
-def become_told(module: nn.Module, splits: Mapping[str, Split], partial: Collection[str]) -> None:
-    """Has a module tell more of its own parameters: which are split, and which have gradients that are parts."""
-    if not isinstance(module, Told):
-        module.__class__ = _told(type(module))  # type: ignore[arg-type]  # types are hashable
-        vars(module).update(_told_splits={}, _told_partial=())
-    vars(module).update(
-        _told_splits={**vars(module)["_told_splits"], **splits},
-        _told_partial=(*vars(module)["_told_partial"], *partial),
-    )
 
 
 def _become(module: nn.Module, kind: type[TensorLayer], group: Group, **attributes: Any) -> TensorLayer:

@@ -23,7 +23,7 @@ def group_of(group: Group | None) -> Group:
     return Alone() if context is None else context.tensor
 
 
-class _Membership:
+class Membership:
     """Holds a group, whose channels cannot be copied: the copy of a layer is in the same group."""
 
     __slots__ = ("group",)
@@ -31,7 +31,7 @@ class _Membership:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def __deepcopy__(self, memo: object) -> _Membership:
+    def __deepcopy__(self, memo: object) -> Membership:
         return self
 
 
@@ -40,11 +40,11 @@ class TensorLayer(nn.Module):
     `to_empty` and whatever else replaces a parameter.
     """
 
-    _membership: _Membership
+    _membership: Membership
 
     def join(self, group: Group | None) -> Group:
         """Makes the layer one of `group`; None is as for `group_of`. Before the layer has parameters."""
-        self._membership = _Membership(group_of(group))
+        self._membership = Membership(group_of(group))
         return self.group
 
     @property

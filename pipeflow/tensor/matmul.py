@@ -70,7 +70,9 @@ class _Column(Function):
         if mode.sequence and mode.group.size > 1:
             input = gathered(mode.group, input, SEQUENCE)
         ctx.save_for_backward(input, weight)
-        return functional.linear(input, weight, bias)
+        made = functional.linear(input, weight, bias)
+        # A view that a Function returns may not be written to in place, as models do to queries.
+        return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

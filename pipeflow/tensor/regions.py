@@ -23,6 +23,7 @@ Exchange = Callable[[Group, Tensor], Tensor]
 SEQUENCE = 1  # the dimension
 
 _gathered_last, _piece_last = partial(gathered, dim=-1), partial(piece, dim=-1)
+_sum_scattered_last = partial(sum_scattered, dim=-1)
 _gathered_sequence, _piece_sequence = partial(gathered, dim=SEQUENCE), partial(piece, dim=SEQUENCE)
 _sum_scattered_sequence = partial(sum_scattered, dim=SEQUENCE)
 
@@ -45,6 +46,15 @@ def scatter_to_tensor_region(input: Tensor, group: Group) -> Tensor:
 def gather_from_tensor_region(input: Tensor, group: Group) -> Tensor:
     """Every rank's input, along the last dimension; of the gradient, the same on every rank, each takes its piece."""
     return _exchanged(input, group, _gathered_last, _piece_last)
+
+
+def share_in_tensor_region(input: Tensor, ranks: int, group: Group) -> Tensor:
+    """Every `ranks` consecutive ranks have one thing in pieces, along the last dimension: the whole of it for each of
+    them. Its gradient is summed over these, and each gets that of its piece.
+    """
+    everything = _exchanged(input, group, _gathered_last, _sum_scattered_last)
+    length = input.shape[-1] * ranks
+    return everything.narrow(-1, group.rank // ranks * length, length)
 
 
 def scatter_to_sequence_region(input: Tensor, group: Group) -> Tensor:

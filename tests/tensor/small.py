@@ -103,15 +103,15 @@ class BertBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         own = {name: nn.Linear(WIDTH, WIDTH) for name in ("query", "key", "value")}
-        self.attention = nn.ModuleDict(
-            {"self": nn.ModuleDict(own), "output": nn.ModuleDict({"dense": nn.Linear(WIDTH, WIDTH)})}
-        )
+        heads: Any = nn.ModuleDict(own)
+        heads.attention_head_size = WIDTH // HEADS
+        self.attention = nn.ModuleDict({"self": heads, "output": nn.ModuleDict({"dense": nn.Linear(WIDTH, WIDTH)})})
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(WIDTH, 24)})
         self.output = nn.ModuleDict({"dense": nn.Linear(24, WIDTH), "norm": nn.LayerNorm(WIDTH)})
 
     def forward(self, x: Tensor) -> Tensor:
         own: Any = self.attention["self"]
-        heads = own["query"].weight.shape[0] // (WIDTH // HEADS)
+        heads = own["query"].weight.shape[0] // own.attention_head_size
         made = attention(own["query"](x), own["key"](x), own["value"](x), heads, heads)
         x = x + self.attention["output"]["dense"](made)  # type: ignore[index]  # a ModuleDict
         return self.output["norm"](x + self.output["dense"](functional.gelu(self.intermediate["dense"](x))))  # type: ignore[no-any-return]  # a Tensor

@@ -208,10 +208,10 @@ class Own(nn.Module):
 
 
 OWN = [
-    Rule("column", "qkv", parts=3),
+    Rule("attention", "qkv", parts=3),
     Rule("row", "mix"),
     Rule("attribute", "h"),
-    Rule("heads", "temperature"),
+    Rule("parameter", "temperature"),
     Rule("partial", "scale"),
 ]
 
@@ -258,10 +258,9 @@ def test_a_rule_that_keeps_layers_whole() -> None:
     [
         ([Rule("column", "nothing")], 2, "matches nothing"),
         ([Rule("row", "norm")], 2, "which is a RMSNorm"),
-        ((), 3, "choose a tensor size of 1, 2, 4"),
-        ((), 4, "num_key_value_heads is 2, which 4 tensor ranks cannot share: choose a tensor size of 1, 2"),
+        ((), 3, "q_proj is 4, which 3 tensor ranks cannot share: choose a tensor size of 1, 2, 4"),
         ([Rule("column", "q_proj", parts=5)], 2, "not made of the parts"),
-        ([Rule("heads", r"norm\.weight", dim=3)], 2, "whose shape is"),
+        ([Rule("parameter", r"norm\.weight", dim=3)], 2, "whose shape is"),
     ],
 )
 def test_what_is_refused_changes_nothing(rules: list[Rule], size: int, message: str) -> None:

@@ -15,8 +15,8 @@ from pipeflow.core.errors import UsageError
 from pipeflow.runtime.from_module import Parts, parts_of
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.stage import ModuleStage
-from pipeflow.tensor.rules import DEFAULT_RULES
 from pipeflow.tensor.sharded import shard
+from pipeflow.tensor.table import DEFAULT_RULES
 
 
 def make_whole(module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batches: Batches) -> Pipeline:

@@ -1,0 +1,78 @@
+"""Change: what becomes of a layer, and small questions about names and modules that finding changes asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from pipeflow.tensor.converted import is_conv1d
+from pipeflow.tensor.rules import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module, its full name, and the module around it; that of the outermost is itself."""
+
+    name: str
+    module: nn.Module
+    around: nn.Module
+
+    def full(self, leaf: str) -> str:
+        """The full name of what the module has."""
+        return f"{self.name}.{leaf}" if self.name else leaf
+
+
+@dataclass(slots=True)
+class Change:
+    """What becomes of a layer.
+
+    Attributes:
+        place: of the layer.
+        rule: what is done with it.
+        parts: the sizes of what it computes in one.
+        shared: of these, the ones that several ranks share, and how many share one.
+    """
+
+    place: Place
+    rule: Rule
+    parts: tuple[int, ...] = ()
+    shared: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> nn.Module:
+        return self.place.module
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @property
+    def dimension(self) -> int:
+        """Along which its weight is split."""
+        return int((self.rule.kind == "row") != is_conv1d(self.layer))
+
+
+def places_in(modules: Sequence[nn.Module]) -> Iterator[Place]:
+    """All modules, each once, but for those that torch's attention computes without calling them."""
+    seen: set[int] = set()
+    for root in modules:
+        for name, module in root.named_modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            if isinstance(module, nn.MultiheadAttention):
+                seen.update(map(id, module.modules()))
+            yield Place(name, module, root.get_submodule(name.rpartition(".")[0]))
+
+
+def integers_of(module: nn.Module) -> dict[str, int]:
+    """Its own attributes that are integers."""
+    return {name: each for name, each in vars(module).items() if isinstance(each, int) and not isinstance(each, bool)}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Its own parameters, and the tensors that stand in the places of those that another stage has."""
+    own = {name: each for name, each in module._parameters.items() if each is not None}
+    return own | {name: each for name, each in vars(module).items() if isinstance(each, Tensor)}

@@ -1,0 +1,172 @@
+"""Heads: whether an attention can be split over the tensor ranks, and which ranks share heads of key and value. What is
+not certain to be right is not split: an attention that would silently compute something else is worse than a whole one.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.tensor.change import Change, Place, integers_of, places_in, tensors_of
+from pipeflow.tensor.rules import Rule, config_rule, first_match
+
+_SIZES = (
+    "head_dim",
+    "attention_head_size",
+    "head_size",
+    "key_value_proj_dim",
+    "d_head",
+    "hidden_size_per_attention_head",
+)
+_COUNTS = re.compile(r"head|group")
+
+
+class Doubt(Exception):  # noqa: N818  # a reason to leave something whole; no user sees it as an error
+    """Why an attention stays whole."""
+
+
+@dataclass(slots=True)
+class Attention:
+    """A module with layers of query, key and value.
+
+    Attributes:
+        place: of the module.
+        changes: those of its layers of query, key and value.
+        covered: whether a rule says what becomes of a parameter of a module within.
+        rules: all of them.
+        ranks: how many share it.
+    """
+
+    place: Place
+    changes: Sequence[Change]
+    covered: Callable[[Place, str], bool]
+    rules: Sequence[Rule]
+    ranks: int
+
+    def settle(self) -> None:
+        """Tells the layers which of their parts are shared by how many ranks.
+
+        Raises Doubt where it is not certain that the ranks' parts compute what the whole does, and UsageError for a
+        number of ranks that does not divide the heads.
+        """
+        size = self._head_size()
+        if size is None:
+            raise Doubt("no attribute of it tells how many heads it has, or how large they are")
+        self._require_known_counts()
+        self._require_covered(size)
+        units = [
+            (change, index, self._units(change, index, size)) for change in self.changes for index in _parts(change)
+        ]
+        queries = [number for change, index, number in units if index not in change.rule.shared]
+        keys = [number for change, index, number in units if index in change.rule.shared]
+        for change, index, number in sorted(units, key=lambda unit: unit[1] in unit[0].rule.shared):
+            is_shared = index in change.rule.shared and number < self.ranks
+            if not is_shared and number % self.ranks:
+                raise _undivided(change.name, number, self.ranks, queries, keys)
+            if is_shared and (self.ranks % number or change.parts[index] % self.ranks):
+                raise _undivided(change.name, number, self.ranks, queries, keys)
+            if is_shared:
+                change.shared[index] = self.ranks // number
+
+    def _head_size(self) -> int | None:
+        own = vars(self.place.module)
+        if (size := next((own[name] for name in _SIZES if isinstance(own.get(name), int)), None)) is not None:
+            return int(size)
+        for name, value in integers_of(self.place.module).items():
+            rule = first_match(self.rules, self.place.full(name), ("attribute",), self.place.module)
+            if "head" in name and rule is not None and not rule.shared:
+                for change in self.changes:
+                    if 0 not in change.rule.shared and isinstance(change.rule.together, int):
+                        return change.parts[0] // (change.rule.together * value) or None
+        return None
+
+    def _units(self, change: Change, index: int, size: int) -> int:
+        """How many heads, or groups of heads that lie together, a part of a layer has."""
+        together, part = change.rule.together, change.parts[index]
+        if isinstance(together, str):
+            number = vars(self.place.module).get(together)
+            if not isinstance(number, int) or part % number:
+                raise Doubt(f"{change.name} has {part} outputs, and {together} is {number}")
+            return number
+        if part % (size * together):
+            raise Doubt(f"{change.name} has {part} outputs, which are not heads of {size}")
+        return part // (size * together)
+
+    def _require_known_counts(self) -> None:
+        own = [name for name in integers_of(self.place.module) if _COUNTS.search(name) and name not in _SIZES]
+        for name in own:
+            if first_match(self.rules, self.place.full(name), ("attribute", "groups"), self.place.module) is None:
+                raise Doubt(f"no rule says what its attribute {name} counts")
+        for name in read_of_config(self.place.module):
+            full = self.place.full(name)
+            counts = first_match(self.rules, full, ("attribute",), self.place.module) is not None
+            if counts and config_rule(self.rules, self.place.full(f"config.{name}"), self.place.module) is None:
+                raise Doubt(f"it reads {name} of its config, of which all modules have one")
+
+    def _require_covered(self, size: int) -> None:
+        for inner in places_in([self.place.module]):
+            place = Place(self.place.full(inner.name) if inner.name else self.place.name, inner.module, inner.around)
+            for leaf, tensor in tensors_of(place.module).items():
+                if not self.covered(place, leaf):
+                    raise Doubt(f"no rule says how {place.full(leaf)} goes with heads")
+                rule = rule_of_tensor(self.rules, place, leaf)
+                if rule is not None and rule.kind == "partial" and tensor.dim() and tensor.shape[-1] != size:
+                    raise Doubt(f"{place.name} is as wide as all heads together, so a rank cannot compute it alone")
+
+
+def rule_of_tensor(rules: Sequence[Rule], place: Place, leaf: str) -> Rule | None:
+    """The rule for a parameter itself, if there is one."""
+    of_leaf = first_match(rules, place.full(leaf), ("parameter", "partial"), place.module)
+    return of_leaf or first_match(rules, place.name, ("partial",), place.around)
+
+
+def read_of_config(module: nn.Module) -> list[str]:
+    """What the methods of a module, but for its constructor, read of its config, as far as their code tells."""
+    config = getattr(module, "config", None)
+    if config is None:
+        return []
+    of_config, elsewhere = _attributes_read(type(module))  # type: ignore[arg-type]  # types are hashable
+    named = of_config | {name for name in elsewhere if not hasattr(module, name)}
+    return sorted(name for name in named if isinstance(getattr(config, name, None), int))
+
+
+@lru_cache(maxsize=1024)
+def _attributes_read(kind: type[nn.Module]) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a class reads of `.config`, and those that it reads of anything."""
+    of_config: set[str] = set()
+    of_any: set[str] = set()
+    for base in kind.__mro__:
+        for name, method in vars(base).items():
+            if base.__module__.startswith("torch.") or name == "__init__" or not inspect.isfunction(method):
+                continue
+            last = ""
+            for step in dis.get_instructions(inspect.unwrap(method)):
+                is_read = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+                if is_read:
+                    (of_config if last == "config" else of_any).add(str(step.argval))
+                last = str(step.argval) if is_read else ""
+    return frozenset(of_config), frozenset(of_any)
+
+
+def _undivided(name: str, number: int, ranks: int, whole: Sequence[int], shared: Sequence[int]) -> UsageError:
+    """`whole` are numbers that every size has to divide, `shared` those that it has to divide or be a multiple of."""
+    sizes = [
+        size
+        for size in range(1, max([*whole, number]) + 1)
+        if all(each % size == 0 for each in whole) and all(each % size == 0 or size % each == 0 for each in shared)
+    ]
+    return UsageError(
+        f"the number of heads of {name} is {number}, which {ranks} tensor ranks cannot share: choose a tensor size of "
+        f"{', '.join(map(str, sizes))}"
+    )
+
+
+def _parts(change: Change) -> range:
+    return range(len(change.parts))

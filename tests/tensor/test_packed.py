@@ -1,0 +1,224 @@
+"""Packed attentions, experts, arguments per head and heads that ranks share: equal to the plain module."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
+from pipeflow.parallel.sharding import splits_of
+from pipeflow.tensor import DEFAULT_RULES, Rule, shard
+from pipeflow.testing import RankError, run_threads
+from tests.tensor import small
+from tests.tensor.packed import INNER, make
+from tests.tensor.small import HEADS, WIDTH, LanguageModel, batch
+from tests.tensor.test_rules import by_hand, gradients, plain, require_equal
+
+TWO = make_schedule("1f1b", ranks=2, microbatches=2)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", INNER)
+def test_equal_to_the_plain_module(name: str, size: int) -> None:
+    """With 4 ranks, those that have 1 or 2 heads of key and value share them."""
+    if (name, size) == ("experts", 4):
+        pytest.skip("its experts are 6 wide")
+    module = make(name)
+    loss, expected = plain(module)
+    for its, found, numbers in run_threads(by_hand, size, module, tensor=size):
+        assert its == pytest.approx(loss, rel=1e-12)
+        assert found.keys() == expected.keys()
+        require_equal(found, expected)
+        assert numbers < (0.8 if size == 2 else 0.6) * sum(each.numel() for each in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["bloom", "experts", "multi-query"])
+def test_under_a_pipeline(name: str) -> None:
+    module = make(name)
+
+    def rank() -> tuple[float, dict[str, Tensor]]:
+        model = Pipeline.from_module(copy.deepcopy(module), TWO, batch())
+        output = execute_pipeline(iter([batch()]), model, broadcast_loss=True)
+        assert output.loss is not None
+        return output.loss.item(), gradients(model)
+
+    loss, expected = plain(module)
+    results = run_threads(rank, 4, tensor=2)
+    assert {name for _, found in results for name in found} == expected.keys()
+    for its, found in results:
+        assert its == pytest.approx(loss, rel=1e-9)
+        require_equal(found, expected)
+
+
+def test_ranks_share_heads_of_key_and_value() -> None:
+    """Two heads over four ranks, each of which keeps a part of a head and computes with the whole of it."""
+    module = small.make("llama")
+    loss, expected = plain(module)
+    for its, found, _ in run_threads(by_hand, 4, module, tensor=4):
+        assert its == pytest.approx(loss, rel=1e-12)
+        require_equal(found, expected)
+
+    def rank() -> tuple[tuple[int, ...], int]:
+        mine = copy.deepcopy(module)
+        shard(mine)
+        attention: Any = mine.get_submodule("blocks.0.self_attn")
+        return tuple(attention.k_proj.weight.shape), attention.num_key_value_heads
+
+    assert run_threads(rank, 4, tensor=4) == [((2, WIDTH), 1)] * 4
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (Rule("attention", "query_key_value", parts=3, of="BloomAttention"), None),
+        (Rule("whole", "query_key_value", of="BloomAttention"), None),
+    ],
+)
+def test_the_order_matters(rule: Rule, message: str | None) -> None:
+    """A rule that says another order makes other numbers, or none; one that keeps the layer whole makes the same."""
+    module = make("bloom")
+    expected = plain(module)[1]
+
+    def compare() -> None:
+        for _, found, _ in run_threads(partial(by_hand, rules=[rule, *DEFAULT_RULES]), 2, module, tensor=2):
+            require_equal(found, expected)
+
+    if rule.kind == "whole":
+        compare()
+    else:
+        with pytest.raises((RankError, AssertionError)):
+            compare()
+
+
+class Renamed(nn.Module):
+    """An attention with usual names for its layers, and something unusual besides."""
+
+    def __init__(self, **unusual: Any) -> None:
+        super().__init__()
+        self.head_dim = WIDTH // HEADS
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            self.add_module(name, nn.Linear(WIDTH, WIDTH))
+        for name, value in unusual.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = dict(self.named_children())
+        heads = layers["q_proj"](x).shape[-1] // (WIDTH // HEADS)
+        query, key, value = (layers[name](x) for name in ("q_proj", "k_proj", "v_proj"))
+        if isinstance(bias := getattr(self, "bias_u", None), Tensor):
+            query = query + bias.repeat(query.shape[-1] // bias.shape[0])
+        if isinstance(norm := getattr(self, "q_norm", None), nn.Module):
+            query = norm(query)
+        made: Tensor = layers["o_proj"](small.attention(query, key, value, heads, heads))
+        return made
+
+
+class Reader(Renamed):
+    """It asks the config of all modules for what only this rank has less of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        config: Any = self.config
+        assert config.num_heads == HEADS
+        return super().forward(x)
+
+
+class Packed(nn.Module):
+    """A name that several orders have, in a class that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.query_key_value, self.o_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.query_key_value(x).chunk(3, -1)
+        made: Tensor = self.o_proj(small.attention(query, key, value, HEADS, HEADS))
+        return made
+
+
+class Gated(nn.Module):
+    """Twice as wide as its name says, with both halves in one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense_h_to_4h, self.dense_4h_to_h = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.dense_h_to_4h(x).chunk(2, -1)
+        made: Tensor = self.dense_4h_to_h(gate.sigmoid() * up)
+        return made
+
+
+class Config:
+    """Of all modules."""
+
+    num_heads = HEADS
+
+
+UNSURE = {
+    "a count": (lambda: Renamed(heads_in_all=HEADS), "no rule says what its attribute heads_in_all counts"),
+    "a parameter": (
+        lambda: Renamed(bias_u=nn.Parameter(torch.empty(WIDTH // HEADS))),
+        r"no rule says how blocks.\d.bias_u goes with heads",
+    ),
+    "nothing": (lambda: Renamed(head_dim=None), "no attribute of it tells how many heads it has"),
+    "a config": (lambda: Reader(config=Config()), "it reads num_heads of its config"),
+    "a wide norm": (lambda: Renamed(q_norm=nn.LayerNorm(WIDTH)), "as wide as all heads together"),
+    "an order": (Packed, "not known of a Packed"),
+    "halves": (Gated, "its outputs are not 1 times what is taken of them"),
+}
+
+
+@pytest.mark.parametrize("what", UNSURE)
+def test_what_is_not_certain_stays_whole(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And computes the same; the log says why."""
+    kind, reason = UNSURE[what]
+    module = LanguageModel(kind, tied=False).double()  # type: ignore[arg-type]  # makes a block
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 4)
+    _, expected = plain(module)
+    with caplog.at_level(logging.INFO, "pipeflow"):
+        for _, found, _ in run_threads(by_hand, 2, module, tensor=2):
+            require_equal(found, expected)
+    assert any(re.search(reason, record.message) for record in caplog.records)
+
+    def split() -> set[str]:
+        shard(mine := copy.deepcopy(module))
+        found = splits_of(mine)
+        return {name.rpartition(".")[0] for name, each in mine.named_parameters() if id(each) in found}
+
+    taken = {"an order": {"o_proj"}, "halves": {"dense_4h_to_h"}}.get(what, set())  # they take a whole input, too
+    expected_names = {"wte", "lm_head", *(f"blocks.{index}.{name}" for index in range(2) for name in taken)}
+    assert run_threads(split, 2, tensor=2) == [expected_names] * 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "sizes"),
+    [(6, 3, 2, "1, 3, 6"), (6, 4, 3, "1, 2"), (4, 2, 3, "1, 2, 4")],
+)
+def test_sizes_that_heads_can_be_shared_by(heads: int, groups: int, size: int, sizes: str) -> None:
+    """Those that divide the heads of the query, and divide those of key and value or are a multiple of them."""
+    attention = Renamed(num_heads=heads, head_dim=4, num_key_value_heads=groups)
+    attention.q_proj, attention.o_proj = nn.Linear(8, 4 * heads), nn.Linear(4 * heads, 8)
+    attention.k_proj, attention.v_proj = nn.Linear(8, 4 * groups), nn.Linear(8, 4 * groups)
+
+    def rank() -> None:
+        with pytest.raises(UsageError, match=f"choose a tensor size of {sizes}$"):
+            shard(nn.ModuleDict({"attention": copy.deepcopy(attention)}))
+
+    run_threads(rank, size, tensor=size)
+
+
+def test_attributes_that_a_rule_needs() -> None:
+    rules = [Rule("attention", "q_proj", parts=("many", "few")), *DEFAULT_RULES]
+    with pytest.raises(UsageError, match="Renamed has no integer attribute 'many'"):
+        shard(nn.ModuleDict({"attention": Renamed()}), rules=rules)
