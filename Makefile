@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo demo-hybrid demo-vit lab test test-all wheel-test fuzz check bench gallery clean
+.PHONY: demo demo-hybrid demo-vit lab test test-all wheel-test fuzz check bench gallery docs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -56,6 +56,11 @@ bench: .venv/installed          ## every benchmark, side by side with its peers
 
 gallery: .venv/installed        ## docs/schedules.md: every schedule, drawn and measured
 	$(PY) docs/gallery.py
+
+SITE := build/docs
+docs: .venv/installed            ## the documentation as a site, in build/docs
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going docs $(SITE)
+	@echo "open $(SITE)/index.html"
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -71,9 +72,34 @@ def test_a_schedule_as_a_function_runs_and_is_compared(tmp_path: Path) -> None:
     assert re.search(r"^planned / measured: \d\.\d{3}$", shown, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "path", ["README.md", "docs/schedules.md", "docs/own-schedule.md", "docs/design.md", "docs/migration.md"]
-)
+PUBLIC = ("", "draw", "huggingface", "models", "optim", "schedules", "tensor", "testing", "training")
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_reference_has_every_public_name(package: str) -> None:
+    """Under one of the names that it is imported by."""
+    shown = set[int]()
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        for name in re.findall(r"^\.\. auto\w+:: pipeflow\.(\S+)$", page.read_text(), re.MULTILINE):
+            owner, _, leaf = name.rpartition(".")
+            shown.add(id(getattr(import_module(f"pipeflow.{owner}".rstrip(".")), leaf)))
+    module = import_module(f"pipeflow.{package}".rstrip("."))
+    assert [name for name in module.__all__ if id(getattr(module, name)) not in shown] == []
+
+
+@pytest.mark.slow
+def test_the_comparisons_of_choosing_are_the_commands(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "choosing.md").read_text()
+    shown = re.findall(r"\$ pipeflow (compare .*)\n(.*?)```", text, re.DOTALL)
+    assert len(shown) == 2
+    for command, table in shown:
+        assert run("-m", "pipeflow", *shlex.split(command), cwd=tmp_path).startswith(table)
+
+
+DOCUMENTS = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
 def test_links_between_documents_lead_somewhere(path: str) -> None:
     document = ROOT / path
     targets = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())

@@ -23,7 +23,7 @@ from pipeflow.parallel.sharding import Split, local_part, settled, splits_of
 
 class Lamb(Optimizer):
     """With m and v the moving averages of the gradient and of its square, a weight p is stepped by
-    lr * |p| / |u| * u, where u = m / (sqrt(v) + eps) + weight_decay * p; by lr * u where either norm is 0.
+    `lr * |p| / |u| * u`, where `u = m / (sqrt(v) + eps) + weight_decay * p`; by `lr * u` where either norm is 0.
 
     The norms are those of the whole weight, also where fully_shard, torch's DTensor or tensor ranks hold it in parts:
     one exchange for all weights of a step. Which weights tensor ranks hold in parts is said by `model`; a `Zero` or

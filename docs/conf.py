@@ -1,0 +1,49 @@
+"""The documentation as a site, by Sphinx: `make docs`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pipeflow
+
+project = "pipeflow"
+copyright = "the pipeflow authors"  # noqa: A001  # Sphinx reads this name
+release = pipeflow.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "pipeflow"
+default_role = "code"
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+suppress_warnings = ["misc.highlighting_failure"]  # a timeline in a block is no program
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def front_page(readme: str) -> str:
+    """The README as a page among those of `docs`: links to these lead there, of others the text is left.
+
+    >>> front_page("[a](docs/a.md), [`b`](examples/b.py) and [c](https://example.org)")
+    '[a](a.md), `b` and [c](https://example.org)'
+    """
+    readme = re.sub(r"\]\(docs/", "](./", readme)
+    readme = re.sub(r"(?<!!)\[([^\[\]]+)\]\((?!https?:|#|\./)[^)]*\)", r"\1", readme)
+    return readme.replace("](./", "](")
+
+
+def _read(app: Any, name: str, source: list[str]) -> None:
+    if name == "index":
+        source[0] = front_page(README.read_text(encoding="utf-8")) + "\n" + source[0]
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls it."""
+    app.connect("source-read", _read)
