@@ -9,7 +9,7 @@ from typing import Any
 import pipeflow
 
 project = "pipeflow"
-copyright = "the pipeflow authors"  # noqa: A001  # Sphinx reads this name
+copyright = "the pipeflow authors"  # Sphinx reads this name
 release = pipeflow.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # the trainer knows its hooks
 
 
 class Hook:
-    """Base of hooks: each method is called by a `Trainer` on every rank, in this order, and does nothing here.
+    """Base of hooks: each method is called by a `Trainer` on every rank, in this order, and does nothing here::
 
         before_fit
             before_epoch
