@@ -44,6 +44,14 @@ def _read(app: Any, name: str, source: list[str]) -> None:
         source[0] = front_page(README.read_text(encoding="utf-8")) + "\n" + source[0]
 
 
+def _keep_names_together(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Where several arguments or attributes are described at once, Sphinx would take the first ones for a type."""
+    for index, line in enumerate(lines):
+        if names := re.match(r"    ((?:\w+, )+\w+): ", line):
+            lines[index] = line.replace(names[1], names[1].replace(", ", ",\N{WORD JOINER}"), 1)
+
+
 def setup(app: Any) -> None:
     """Sphinx calls it."""
     app.connect("source-read", _read)
+    app.connect("autodoc-process-docstring", _keep_names_together, priority=400)  # before napoleon reads them
