@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo demo-hybrid demo-vit lab test test-all wheel-test fuzz check bench gallery docs clean
+.PHONY: demo demo-hybrid demo-vit lab test test-all wheel-test fuzz check bench gallery pictures docs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -56,6 +56,9 @@ bench: .venv/installed          ## every benchmark, side by side with its peers
 
 gallery: .venv/installed        ## docs/schedules.md: every schedule, drawn and measured
 	$(PY) docs/gallery.py
+
+pictures: .venv/installed        ## those of the README, with Chromium
+	$(PY) docs/pictures.py
 
 SITE := build/docs
 docs: .venv/installed            ## the documentation as a site, in build/docs
