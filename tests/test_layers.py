@@ -65,7 +65,7 @@ FLOORS: dict[str, set[str]] = {
         "accelerate",
         "numpy",
     },
-    "colossalai": {"core", "planning", "schedules", "torch", "safetensors", "peft", *ENGINE},
+    "colossalai": {"core", "planning", "schedules", "torch", "safetensors", "peft", "huggingface", *ENGINE},
     "megatron": {"core", "planning", "schedules", "models", "torch", *ENGINE},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
     "__init__": {"pipeflow", "huggingface", *PLANS, *ENGINE},

@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
+from pipeflow.colossalai.shardformer.policies.base_policy import Policy
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.sharding import Split, splits_of
 from pipeflow.testing import run_threads
@@ -52,15 +53,21 @@ def own_part(batch: Batch) -> Batch:
 
 
 def boosted(
-    module: nn.Module, batch: Batch, criterion: Callable[..., Tensor], options: dict[str, Any]
+    module: nn.Module,
+    batch: Batch,
+    criterion: Callable[..., Tensor],
+    options: dict[str, Any],
+    policy: type[Policy] | None,
 ) -> tuple[list[float | None], Weights, dict[str, Split], int]:
     """The same on one rank, how its weights are split, and how many entries its optimizer has states of."""
-    booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", **options}))
+    own = None if policy is None else policy()
+    booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", "custom_policy": own, **options}))
     module = copy.deepcopy(module)
     optimizer = AdamW(module.parameters(), lr=0.01)
     model, optimizer, criterion, _, _ = booster.boost(module, optimizer, criterion)
     del module
-    losses, batch = [], own_part(batch)
+    losses: list[float | None] = []
+    batch = own_part(batch)
     for _ in range(STEPS):
         optimizer.zero_grad()
         if options["pp_size"] > 1:
@@ -77,12 +84,18 @@ def boosted(
 
 
 def require_as_plain(
-    module: nn.Module, batch: Batch, criterion: Callable[..., Tensor], options: dict[str, Any], *, data: int = 1
+    module: nn.Module,
+    batch: Batch,
+    criterion: Callable[..., Tensor],
+    options: dict[str, Any],
+    *,
+    data: int = 1,
+    policy: type[Policy] | None = None,
 ) -> list[int]:
     """Trains both ways. Returns how many entries the optimizer of each rank has states of."""
     tensor, pipeline = options["tp_size"], options["pp_size"]
     results = run_threads(
-        lambda: boosted(module, batch, criterion, options), pipeline * tensor * data, tensor=tensor, data=data
+        lambda: boosted(module, batch, criterion, options, policy), pipeline * tensor * data, tensor=tensor, data=data
     )
     losses, weights = plain(copy.deepcopy(module), batch, criterion, options.get("max_norm", 0.0))
     told = [its for its, _, _, _ in results if its[0] is not None]
@@ -90,7 +103,7 @@ def require_as_plain(
     for its in told:
         if pipeline > 1 or data == 1:
             torch.testing.assert_close(its, losses, rtol=TOLERANCE, atol=0)
-    seen = set()
+    seen: set[str] = set()
     for first in range(0, len(results), tensor):
         parts: Sequence[Weights] = [each[1] for each in results[first : first + tensor]]
         for name in parts[0]:

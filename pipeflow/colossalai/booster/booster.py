@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeflow.colossalai.booster.adapters import Adapters
 from pipeflow.colossalai.booster.batches import Criterion, samples_of
 from pipeflow.colossalai.booster.boosted import BoostedModel
 from pipeflow.colossalai.booster.checkpoints import Checkpoints, boosted_model, boosted_optimizer
@@ -19,7 +20,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.runtime.pipeline import execute_pipeline
 
 
-class Booster(Checkpoints):
+class Booster(Checkpoints, Adapters):
     """Trains a model as its plugin says. All ranks make the same calls.
 
     Args:

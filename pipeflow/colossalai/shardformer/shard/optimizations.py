@@ -36,7 +36,9 @@ def choose_attention(model: nn.Module) -> None:
     if choose is not None:
         try:
             choose("sdpa")
-            return
+            if getattr(getattr(model, "config", None), "_attn_implementation", None) == "sdpa":
+                return
+            why = "its attention is written in one way only"
         except (ValueError, ImportError) as error:
             why = str(error)
     raise UsageError(

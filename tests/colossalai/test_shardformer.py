@@ -1,0 +1,273 @@
+"""ShardFormer: models over tensor ranks without a pipeline, by pipeflow's rules or by a policy of one's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow.colossalai.booster import Booster
+from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
+from pipeflow.colossalai.shardformer import ModelSharder, ShardConfig, ShardFormer
+from pipeflow.colossalai.shardformer.layer import Linear1D_Col, Linear1D_Row
+from pipeflow.colossalai.shardformer.policies.base_policy import (
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+)
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.sharding import splits_of
+from pipeflow.parallel.transport.group import Alone
+from pipeflow.testing import run_threads
+from tests.colossalai.boosted import TOLERANCE, require_as_plain
+
+HEADS, WIDTH = 4, 16
+
+
+class Attention(nn.Module):
+    """Of `heads` heads, which are counted by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]  # a layer's
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x) * self.scale
+        return x + self.act(x)
+
+    def act(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(x).relu())  # type: ignore[no-any-return]  # a layer's
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model().double()
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=generator)}
+
+
+def mean_square(outputs: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    return (outputs - inputs["x"].flip(-1)).square().mean()
+
+
+def same_act(self: Any, x: Tensor) -> Tensor:
+    """What `act` is replaced by: it computes the same."""
+    hidden: Tensor = self.narrow(self.wide(x).relu())
+    return hidden
+
+
+class OwnPolicy(Policy):
+    """All four replacements: of submodules, of an attribute, of a method and of a parameter."""
+
+    calls: list[str]
+
+    def config_sanity_check(self) -> None:
+        self.calls = ["check"]
+
+    def preprocess(self) -> nn.Module:
+        self.calls.append("preprocess")
+        return self.model
+
+    def module_policy(self) -> Any:
+        self.calls.append("policy")
+        size = self.shard_config.tensor_parallel_size
+        column = [
+            SubModuleReplacementDescription(f"attention.qkv[{index}]", Linear1D_Col, {"gather_output": False})
+            for index in range(3)
+        ]
+        table: Any = {
+            "Layer": ModulePolicyDescription(
+                attribute_replacement={"attention.heads": HEADS // size, "attention.nothing": 1},
+                param_replacement=[self.replace_scale],
+                sub_module_replacement=[
+                    *column,
+                    SubModuleReplacementDescription("attention.out", Linear1D_Row, {"parallel_input": True}),
+                    SubModuleReplacementDescription("no_such_layer", Linear1D_Row, ignore_if_not_exist=True),
+                ],
+            )
+        }
+        wide = SubModuleReplacementDescription("wide", Linear1D_Col)
+        narrow = [SubModuleReplacementDescription("narrow", Linear1D_Row)]
+        self.append_or_create_submodule_replacement(wide, table, "Layer")
+        self.append_or_create_submodule_replacement(narrow, table, Layer)
+        return self.append_or_create_method_replacement({"act": same_act}, table, Layer)
+
+    def replace_scale(self, module: nn.Module) -> None:
+        assert isinstance(module.scale, nn.Parameter)
+        module.scale = nn.Parameter(module.scale.detach().clone())
+
+    def postprocess(self) -> nn.Module:
+        self.calls.append("postprocess")
+        return self.model
+
+
+def stepped(module: nn.Module) -> Tensor:
+    """The loss, after a step of the weights."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    mean_square(module(**batch()), batch()).backward()
+    optimizer.step()
+    return mean_square(module(**batch()), batch()).detach()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_policy_of_ones_own(size: int) -> None:
+    ready = model()
+    expected = stepped(copy.deepcopy(ready))
+
+    def rank() -> tuple[Tensor, int]:
+        policy = OwnPolicy()
+        made, shared = ShardFormer(ShardConfig()).optimize(copy.deepcopy(ready), policy)
+        assert shared == []
+        assert policy.calls == ["check", "preprocess", "policy", "postprocess"]
+        first: Any = made.layers[0]  # type: ignore[index]  # a list
+        assert first.attention.heads == HEADS // size
+        assert type(first.attention.qkv[1]) is Linear1D_Col
+        assert first.act.__func__ is same_act
+        return stepped(made), len(splits_of(made))
+
+    for loss, splits in run_threads(rank, size, tensor=size):
+        torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0)
+        assert splits == 2 * 10  # of each layer's 13 parameters all but the scale and the biases of rows are split
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_policy_under_a_booster(pipeline: int) -> None:
+    options = {"tp_size": 2, "pp_size": pipeline, "num_microbatches": 2}
+    require_as_plain(model(), batch(), mean_square, options, policy=OwnPolicy)
+
+
+def test_a_sharder_alone() -> None:
+    ready = model()
+
+    def rank() -> Tensor:
+        made = copy.deepcopy(ready)
+        assert ModelSharder(made, OwnPolicy(), ShardConfig()).shard() == []
+        return stepped(made)
+
+    expected = stepped(copy.deepcopy(ready))
+    for loss in run_threads(rank, 2, tensor=2):
+        torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0)
+
+
+def test_what_stands_in_two_places_is_replaced_by_one() -> None:
+    made = model()
+    made.layers[1].wide = made.layers[0].wide
+    ModelSharder(made, OwnPolicy(), ShardConfig(enable_tensor_parallelism=False)).shard()
+    assert made.layers[0].wide is made.layers[1].wide
+    assert type(made.layers[0].wide) is Linear1D_Col
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (
+            {"Layr": ModulePolicyDescription()},
+            "WrongPolicy is about modules of Layr, and Model has modules of Att",
+        ),
+        (
+            {
+                "Layer": ModulePolicyDescription(
+                    attribute_replacement={"attention.heads": 1},
+                    sub_module_replacement=[SubModuleReplacementDescription("attention.qkv[3]", Linear1D_Col)],
+                )
+            },
+            r"suffix 'attention.qkv\[3\]' of the policy is no submodule of Layer, which has attention, attention.qkv",
+        ),
+    ],
+    ids=["class", "suffix"],
+)
+def test_a_policy_that_fits_nothing_changes_nothing(table: Any, said: str) -> None:
+    class WrongPolicy(Policy):
+        def module_policy(self) -> Any:
+            return table
+
+    made = model()
+    with pytest.raises(UsageError, match=said):
+        ModelSharder(made, WrongPolicy(), ShardConfig(enable_tensor_parallelism=False)).shard()
+    assert made.layers[0].attention.heads == HEADS  # type: ignore[union-attr]  # a Layer
+
+
+def test_a_policy_needs_a_table() -> None:
+    with pytest.raises(NotImplementedError, match="Policy needs a module_policy"):
+        Policy().module_policy()
+    assert Policy().get_held_layers() == []
+    assert Policy().get_shared_params() == []
+    assert Policy().pipeline_stage_manager is None
+
+
+@pytest.mark.slow
+def test_a_policy_does_not_replace_what_stages_share() -> None:
+    class Tied(OwnPolicy):
+        """Replaces a layer that the first and the last stage have."""
+
+    def rank() -> None:
+        made = model()
+        made.layers[1].wide = made.layers[0].wide
+        plugin = HybridParallelPlugin(2, 2, num_microbatches=2, precision="fp32", custom_policy=Tied())
+        booster = Booster(plugin=plugin)
+        boosted, optimizer, *_ = booster.boost(made, torch.optim.SGD(made.parameters(), lr=0.1))
+        with pytest.raises(UsageError, match=r"the policy replaces layers.0.wide.weight, which several stages share"):
+            booster.execute_pipeline(iter([batch()]), boosted, mean_square, optimizer)
+
+    run_threads(rank, 4, tensor=2)
+
+
+def test_layers_take_a_group_by_either_name() -> None:
+    linear = nn.Linear(4, 4)
+    assert (
+        Linear1D_Row.from_native_module(linear, process_group=Alone(), parallel_input=False).input_is_parallel is False
+    )
+    assert Linear1D_Col.from_native_module(linear, Alone()).group.size == 1
+
+
+def test_a_config_refuses() -> None:
+    with pytest.raises(UsageError, match="unknown option of ShardConfig 'enable_tensor_paralelism'; did you mean"):
+        ShardConfig(enable_tensor_paralelism=True)
+    with pytest.raises(UsageError, match=r"enable_sequence_overlap=True: models as they come compute with whole"):
+        ShardConfig(enable_sequence_overlap=True)
+    with pytest.raises(UsageError, match="a pipeline is run by Booster"):
+        ShardConfig(pipeline_stage_manager=object())
+    config = ShardConfig(enable_all_optimization=True, enable_sequence_parallelism=False, extra_kwargs={})
+    assert config.enable_fused_normalization
+    assert not config.enable_sequence_parallelism  # type: ignore[attr-defined]  # policies may ask
+    assert config.tensor_parallel_size == ShardConfig(enable_tensor_parallelism=False).tensor_parallel_size == 1
+
+
+def test_attention_of_other_models_cannot_be_chosen() -> None:
+    config = ShardConfig(enable_tensor_parallelism=False, enable_flash_attention=True)
+    with pytest.raises(UsageError, match="enable_flash_attention: Model does not let its attention be chosen"):
+        ShardFormer(config).optimize(model())
+    ShardFormer(ShardConfig(enable_tensor_parallelism=False, enable_all_optimization=True)).optimize(model())
