@@ -10,9 +10,9 @@ from torch import nn
 
 from pipeflow.colossalai.booster.batches import Batches, Loss, samples_of
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
+from pipeflow.colossalai.shardformer.policies.base_policy import Policy
 from pipeflow.colossalai.shardformer.shard.sharder import ModelSharder
 from pipeflow.core.errors import UsageError
-from pipeflow.runtime.from_module import Parts, parts_of
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.stage import ModuleStage
 from pipeflow.tensor.sharded import shard
@@ -40,29 +40,27 @@ def make_stages(
 
     Raises UsageError as `Pipeline.from_module`, and for a policy that replaces what stages share.
     """
-    context, policy = plugin.context, plugin.settings.custom_policy
-    schedule = plugin.schedule(samples_of(first))
-    rules = DEFAULT_RULES if policy is None else ()
-    with context.alarm.raised_everywhere(), torch.enable_grad():
-        context.alarm.expect_slow()
-        example, _ = batches.read(first)
-        parts = parts_of(module, schedule, example, context, cuts=plugin.cuts, blocks=None, autocast=None, rules=rules)
-        if policy is not None:
-            _carry_out(parts, plugin)
-    loss.weigh_labels = parts.weigh
-    made = Pipeline(parts.chunks, schedule, criterion=loss, weigh=loss.weigh)
-    made.cut, made.runner.read = parts.plan, batches.read
+    policy = plugin.settings.custom_policy
+    schedule, (example, _) = plugin.schedule(samples_of(first)), batches.read(first)
+    with torch.enable_grad():
+        rules = DEFAULT_RULES if policy is None else ()
+        made = Pipeline.from_module(module, schedule, example, cuts=plugin.cuts, rules=rules)
+    if policy is not None:
+        with plugin.context.alarm.raised_everywhere():
+            _carry_out(policy, made, plugin)
+    loss.weigh_labels = made.runner.weigh
+    made.runner.criterion, made.runner.weigh, made.runner.read = loss, loss.weigh, batches.read
     return made
 
 
-def _carry_out(parts: Parts, plugin: HybridParallelPlugin) -> None:
-    policy = plugin.settings.custom_policy
-    assert policy is not None
-    owners = Counter(name for stage in parts.plan.stages for name in stage.owned)
-    for stage in parts.chunks:
-        before = dict(stage.named_parameters())
+def _carry_out(policy: Policy, made: Pipeline, plugin: HybridParallelPlugin) -> None:
+    """On this rank's stages; the engine finds what was replaced with the next step."""
+    assert made.cut is not None
+    owners = Counter(name for stage in made.cut.stages for name in stage.owned)
+    before = dict(made.named_parameters())
+    for stage in made.chunks:
         ModelSharder(cast(ModuleStage, stage).root, policy, plugin.shard_config).shard()
-        after = dict(stage.named_parameters())
-        for name, parameter in before.items():
-            if owners[name] > 1 and after.get(name) is not parameter:
-                raise UsageError(f"the policy replaces {name}, which several stages share: leave it as it is")
+    after = dict(made.named_parameters())
+    for name, parameter in before.items():
+        if owners[name] > 1 and after.get(name) is not parameter:
+            raise UsageError(f"the policy replaces {name}, which several stages share: leave it as it is")
