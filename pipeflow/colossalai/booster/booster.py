@@ -24,8 +24,7 @@ class Booster(Checkpoints, Adapters):
     """Trains a model as its plugin says. All ranks make the same calls.
 
     Args:
-        mixed_precision: "fp16" or "bf16", without a plugin.
-        plugin: by default one of replicas alone, in the model's own precision.
+        plugin: by default one of replicas alone, in `mixed_precision` or the model's own.
 
     Raises UsageError for another plugin, a device, which the launch has chosen, and a precision beside a plugin.
     """
