@@ -21,6 +21,7 @@ from pipeflow.parallel.context import Context
 from pipeflow.runtime.keywords import Names, union
 from pipeflow.runtime.program.payload import Promise
 from pipeflow.runtime.programs import digest_of, require_sound
+from pipeflow.stages.stage import ModuleStage
 
 
 class Arguments(NamedTuple):
@@ -81,8 +82,14 @@ def promised(shape: Sequence[int | None] | None, dtype: torch.dtype) -> Promise 
     return Promise(tuple(shape), dtype)
 
 
-def routed(routes: Iterable[tuple[int, int]], schedule: Schedule, promise: Promise | None) -> Routes:
-    """The routes of a pipeline. Raises UsageError for what is none, and beside a shape of all that passes."""
+def routed(
+    chunks: nn.ModuleList, routes: Iterable[tuple[int, int]] | None, schedule: Schedule, promise: Promise | None
+) -> Routes:
+    """The routes of a pipeline: those given, or those that its stages were planned with. Raises UsageError for what is
+    none, and beside a shape of all that passes.
+    """
+    if routes is None:
+        routes = next((chunk.routes for chunk in chunks if isinstance(chunk, ModuleStage)), ())
     found = routes_among(schedule.placement.num_stages, routes)
     if found and promise is not None:
         raise UsageError(

@@ -49,10 +49,13 @@ class Parts:
     weigh: Callable[..., float] | None
 
     def priced(self, cost: CostModel | None) -> CostModel | None:
-        """The cost model with the bytes that the stages send, where it has none."""
+        """The cost model with the bytes that pass between the stages, where it has none."""
         if cost is None or cost.activation_bytes:
             return cost
-        return replace(cost, activation_bytes=tuple(map(float, self.plan.sent_bytes)))
+        plan, last = self.plan, len(self.plan.stages) - 1
+        near = [float(plan.bytes_between(stage, stage + 1)) for stage in range(last)]
+        far: dict[tuple[int, int], float] = {route: float(plan.bytes_between(*route)) for route in plan.routes}
+        return replace(cost, activation_bytes=(*near, 0.0), route_bytes=far)
 
 
 def parts_of(
@@ -74,7 +77,7 @@ def parts_of(
     if not isinstance(module, nn.Module):
         raise UsageError(f"from_module takes an nn.Module, got {type(module).__name__}")
     placement, device = schedule.placement, context.device
-    planner = Planner(module, placement.num_stages, device=device, cuts=cuts, blocks=blocks)
+    planner = Planner(module, placement.num_stages, device=device, cuts=cuts, blocks=blocks, placement=placement)
     batch = next_batch(iter([example]), schedule.num_microbatches, device, planner.entries.of)
     entries = dict(batch.split(batch.inputs)[0])
     if LABELS in entries:

@@ -72,7 +72,7 @@ class Pipeline(nn.Module):
             connections do. A stage at which routes begin returns a tuple: what the next stage gets, then what goes on
             each route, in the order of the stages; one at which routes end takes arguments in the same order: what the
             stage before handed on, then what came on each route. Between two ranks it is sent once, without passing
-            through others; on one rank it stays in memory.
+            through others; on one rank it stays in memory. Stages that `from_module` made know theirs.
 
     Attributes:
         loss_scale: what the gradients of a step are multiplied by, so that those of half precision do not vanish.
@@ -108,7 +108,7 @@ class Pipeline(nn.Module):
         autocast: torch.dtype | None = None,
         gradient_dtype: torch.dtype | None = None,
         cost: CostModel | None = None,
-        routes: Sequence[tuple[int, int]] = (),
+        routes: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         super().__init__()
         context = current_context()
@@ -133,7 +133,7 @@ class Pipeline(nn.Module):
             if self.criterion is not None:
                 owners[own[-1]] = nn.ModuleList([modules[own[-1]], self.criterion])
             promise = promised(tensor_shape, tensor_dtype)
-            ways = routed(routes, schedule, promise)
+            ways = routed(self.chunks, routes, schedule, promise)
             taken_here = names_taken(modules, ways)
             mine = Arguments.of(schedule, promise, cost, overlaps=overlap is not None, routes=ways, takes=taken_here)
             everyone: list[Any] = all_gather_object(context.world, mine)

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.route import Routes
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.flow import RANDOM, Flow
 from pipeflow.stages.script import Node, Run, Script, Value
 from pipeflow.stages.trace import Batch, Call, Look, Returned, Trace, explained
+from pipeflow.stages.ways import Ways, lay
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +28,15 @@ class StagePlan:
 
     Attributes:
         script: what it does at which calls.
-        receives: what the stage before it hands on, in this order; what later stages need among them.
-        sends: what it hands on to the next stage.
+        receives: what it needs of earlier stages.
+        makes: what it makes that later stages need.
         owned: the parameters that flow into what it makes.
         buffers: the buffers that do, and those that it writes to.
     """
 
     script: Script
     receives: tuple[Value, ...]
-    sends: tuple[Value, ...]
+    makes: tuple[Value, ...]
     owned: frozenset[str]
     buffers: frozenset[str]
 
@@ -46,11 +49,15 @@ class Plan:
         stages: in order.
         trace: the forward that was cut.
         cuts: the last block of every stage but the last one.
+        ways: what passes to and from each stage.
+        routes: those on which something passes, for batches of any shapes.
     """
 
     stages: tuple[StagePlan, ...]
     trace: Trace
     cuts: tuple[Call, ...]
+    ways: tuple[Ways, ...]
+    routes: Routes
 
     def look(self, value: Value) -> Look:
         """What a value between stages looks like."""
@@ -58,8 +65,15 @@ class Plan:
 
     @property
     def sent_bytes(self) -> tuple[int, ...]:
-        """Per stage, the bytes that it sends to the next one for a microbatch; its gradients take as many."""
-        return tuple(sum(self.look(value).nbytes for value in stage.sends) for stage in self.stages)
+        """Per stage, the bytes that it hands to others for a microbatch; its gradients take as many. What goes to a
+        stage of its own rank stays in memory.
+        """
+        stages = enumerate(self.ways)
+        return tuple(sum(self.bytes_between(stage, target) for target in ways.gives) for stage, ways in stages)
+
+    def bytes_between(self, source: int, target: int) -> int:
+        """The bytes that pass from one stage to another for a microbatch."""
+        return sum(self.look(value).nbytes for value in self.ways[source].gives[target])
 
     def describe(self) -> list[tuple[Any, ...]]:
         """Plain data that is the same where two plans are."""
@@ -74,20 +88,29 @@ class Plan:
         ]
 
 
-def make_plan(fakes: Fakes, trace: Trace, cuts: Sequence[Call], batch: Callable[[], Batch]) -> Plan:
+def make_plan(
+    fakes: Fakes,
+    trace: Trace,
+    cuts: Sequence[Call],
+    batch: Callable[[], Batch],
+    placement: Placement,
+    routes: Routes | None,
+) -> Plan:
     """The plan of a trace that is cut after the calls `cuts`; `batch` makes a fresh copy of the batch of the trace.
+    Tensors pass between stages on `routes`, or without these on the best ones for the `placement`.
 
     Raises UsageError where a cut would change what the module computes.
     """
-    sends: tuple[Value, ...] = ()
+    wanted: tuple[Value, ...] = ()  # by later stages
     stages: list[StagePlan] = []
     ends = [None, *cuts, None]
     for start, end in reversed(list(pairwise(ends))):
         _require_no_leak(trace, fakes, start)
-        planned = _Stage(fakes, trace, start, end, sends).plan(batch())
+        planned = _Stage(fakes, trace, start, end, wanted).plan(batch())
         stages.insert(0, planned)
-        sends = planned.receives
-    return Plan(_with_unused(fakes, stages), trace, tuple(cuts))
+        wanted = tuple({*wanted, *planned.receives}.difference(planned.makes))
+    laid = lay([stage.makes for stage in stages], [stage.receives for stage in stages], placement, routes)
+    return Plan(_with_unused(fakes, stages), trace, tuple(cuts), *laid)
 
 
 def _with_unused(fakes: Fakes, stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
@@ -97,7 +120,7 @@ def _with_unused(fakes: Fakes, stages: Sequence[StagePlan]) -> tuple[StagePlan, 
     buffers = frozenset(fakes.buffers).difference(*(stage.buffers for stage in stages))
     return (
         *others,
-        StagePlan(last.script, last.receives, last.sends, last.owned | owned, last.buffers | buffers),
+        StagePlan(last.script, last.receives, last.makes, last.owned | owned, last.buffers | buffers),
     )
 
 
@@ -128,12 +151,11 @@ class _Stage:
     """The stage from after call `start`, or from the beginning, to call `end`, or to the end."""
 
     def __init__(
-        self, fakes: Fakes, trace: Trace, start: Call | None, end: Call | None, sends: tuple[Value, ...]
+        self, fakes: Fakes, trace: Trace, start: Call | None, end: Call | None, wanted: tuple[Value, ...]
     ) -> None:
-        self.fakes, self.trace, self.start, self.end, self.sends = fakes, trace, start, end, sends
+        self.fakes, self.trace, self.start, self.end = fakes, trace, start, end
         before = 0 if start is None else start.exit
-        self.kept = [value for value in sends if trace.calls[value.call].exit > before]
-        self.relayed = [value for value in sends if trace.calls[value.call].exit <= before]
+        self.kept = sorted(value for value in wanted if trace.calls[value.call].exit > before)
         self.root = Node()
         self.replaced: list[Call] = []
         self._write()
@@ -161,8 +183,8 @@ class _Stage:
         buffers = {name for name in self.fakes.buffers if name in named or own[name] in flow.written}
         return StagePlan(
             Script(self.root, script.names, frozenset(value for value in values if keys[value] in flow.written)),
-            tuple(sorted(used.union(self.relayed))),
-            self.sends,
+            tuple(sorted(used)),
+            tuple(self.kept),
             frozenset(name for name in named if name not in self.fakes.buffers),
             frozenset(buffers),
         )

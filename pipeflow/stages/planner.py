@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
 from pipeflow.stages.blocks import Blocks, Cuts, blocks_of, choose, labels_of
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.entries import Entries, Stateful
@@ -32,6 +33,8 @@ class Planner:
         device: where the stages will run.
         cuts: where to cut; see `pipeflow.stages.blocks`.
         blocks: what counts as a block; likewise.
+        placement: of the stages on ranks, by which the ways of what passes between stages are chosen. By default each
+            stage is on a rank of its own.
 
     Attributes:
         entries: how the module's forward takes a batch.
@@ -45,11 +48,13 @@ class Planner:
         device: torch.device | None = None,
         cuts: Cuts = None,
         blocks: Blocks = None,
+        placement: Placement | None = None,
     ) -> None:
         self.entries = Entries(module)
         self._stages, self._cuts, self._blocks = stages, cuts, blocks
         with _ONE_AT_A_TIME:
             self._fakes = Fakes(module, torch.device("cpu") if device is None else device)
+        self._placement = Placement.linear(stages) if placement is None else placement
         self._first: Plan | None = None
         self._plans: dict[Hashable, Plan] = {}
 
@@ -86,7 +91,8 @@ class Planner:
             warnings.simplefilter("ignore")  # of models, which will give them when they run
             trace = self._trace(batch)
             cuts = self._chosen(trace) if self._first is None else _same_calls(trace, self._first)
-            plan = make_plan(self._fakes, trace, cuts, batch)
+            routes = None if self._first is None else self._first.routes
+            plan = make_plan(self._fakes, trace, cuts, batch, self._placement, routes)
         return self._fitting(plan)
 
     def _chosen(self, trace: Trace) -> list[Call]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -38,6 +39,7 @@ class ModuleStage(nn.Module):
         vars(self)["_root"] = root  # not a child: its own children are this module's
         vars(self).update({name: vars(root)[name] for name in _SHARED})
         self.index = index
+        self.routes = plan.routes
         self.is_last = index == len(plan.stages) - 1
         self.training = root.training
         self._planner = planner
@@ -66,17 +68,22 @@ class ModuleStage(nn.Module):
         return {name: self.root.get_submodule(name) for name in names}
 
     def forward(self, *received: Any, **entries: Any) -> Any:
-        """From what the stage before sent, if there is one, and the entries of a microbatch, to what is sent to the
-        next one: a tensor or a tuple of tensors; or to what the module returns.
+        """From what earlier stages sent, one argument each, and the entries of a microbatch, to what is sent to a later
+        one: a tensor or a tuple of tensors; a tuple of these where there are several; or to what the module returns.
         """
         plan = self._planner.plan(entries, self.root)
         stage = plan.stages[self.index]
+        ways = plan.ways[self.index]
+        taken = [value for values in ways.takes.values() for value in values]
         tensors = tree_leaves(received)
-        if len(tensors) != len(stage.receives):
-            raise UsageError(f"stage {self.index} received {len(tensors)} tensors, not {len(stage.receives)}")
+        if len(tensors) != len(taken):
+            raise UsageError(
+                f"stage {self.index} received {len(tensors)} tensors, not {len(taken)}: it takes them from stages "
+                f"{', '.join(map(str, ways.takes))}; a Pipeline of copies of its chunks needs the same placement"
+            )
         device = tensors[0].device if tensors else self._device(entries)
         written = stage.script.written
-        values = dict(zip(stage.receives, tensors, strict=True))
+        values = dict(zip(taken, tensors, strict=True))
         own = {value: tensor.clone() if value in written else tensor for value, tensor in values.items()}
 
         def make(value: Value, look: Look) -> Tensor:
@@ -92,8 +99,9 @@ class ModuleStage(nn.Module):
         output = run.forward(self.root, self._watched(stage.script.names), arguments)
         if self.is_last:
             return _without(list(kept.values()), output) if kept else output
-        sent = [self._sent(run, values, value, plan) for value in stage.sends]
-        return sent[0] if len(sent) == 1 else tuple(sent)
+        sent = {value: self._sent(run, values, value, plan) for value in {*chain(*ways.gives.values())}}
+        parts = [_bare([sent[value] for value in given]) for given in ways.gives.values()]
+        return _bare(parts)
 
     def _sent(self, run: Run, received: dict[Value, Tensor], value: Value, plan: Plan) -> Tensor:
         if value in received:
@@ -136,6 +144,10 @@ class ModuleStage(nn.Module):
 def _without(kept: list[object], output: object) -> object:
     """An output without what the stage keeps."""
     return tree_map(lambda leaf: None if any(leaf is each for each in kept) else leaf, output)
+
+
+def _bare(entries: list[Any]) -> Any:
+    return entries[0] if len(entries) == 1 else tuple(entries)
 
 
 def _place(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:

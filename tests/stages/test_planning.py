@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeflow import UsageError
+from pipeflow.core.placement import Placement
 from pipeflow.stages.blocks import blocks_of, labels_of
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.planner import Planner
@@ -52,28 +53,47 @@ def test_a_block_that_is_called_often_belongs_to_all_stages() -> None:
     assert ["start" in stage.owned for stage in plan.stages] == [True, False, False, False]
 
 
-def test_what_later_stages_need_is_handed_on() -> None:
-    assert received(planned(Dense(), vectors(2), 4)) == [
-        [],
-        ["blocks.0"],
-        ["blocks.0", "blocks.1"],
-        ["blocks.0", "blocks.1", "blocks.2"],
+def taken(plan: Plan) -> list[dict[int, list[str]]]:
+    """Per stage, what comes from which one."""
+    names = [call.name for call in plan.trace.calls]
+    takes = [ways.takes for ways in plan.ways]
+    return [{source: [names[each.call] for each in values] for source, values in each.items()} for each in takes]
+
+
+def test_what_all_later_stages_need_is_handed_from_each_to_the_next() -> None:
+    plan = planned(Dense().double(), vectors(2), 4)
+    assert plan.routes == ()
+    assert taken(plan) == [
+        {},
+        {0: ["blocks.0"]},
+        {1: ["blocks.0", "blocks.1"]},
+        {2: ["blocks.0", "blocks.1", "blocks.2"]},
     ]
+    one = 2 * WIDTH * 8
+    assert plan.sent_bytes == (one, 2 * one, 3 * one, 0)
 
 
-def test_skips_pass_through_the_stages_between() -> None:
-    """Also a stage that has no use for them."""
+def test_on_a_rank_that_has_it_a_stage_takes_it_from_there() -> None:
+    plan = planned(Dense(), vectors(2), 4, placement=Placement.vee(2))
+    assert plan.routes == ((0, 3),)
+    assert taken(plan)[3] == {2: ["blocks.1", "blocks.2"], 0: ["blocks.0"]}
+
+
+def test_skips_do_not_pass_through_a_stage_that_has_no_use_for_them() -> None:
     module, (image, _) = CASES["u-net"].module(), CASES["u-net"].batch(2)
-    assert received(planned(module, (image, None), 5, cuts=["downs.0.0", "downs.1.0", "downs.1.1", "middle"])) == [
+    plan = planned(module, (image, None), 5, cuts=["downs.0.0", "downs.1.0", "downs.1.1", "middle"])
+    assert received(plan) == [
         [],
         ["downs.0.0"],
-        ["downs.0.0", "downs.1.0"],
-        ["downs.0.0", "downs.1.0", "downs.1.1"],
+        ["downs.1.0"],
+        ["downs.1.1"],
         ["downs.0.0", "downs.1.0", "middle"],
     ]
+    assert plan.routes == ((1, 4), (2, 4))
+    assert taken(plan)[4] == {3: ["middle"], 1: ["downs.0.0"], 2: ["downs.1.0"]}
 
 
-def test_an_encoder_s_output_and_a_decoder_s_bias_are_handed_on() -> None:
+def test_an_encoder_s_output_and_a_decoder_s_bias_go_to_all_blocks() -> None:
     case = CASES["encoder-decoder"]
     plan = planned(case.module(), case.batch(2), 5)
     assert received(plan) == [
@@ -83,6 +103,7 @@ def test_an_encoder_s_output_and_a_decoder_s_bias_are_handed_on() -> None:
         ["encoder", "decoder.block.0", "decoder.block.0"],
         ["encoder", "decoder.block.1", "decoder.block.1"],
     ]
+    assert plan.routes == ()
 
 
 def test_cuts_by_costs_and_by_names() -> None:
