@@ -26,6 +26,7 @@ from pipeflow.stages.loss import all_counted, own_loss, weigh_by_labels
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.stage import ModuleStage
+from pipeflow.tensor.random import share_default_state
 from pipeflow.tensor.rules import Rule
 from pipeflow.tensor.sharded import shard
 
@@ -88,6 +89,7 @@ def parts_of(
     own = placement.stages_of(context.pipeline_rank)
     stages = [ModuleStage(module, stage, planner, plan, device) for stage in own]
     shard(*(stage.root for stage in stages), rules=rules, group=context.tensor)
+    share_default_state(context.tensor, device)
     _tie(module, plan, placement, context.pipeline_rank)
     chunks = nn.ModuleList(stages)
     if not plan.trace.makes_loss:

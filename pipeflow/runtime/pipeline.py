@@ -199,6 +199,9 @@ class Pipeline(nn.Module):
         Parameters keep the names that they have in `module`, here and in checkpoints. Those that several stages need
         are tied. Those that none needs belong to the last stage. A buffer is stored by the first stage that needs it.
 
+        Tensor ranks go on from the state in which the first of them has torch's default generators, so that stock
+        dropout drops the same on all.
+
         Raises UsageError for a module that cannot be cut, naming the submodule and the reason, for fewer blocks than
         stages, for an example that cannot be split, for a rule of your own that matches nothing, and for a tensor size
         that does not divide heads or a width.

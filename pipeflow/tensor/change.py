@@ -75,4 +75,4 @@ def integers_of(module: nn.Module) -> dict[str, int]:
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Its own parameters, and the tensors that stand in the places of those that another stage has."""
     own = {name: each for name, each in module._parameters.items() if each is not None}
-    return own | {name: each for name, each in vars(module).items() if isinstance(each, Tensor)}
+    return own | {name: each for name, each in vars(module).items() if isinstance(each, Tensor) and each.dim()}

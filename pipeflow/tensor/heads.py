@@ -143,7 +143,7 @@ def _attributes_read(kind: type[nn.Module]) -> tuple[frozenset[str], frozenset[s
     of_config: set[str] = set()
     of_any: set[str] = set()
     for base in kind.__mro__:
-        for name, method in vars(base).items():
+        for name, method in list(vars(base).items()):  # which other threads may add to
             if base.__module__.startswith("torch.") or name == "__init__" or not inspect.isfunction(method):
                 continue
             last = ""

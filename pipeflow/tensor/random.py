@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import context_if_launched, keep, keeping, kept
+from pipeflow.parallel.transport.group import Group
 
 
 class RandomTracker:
@@ -88,6 +89,21 @@ def current_tracker() -> RandomTracker | None:
     """The tracker of this rank, if any. Raises UsageError on a thread without a context, where ranks are threads."""
     tracker: RandomTracker | None = kept(_KEY)
     return tracker
+
+
+def share_default_state(group: Group, device: torch.device) -> None:
+    """Puts torch's default generators, from which stock dropout draws, where those of the group's first rank are: what
+    ranks hold alike must be dropped alike. From there on all draw as many numbers: what is split has equal parts.
+    """
+    if group.size == 1:
+        return
+    state = torch.get_rng_state().to(device)
+    group.broadcast(state, 0).wait()
+    torch.set_rng_state(state.cpu())
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device).to(device)
+        group.broadcast(state, 0).wait()
+        torch.cuda.set_rng_state(state.cpu(), device)
 
 
 def _generator(device: torch.device | str, *what: object) -> Generator:

@@ -17,7 +17,7 @@ _HALVED = ("is_concatenated", True)
 
 DEFAULT_RULES: tuple[Rule, ...] = (
     Rule("whole", r"(classifier|score|pooler|qa_outputs|mask_decoder|router|talking_head)(\..*)?"),
-    Rule("whole", r"LayerNorm", of="AlbertAttention"),  # of what the attention returns
+    Rule("whole", r"LayerNorm", of=r"Albert(Sdpa)?Attention"),  # of what the attention returns
     # Attention: query, key and value apart, or in one
     Rule("attention", r"q_proj|query|q_lin|query_proj|(Self|EncDec)Attention\.q|pos(_q|_key|_query)?_proj"),
     Rule("attention", r"[kv]_proj|key|value|[kv]_lin|(key|value)_proj|(Self|EncDec)Attention\.[kv]", shared=(0,)),

@@ -37,7 +37,9 @@ class BloomAttention(nn.Module):
         self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, alibi: Tensor) -> Tensor:
-        query, key, value = self.query_key_value(x).unflatten(-1, (self.num_heads, 3, SIZE)).unbind(-2)
+        packed = self.query_key_value(x).unflatten(-1, (self.num_heads, 3, SIZE))
+        packed /= 1.5  # in place
+        query, key, value = packed.unbind(-2)
         bias = alibi.view(x.shape[0], self.num_heads, 1, -1)
         made: Tensor = self.dense(_merged(query, key, value, bias))
         return made

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
+from pipeflow.parallel.context import current_context
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.tensor import DEFAULT_RULES, Rule, shard
-from pipeflow.testing import RankError, run_threads
+from pipeflow.tensor.converted import is_linear
+from pipeflow.testing import RankError, run_processes, run_threads
 from tests.tensor import small
 from tests.tensor.packed import INNER, make
 from tests.tensor.small import HEADS, WIDTH, LanguageModel, batch
@@ -201,6 +203,28 @@ def test_what_is_not_certain_stays_whole(what: str, caplog: pytest.LogCaptureFix
     assert run_threads(split, 2, tensor=2) == [expected_names] * 2
 
 
+def _dropped() -> list[float]:
+    """What a rank with a seed of its own has of the gradients of whole parameters."""
+    torch.manual_seed(current_context().rank)
+    module = small.make("llama")
+    for block in module.get_submodule("blocks").children():
+        block.norm = nn.Sequential(block.get_submodule("norm"), nn.Dropout(0.5))
+    model = Pipeline.from_module(module, make_schedule("1f1b", ranks=1, microbatches=2), batch())
+    for _ in range(2):
+        execute_pipeline(iter([batch()]), model)
+    return [
+        each.grad.sum().item() for name, each in model.named_parameters() if "norm.0" in name and each.grad is not None
+    ]
+
+
+@pytest.mark.slow
+def test_stock_dropout_drops_alike_on_all_tensor_ranks() -> None:
+    """However their processes were seeded: what they hold alike would drift apart otherwise."""
+    first, second = run_processes(_dropped, 2, tensor=2)
+    assert first == second
+    assert first
+
+
 @pytest.mark.parametrize(
     ("heads", "groups", "size", "sizes"),
     [(6, 3, 2, "1, 3, 6"), (6, 4, 3, "1, 2"), (4, 2, 3, "1, 2, 4")],
@@ -216,6 +240,44 @@ def test_sizes_that_heads_can_be_shared_by(heads: int, groups: int, size: int, s
             shard(nn.ModuleDict({"attention": copy.deepcopy(attention)}))
 
     run_threads(rank, size, tensor=size)
+
+
+class SameLinear(nn.Linear):
+    """A linear layer in other words."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x @ self.weight.T
+        return made if self.bias is None else made + self.bias
+
+
+class HalfLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class BrokenLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_linear_layers_in_other_words() -> None:
+    """They are tried: what computes as nn.Linear does is one."""
+    assert [is_linear(kind(2, 2)) for kind in (nn.Linear, SameLinear, HalfLinear, BrokenLinear)] == [True, True] + [
+        False
+    ] * 2
+
+
+def test_an_argument_that_ranks_cannot_share() -> None:
+    def rank() -> None:
+        module = make("bloom")
+        shard(module)
+        attention: Any = module.get_submodule("blocks.0.inner")
+        with pytest.raises(
+            UsageError, match="alibi of BloomAttention is 7 long in dimension 0, of which 2 tensor ranks"
+        ):
+            attention(torch.zeros(2, 3, WIDTH, dtype=torch.float64), alibi=torch.zeros(7, 1, 3, dtype=torch.float64))
+
+    run_threads(rank, 2, tensor=2)
 
 
 def test_attributes_that_a_rule_needs() -> None:
