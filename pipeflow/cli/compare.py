@@ -28,15 +28,21 @@ TABLE = tuple(name for name in COLUMNS if name != "span")
 def add_to(commands: Commands) -> None:
     """The command and its options."""
     parents = [schedule_options(), cost_options()]
-    command = commands.add_parser("compare", help="many schedules under the same costs", parents=parents)
-    help_ = "names or files; every schedule unless given"
+    command = commands.add_parser("compare", help="compare schedules under the same costs", parents=parents)
+    help_ = "names or files (default: every schedule)"
     command.add_argument("schedules", type=schedule_name, metavar="SCHEDULE", nargs="*", help=help_)
     group = command.add_argument_group("output")
     group.add_argument(
-        "--sort", choices=["name", *TABLE], default="makespan", metavar="COLUMN", help=", ".join(["name", *TABLE])
+        "--sort",
+        choices=["name", *TABLE],
+        default="makespan",
+        metavar="COLUMN",
+        help=f"sort by {', '.join(['name', *TABLE])} (default: makespan)",
     )
-    group.add_argument("--svg", metavar="FILE", help="bubble against peak memory as a picture; - is standard output")
-    group.add_argument("--json", action="store_true", help="for programs")
+    group.add_argument(
+        "--svg", metavar="FILE", help="write bubble against peak memory as a picture (-: standard output)"
+    )
+    group.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
 
 

@@ -26,7 +26,7 @@ def add_to(commands: Commands) -> None:
     """The command and its argument."""
     command = commands.add_parser(
         "completion",
-        help="a script with which a shell completes this command",
+        help="print a completion script for a shell",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -30,7 +30,9 @@ RATIOS = ("bubble", "span-bubble")
 def add_to(commands: Commands) -> None:
     """The command and its options."""
     parents = [schedule_options(), cost_options(), unit_options()]
-    command = commands.add_parser("diff", help="two schedules, or a plan and what was measured", parents=parents)
+    command = commands.add_parser(
+        "diff", help="show how two schedules differ, or a plan and a measured step", parents=parents
+    )
     which = "a name from `pipeflow list`, a CSV file, or a timeline kept as JSON"
     command.add_argument("first", type=schedule_name, metavar="A", help=which)
     command.add_argument("second", type=schedule_name, metavar="B", help="another one")

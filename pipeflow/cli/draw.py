@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def add_to(commands: Commands) -> None:
     """The command and its options."""
     parents = [schedule_argument(), schedule_options(), cost_options(), unit_options()]
-    command = commands.add_parser("draw", help="the timeline of a schedule, or a measured one", parents=parents)
+    command = commands.add_parser("draw", help="draw the timeline of a schedule, or a measured one", parents=parents)
     add_outputs(command, *FORMATS)
-    help_ = "list what the makespan consists of, and mark it in files"
+    help_ = "list the actions that make up the makespan, and mark them in files"
     command.add_argument("--critical-path", action="store_true", help=help_)
     command.set_defaults(run=run)
 

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 def add_to(commands: Commands) -> None:
     """The command and its options."""
     parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for theirs
-    command = commands.add_parser("export", help="write a schedule as a table", parents=parents)
-    command.add_argument("--csv", required=True, metavar="FILE", help="one line a rank; - is standard output")
+    command = commands.add_parser("export", help="write a schedule as a CSV table", parents=parents)
+    command.add_argument(
+        "--csv", required=True, metavar="FILE", help="file to write, one line per rank (-: standard output)"
+    )
     command.set_defaults(run=run)
 
 

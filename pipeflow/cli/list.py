@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    command = commands.add_parser("list", help="the schedules there are, with their options")
+    command = commands.add_parser("list", help="list the schedules and their options")
     command.set_defaults(run=run)
 
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 PLACEMENTS = ("linear", "looped", "vee", "bidirectional")
 EVEN_COSTS = {  # the arguments of CostModel.even: what each is, and its default
-    "forward": "a forward: 1 unless given",
-    "backward_input": "the input-gradient half of a backward: 1 unless given",
-    "backward_weight": "its weight-gradient half: 1 unless given",
-    "transfer": "from one rank to another: 0 unless given",
-    "overlap": "what a pair hides of its shorter half, 0 to 1: 0 unless given",
+    "forward": "time of a forward (default: 1)",
+    "backward_input": "time of a backward's input-gradient half (default: 1)",
+    "backward_weight": "time of a backward's weight-gradient half (default: 1)",
+    "transfer": "time of a transfer between two ranks (default: 0)",
+    "overlap": "share of a pair's shorter half that is hidden, from 0 to 1 (default: 0)",
     "saved_bytes": "bytes that a forward keeps for its backward",
-    "deferred_bytes": "bytes of it that the weight-gradient half still needs",
-    "reduce": "reducing the share's weight gradients over the ranks that hold it: not planned unless given",
+    "deferred_bytes": "bytes of them that the weight-gradient half still needs",
+    "reduce": "time to reduce a rank's weight gradients over the replicas (default: not planned)",
 }
 
 
@@ -58,7 +58,7 @@ def family_options() -> list[str]:
 def schedule_argument() -> Parser:
     """Which schedule it is about."""
     parser = Parser(add_help=False)
-    help_ = "a name from `pipeflow list`, a CSV file, or a timeline kept as JSON"
+    help_ = "a name from `pipeflow list`, a CSV file, or a timeline in a JSON file"
     parser.add_argument("schedule", type=schedule_name, metavar="SCHEDULE", help=help_)
     return parser
 
@@ -68,15 +68,22 @@ def schedule_options() -> Parser:
     """The sizes of a named one, what a file leaves open."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group("schedule")
-    group.add_argument("--ranks", type=_whole, metavar="N", help="4 unless given")
-    group.add_argument("--microbatches", type=_whole, metavar="N", help="8 unless given, or as many as the file has")
+    group.add_argument("--ranks", type=_whole, metavar="N", help="number of pipeline ranks (default: 4)")
+    group.add_argument(
+        "--microbatches",
+        type=_whole,
+        metavar="N",
+        help="number of microbatches (default: 8, or as many as the file has)",
+    )
     for option in family_options():
         takers = ", ".join(name for name in SCHEDULES if option in options_of(name))
-        group.add_argument(flag(option), type=_number, metavar="N", help=f"of {takers}")
+        group.add_argument(flag(option), type=_number, metavar="N", help=f"for {takers}")
     group.add_argument(
-        "--placement", choices=PLACEMENTS, help="of a CSV file's stages: read off its lines unless given"
+        "--placement",
+        choices=PLACEMENTS,
+        help="which rank has which stage of a CSV file (default: read from its lines)",
     )
-    group.add_argument("--forward-only", action="store_true", help="without the backwards, as in evaluation")
+    group.add_argument("--forward-only", action="store_true", help="leave the backwards out, as in evaluation")
     return parser
 
 
@@ -84,11 +91,15 @@ def schedule_options() -> Parser:
 def cost_options() -> Parser:
     """How long everything takes, and what it keeps."""
     parser = Parser(add_help=False)
-    group = parser.add_argument_group("costs", "in any unit; of one microbatch on one rank's whole share of the model")
+    group = parser.add_argument_group("costs", "time per microbatch for all layers of one rank, in any unit")
     for option, meaning in EVEN_COSTS.items():
         metavar = "BYTES" if option.endswith("bytes") else "T"
         group.add_argument(flag(option), type=_cost, metavar=metavar, help=meaning)
-    group.add_argument("--costs", metavar="FILE", help="instead: JSON with the fields of CostModel, lists per stage")
+    group.add_argument(
+        "--costs",
+        metavar="FILE",
+        help="read per-stage costs from a JSON file with the fields of CostModel, instead of these options",
+    )
     return parser
 
 
@@ -97,8 +108,10 @@ def unit_options() -> Parser:
     """How times are written."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group("times")
-    group.add_argument("--unit", default="", metavar="NAME", help="written after times, as in --unit ms")
-    group.add_argument("--factor", type=_factor, default=1.0, metavar="X", help="times are multiplied by it: 1000")
+    group.add_argument("--unit", default="", metavar="NAME", help="unit to write after times, such as ms")
+    group.add_argument(
+        "--factor", type=_factor, default=1.0, metavar="X", help="multiply times by this number, such as 1000"
+    )
     return parser
 
 

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 FORMATS = {
-    "svg": "a picture that scales",
-    "html": "a page that shows each action, its cause and the memory",
-    "perfetto": "a trace for ui.perfetto.dev, a unit of time as a second",
+    "svg": "write a vector picture",
+    "html": "write an interactive page",
+    "perfetto": "write a trace for ui.perfetto.dev; one unit of time is one second",
 }
 
 
 def add_outputs(command: Parser, *formats: str) -> None:
     """The options that name files."""
-    group = command.add_argument_group("output", "in the terminal unless files are named; - is standard output")
+    group = command.add_argument_group("output", "draws in the terminal unless you name files (-: standard output)")
     for name in formats:
         group.add_argument(flag(name), metavar="FILE", help=FORMATS[name])
-    group.add_argument("--no-memory", dest="memory", action="store_false", help="without the lines of what is kept")
+    group.add_argument("--no-memory", dest="memory", action="store_false", help="leave out the memory of each rank")
 
 
 def files_named(arguments: argparse.Namespace, *formats: str) -> dict[str, str]:

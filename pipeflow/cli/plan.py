@@ -33,18 +33,20 @@ LAYOUT = tuple(field.name for field in fields(Setup))
 
 def add_to(commands: Commands) -> None:
     """The command and its options."""
-    command = commands.add_parser("plan", help="what a layout of a GPT costs: bytes per rank, bubble")
+    command = commands.add_parser("plan", help="estimate bytes per rank and the bubble of a GPT's layout")
     command.add_argument("model", metavar="MODEL", help=", ".join(GPT_PRESETS))
     _add_sizes(command)
     _add_schedule(command)
     _add_layout(command)
-    command.add_argument("--flops", type=float, metavar="X", help="operations per second of a device: times in seconds")
-    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument(
+        "--flops", type=float, metavar="X", help="operations per second of one device; gives times in seconds"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
 
 
 def _add_sizes(command: Parser) -> None:
-    group = command.add_argument_group("model", "sizes that differ from those of MODEL")
+    group = command.add_argument_group("model", "override sizes of MODEL")
     for name in SIZES:
         group.add_argument(flag(name), type=int, metavar="N")
 
@@ -53,25 +55,25 @@ def _add_schedule(command: Parser) -> None:
     group = command.add_argument_group("schedule")
     help_ = "a name from `pipeflow list`, or a file"
     group.add_argument("--schedule", type=schedule_name, default="1f1b", metavar="SCHEDULE", help=help_)
-    group.add_argument("--pipeline", type=int, metavar="P", help="ranks of the pipeline: 4 unless given")
-    group.add_argument("--microbatches", type=int, metavar="M", help="of each data rank: 8 unless given")
+    group.add_argument("--pipeline", type=int, metavar="P", help="number of pipeline ranks (default: 4)")
+    group.add_argument("--microbatches", type=int, metavar="M", help="number of microbatches per replica (default: 8)")
     for option in family_options():
         takers = ", ".join(name for name in SCHEDULES if option in options_of(name))
-        group.add_argument(flag(option), type=float, metavar="N", help=f"of {takers}")
+        group.add_argument(flag(option), type=float, metavar="N", help=f"for {takers}")
 
 
 def _add_layout(command: Parser) -> None:
     group = command.add_argument_group("layout")
     add = group.add_argument
-    add("--tensor", type=int, default=1, metavar="T", help="devices that share each layer: 1 unless given")
-    add("--data", type=int, default=1, metavar="D", help="copies of the pipeline: 1 unless given")
-    add("--microbatch-size", type=int, default=1, metavar="B", help="sequences per microbatch: 1 unless given")
-    add("--sequence", type=int, metavar="S", help="tokens per sequence: the model's positions unless given")
-    add("--precision", choices=PRECISIONS, default="bf16", help="%(default)s unless given")
-    add("--zero", action="store_true", help="share the optimizer's state among the data ranks (ZeRO-1)")
-    add("--checkpoint", action="store_true", help="keep each layer's input alone, and compute the layer again")
-    add("--sequence-parallel", action="store_true", help="share the norms' activations among the tensor ranks, too")
-    add("--keep-scores", action="store_true", help="of attention, as without scaled_dot_product_attention")
+    add("--tensor", type=int, default=1, metavar="T", help="number of tensor ranks (default: 1)")
+    add("--data", type=int, default=1, metavar="D", help="number of replicas (default: 1)")
+    add("--microbatch-size", type=int, default=1, metavar="B", help="sequences per microbatch (default: 1)")
+    add("--sequence", type=int, metavar="S", help="tokens per sequence (default: the model's positions)")
+    add("--precision", choices=PRECISIONS, default="bf16", help="default: %(default)s")
+    add("--zero", action="store_true", help="split the optimizer's state over the replicas (ZeRO-1)")
+    add("--checkpoint", action="store_true", help="keep only each layer's input and recompute the layer")
+    add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")
+    add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")
 
 
 def run(arguments: argparse.Namespace) -> int:

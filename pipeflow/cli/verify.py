@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def add_to(commands: Commands) -> None:
     """The command and its options."""
     parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for theirs
-    command = commands.add_parser("verify", help="prove a schedule sound, or say all that is wrong", parents=parents)
+    command = commands.add_parser("verify", help="check a schedule and list everything that is wrong", parents=parents)
     if "memory_cap" not in family_options():
-        help_ = "prove, too, that no rank ever keeps more than so many activations"
+        help_ = "also check that no rank keeps more activations than this"
         command.add_argument("--memory-cap", type=float, metavar="X", help=help_)
     command.set_defaults(run=run)
 

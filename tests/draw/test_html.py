@@ -81,7 +81,7 @@ def test_the_page_knows_why_everything_began(timeline: Timeline) -> None:
             if place:
                 after = Action.parse(rows[place[0]]["actions"].split()[place[1]])
             assert after == (why.after and why.after.action)
-            assert value == ([data["contents"].index(why.value[0]), *why.value[1:]] if why.value else [])
+            assert value == ([data["contents"].index(why.value[0]), *why.value[1:3]] if why.value else [])
             before[span.stream] = span.action
 
 

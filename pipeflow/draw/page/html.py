@@ -96,7 +96,7 @@ def _legend(timelines: tuple[Timeline, ...]) -> Iterator[str]:
         yield '<i class="pair"></i> overlapped pair'
     yield '<i class="idle"></i> idle'
     for counted in dict.fromkeys(map(unit_of, timelines)):
-        yield f'<i class="memory"></i> {counted} kept for backwards, a dot at their peak'
+        yield f'<i class="memory"></i> {counted} kept for backwards, dot = peak'
 
 
 def _chart(timeline: Timeline, unit: Unit) -> str:

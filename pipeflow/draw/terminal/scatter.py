@@ -36,9 +36,7 @@ class Scatter:
                 break
         yield Text.assemble((f"{self.y.title} against {self.x.title}", "bold"))
         yield from lines
-        yield Text.assemble(
-            (marks[0], FRONT), " no other is better in both   ", (marks[1], REST), " another is", no_wrap=True
-        )
+        yield Text.assemble((marks[0], FRONT), " Pareto-optimal   ", (marks[1], REST), " dominated", no_wrap=True)
         if nameless:
             yield Text(f"without a name: {', '.join(nameless)}")
 
