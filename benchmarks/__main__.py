@@ -26,6 +26,7 @@ NAMES = (
     "precision",
     "optimizers",
     "trainer",
+    "planning_llama",
 )
 
 

@@ -1,18 +1,47 @@
-"""Keys: what checkpoints call the parameters and buffers of a model. Renames are transformers' own, where it has them
-as functions (from 5.0 on), else those of which 4.57 says so itself. What must not live here: files.
+"""Keys: what checkpoints call the parameters and buffers of a model, and what becomes of them on the way. From
+transformers 5 on its own functions say it; 4.57 has them inside of its loading alone, so what is done for it is written
+here. What must not live here: files, and ranks.
 """
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 
 _LEGACY = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+Shapes = Callable[[str], Iterable[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Tensors of a checkpoint, and what they become.
+
+    Attributes:
+        keys: of the checkpoint.
+        names: what the model calls the tensors that they become. It may lack them.
+        convert: makes these, by name, of those, in the order of their keys; None where one stays what it is.
+    """
+
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    convert: Callable[[list[Tensor]], Mapping[str, Tensor]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a tensor of the model becomes in a checkpoint: tensors with these keys, which `stored` makes of it."""
+
+    keys: tuple[str, ...]
+    stored: Callable[[Tensor], Mapping[str, Tensor]]
 
 
 def names_of(skeleton: Any) -> dict[str, tuple[str, ...]]:
@@ -20,9 +49,9 @@ def names_of(skeleton: Any) -> dict[str, tuple[str, ...]]:
     have in front.
     """
     tensors = skeleton.state_dict(keep_vars=True)
-    by_tensor: dict[int, list[str]] = {}
+    by_tensor: dict[int, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
-        by_tensor.setdefault(id(tensor), []).append(name)
+        by_tensor[id(tensor)].append(name)
     aliases = _aliases(skeleton)
     ordered = {key: tuple(sorted(names, key=aliases.__contains__)) for key, names in by_tensor.items()}
     return {name: ordered[id(tensor)] for name, tensor in tensors.items()}
@@ -36,26 +65,37 @@ def _aliases(skeleton: Any) -> set[str]:
     return set(tied)
 
 
-def loaded_names(skeleton: Any, stored: Iterable[str]) -> dict[str, str]:
-    """By the key that a checkpoint has: what the model calls that tensor, which it may not have.
+def sources_of(skeleton: Any, keys: Iterable[str], shape: Shapes) -> list[Source]:
+    """What becomes of the tensors of a checkpoint; `shape` tells that of one of them.
 
-    Raises UsageError where the values have to be converted, too.
+    Raises UsageError where they cannot be converted.
     """
     known = dict.fromkeys(skeleton.state_dict(keep_vars=True), True)
     conversions = _conversions(skeleton, legacy=True)
     if conversions is None:
-        return {key: _renamed(skeleton, key, known) for key in stored}
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        return [Source((key,), (_renamed(skeleton, key, known),)) for key in keys]
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    found: dict[str, str] = {}
-    for key in stored:
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    groups: dict[str, _Group] = {}
+    found: list[Source] = []
+    for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, skeleton.base_model_prefix, known)
-        if pattern is not None:
-            raise UsageError(f"{key} has to be converted to become {name}, which is not supported")
-        found[key] = name
-    return found
+        if name not in known and key in known:
+            name, pattern = key, None
+        if pattern is None:
+            found.append(Source((key,), (name,)))
+        else:
+            group = groups.setdefault(name, _Group(skeleton, name, by_pattern[pattern], []))
+            group.members.append((pattern, key))
+    return found + [group.source(shape) for group in groups.values()]
 
 
 def _conversions(skeleton: Any, *, legacy: bool) -> list[Any] | None:
@@ -68,7 +108,37 @@ def _conversions(skeleton: Any, *, legacy: bool) -> list[Any] | None:
     return found
 
 
-def _renamed(skeleton: Any, key: str, known: dict[str, bool]) -> str:
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tensors that a converter of transformers takes together, each with the pattern that its key fits."""
+
+    skeleton: Any
+    first: str
+    converter: Any
+    members: list[tuple[str, str]]
+
+    def source(self, shape: Shapes) -> Source:
+        """Raises UsageError where the converter fails."""
+        keys = tuple(key for _, key in self.members)
+        try:
+            names = self.convert([torch.empty(tuple(shape(key)), device="meta") for key in keys])
+        except Exception as error:  # of any operation of transformers
+            raise UsageError(
+                f"{keys[0]} and {len(keys) - 1} other tensors cannot be made {self.first}, as transformers' "
+                f"{self.converter.operations} would: {error}"
+            ) from error
+        return Source(keys, tuple(names), self.convert)
+
+    def convert(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """By name, what the tensors become."""
+        converter = copy.deepcopy(self.converter)
+        for (pattern, key), tensor in zip(self.members, tensors, strict=True):
+            converter.add_tensor(self.first, key, pattern, tensor)
+        made = converter.convert(self.first, model=self.skeleton, config=self.skeleton.config)
+        return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
+
+
+def _renamed(skeleton: Any, key: str, known: Mapping[str, bool]) -> str:
     for old, new in _LEGACY.items():
         if key.endswith(old):
             key = key.removesuffix(old) + new
@@ -82,29 +152,57 @@ def _renamed(skeleton: Any, key: str, known: dict[str, bool]) -> str:
     return prefix + key if key not in known and prefix + key in known else key
 
 
-def stored_names(skeleton: Any) -> dict[str, str]:
-    """By the name of each parameter and persistent buffer: the key that a checkpoint is to have for it.
+def targets_of(skeleton: Any) -> dict[str, Target]:
+    """By the name of each parameter and persistent buffer, what it becomes in a checkpoint.
 
-    Raises UsageError where the values have to be converted, too.
+    Raises UsageError where several tensors have to be converted together.
     """
     names = {name: same[0] for name, same in names_of(skeleton).items()}
+    made = _reverted_targets(skeleton, set(names.values()))
+    return {name: made[first] for name, first in names.items()}
+
+
+def _reverted_targets(skeleton: Any, names: set[str]) -> dict[str, Target]:
     conversions = _conversions(skeleton, legacy=False)
     if conversions is None:
-        return {name: _reverted(skeleton, first) for name, first in names.items()}
+        return {name: _as_it_is(_reverted(skeleton, name)) for name in names}
     from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
     conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
     if not conversions:
-        return names
+        return {name: _as_it_is(name) for name in names}
     skeleton._weight_conversions = conversions
-    keys: dict[str, str] = {}
-    for name in set(names.values()):
-        tensor = torch.empty(0)
-        reverted = list(revert_weight_conversion(skeleton, {name: tensor}).items())
-        if len(reverted) != 1 or reverted[0][1] is not tensor:
-            raise UsageError(f"{name} has to be converted to be saved, which is not supported")
-        keys[name] = reverted[0][0]
-    return {name: keys[first] for name, first in names.items()}
+
+    def revert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        reverted: dict[str, Tensor] = revert_weight_conversion(skeleton, dict(tensors))
+        return reverted
+
+    tensors = {name: torch.empty_like(skeleton.state_dict()[name], device="meta") for name in names}
+    together = revert(tensors)
+    by_id = {id(tensor): key for key, tensor in together.items()}
+    found: dict[str, Target] = {}
+    left = set(together)
+    for name, tensor in tensors.items():
+        if id(tensor) in by_id:
+            found[name] = _as_it_is(by_id[id(tensor)])
+        else:
+            found[name] = _converted(name, tensor, revert)
+        if not left.issuperset(found[name].keys):
+            raise UsageError(f"{name} has to be converted together with other parameters, so it cannot be saved alone")
+        left -= set(found[name].keys)
+    return found
+
+
+def _as_it_is(key: str) -> Target:
+    return Target((key,), lambda tensor: {key: tensor})
+
+
+def _converted(name: str, tensor: Tensor, revert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Target:
+    try:
+        keys = tuple(revert({name: tensor}))
+    except Exception as error:  # of any operation of transformers
+        raise UsageError(f"{name} cannot be converted to what checkpoints have: {error}") from error
+    return Target(keys, lambda whole: revert({name: whole}))
 
 
 def _reverted(skeleton: Any, name: str) -> str:

@@ -28,6 +28,10 @@ def model_class(config: Any, kind: Kind) -> Any:
                 "kind=transformers.AutoModelForCausalLM, or another auto class or model class"
             )
         kind = str(named[0])
+    if getattr(config, "quantization_config", None) is not None:
+        raise UsageError(
+            "the model is quantized, which pipeflow cannot cut or train: take its weights in 16 or 32 bits"
+        )
     if isinstance(kind, str):
         found = getattr(transformers, kind, None)
         if found is None:

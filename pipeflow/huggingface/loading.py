@@ -4,25 +4,25 @@ checkpoint, or with first ones.
 
 from __future__ import annotations
 
-import logging
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeflow.checkpoint.safetensors import files_of, load_safetensors
+from pipeflow.checkpoint.tensor_files import TensorFiles
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.huggingface.keys import loaded_names, names_of
 from pipeflow.huggingface.kinds import Kind, model_class, read_config
 from pipeflow.huggingface.library import library
 from pipeflow.huggingface.owned import fill, make_owned, owned_names
 from pipeflow.huggingface.skeleton import Blueprint
-from pipeflow.parallel.context import current_context
+from pipeflow.huggingface.stored import Stored, dtype_in, files_in
+from pipeflow.parallel.context import Context, current_context
+from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.pipeline import Pipeline
-
-LOG = logging.getLogger("pipeflow")
 
 
 def from_config(
@@ -50,14 +50,12 @@ def from_config(
 
     Raises UsageError for a class that is not known, and as `Pipeline.from_module` does.
     """
-    context = current_context()
-    with context.alarm.raised_everywhere():
-        context.alarm.expect_slow()
+    with _together() as context:
         blueprint = Blueprint(model_class(config, kind), config, _dtype(dtype, config))
         skeleton = blueprint.skeleton().train()
+        all_gather(context.world, [0.0])  # torch's default dtype was another one meanwhile, on all threads
     model = Pipeline.from_module(skeleton, schedule, example, **options)
-    with context.alarm.raised_everywhere():
-        context.alarm.expect_slow()
+    with _together():
         make_owned(model)
         fill(model, blueprint.initial(owned_names(model), seed))
         model.gradients.prepare()
@@ -72,6 +70,8 @@ def from_pretrained(
     kind: Kind = None,
     config: Any = None,
     dtype: torch.dtype | None = None,
+    new: Sequence[str] | None = None,
+    seed: int = 0,
     **options: Any,
 ) -> Pipeline:
     """A Pipeline of a model of transformers with the weights that a folder has in safetensors files. Each rank makes
@@ -84,36 +84,52 @@ def from_pretrained(
         kind: the class of the model, or an auto class such as transformers.AutoModelForCausalLM, or the name of one; by
             default that which `config.json` names.
         config: the configuration, in the place of the folder's.
-        dtype: of the parameters; by default that which the configuration says, else torch's default.
+        dtype: of the parameters; by default that which the configuration says, else that of the weights.
+        new: modules or parameters that get first values, as `from_config` gives them, whatever the folder has. By
+            default those that it lacks of a head, which is what lies outside of the base model, and of a pooler; a
+            warning is logged that names them. With () nothing may be missing.
+        seed: of what is drawn for them.
         options: more of `Pipeline.from_module`, such as `cuts`, `criterion` and `autocast`.
+
+    What the folder has of another head is not read.
 
     Raises UsageError for a folder or class that is none, for weights that are missing, left over or of another shape,
     all of which it lists, and as `Pipeline.from_module` does.
     """
-    context, path = current_context(), Path(folder)
-    with context.alarm.raised_everywhere():
-        context.alarm.expect_slow()
+    path = Path(folder)
+    with _together() as context:
         config = read_config(path, kind) if config is None else config
-        blueprint = Blueprint(model_class(config, kind), config, _dtype(dtype, config))
+        kind = model_class(config, kind)
+        files = files_in(path)
+        blueprint = Blueprint(kind, config, _dtype(dtype, config, files))
         skeleton = blueprint.skeleton()
         _read_generation_config(skeleton, path)
-        keys = _keys(skeleton, path)
+        stored = Stored(skeleton, path, files)
+        first = stored.new_names(new, context)
     model = Pipeline.from_module(skeleton, schedule, example, **options)
+    with _together():
+        make_owned(model)
+        stored.read(model, first)
+        fill(model, blueprint.initial([name for name in owned_names(model) if name in first], seed))
+        model.gradients.prepare()
+    return model.eval()
+
+
+@contextmanager
+def _together() -> Iterator[Context]:
+    """What all ranks do, and may take long for."""
+    context = current_context()
     with context.alarm.raised_everywhere():
         context.alarm.expect_slow()
-        make_owned(model)
-    load_safetensors(path, model, names=lambda _, name: keys[name])
-    with context.alarm.raised_everywhere():
-        model.gradients.prepare()
-    return model
+        yield context
 
 
-def _dtype(asked: torch.dtype | None, config: Any) -> torch.dtype:
+def _dtype(asked: torch.dtype | None, config: Any, files: TensorFiles | None = None) -> torch.dtype:
     found = getattr(config, "dtype", None) if asked is None else asked
     if isinstance(found, str):
-        found = getattr(torch, found, None)
+        found = getattr(torch, found, found)
     if found is None:
-        return torch.get_default_dtype()
+        found = (files and dtype_in(files)) or torch.get_default_dtype()
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise UsageError(f"dtype must be a torch.dtype of floating point, such as torch.bfloat16, got {found!r}")
     return found
@@ -122,19 +138,3 @@ def _dtype(asked: torch.dtype | None, config: Any) -> torch.dtype:
 def _read_generation_config(skeleton: Any, folder: Path) -> None:
     if (folder / "generation_config.json").is_file() and skeleton.can_generate():
         skeleton.generation_config = library().GenerationConfig.from_pretrained(folder, local_files_only=True)
-
-
-def _keys(skeleton: Any, folder: Path) -> dict[str, str]:
-    """By the names of all parameters and persistent buffers: what the files call them."""
-    by_name = {name: key for key, name in loaded_names(skeleton, files_of(folder)).items()}
-    found: dict[str, str] = {}
-    missing: list[str] = []
-    for name, same in names_of(skeleton).items():
-        key = next((by_name[each] for each in same if each in by_name), None)
-        if key is None:
-            missing.append(name)
-        else:
-            found[name] = key
-    if missing:
-        raise UsageError(f"{folder} lacks {len(missing)} weights of the model: {', '.join(missing)}")
-    return found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.checkpoint.pieces import local_tensors
-from pipeflow.checkpoint.safetensors import fill_piece
+from pipeflow.checkpoint.tensor_files import fill_piece
 from pipeflow.runtime.devices import place
 from pipeflow.runtime.pipeline import Pipeline
 
@@ -34,9 +34,8 @@ def owned_names(model: Pipeline) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
-@torch.no_grad()
 def fill(model: Pipeline, values: Mapping[str, Tensor]) -> None:
     """Gives parameters of this rank their values, or their parts of these, which come whole and by name."""
     for local in local_tensors(model, model.context, None):
-        if local.name in values and local.tensor.numel():
+        if local.name in values:
             fill_piece(local.piece, values[local.name])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
 
-from pipeflow.checkpoint.safetensors import save_safetensors
+import torch
+
+from pipeflow.checkpoint.pieces import local_tensors
+from pipeflow.checkpoint.tensor_files import Output, write_together
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.keys import stored_names
+from pipeflow.huggingface.keys import targets_of
 from pipeflow.huggingface.library import library
 from pipeflow.huggingface.skeleton import Blueprint
+from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.stage import ModuleStage
 
@@ -28,16 +33,27 @@ def save_pretrained(model: Pipeline, folder: str | os.PathLike[str], *, shard_by
 
     Raises UsageError for another model, and where writing failed; PipelineError on the ranks that did not notice.
     """
-    path = Path(folder)
-    with model.context.alarm.raised_everywhere():
-        model.context.alarm.expect_slow()
+    context = model.context
+    with context.alarm.raised_everywhere():
+        context.alarm.expect_slow()
         root = module_of(model)
-        dtype = next(parameter.dtype for parameter in root.parameters() if parameter.is_floating_point())
-        keys = stored_names(Blueprint(type(root), root.config, dtype).skeleton())
-    save_safetensors(path, model, names=lambda _, name: keys[name], shard_bytes=shard_bytes)
-    with model.context.alarm.raised_everywhere():
-        if model.context.rank == 0:
-            _write_configs(root, path)
+        config = _config(root)
+        targets = targets_of(Blueprint(type(root), config, torch.float32).skeleton())
+        all_gather(context.world, [0.0])  # torch's default dtype was another one meanwhile, on all threads
+        tensors = local_tensors(model, context, None)
+        if others := [each.name for each in tensors if each.name not in targets]:
+            raise UsageError(
+                f"the model has {others[0]}, which a {type(root).__name__} of its configuration has not: merge or "
+                "remove what was added to it, or save with pipeflow.save_safetensors"
+            )
+        outputs = [Output(each, targets[each.name].keys, targets[each.name].stored) for each in tensors]
+
+        def beside(part: Path) -> None:
+            config.save_pretrained(part)
+            if root.can_generate() and root.generation_config is not None:
+                root.generation_config.save_pretrained(part)
+
+        write_together(Path(folder), outputs, context, shard_bytes=shard_bytes, beside=beside)
 
 
 def module_of(model: Pipeline) -> Any:
@@ -55,10 +71,9 @@ def module_of(model: Pipeline) -> Any:
     return root
 
 
-def _write_configs(root: Any, folder: Path) -> None:
-    config = root.config
+def _config(root: Any) -> Any:
+    """The configuration of what is saved."""
+    config = copy.deepcopy(root.config)
     config.architectures = [type(root).__name__]
-    config.dtype = next(str(each.dtype) for each in root.parameters() if each.is_floating_point()).partition(".")[2]
-    config.save_pretrained(folder)
-    if root.can_generate() and root.generation_config is not None:
-        root.generation_config.save_pretrained(folder)
+    config.dtype = next(each.dtype for each in root.parameters() if each.is_floating_point())
+    return config

@@ -29,7 +29,7 @@ class Blueprint:
     Attributes:
         kind: its class.
         config: its configuration.
-        dtype: of its parameters of floating point, and of such buffers as checkpoints have.
+        dtype: torch's default while it is made: that of all its parameters, unless its class says another one.
     """
 
     kind: Any
@@ -42,7 +42,7 @@ class Blueprint:
         Raises UsageError where its class cannot make it.
         """
         model, _ = self._constructed(_Kept({}, {}, 0))
-        self._convert(model)
+        self._widen(model)
         return model.eval()
 
     def initial(self, names: Collection[str], seed: int) -> dict[str, Tensor]:
@@ -56,7 +56,8 @@ class Blueprint:
         first, order = self._constructed(_Kept({}, {}, 0))
         known = {id(parameter): name for name, parameter in first.named_parameters()}
         by_index = {index: known.get(id(parameter), "") for index, parameter in enumerate(order)}
-        dtypes = {index: self._dtype_of(first, name) for index, name in by_index.items() if name in names}
+        self._widen(first)
+        dtypes = {index: first.get_parameter(name).dtype for index, name in by_index.items() if name in names}
         model, _ = self._constructed(_Kept(dtypes, by_index, seed))
         made = dict(model.named_parameters())
         if unmade := [name for name in names if made[name].is_meta]:
@@ -67,41 +68,27 @@ class Blueprint:
         return {name: made[name].detach() for name in names}
 
     def _constructed(self, kept: _Kept) -> tuple[Any, list[nn.Parameter]]:
+        default = torch.get_default_dtype()
         with _ONE_AT_A_TIME, kept, warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            torch.set_default_dtype(self.dtype)
             try:
                 return self.kind(copy.deepcopy(self.config)), kept.order
             except Exception as error:
                 raise UsageError(f"{self.kind.__name__} cannot be made of this configuration: {error}") from error
+            finally:
+                torch.set_default_dtype(default)
 
-    def _dtype_of(self, model: Any, name: str) -> torch.dtype:
-        """That which a tensor of floating point has; some models name modules that stay in float32."""
+    def _widen(self, model: Any) -> None:
+        """Gives those parameters float32 that models keep so, whatever the others are."""
         kept = set[str]()
         if self.dtype is torch.float16:
             kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
         if self.dtype in (torch.float16, torch.bfloat16):
             kept |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-        return torch.float32 if any(f".{each}." in f".{name}." for each in kept) else self.dtype
-
-    def _convert(self, model: nn.Module) -> None:
-        """Gives parameters and buffers of checkpoints their dtype."""
-        instead: dict[int, Tensor] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                instead.setdefault(id(tensor), _converted(tensor, self._dtype_of(model, name)))
-        for owner in model.modules():
-            for places in (owner._parameters, owner._buffers):
-                for name, old in places.items():
-                    places[name] = instead.get(id(old), old)  # type: ignore[assignment]  # a parameter for a parameter
-
-
-def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    made = tensor.detach().to(dtype)
-    if not isinstance(tensor, nn.Parameter):
-        return made
-    parameter = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    vars(parameter).update(vars(tensor))
-    return parameter
+        for name, parameter in model.named_parameters() if kept else ():
+            if parameter.is_floating_point() and any(f".{each}." in f".{name}." for each in kept):
+                parameter.data = parameter.data.float()
 
 
 @dataclass
@@ -136,10 +123,7 @@ class _Kept:
             return None
         index = len(self.order)
         dtype = self.dtypes.get(index)
-        if dtype is None:
-            value = parameter.detach().to("meta")
-        else:
-            value = parameter.detach().to(dtype if parameter.is_floating_point() else parameter.dtype)
+        value = parameter.detach().to("meta" if dtype is None else dtype)
         made = nn.Parameter(value, requires_grad=parameter.requires_grad)
         vars(made).update(vars(parameter))
         self.order.append(made)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeflow.checkpoint.safetensors import SINGLE
+from pipeflow.checkpoint.tensor_files import SINGLE
 from pipeflow.core.errors import UsageError
 
 _METADATA = {"format": "pt"}  # which transformers asks for

@@ -1,0 +1,197 @@
+"""Stored: the weights in a folder, what of a model they lack or have besides, and how a rank reads its own of them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeflow.checkpoint.pieces import LocalTensor, local_tensors
+from pipeflow.checkpoint.task import Task
+from pipeflow.checkpoint.tensor_files import INDEX, SINGLE, TensorFiles, fill_piece
+from pipeflow.core.errors import UsageError
+from pipeflow.huggingface.keys import Source, names_of, sources_of
+from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import all_gather_object, told_alike
+from pipeflow.runtime.pipeline import Pipeline
+
+LOG = logging.getLogger("pipeflow")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def files_in(folder: Path) -> TensorFiles:
+    """The tensors in a folder. Raises UsageError where there are none, and where they are pickled."""
+    if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+        for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
+            if (folder / name).is_file():
+                raise UsageError(
+                    f"{folder} has its weights in {name}, a pickle, which may run any code when it is read: write them "
+                    "as safetensors once, with AutoModel.from_pretrained(folder).save_pretrained(other)"
+                )
+    return TensorFiles(folder)
+
+
+def dtype_in(files: TensorFiles) -> torch.dtype | None:
+    """That of the first tensor of floating point."""
+    return next((found for name in files.files if (found := _DTYPES.get(files[name].get_dtype()))), None)
+
+
+class Stored:
+    """The weights of a folder as those of a model.
+
+    Args:
+        skeleton: the model, of which names and shapes count.
+        folder: its path, for errors.
+        files: what is in it.
+    """
+
+    def __init__(self, skeleton: Any, folder: Path, files: TensorFiles) -> None:
+        self._skeleton, self._folder, self._files = skeleton, folder, files
+        self._shapes = {name: tuple(each.shape) for name, each in skeleton.state_dict(keep_vars=True).items()}
+        self._names = names_of(skeleton)
+        sources = sources_of(skeleton, files.files, lambda key: files[key].get_shape())
+        there = {name for source in sources for name in source.names}
+        self._sources = [source for source in sources if not self._is_second(source, there)]
+
+    def _is_second(self, source: Source, there: Collection[str]) -> bool:
+        """Whether it is of a tensor that is there under the name that counts, too."""
+        [first, *_] = self._names.get(source.names[0], source.names)
+        return first not in source.names and first in there
+
+    def new_names(self, new: Sequence[str] | None, context: Context) -> set[str]:
+        """The names of all parameters that are to get first values, because the user says so with `new`, or because
+        they are of a head or a pooler that the folder lacks. All ranks call it together; each looks at some files.
+
+        Raises UsageError, the same one on every rank, that lists all that is missing, left over or of another shape.
+        """
+        wanted = self._named_new(new)
+        there = {name for source in self._sources for name in source.names}
+        lacking = self._lacking(there | wanted)
+        heads = {name for name in lacking if new is None and self._is_of_head(name)}
+        extra = [key for source in self._sources for key in self._extra(source)]
+        left = [key for key in extra if self._is_of_other_head(key)]
+        problems = [f"it lacks {name}" for name in sorted(lacking - heads)]
+        problems += [f"its {key} is not in the model" for key in sorted(set(extra) - set(left))]
+        mine = [found for source in self._share(context) for found in self._misshapen(source, wanted)]
+        everyone: list[Any] = all_gather_object(context.world, mine)
+        problems += sorted({problem for one in everyone for problem in one})
+        with told_alike(context.world):
+            if problems:
+                raise UsageError(
+                    f"{self._folder} does not fit {type(self._skeleton).__name__}: {'; '.join(problems)}. With "
+                    "new=[...] the modules or parameters that it names get first values instead"
+                )
+        if context.rank == 0:
+            self._warn(heads, left)
+        return wanted | heads
+
+    def _warn(self, heads: Collection[str], left: Collection[str]) -> None:
+        if heads:
+            LOG.warning("%s lacks %s: they get first values, and have to be trained", self._folder, _listed(heads))
+        if left:
+            LOG.info("%s has %s, which the model lacks: they are not read", self._folder, _listed(left))
+
+    def _named_new(self, new: Sequence[str] | None) -> set[str]:
+        """All names of the tensors that `new` names, or whose modules it names. Raises UsageError for one that names
+        nothing.
+        """
+        found: set[str] = set()
+        for each in new or ():
+            named = {name for name in self._shapes if f"{name}.".startswith(f"{each}.")}
+            if not named:
+                raise UsageError(f"new has {each!r}, which is no module or parameter of the model")
+            found |= named
+        return {alias for name in found for alias in self._names[name]}
+
+    def _lacking(self, there: Collection[str]) -> set[str]:
+        """The parameters of which no name is `there`, by the first of their names."""
+        ignored = _pattern(self._skeleton, "missing")
+        parameters = dict(self._skeleton.named_parameters(remove_duplicate=False))
+        return {
+            same[0]
+            for name, same in self._names.items()
+            if name in parameters and not any(each in there or ignored(each) for each in same)
+        }
+
+    @property
+    def _prefix(self) -> str:
+        """That of the base model's names; "" where the model is the base model."""
+        prefix = str(self._skeleton.base_model_prefix)
+        return f"{prefix}." if prefix and hasattr(self._skeleton, prefix) else ""
+
+    def _is_of_head(self, name: str) -> bool:
+        return not name.startswith(self._prefix) or "pooler" in name.split(".")
+
+    def _extra(self, source: Source) -> list[str]:
+        """The keys of a source of which the model has nothing."""
+        ignored = _pattern(self._skeleton, "unexpected")
+        if any(name in self._shapes for name in source.names):
+            return []
+        buffers = {name for name, _ in self._skeleton.named_buffers()}
+        return [] if any(name in buffers or ignored(name) for name in source.names) else list(source.keys)
+
+    def _is_of_other_head(self, key: str) -> bool:
+        """Whether a tensor that the model lacks lies outside of what it has of the checkpoint."""
+        if "pooler" in key.split("."):
+            return True
+        prefix = f"{self._skeleton.base_model_prefix}."
+        return any(each.startswith(prefix) for each in self._files.files) and not key.startswith(prefix)
+
+    def _share(self, context: Context) -> list[Source]:
+        """The sources of which this rank checks the shapes, a file's all together."""
+        files = sorted(set(self._files.files.values()))
+        mine = set(files[context.rank :: context.world_size])
+        return [source for source in self._sources if self._files.files[source.keys[0]] in mine]
+
+    def _misshapen(self, source: Source, new: Collection[str]) -> list[str]:
+        names = [name for name in source.names if name in self._shapes and name not in new]
+        if not names:
+            return []
+        if source.convert is None:
+            made = {source.names[0]: tuple(self._files[source.keys[0]].get_shape())}
+        else:
+            empty = [torch.empty(tuple(self._files[key].get_shape()), device="meta") for key in source.keys]
+            made = {name: tuple(tensor.shape) for name, tensor in source.convert(empty).items()}
+        return [
+            f"its {source.keys[0]} is {made[name]}, not {self._shapes[name]}"
+            for name in names
+            if made[name] != self._shapes[name]
+        ]
+
+    def read(self, model: Pipeline, new: Collection[str]) -> None:
+        """Fills what this rank owns, but for what is `new`. All ranks call it together, inside the alarm."""
+        owned = {local.name: local for local in local_tensors(model, model.context, None) if local.name not in new}
+        sources = [source for source in self._sources if any(name in owned for name in source.names)]
+        by_file = self._files.by_file([source.keys[0] for source in sources])
+        place = {key: index for index, key in enumerate(by_file)}
+        sources.sort(key=lambda source: place[source.keys[0]])
+        Task(model.context, lambda: self._fill(sources, owned)).wait()
+
+    def _fill(self, sources: Sequence[Source], owned: dict[str, LocalTensor]) -> None:
+        for source in sources:
+            if source.convert is None:
+                fill_piece(owned[source.names[0]].piece, self._files[source.keys[0]])
+                continue
+            made = source.convert([self._files[key][...] for key in source.keys])
+            for name in source.names:
+                if name in owned:
+                    fill_piece(owned[name].piece, made[name])
+
+
+def _pattern(skeleton: Any, what: str) -> Any:
+    """Whether transformers ignores that a tensor of this name is missing, or unexpected."""
+    patterns = list(getattr(skeleton, f"_keys_to_ignore_on_load_{what}", None) or ())
+    if what == "unexpected":
+        patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    expression = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or r"(?!)")
+    return expression.search
+
+
+def _listed(names: Collection[str]) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return ", ".join(listed[:8]) + more
