@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -10,14 +11,27 @@ from torch import Tensor, nn
 from pipeflow.tensor.converted import is_conv1d
 from pipeflow.tensor.rules import Rule
 
+_ADAPTED = re.compile(r"(?P<site>.+)\.(base_layer|lora_(?P<factor>[AB])\.[^.]+)")
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module, its full name, and the module around it; that of the outermost is itself."""
+    """A module and where it is.
+
+    Attributes:
+        name: its full one.
+        module: itself.
+        around: the module that has it, that of the outermost is itself. What belongs to a LoRA adapter has the place of
+            the layer that the adapter stands for.
+        site: the name that layer rules match: its own, or that of the layer which the adapter stands for.
+        factor: "A" or "B" for the factors of an adapter, of which the first is applied first.
+    """
 
     name: str
     module: nn.Module
     around: nn.Module
+    site: str
+    factor: str
 
     def full(self, leaf: str) -> str:
         """The full name of what the module has."""
@@ -64,7 +78,9 @@ def places_in(modules: Sequence[nn.Module]) -> Iterator[Place]:
             seen.add(id(module))
             if isinstance(module, nn.MultiheadAttention):
                 seen.update(map(id, module.modules()))
-            yield Place(name, module, root.get_submodule(name.rpartition(".")[0]))
+            adapted = _ADAPTED.fullmatch(name)
+            site, factor = (name, "") if adapted is None else (adapted["site"], adapted["factor"] or "")
+            yield Place(name, module, root.get_submodule(site.rpartition(".")[0]), site, factor)
 
 
 def integers_of(module: nn.Module) -> dict[str, int]:

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from pipeflow.tensor.table import DEFAULT_RULES
 from pipeflow.tensor.told import Argument, Crossing, Told
 
 LOG = logging.getLogger("pipeflow")
+_SPLIT_FACTOR = {"column": ("", "B"), "attention": ("", "B"), "row": ("", "A")}  # the other one is whole
 _LAYERS: tuple[Kind, ...] = ("column", "attention", "row", "vocabulary", "head", "whole")
 
 
@@ -74,9 +75,9 @@ class Found:
             LOG.info("%s stays whole on every tensor rank: %s", name, reason)
 
     def _find_layer(self, place: Place) -> None:
-        rule = self._match(place.name, _LAYERS, place.around)
+        rule = self._match(place.site, _LAYERS, place.around)
         if rule is None:
-            kind = first_match(self.rules, place.name, _LAYERS)
+            kind = first_match(self.rules, place.site, _LAYERS)
             if (
                 kind is not None
                 and kind.kind in ("column", "attention")
@@ -91,6 +92,8 @@ class Found:
         fits = is_embedding(place.module) if rule.kind == "vocabulary" else is_linear(place.module)
         if rule.kind in ("column", "attention", "row"):
             fits = fits or is_conv1d(place.module)
+        if place.factor not in _SPLIT_FACTOR.get(rule.kind, ("",)):
+            return
         if not fits or rule.kind == "whole" or isinstance(place.module, TensorLayer):
             if rule not in DEFAULT_RULES and rule.kind != "whole" and next(place.module.children(), None) is None:
                 raise UsageError(
@@ -184,7 +187,7 @@ class Found:
         for inner in places_in([change.place.around]):
             for leaf, tensor in tensors_of(inner.module).items():
                 is_between = taken.intersection(tensor.shape) and inputs not in tensor.shape
-                place = Place(f"{change.place.name.rpartition('.')[0]}.{inner.name}", inner.module, inner.around)
+                place = replace(inner, name=f"{change.place.site.rpartition('.')[0]}.{inner.name}")
                 if is_between and not self._covers(place, leaf):
                     return f"no rule says how {place.full(leaf)} goes with its outputs"
         return None

@@ -8,7 +8,7 @@ import dis
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch import nn
@@ -112,7 +112,7 @@ class Attention:
 
     def _require_covered(self, size: int) -> None:
         for inner in places_in([self.place.module]):
-            place = Place(self.place.full(inner.name) if inner.name else self.place.name, inner.module, inner.around)
+            place = replace(inner, name=self.place.full(inner.name) if inner.name else self.place.name)
             for leaf, tensor in tensors_of(place.module).items():
                 if not self.covered(place, leaf):
                     raise Doubt(f"no rule says how {place.full(leaf)} goes with heads")
