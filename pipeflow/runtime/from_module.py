@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
+from pipeflow.parallel.transport.group import Unconnected
 from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
 from pipeflow.runtime.microbatch import next_batch
 from pipeflow.stages.blocks import Blocks, Cuts
@@ -85,6 +87,7 @@ def parts_of(
         entries[LABELS] = all_counted(entries[LABELS])
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
         plan = planner.plan(entries)
+        sized = _sized(plan, planner, module, entries, rules, context.tensor_size)
     _require_same(plan, context)
     own = placement.stages_of(context.pipeline_rank)
     stages = [ModuleStage(module, stage, planner, plan, device) for stage in own]
@@ -93,9 +96,25 @@ def parts_of(
     _tie(module, plan, placement, context.pipeline_rank)
     chunks = nn.ModuleList(stages)
     if not plan.trace.makes_loss:
-        return Parts(chunks, plan, planner.entries.of, None, None)
+        return Parts(chunks, sized, planner.entries.of, None, None)
     weigh = weigh_by_labels(plan.trace.targets, entries.get(LABELS))
-    return Parts(chunks, plan, planner.entries.of, own_loss, weigh)
+    return Parts(chunks, sized, planner.entries.of, own_loss, weigh)
+
+
+def _sized(
+    plan: Plan, planner: Planner, module: nn.Module, entries: dict[str, Any], rules: Sequence[Rule], ranks: int
+) -> Plan:
+    """The plan with the sizes that tensors have on one of several tensor ranks: a bias that has an entry per head is
+    split as the heads are. The same on every rank. Where that cannot be found out beforehand, they count as whole;
+    transfers go by headers.
+    """
+    if ranks == 1:
+        return plan
+    last = Unconnected(ranks - 1, ranks)  # others than the first log nothing
+    try:
+        return plan.sized_by(planner.trace_of(module, entries, partial(shard, rules=rules, group=last)))
+    except Exception:  # what is wrong with the rules is said where the stages are split
+        return plan
 
 
 def _require_same(plan: Plan, context: Context) -> None:

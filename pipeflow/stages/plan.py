@@ -4,8 +4,8 @@ tensors, from the last to the first, and asking what flowed into the tensors tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +51,7 @@ class Plan:
         cuts: the last block of every stage but the last one.
         ways: what passes to and from each stage.
         routes: those on which something passes, for batches of any shapes.
+        sizes: the bytes of what passes, where a rank has a part of it.
     """
 
     stages: tuple[StagePlan, ...]
@@ -58,6 +59,7 @@ class Plan:
     cuts: tuple[Call, ...]
     ways: tuple[Ways, ...]
     routes: Routes
+    sizes: Mapping[Value, int] = field(default_factory=dict)
 
     def look(self, value: Value) -> Look:
         """What a value between stages looks like."""
@@ -73,7 +75,17 @@ class Plan:
 
     def bytes_between(self, source: int, target: int) -> int:
         """The bytes that pass from one stage to another for a microbatch."""
-        return sum(self.look(value).nbytes for value in self.ways[source].gives[target])
+        given = self.ways[source].gives[target]
+        return sum(self.sizes[value] if value in self.sizes else self.look(value).nbytes for value in given)
+
+    def sized_by(self, trace: Trace) -> Plan:
+        """The same plan with the sizes that tensors have in the forward of one rank's part of the module, if that made
+        the same calls.
+        """
+        if trace.calls_in_order() != self.trace.calls_in_order():
+            return self
+        local, passing = replace(self, trace=trace), [value for stage in self.stages for value in stage.makes]
+        return replace(self, sizes={value: local.look(value).nbytes for value in passing})
 
     def describe(self) -> list[tuple[Any, ...]]:
         """Plain data that is the same where two plans are."""

@@ -82,6 +82,15 @@ class Planner:
         trace = self._first.trace
         return list(dict.fromkeys(call.name for call in blocks_of(trace, self._fakes.module, self._blocks)))
 
+    def trace_of(self, module: nn.Module, entries: Mapping[str, Any], change: Callable[[nn.Module], None]) -> Trace:
+        """The forward of a copy of `module` without memory, as `change` changes it."""
+        with _ONE_AT_A_TIME, warnings.catch_warnings(), _without_cached_casts():
+            warnings.simplefilter("ignore")
+            fakes = Fakes(module, self._fakes.device)
+            with fakes.mode:
+                change(fakes.module)
+            return record(fakes, self.entries.arguments(tree_map(_copied, dict(entries))))
+
     def _made(self, entries: Mapping[str, Any]) -> Plan:
         def batch() -> Batch:
             plain = {name: each.planned() if isinstance(each, Stateful) else each for name, each in entries.items()}

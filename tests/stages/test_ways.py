@@ -4,6 +4,7 @@ it, and nothing else. The least is found by trying all ways.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from pipeflow.testing import run_threads
 from tests.core.test_route import least_transfers
 from tests.families import make_near
 from tests.runtime.skips import counted
+from tests.stages.families import make
 from tests.stages.models import WIDTH, Case, Dense, UNet, images, vectors
 from tests.stages.test_training import Stepped, require_equal
 
@@ -204,3 +206,25 @@ def test_the_bytes_on_routes_are_in_the_cost_model() -> None:
         assert found is not None
         assert found.activation_bytes == (one, 2 * one, 0.0)
         assert found.route_bytes == {}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_has_an_entry_per_head_counts_as_the_part_that_is_sent() -> None:
+    """The biases of T5 by position, which all later blocks take, lie in parts on tensor ranks."""
+    transformers = pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
+    module, batch = make(transformers, "t5")
+    schedule = make_schedule("1f1b", ranks=2, microbatches=3)
+    cuts = ["decoder.block.0"]
+
+    def rank() -> tuple[int, int, int]:
+        with counted() as sent:
+            model = Pipeline.from_module(copy.deepcopy(module), schedule, batch, cuts=cuts)
+            execute_pipeline(iter([batch]), model)
+        assert model.cut is not None
+        whole = replace(model.cut, sizes={})
+        return sent.activations, model.cut.bytes_between(0, 1), whole.bytes_between(0, 1)
+
+    results = run_threads(rank, 4, tensor=2, deadline=200.0)
+    assert [sent for sent, *_ in results] == [3 * planned for _, planned, _ in results[:2]] + [0, 0]
+    assert all(planned < whole for _, planned, whole in results)

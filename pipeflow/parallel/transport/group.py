@@ -1,4 +1,6 @@
-"""The seam between what computes together and what moves its tensors: a Group of ranks, and the group of one."""
+"""The seam between what computes together and what moves its tensors: a Group of ranks, the group of one, and one whose
+ranks exchange nothing.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +65,29 @@ class Alone:
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
         part.copy_(whole)
+        return _DONE
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return _DONE
+
+
+class Unconnected:
+    """A rank of a group that exchanges nothing, for forwards on tensors that have shapes and no values."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        return _DONE
+
+    def all_reduce_max(self, tensor: Tensor) -> Work:
+        return _DONE
+
+    def all_gather(self, whole: Tensor, part: Tensor) -> Work:
+        return _DONE
+
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Work:
         return _DONE
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
