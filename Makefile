@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo demo-hybrid demo-vit lab test test-all wheel-test fuzz check bench gallery pictures docs clean
+.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test test-all wheel-test fuzz check bench gallery pictures docs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -18,6 +18,9 @@ demo-hybrid: .venv/installed    ## the same over 8 processes: a pipeline of 2, t
 
 demo-vit: .venv/installed       ## train a vision transformer on handwritten digits: a pipeline of 2, tensor ranks of 2
 	$(PY) examples/vit/train.py $(ARGS)
+
+demo-huggingface: .venv/installed   ## transformers' Trainer trains a LLaMA: a pipeline of 2, tensor ranks of 2
+	$(PY) examples/huggingface/demo.py $(ARGS)
 
 lab: .venv/installed            ## the Megatron lab: two tensor ranks, mock data, a checkpoint
 	$(PY) examples/megatron_lab/lab.py $(ARGS)

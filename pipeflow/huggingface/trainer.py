@@ -208,6 +208,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
     def _ignored(self) -> list[str]:
         return getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes a folder that transformers reads; all ranks call it together."""
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         save_pretrained(self.model, folder)

@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from pipeflow.testing import run_processes, run_threads
-from tests.huggingface.trainers import train, train_serially
+from tests.huggingface.trainers import train, train_at_random, train_serially
 
 pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -48,3 +48,11 @@ def test_four_processes_train_as_one_does(layout: str, tmp_path: Path) -> None:
     expected = train_serially("llama", tmp_path / "serial")
     for result in run_processes(train, 4, "llama", tmp_path, deadline=300.0, **LAYOUTS[layout]):
         require_same(result, expected)
+
+
+def test_ranks_read_the_same_random_batches_and_drop_out_otherwise(tmp_path: Path) -> None:
+    (losses, evaluated, drawn), (same_losses, same, otherwise) = run_processes(
+        train_at_random, 2, tmp_path, deadline=200.0
+    )
+    assert (losses, evaluated) == (same_losses, same)  # the engine raises an error where ranks read other batches
+    assert drawn != otherwise

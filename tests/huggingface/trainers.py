@@ -102,3 +102,19 @@ def train_serially(kind: str, folder: Path) -> tuple[list[dict[str, float]], dic
     trainer = transformers.Trainer(make_module(kind), make_arguments(folder), **given(kind))
     trainer.train()
     return trainer.state.log_history, trainer.evaluate(), trainer.predict(make_data(kind, 5)).predictions
+
+
+def collate_at_random(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As collators that mask words do: a batch that depends on torch's random state."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    hidden = torch.rand(batch["input_ids"].shape) < 0.3
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 1)}
+
+
+def train_at_random(folder: Path) -> tuple[list[float], float, list[float]]:
+    """Losses, the loss of an evaluation, and what this rank's layers would draw next; with dropout."""
+    trainer = make_trainer("llama", folder, model=make_pipeline("llama", attention_dropout=0.5), max_steps=4)
+    trainer.data_collator = collate_at_random
+    trainer.train()
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    return losses, trainer.evaluate()["eval_loss"], torch.rand(3).tolist()

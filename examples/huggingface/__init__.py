@@ -1,0 +1,1 @@
+"""Models of transformers that are trained through a pipeline by transformers' Trainer; README.md says what is where."""

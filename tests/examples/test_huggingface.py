@@ -1,0 +1,38 @@
+"""The scripts of transformers: few of their lines are about a pipeline; without them they are transformers' own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import EXAMPLES, run_script, write_text
+
+pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
+FOLDER = EXAMPLES / "huggingface"
+SCRIPTS = ["bert.py", "llama.py"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_few_lines_are_about_parallelism(name: str) -> None:
+    lines = (FOLDER / name).read_text().splitlines()
+    about = [line for line in lines if line.endswith("# parallel")]
+    assert len(lines) < 40
+    assert 0 < len(about) <= 8
+    code = "\n".join(lines).split('"""', 2)[2].splitlines()
+    assert [line for line in code if re.search(r"pipeflow|schedule\b|example\b|Pipeline", line)] == about
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_demo_trains_as_transformers_does(cache: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    write_text(text, [f"document {number} counts {number} " * 60 for number in range(60)])
+    printed = run_script(
+        "huggingface/demo.py", "--check", "--steps", "4", DATA=str(text), TRANSFORMERS_VERBOSITY="error"
+    )
+    assert re.search(r"^4 losses, which differ by \d.\de-0[5-9] at most$", printed, re.MULTILINE)
+    losses = [float(loss) for loss in re.findall(r"{'loss': '([\d.]+)'", printed)]
+    assert losses[:4] == losses[4:]
+    assert losses[3] < losses[0]
