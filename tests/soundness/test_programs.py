@@ -15,7 +15,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
-from pipeflow.core.route import Route, Routes
+from pipeflow.core.route import Route, Routes, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.schedule import verify_programs
@@ -260,6 +260,29 @@ def test_programs_need_no_buffers_whatever_they_were_priced_at(name: str, seed: 
     programs = lower(schedule, CostModel(forward, input_half, weight_half, latency=draw.choice([0.0, 1.0, 20.0])))
     assert verify_programs(programs) == []
     assert Oracle(tuple(program.instructions for program in programs)).sound()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_with_routes_need_no_buffers_whatever_they_were_priced_at(name: str, seed: int) -> None:
+    """Also where what passes on a route takes its link for longer than anything else takes, or is not priced."""
+    draw = random.Random(f"routes {name} {seed}")
+    schedule = make_schedule(name, ranks=2 * draw.randint(1, 3), microbatches=draw.randint(1, 6))
+    stages = schedule.placement.num_stages
+    pairs = [pair for pair in combinations(range(stages), 2) if pair[1] > pair[0] + 1]
+    routes = routes_among(stages, draw.sample(pairs, draw.randint(0, len(pairs))))
+    forward, input_half, weight_half, near = (
+        tuple(draw.choice([0.0, 0.1, 1.0, 5.0]) for _ in range(stages)) for _ in range(4)
+    )
+    priced = [route for route in routes if draw.random() < 0.8]
+    far: dict[tuple[int, int], float] = {route: draw.choice([0.0, 1.0, 30.0]) for route in priced}
+    latency = draw.choice([0.0, 1.0])
+    cost = CostModel(
+        forward, input_half, weight_half, latency=latency, bandwidth=1, activation_bytes=near, route_bytes=far
+    )
+    programs = lower(schedule, cost, routes)
+    assert verify_programs(programs, routes) == []
+    assert Oracle(tuple(program.instructions for program in programs), routes).sound()
 
 
 def two_ranks(first: str, second: str) -> list[Program]:
