@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.tensor import small
 from tests.tensor.small import HEADS, WIDTH, LanguageModel
 
 SIZE = WIDTH // HEADS
@@ -148,6 +149,31 @@ class ActivatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.fc2(self.act(self.fc1(x)))
         return made
+
+
+class Adapted(nn.Module):
+    """A linear layer with a LoRA adapter, whose parts have peft's names."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.base_layer(x) + 0.5 * self.lora_B["default"](self.lora_A["default"](x))
+        return made
+
+
+def adapted() -> nn.Module:
+    """A model in whose blocks every linear layer has an adapter."""
+    module = small.make("llama")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        for name, layer in list(module.named_modules()):
+            if isinstance(layer, nn.Linear) and name.startswith("blocks"):
+                module.set_submodule(name, Adapted(layer).double())
+    return module
 
 
 class Block(nn.Module):

@@ -19,7 +19,7 @@ from pipeflow.tensor import DEFAULT_RULES, Rule, shard
 from pipeflow.tensor.converted import is_linear
 from pipeflow.testing import RankError, run_processes, run_threads
 from tests.tensor import small
-from tests.tensor.packed import INNER, make
+from tests.tensor.packed import INNER, adapted, make
 from tests.tensor.small import HEADS, WIDTH, LanguageModel, batch
 from tests.tensor.test_rules import by_hand, gradients, plain, require_equal
 
@@ -57,6 +57,28 @@ def test_under_a_pipeline(name: str) -> None:
     for its, found in results:
         assert its == pytest.approx(loss, rel=1e-9)
         require_equal(found, expected)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_adapters(size: int) -> None:
+    """Of the two factors of a LoRA adapter, the one that goes with what is split is split."""
+    module = adapted()
+    loss, expected = plain(module)
+    for its, found, _ in run_threads(by_hand, size, module, tensor=size):
+        assert its == pytest.approx(loss, rel=1e-12)
+        assert found.keys() == expected.keys()
+        require_equal(found, expected)
+
+    def split() -> set[str]:
+        shard(mine := copy.deepcopy(module))
+        splits = splits_of(mine)
+        return {name.partition("blocks.0.")[2] for name, each in mine.named_parameters() if id(each) in splits}
+
+    columns = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+    rows = ["self_attn.o_proj", "mlp.down_proj"]
+    base = {f"{name}.base_layer.weight" for name in (*columns, *rows)}
+    factors = {f"{name}.lora_B.default.weight" for name in columns} | {f"{name}.lora_A.default.weight" for name in rows}
+    assert run_threads(split, size, tensor=size) == [base | factors | {""}] * size
 
 
 def test_ranks_share_heads_of_key_and_value() -> None:
