@@ -17,7 +17,7 @@ from pipeflow.huggingface.saving import module_of
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError
-from tests.huggingface.models import MORE, RATE, logits, made, saved, stored, trained
+from tests.huggingface.models import MORE, RATE, changed, logits, made, saved, stored, trained
 from tests.stages.families import FAMILIES
 
 transformers = pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
@@ -247,3 +247,38 @@ def test_only_models_of_transformers_are_saved(tmp_path: Path) -> None:
 
     with pytest.raises(RankError, match="for Pipelines of a model of transformers, but the model is a Sequential"):
         run_threads(rank, 1)
+
+
+def test_names_of_base_models_and_of_older_checkpoints(tmp_path: Path) -> None:
+    """GPT-2 without its head, a BERT with TensorFlow's names, a tied weight under its second name, too."""
+    gpt2, batch = made(transformers, "gpt2")
+    bare = saved(gpt2.transformer, tmp_path / "bare")
+    whole = saved(gpt2, tmp_path / "whole")
+    bert, its_batch = made(transformers, "bert")
+    old = saved(bert, tmp_path / "old")
+    tied, its_words = made(transformers, "llama-tied")
+    twice = saved(tied, tmp_path / "twice")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            renamed = name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+            tensors[renamed] = tensors.pop(name)
+
+    changed(old, rename)
+    changed(twice, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(64, 32)}))
+    without_labels = {name: entry for name, entry in batch.items() if name != "labels"}
+
+    def rank() -> list[dict[str, torch.Tensor]]:
+        models = [
+            from_pretrained(bare, TWO, batch, kind=type(gpt2)),
+            from_pretrained(whole, TWO, without_labels, kind=transformers.GPT2Model),
+            from_pretrained(old, TWO, its_batch),
+            from_pretrained(twice, TWO, its_words),
+        ]
+        return [dict(model.named_parameters()) for model in models]
+
+    for found in run_threads(rank, 2):
+        for parameters, module in zip(found, (gpt2, gpt2.transformer, bert, tied), strict=True):
+            expected = dict(module.named_parameters())
+            assert parameters
+            assert all(torch.equal(value, expected[name]) for name, value in parameters.items())
