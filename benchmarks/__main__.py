@@ -27,6 +27,7 @@ NAMES = (
     "optimizers",
     "trainer",
     "planning_llama",
+    "unmodified",
 )
 
 
