@@ -2,8 +2,9 @@
 pipeflow's own GPT of the same size and weights, and beside GPT-2's blocks called by stages written by hand.
 
 All compute the same loss of the same batch, with sdpa and without dropout, in float32, under 1F1B on 2 ranks with a
-thread each. The first two ratios say what a user pays for not rewriting the model, the last one what of it is
-pipeflow's: the stage that runs the model's own forward, and its plan.
+thread each. Beside the own GPT stands what a user pays for not rewriting the model; beside the stages by hand, what of
+it comes with the model's own forward, which every stage runs for every microbatch (masks, outputs as objects), and with
+pipeflow's stage around it.
 """
 
 from __future__ import annotations
