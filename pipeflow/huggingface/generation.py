@@ -6,6 +6,7 @@ streamers are transformers'. What must not live here: caches.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from pipeflow.huggingface.caches import (
     ledger_of,
     require_known,
 )
+from pipeflow.huggingface.library import library
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.parallel.transport.telling import hear, tell
 from pipeflow.runtime.microbatch import Whole
@@ -128,7 +130,7 @@ class _Turns:
     def drive(self, shell: Any, inputs: Tensor | None, keywords: dict[str, Any]) -> Any:
         """Runs transformers' loop, and tells what it gave."""
         try:
-            output = shell.generate(inputs, **{"use_cache": True, **keywords})
+            output = shell.generate(*([] if inputs is None else [inputs]), **{"use_cache": True, **keywords})
         except BaseException:
             if self._failed:
                 raise
@@ -256,8 +258,28 @@ class _Shell:
         """One forward of the whole model."""
         return self._turns.forward(entries)
 
+    def get_encoder(self, *_: object, **__: object) -> Any:
+        """The encoder of an encoder-decoder, over the pipeline."""
+        return _Encoder(self, super().get_encoder())  # type: ignore[misc]  # of the class beside
+
     def _prepare_cache_for_generation(self, config: Any, keywords: dict[str, Any], *rest: Any) -> Any:
         """As transformers does, but the cache is a ledger."""
         made = super()._prepare_cache_for_generation(config, keywords, *rest)  # type: ignore[misc]  # of the class beside
         keywords["past_key_values"] = self._turns.ledger(keywords.get("past_key_values"))
         return made
+
+
+class _Encoder:
+    """The encoder of a model in stages: what it makes is had from a forward with a single token for the decoder."""
+
+    def __init__(self, shell: Any, encoder: nn.Module) -> None:
+        self._shell, self.forward = shell, encoder.forward  # whose parameters transformers looks at
+
+    def __call__(self, **entries: Any) -> Any:
+        """What it makes of its inputs."""
+        taken = signature(self._shell.forward).parameters
+        given = {name: each for name, each in entries.items() if name in taken and each is not None}
+        inputs = given[self._shell.main_input_name]
+        token = torch.zeros(len(inputs), 1, dtype=torch.long, device=inputs.device)
+        output = self._shell(**given, decoder_input_ids=token, use_cache=False)
+        return library().modeling_outputs.BaseModelOutput(last_hidden_state=output.encoder_last_hidden_state)

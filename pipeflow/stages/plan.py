@@ -32,6 +32,8 @@ class StagePlan:
         makes: what it makes that later stages need.
         owned: the parameters that flow into what it makes.
         buffers: the buffers that do, and those that it writes to.
+        is_empty: whether it does nothing, since the forward leaves out its blocks and all before them, as the encoder's
+            where what they make is given.
     """
 
     script: Script
@@ -39,6 +41,10 @@ class StagePlan:
     makes: tuple[Value, ...]
     owned: frozenset[str]
     buffers: frozenset[str]
+    is_empty: bool = False
+
+
+_EMPTY = StagePlan(Script(Node(), frozenset()), (), (), frozenset(), frozenset(), is_empty=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Plan:
     Attributes:
         stages: in order.
         trace: the forward that was cut.
-        cuts: the last block of every stage but the last one.
+        cuts: the last block of every stage but the last one and those that are empty.
         ways: what passes to and from each stage.
         routes: those on which something passes, for batches of any shapes.
         sizes: the bytes of what passes, where a rank has a part of it.
@@ -103,37 +109,36 @@ class Plan:
 def make_plan(
     fakes: Fakes,
     trace: Trace,
-    cuts: Sequence[Call],
+    cuts: Sequence[Call | None],
     batch: Callable[[], Batch],
     placement: Placement,
     routes: Routes | None,
 ) -> Plan:
-    """The plan of a trace that is cut after the calls `cuts`; `batch` makes a fresh copy of the batch of the trace.
-    Tensors pass between stages on `routes`, or without these on the best ones for the `placement`.
+    """The plan of a trace that is cut after the calls `cuts`, of which the first ones may be None; `batch` makes a new
+    copy of the batch of the trace. Tensors pass between stages on `routes`, or without these on the best ones for the
+    `placement`.
 
     Raises UsageError where a cut would change what the module computes.
     """
     wanted: tuple[Value, ...] = ()  # by later stages
     stages: list[StagePlan] = []
-    ends = [None, *cuts, None]
-    for start, end in reversed(list(pairwise(ends))):
+    made = [cut for cut in cuts if cut is not None]
+    for start, end in reversed(list(pairwise([None, *made, None]))):
         _require_no_leak(trace, fakes, start)
         planned = _Stage(fakes, trace, start, end, wanted).plan(batch())
         stages.insert(0, planned)
         wanted = tuple({*wanted, *planned.receives}.difference(planned.makes))
+    stages = [*[_EMPTY] * (len(cuts) - len(made)), *stages]
     laid = lay([stage.makes for stage in stages], [stage.receives for stage in stages], placement, routes)
-    return Plan(_with_unused(fakes, stages), trace, tuple(cuts), *laid)
+    return Plan(tuple(stages), trace, tuple(made), *laid)
 
 
-def _with_unused(fakes: Fakes, stages: Sequence[StagePlan]) -> tuple[StagePlan, ...]:
-    """What no stage needs belongs to the last one."""
-    *others, last = stages
-    owned = frozenset(fakes.parameters).difference(*(stage.owned for stage in stages))
-    buffers = frozenset(fakes.buffers).difference(*(stage.buffers for stage in stages))
-    return (
-        *others,
-        StagePlan(last.script, last.receives, last.makes, last.owned | owned, last.buffers | buffers),
-    )
+def with_unused(fakes: Fakes, plan: Plan) -> Plan:
+    """The same, where what no stage needs belongs to the last one."""
+    *others, last = plan.stages
+    owned = frozenset(fakes.parameters).difference(*(stage.owned for stage in plan.stages))
+    buffers = frozenset(fakes.buffers).difference(*(stage.buffers for stage in plan.stages))
+    return replace(plan, stages=(*others, replace(last, owned=last.owned | owned, buffers=last.buffers | buffers)))
 
 
 def _require_no_leak(trace: Trace, fakes: Fakes, start: Call | None) -> None:

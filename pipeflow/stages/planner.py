@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
@@ -17,7 +17,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.stages.blocks import Blocks, Cuts, blocks_of, choose, labels_of
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.entries import Entries, Stateful
-from pipeflow.stages.plan import Plan, make_plan
+from pipeflow.stages.plan import Plan, make_plan, with_unused
 from pipeflow.stages.trace import Batch, Call, Trace, record
 
 _ONE_AT_A_TIME = RLock()  # torch's fake tensors share caches among threads
@@ -99,7 +99,9 @@ class Planner:
         with warnings.catch_warnings(), _without_cached_casts():
             warnings.simplefilter("ignore")  # of models, which will give them when they run
             trace = self._trace(batch)
-            cuts = self._chosen(trace) if self._first is None else _same_calls(trace, self._first)
+            cuts: Sequence[Call | None] = (
+                self._chosen(trace) if self._first is None else _same_calls(trace, self._first)
+            )
             routes = None if self._first is None else self._first.routes
             plan = make_plan(self._fakes, trace, cuts, batch, self._placement, routes)
         return self._fitting(plan)
@@ -122,8 +124,8 @@ class Planner:
 
     def _fitting(self, plan: Plan) -> Plan:
         if self._first is None:
-            self._first = plan
-        for stage, (first, mine) in enumerate(zip(self._first.stages[:-1], plan.stages[:-1], strict=True)):
+            self._first = plan = with_unused(self._fakes, plan)
+        for stage, (first, mine) in enumerate(zip(self._first.stages, plan.stages, strict=True)):
             if more := mine.owned - first.owned:
                 raise UsageError(
                     f"for a batch of these shapes stage {stage} needs {min(more)}, which it does not have: make the "
@@ -148,18 +150,22 @@ def _without_cached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
-def _same_calls(trace: Trace, first: Plan) -> list[Call]:
-    """The calls after which `first` was cut. Raises UsageError where they are not made."""
+def _same_calls(trace: Trace, first: Plan) -> list[Call | None]:
+    """The calls after which `first` was cut; None of the first ones that are not made. Raises UsageError where later
+    ones are not made.
+    """
     calls, before = trace.calls[1:], first.trace.calls[1:]
     by_label = dict(zip(labels_of(calls), calls, strict=True))
     labels = dict(zip((call.index for call in before), labels_of(before), strict=True))
-    for cut in first.cuts:
-        if labels[cut.index] not in by_label:
-            raise UsageError(
-                f"for a batch of these shapes the forward does not call {labels[cut.index]}, after which it was cut: "
-                "make the Pipeline with an example batch like it"
-            )
-    return [by_label[labels[cut.index]] for cut in first.cuts]
+    names = [labels[cut.index] for cut in first.cuts]
+    found = [by_label.get(name) for name in names]
+    made = [call is not None for call in found]
+    if made != sorted(made):
+        raise UsageError(
+            f"for a batch of these shapes the forward does not call {names[-1 - made[::-1].index(False)]}, after which "
+            "it was cut: make the Pipeline with an example batch like it"
+        )
+    return found
 
 
 def _look(entry: object) -> Hashable:

@@ -81,6 +81,8 @@ class ModuleStage(nn.Module):
                 f"stage {self.index} received {len(tensors)} tensors, not {len(taken)}: it takes them from stages "
                 f"{', '.join(map(str, ways.takes))}; a Pipeline of copies of its chunks needs the same placement"
             )
+        if stage.is_empty:
+            return _bare([() for _ in ways.gives])
         device = tensors[0].device if tensors else self._device(entries)
         written = stage.script.written
         values = dict(zip(taken, tensors, strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.huggingface import generate
 from pipeflow.stages.stage import ModuleStage
-from pipeflow.testing import run_threads
+from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.ranks import RankError
 from tests.stages.families import FAMILIES, make
 
@@ -37,7 +37,7 @@ OTHERS = ("qwen3", "glm", "gptj", "gpt-neo", "opt", "mistral", "gemma2-window", 
 EACH = [*NAMED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
 TWO, THREE = (make_schedule("1f1b", ranks=ranks, microbatches=2) for ranks in (2, 3))
 LENGTH: dict[str, Any] = {
-    "max_new_tokens": 32,
+    "max_new_tokens": 8,
     "do_sample": False,
     "pad_token_id": 0,
     "eos_token_id": 99,
@@ -75,12 +75,63 @@ def expected(name: str, **keywords: Any) -> Any:
     return made(name)[0].generate(**{**prompt(), **LENGTH, "use_cache": True, **keywords})
 
 
+TOLD = {"return_dict_in_generate": True, "output_logits": True}
+
+
+def require_same(outputs: list[Any], wanted: Any) -> None:
+    for output in outputs:
+        assert torch.equal(output.sequences, wanted.sequences)
+        assert output.past_key_values is None
+        for here, there in zip(output.logits, wanted.logits, strict=True):
+            assert torch.allclose(here, there, rtol=1e-5, atol=1e-5)  # transformers' loop has them in float32
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_three_stages_go_on_as_the_whole_model_does(name: str) -> None:
-    wanted = expected(name, max_new_tokens=32)
-    assert wanted.shape == (3, 38)
-    for text in run_threads(texts, 3, name, THREE, {"max_new_tokens": 32}):
-        assert torch.equal(text, wanted)
+    keywords = {**TOLD, "max_new_tokens": 32}
+    wanted = expected(name, **keywords)
+    assert wanted.sequences.shape == (3, 38)
+    require_same(run_threads(texts, 3, name, THREE, keywords), wanted)
+
+
+def answers(name: str, schedule: Schedule, cuts: Any, keywords: dict[str, Any]) -> Any:
+    module, batch = made(name)
+    model = Pipeline.from_module(module, schedule, batch, cuts=cuts)
+    torch.manual_seed(3)
+    return generate(model.eval(), **asked(batch), **{**LENGTH, **keywords})
+
+
+def answer(name: str, keywords: dict[str, Any]) -> Any:
+    module, batch = made(name)
+    torch.manual_seed(3)
+    return module.generate(**asked(batch), **{**LENGTH, **keywords}, use_cache=True)
+
+
+def asked(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in batch.items() if name != "labels"}
+
+
+WITHIN, BETWEEN = [1.0, 1.0, 0, 0, 0, 1.0], [0, 1.0, 1.0, 1.0, 0, 0]
+
+
+@pytest.mark.parametrize("cuts", [WITHIN, BETWEEN], ids=["cut in the encoder", "cut in the decoder"])
+@pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.exhaustive)])
+def test_encoders_run_once(name: str, cuts: list[float]) -> None:
+    for keywords in (TOLD, {**TOLD, "num_beams": 2}):
+        require_same(run_threads(answers, 2, name, TWO, cuts, keywords), answer(name, keywords))
+
+
+@pytest.mark.parametrize(
+    "name", ["whisper", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("t5", "bart"))]
+)
+def test_encoders_of_three_stages(name: str) -> None:
+    keywords = {"do_sample": True, "temperature": 3.0}
+    for text in run_threads(answers, 3, name, THREE, None, keywords):
+        assert torch.equal(text, answer(name, keywords))
+
+
+def test_processes() -> None:
+    require_same(run_processes(texts, 2, "llama", TWO, TOLD), expected("llama", **TOLD))
 
 
 @pytest.mark.parametrize(
