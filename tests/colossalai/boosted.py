@@ -91,11 +91,16 @@ def require_as_plain(
     *,
     data: int = 1,
     policy: type[Policy] | None = None,
+    deadline: float = 60.0,
 ) -> list[int]:
     """Trains both ways. Returns how many entries the optimizer of each rank has states of."""
     tensor, pipeline = options["tp_size"], options["pp_size"]
     results = run_threads(
-        lambda: boosted(module, batch, criterion, options, policy), pipeline * tensor * data, tensor=tensor, data=data
+        lambda: boosted(module, batch, criterion, options, policy),
+        pipeline * tensor * data,
+        tensor=tensor,
+        data=data,
+        deadline=deadline,
     )
     losses, weights = plain(copy.deepcopy(module), batch, criterion, options.get("max_norm", 0.0))
     told = [its for its, _, _, _ in results if its[0] is not None]

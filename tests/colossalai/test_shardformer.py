@@ -266,6 +266,38 @@ def test_a_config_refuses() -> None:
     assert config.tensor_parallel_size == ShardConfig(enable_tensor_parallelism=False).tensor_parallel_size == 1
 
 
+def is_compiled(module: nn.Module) -> list[bool]:
+    return [each._compiled_call_impl is not None for each in module.modules() if isinstance(each, Layer)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_blocks_are_compiled() -> None:
+    """When they are next called, which another test does."""
+    config = ShardConfig(enable_tensor_parallelism=False, enable_jit_fused=True)
+    assert is_compiled(ShardFormer(config).optimize(model())[0]) == [True, True]
+
+    def rank() -> list[bool]:
+        booster = Booster(
+            plugin=HybridParallelPlugin(1, 2, num_microbatches=2, precision="fp32", enable_jit_fused=True)
+        )
+        boosted, *_ = booster.boost(model())
+        boosted.prepare(batch())
+        return is_compiled(boosted.pipeline.chunks)
+
+    assert all(all(each) for each in run_threads(rank, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_blocks_train(tensor: int) -> None:
+    options = {"tp_size": tensor, "pp_size": 2, "num_microbatches": 2, "enable_jit_fused": True}
+    require_as_plain(model(), batch(), mean_square, options, policy=OwnPolicy if tensor > 1 else None, deadline=900.0)
+
+
 def test_attention_of_other_models_cannot_be_chosen() -> None:
     config = ShardConfig(enable_tensor_parallelism=False, enable_flash_attention=True)
     with pytest.raises(UsageError, match="enable_flash_attention: Model does not let its attention be chosen"):

@@ -30,7 +30,7 @@ def make_whole(module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batc
         module = sharder.model
     made = Pipeline(module, plugin.schedule(1), criterion=loss, weigh=loss.weigh)
     made.runner.read = batches.read
-    return made
+    return _compiled(made, plugin)
 
 
 def make_stages(
@@ -50,6 +50,12 @@ def make_stages(
             _carry_out(policy, made, plugin)
     loss.weigh_labels = made.runner.weigh
     made.runner.criterion, made.runner.weigh, made.runner.read = loss, loss.weigh, batches.read
+    return _compiled(made, plugin)
+
+
+def _compiled(made: Pipeline, plugin: HybridParallelPlugin) -> Pipeline:
+    if plugin.shard_config.enable_jit_fused:
+        made.compile()
     return made
 
 

@@ -18,7 +18,6 @@ ELSEWHERE = {
     "enable_sequence_parallelism": Elsewhere(False, _SEQUENCES),
     "sequence_parallelism_mode": Elsewhere(None, _SEQUENCES),
     "enable_sequence_overlap": Elsewhere(False, _SEQUENCES),
-    "enable_jit_fused": Elsewhere(False, "compile the blocks before, as with block.compile()"),
     "make_vocab_size_divisible_by": Elsewhere(64, "vocabularies of any size are split; leave it out"),
     "gradient_checkpoint_config": Elsewhere(None, "call model.gradient_checkpointing_enable()"),
     "sp_axis": Elsewhere(None, _SEQUENCES),
@@ -40,10 +39,11 @@ class ShardConfig:
             neighbours, or of pipeflow's. By default the tensor ranks of the launch, and where it laid out none all
             ranks.
         enable_tensor_parallelism: whether layers are split at all.
-        enable_all_optimization: fused normalization, and flash attention where the model has it.
+        enable_all_optimization: fused normalization, and flash attention where the model has it; nothing that compiles.
         enable_fused_normalization: layers of root mean square normalization compute by torch's own function. Layer
             norms of torch are fused as they come.
         enable_flash_attention: attention by torch's scaled_dot_product_attention.
+        enable_jit_fused: torch.compile of the model's blocks.
         parallel_output: permits to leave logits split; here they are whole either way.
         others: those of `ELSEWHERE`, with the value that asks for nothing.
 
@@ -57,6 +57,7 @@ class ShardConfig:
         enable_all_optimization: bool = False,
         enable_fused_normalization: bool = False,
         enable_flash_attention: bool = False,
+        enable_jit_fused: bool = False,
         parallel_output: bool = True,
         **others: Any,
     ) -> None:
@@ -68,6 +69,7 @@ class ShardConfig:
         self.enable_all_optimization = enable_all_optimization
         self.enable_fused_normalization = enable_fused_normalization or enable_all_optimization
         self.enable_flash_attention = enable_flash_attention
+        self.enable_jit_fused = enable_jit_fused
         self.parallel_output = parallel_output
 
     @property

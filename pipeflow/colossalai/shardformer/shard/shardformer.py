@@ -11,6 +11,7 @@ from pipeflow.colossalai.shardformer.shard.shard_config import ShardConfig
 from pipeflow.colossalai.shardformer.shard.sharder import ModelSharder
 from pipeflow.parallel.sharding import partial_in
 from pipeflow.parallel.transport.group import Alone, Group
+from pipeflow.stages.blocks import listed
 from pipeflow.tensor.sharded import shard
 
 
@@ -40,6 +41,9 @@ class ShardFormer:
         if self._group.size > 1:
             for parameter in partial_in(model):
                 _sum_gradient(parameter, self._group)
+        if self.shard_config.enable_jit_fused:
+            for name in listed(model) or [""]:
+                model.get_submodule(name).compile()
         return model, shared
 
 
