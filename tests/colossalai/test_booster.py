@@ -137,7 +137,7 @@ def test_gradients_add_up_without_sync() -> None:
     module, batch = classifier(3)
     class_loss(module(**batch), batch).backward()
 
-    def rank() -> dict[str, torch.Tensor]:
+    def rank() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         module_, batch_ = classifier(3)
         module_.load_state_dict(module.state_dict())
         booster = Booster(plugin=HybridParallelPlugin(**PIPELINE))
@@ -151,10 +151,13 @@ def test_gradients_add_up_without_sync() -> None:
         order = halves if data_rank == 0 else halves[::-1]
         with booster.no_sync(model, optimizer):
             booster.execute_pipeline(iter(order[:1]), model, half_loss, optimizer)
+            own = next(each.grad.clone() for each in model.parameters() if each.grad is not None)
         booster.execute_pipeline(iter(order[1:]), model, half_loss, optimizer)
-        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}, own
 
-    for gradients in run_threads(rank, 4, data=2):
+    results = run_threads(rank, 4, data=2)
+    assert not torch.allclose(results[0][1], results[2][1])  # of two replicas
+    for gradients, _ in results:
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, module.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
 
