@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from threading import local
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,14 @@ class DeferringBackend:
         return run if places else compiled
 
 
+@cache
+def deferring_backend(name: str, options: tuple[tuple[str, Any], ...]) -> DeferringBackend:
+    """The backend of that name with these options: one for all modules and threads, which share its code where they are
+    alike.
+    """
+    return DeferringBackend(name, dict(options))
+
+
 class CompiledCall:
     """What stands in a module for its own call, where it was compiled: calls the compiled code, whose weight gradients
     go to `deferral` where its backend defers.
@@ -80,6 +89,25 @@ class CompiledCall:
     def waits(self, parameter: nn.Parameter) -> bool:
         """Whether the gradient of a parameter of the module is left for later."""
         return self._backend is not None and waits(parameter)
+
+
+@runtime_checkable
+class Opaque(Protocol):
+    """A layer that torch.compile may not see into, since it waits for other ranks."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it does."""
+        ...
+
+    def leave_eager(self) -> None:
+        """Has compiled code call it as it is."""
+        ...
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was called with a module, by whomever."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # where it keeps what it wrapped
 
 
 class _Now(local):

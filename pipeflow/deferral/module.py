@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipeflow.deferral.compiled import CompiledCall
+from pipeflow.deferral.compiled import CompiledCall, Opaque, is_compiled
 from pipeflow.deferral.layers import DeferringConv1d, DeferringConv2d, DeferringEmbedding, DeferringLinear
 from pipeflow.deferral.products import Deferral
 
@@ -49,18 +49,26 @@ def defer_weight_gradients(module: nn.Module, deferral: Deferral | None = None) 
     for layer in layers:
         layer.deferral = deferral
     deferral.num_layers = len(layers)
-    late = {id(parameter) for layer in layers for parameter in layer.deferred_parameters()}
-    for each in module.modules():
-        if (compiled := each._compiled_call_impl or getattr(each, "_orig_mod", None)) is not None:
-            inside = list(each.parameters())
-            late -= set(map(id, inside))
-            if isinstance(compiled, CompiledCall):
-                late |= {id(parameter) for parameter in inside if compiled.waits(parameter)}
+    late = _late(module, layers)
     made = [(name, parameter) for name, parameter in module.named_parameters() if not is_lazy(parameter)]
     wanted = [(name, parameter) for name, parameter in made if parameter.requires_grad]
     deferral.deferred = {name: parameter.numel() for name, parameter in wanted if id(parameter) in late}
     deferral.remaining = {name: parameter.numel() for name, parameter in wanted if id(parameter) not in late}
     return deferral
+
+
+def _late(module: nn.Module, layers: list[Deferrable]) -> set[int]:
+    """The ids of the parameters whose gradients are left for later."""
+    late = {id(parameter) for layer in layers for parameter in layer.deferred_parameters()}
+    for compiled in filter(is_compiled, module.modules()):
+        call, inside = compiled._compiled_call_impl, list(compiled.parameters())
+        late -= set(map(id, inside))
+        if isinstance(call, CompiledCall):
+            late |= {id(parameter) for parameter in inside if call.waits(parameter)}
+            for layer in compiled.modules():
+                if isinstance(layer, Deferrable) and isinstance(layer, Opaque) and not layer.compiles:
+                    late |= set(map(id, layer.deferred_parameters()))
+    return late
 
 
 def _given_to_just(layers: list[Deferrable]) -> Deferral | None:

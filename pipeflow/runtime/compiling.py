@@ -13,16 +13,15 @@ import torch
 from torch import nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.deferral.compiled import CompiledCall, DeferringBackend
+from pipeflow.deferral.compiled import CompiledCall, Opaque, deferring_backend, is_compiled
 from pipeflow.deferral.compilers import COMPILERS
-from pipeflow.runtime.names import COMPILED
 from pipeflow.runtime.stage import Stage
 from pipeflow.stages.blocks import listed
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.stage import ModuleStage
 
 _CUDA_GRAPHS = "triton.cudagraphs"  # inductor's option
-_VARIANTS = 8  # of a block's code: in training or not, of changing sizes; torch's own limit for a function
+_VARIANTS = 64  # of code, for modules that differ, in training or not, and for other sizes; torch's limit is 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,45 +63,51 @@ class Compiling:
 
     def compile(self, stages: Iterable[Stage], plan: Plan | None, *, blocks: bool) -> None:
         """Compiles the blocks of stages, or whole ones, when they are next called. What was compiled before is compiled
-        anew. Modules of one class share their code.
+        anew. Modules that are alike share their code.
 
         Raises UsageError for a module that cannot be compiled.
         """
         name = self.backend if isinstance(self.backend, str) and self.backend in COMPILERS else None
-        backend = None if name is None else DeferringBackend(name, self.inductor_options())
+        backend = None if name is None else deferring_backend(name, tuple(sorted(self.inductor_options().items())))
         chosen = [(stage, chosen_of(stage, plan, blocks=blocks)) for stage in stages]
         count = sum(len(modules) for _, modules in chosen)
-        codes: dict[type[nn.Module], Callable[..., Any]] = {}
+        code = self._code(self.backend if backend is None else backend, count)
         for stage, modules in chosen:
             for module in stage.module.modules():
                 if isinstance(module._compiled_call_impl, CompiledCall):
                     module._compiled_call_impl = None
             for module in modules.values():
-                kind = type(module)
-                if kind not in codes:
-                    codes[kind] = self._code(self.backend if backend is None else backend, count)
-                module._compiled_call_impl = CompiledCall(module, codes[kind], backend, stage.deferral)
+                self._leave_eager(module)
+                module._compiled_call_impl = CompiledCall(module, code, backend, stage.deferral)
             stage.defer()
 
+    def _leave_eager(self, module: nn.Module) -> None:
+        for name, layer in module.named_modules():
+            if isinstance(layer, Opaque) and not layer.compiles:
+                if self.fullgraph:
+                    raise UsageError(
+                        f"{name} waits for other ranks, and stays as it is between compiled parts: use fullgraph=False"
+                    )
+                layer.leave_eager()
+
     def _code(self, backend: str | Callable[..., Any], modules: int) -> Callable[..., Any]:
-        """The code of all modules of a class; which of them differ torch.compile finds out."""
-
-        def call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
-            return module._call_impl(*arguments, **keywords)
-
+        """The code of all modules; which of them differ torch.compile finds out."""
         own = backend is not self.backend
-        limits = {"recompile_limit": _VARIANTS * modules, "isolate_recompiles": True}
-        known: Any = {name: value for name, value in limits.items() if name in signature(torch.compile).parameters}
+        limit: Any = {"recompile_limit": max(_VARIANTS, 8 * modules)}
         code: Callable[..., Any] = torch.compile(
-            call,
+            _call,
             backend=backend,
             mode=None if own else self.mode,
             options=None if own else self.options,
             fullgraph=self.fullgraph,
             dynamic=self.dynamic,
-            **known,
+            **(limit if "recompile_limit" in signature(torch.compile).parameters else {}),
         )
         return code
+
+
+def _call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+    return module._call_impl(*arguments, **keywords)
 
 
 def chosen_of(stage: Stage, plan: Plan | None, *, blocks: bool) -> dict[str, nn.Module]:
@@ -127,8 +132,7 @@ def chosen_of(stage: Stage, plan: Plan | None, *, blocks: bool) -> dict[str, nn.
         found = _of_several_layers({name: module.get_submodule(name) for name in names}) or {"": module}
     for name, each in found.items():
         for inner, child in each.named_modules(prefix=name):
-            compiled = child._compiled_call_impl
-            if hasattr(child, COMPILED) or not isinstance(compiled, CompiledCall | None):
+            if is_compiled(child) and not isinstance(child._compiled_call_impl, CompiledCall):
                 raise UsageError(f"{inner or 'the stage'} is compiled already: leave it to Pipeline.compile")
     return found
 

@@ -17,6 +17,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
+from pipeflow.deferral.compiled import is_compiled
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.parallel.transport.group import Unconnected
@@ -79,6 +80,11 @@ def parts_of(
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"from_module takes an nn.Module, got {type(module).__name__}")
+    compiled = next((name or "the module" for name, each in module.named_modules() if is_compiled(each)), None)
+    if compiled is not None:
+        raise UsageError(
+            f"{compiled} is compiled, which no copy of it would be: compile the stages, by Pipeline.compile"
+        )
     placement, device = schedule.placement, context.device
     planner = Planner(module, placement.num_stages, device=device, cuts=cuts, blocks=blocks, placement=placement)
     batch = next_batch(iter([example]), schedule.num_microbatches, device, planner.entries.of)

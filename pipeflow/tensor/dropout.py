@@ -42,6 +42,11 @@ class Dropout(TensorLayer):
             raise UsageError(f"{self._get_name()} needs a probability from 0 to 1, got p={p}")
         self.p, self.inplace, self.parallel_input = p, inplace, parallel_input
 
+    @property
+    def compiles(self) -> bool:
+        """Not where it draws, which is from generators of its own."""
+        return self.p == 0
+
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return input

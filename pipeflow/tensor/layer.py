@@ -4,9 +4,11 @@ weight gradients are left for later. No layer of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipeflow.deferral.layers import Deferring
@@ -41,6 +43,7 @@ class TensorLayer(nn.Module):
     """
 
     _membership: Membership
+    _eager: Callable[..., Any] | None = None
 
     def join(self, group: Group | None) -> Group:
         """Makes the layer one of `group`; None is as for `group_of`. Before the layer has parameters."""
@@ -50,6 +53,26 @@ class TensorLayer(nn.Module):
     @property
     def group(self) -> Group:
         return self._membership.group
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile sees what the layer does, which waits for no other rank then."""
+        return self.group.size == 1
+
+    def leave_eager(self) -> None:
+        """Has compiled code call this layer as it is."""
+        self._eager = _call_eagerly()
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """As any module's."""
+        if self._eager is not None and torch.compiler.is_compiling():
+            return self._eager(self, *arguments, **keywords)
+        return super().__call__(*arguments, **keywords)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies defer nothing until they are told to."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
+        return {name: value for name, value in state.items() if name not in ("deferral", "_eager")}
 
     def splits(self) -> Mapping[str, Split]:
         """Of this layer's own parameters those that are split, by name."""
@@ -63,9 +86,12 @@ class TensorLayer(nn.Module):
         return ()
 
 
+@cache
+def _call_eagerly() -> Callable[..., Any]:
+    """A module's call, at which compiled code ends. The same one for all layers, which may share that code."""
+    call: Callable[..., Any] = torch.compiler.disable(nn.Module.__call__, reason="a tensor-parallel layer")
+    return call
+
+
 class DeferringTensorLayer(TensorLayer, Deferring):
     """A layer whose weight gradient is a product that a Deferral can take."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies defer nothing until they are told to."""
-        return {name: value for name, value in vars(self).items() if name != "deferral"}

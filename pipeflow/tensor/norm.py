@@ -39,6 +39,11 @@ class LayerNorm(nn.LayerNorm, TensorLayer):
         self.join(group)
         self.sequence_parallel = sequence_parallel
 
+    @property
+    def compiles(self) -> bool:
+        """It waits for nobody."""
+        return True
+
     def partial_gradients(self) -> Collection[str]:
         if not self.sequence_parallel or self.group.size == 1:
             return ()

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from pipeflow.core.errors import UsageError
 from pipeflow.tensor.random import current_tracker
 
 
@@ -16,6 +18,11 @@ def checkpoint(function: Callable[..., Any], *arguments: Any, **keywords: Any) -
     checkpoint, with which the second forward draws the same numbers from the current RandomTracker as the first, on
     whichever thread the backward runs. Collectives of the forward run again too.
     """
+    if torch.compiler.is_compiling():
+        raise UsageError(
+            "pipeflow.tensor.checkpoint is called in what is being compiled, and torch.compile cannot replay the "
+            "numbers of a RandomTracker: compile smaller modules, or checkpoint whole blocks from outside"
+        )
     tracker = current_tracker()
     if tracker is None:
         return torch_checkpoint.checkpoint(function, *arguments, use_reentrant=False, **keywords)
