@@ -83,7 +83,8 @@ def require_same(outputs: list[Any], wanted: Any) -> None:
         assert torch.equal(output.sequences, wanted.sequences)
         assert output.past_key_values is None
         for here, there in zip(output.logits, wanted.logits, strict=True):
-            assert torch.allclose(here, there, rtol=1e-5, atol=1e-5)  # transformers' loop has them in float32
+            # in float32, as transformers' loop has them; Gemma2 gives nan where a window holds padding alone
+            assert torch.allclose(here, there, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", EACH)
