@@ -57,8 +57,9 @@ check: .venv/installed          ## lint, types, layers
 bench: .venv/installed          ## every benchmark, side by side with its peers
 	$(PY) -m benchmarks $(ARGS)
 
-gallery: .venv/installed        ## docs/schedules.md: every schedule, drawn and measured
+gallery: .venv/installed        ## docs/schedules.md: every schedule, drawn and measured; docs/huggingface.md: the models
 	$(PY) docs/gallery.py
+	$(PY) docs/tried.py
 
 pictures: .venv/installed        ## those of the README, with Chromium
 	$(PY) docs/pictures.py

@@ -44,6 +44,14 @@ def test_the_gallery_is_what_the_command_says(tmp_path: Path) -> None:
     assert sections == list(SCHEDULES)
 
 
+@pytest.mark.slow
+def test_the_table_of_models_is_what_is_trained() -> None:
+    page = run(
+        "-c", "import tried; print(tried.written((tried.ROOT / tried.PAGE).read_text()), end='')", cwd=ROOT / "docs"
+    )
+    assert page == (ROOT / "docs" / "huggingface.md").read_text(), "make gallery writes it anew"
+
+
 @pytest.mark.parametrize("names", [["verify", "draw"], ["draw", "export"]])
 @pytest.mark.slow
 def test_a_schedule_as_a_file(names: list[str], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pipeflow.checkpoint.task import context_here
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.sharding import Split, splits_of
+from pipeflow.runtime.buffers import ranks_of_buffers
 from pipeflow.runtime.gradients.ties import ranks_of_tied
 from pipeflow.runtime.names import plain_name
 from pipeflow.runtime.pipeline import Pipeline
@@ -142,7 +143,7 @@ def local_tensors(model: nn.Module, context: Context, names: Names | None) -> li
     Raises UsageError when two of this rank's stages use one name for two tensors.
     """
     splits = splits_of(model)
-    tied = ranks_of_tied(model)
+    tied = ranks_of_tied(model) | ranks_of_buffers(model)
     found: dict[str, LocalTensor] = {}
     for stage, module in _stages(model, context):
         for own, tensor in module.state_dict(keep_vars=True).items():

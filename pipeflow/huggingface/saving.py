@@ -12,6 +12,7 @@ import torch
 from pipeflow.checkpoint.pieces import local_tensors
 from pipeflow.checkpoint.tensor_files import Output, write_together
 from pipeflow.core.errors import UsageError
+from pipeflow.huggingface.adapters import is_adapted, save_adapters
 from pipeflow.huggingface.keys import targets_of
 from pipeflow.huggingface.library import library
 from pipeflow.huggingface.skeleton import Blueprint
@@ -24,7 +25,8 @@ def save_pretrained(model: Pipeline, folder: str | os.PathLike[str], *, shard_by
     """Writes a folder that `from_pretrained` reads, that of transformers and that of pipeflow. All ranks call it
     together, and it returns when all have written. The ranks of the first replica write the weights of their own
     stages, those that are split over the tensor ranks whole, under the names that transformers gives them; a tied
-    weight is written once. What the folder had of these files is replaced when all new ones are written.
+    weight is written once. What the folder had of these files is replaced when all new ones are written. Of a model
+    that peft has adapted the adapters alone are written, as peft does.
 
     Args:
         model: a Pipeline of a model of transformers, of `from_pretrained`, `from_config` or `Pipeline.from_module`.
@@ -36,6 +38,10 @@ def save_pretrained(model: Pipeline, folder: str | os.PathLike[str], *, shard_by
     context = model.context
     with context.alarm.raised_everywhere():
         context.alarm.expect_slow()
+        adapted = next((each.root for each in model.chunks if isinstance(each, ModuleStage)), None)
+        if is_adapted(adapted):
+            save_adapters(model, adapted, Path(folder))
+            return
         root = module_of(model)
         config = _config(root)
         targets = targets_of(Blueprint(type(root), config, torch.float32).skeleton())

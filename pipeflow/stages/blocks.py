@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.partition import partition_balanced
@@ -66,6 +67,8 @@ def _children(module: nn.Module, kind: type[nn.Module], prefix: str = "") -> set
     """The names of what outermost lists hold; of a list in a list, what that one holds."""
     found: set[str] = set()
     is_list = isinstance(module, kind)
+    if isinstance(module, ParametrizationList):
+        return found  # which makes one weight
     for name, child in module.named_children():
         full = f"{prefix}.{name}".lstrip(".")
         if is_list and not isinstance(child, nn.ModuleList | nn.ModuleDict):

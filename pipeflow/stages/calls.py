@@ -4,9 +4,9 @@ becomes of the call. What must not live here: the decisions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -28,6 +28,12 @@ class Watcher(Protocol):
         """Called in place of the module `name`; `call` is the module's own `__call__`. Returns the call's output."""
 
 
+class Replayer(Watcher, Protocol):
+    """Can also say what the forward of a module returns, while it has its hooks run: `replayed` holds that, alone."""
+
+    replayed: list[Any]
+
+
 class _Swallow(nn.Module):
     """Keeps `__init_subclass__` of a module's class from running for the class that watches it."""
 
@@ -36,10 +42,11 @@ class _Swallow(nn.Module):
 
 
 @contextmanager
-def watched(modules: Mapping[str, nn.Module], watcher: Watcher) -> Iterator[None]:
+def watched(modules: Mapping[str, nn.Module], watcher: Watcher, replayed: Collection[str] = ()) -> Iterator[None]:
     """Sends this thread's calls of `modules` to `watcher`. Each has another class meanwhile, so that what a class puts
     around its own `__call__`, such as activation checkpointing, lies within the call. Other threads call the modules
-    as ever: a backward that recomputes a forward does so.
+    as ever: a backward that recomputes a forward does so. Of those whose names are `replayed` the watcher, a Replayer,
+    can say what their forward returns.
 
     Raises UsageError for a module whose class cannot be replaced.
     """
@@ -49,8 +56,9 @@ def watched(modules: Mapping[str, nn.Module], watcher: Watcher) -> Iterator[None
         for name, module in modules.items():
             plain: Any = type(module)
             vars(module)[_KEY] = (thread, watcher, name)
+            _forget_own_forward(module, plain)
             try:
-                _set_class(module, _watched_class(plain))
+                _set_class(module, _watched_class(plain, is_replayed=name in replayed))
             except TypeError as error:
                 raise UsageError(f"the calls of {name!r}, a {plain.__name__}, cannot be watched: {error}") from error
             replaced.append((module, plain))
@@ -61,8 +69,15 @@ def watched(modules: Mapping[str, nn.Module], watcher: Watcher) -> Iterator[None
             vars(module).pop(_KEY, None)
 
 
+def _forget_own_forward(module: nn.Module, plain: Any) -> None:
+    """Takes an attribute `forward` off a module that is no other than its class's: what has wrapped it leaves that."""
+    own = getattr(vars(module).get("forward"), "__func__", None)
+    if own is not None and getattr(own, "__wrapped__", own) in (plain.forward, vars(plain).get("forward")):
+        del vars(module)["forward"]
+
+
 @cache
-def _watched_class(plain: Any) -> type[nn.Module]:
+def _watched_class(plain: Any, *, is_replayed: bool) -> type[nn.Module]:
     """A class like `plain`, a class of modules, whose calls go to the watcher."""
     own_call: Any = plain.__call__
 
@@ -73,9 +88,17 @@ def _watched_class(plain: Any) -> type[nn.Module]:
             return own(*arguments, **keywords)
         return watcher.called(name, own, arguments, keywords)
 
-    watched_class: type[nn.Module] = type(plain)(
-        plain.__name__, (_Swallow, plain), {"__call__": call, "__module__": plain.__module__}
-    )
+    @wraps(plain.forward)
+    def forward(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        thread, watcher, _ = vars(self).get(_KEY, (None, None, ""))
+        if thread == get_ident() and watcher.replayed:
+            return watcher.replayed.pop()
+        return plain.forward(self, *arguments, **keywords)
+
+    members = {"__call__": call, "__module__": plain.__module__}
+    if is_replayed:
+        members["forward"] = forward
+    watched_class: type[nn.Module] = type(plain)(plain.__name__, (_Swallow, plain), members)
     return watched_class
 
 

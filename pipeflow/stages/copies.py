@@ -48,6 +48,8 @@ class Fakes:
         for tensor in _loose(module):
             instead.setdefault(id(tensor), tensor.detach().clone())
         self.module = copied(module, instead)
+        for name, each in self.module.named_modules():
+            vars(each)["_apply"] = partial(_unchanged, each, name)
         self.parameters = list(named)
         self.buffers = list(buffers)
 
@@ -80,6 +82,17 @@ class Fakes:
     def owners(self, sources: int) -> list[str]:
         """The names of the parameters and buffers among sources."""
         return [name for name, bit in self.sources().items() if bit & sources]
+
+
+def _unchanged(module: nn.Module, name: str, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """In place of a module's own `_apply`: a forward may convert what needs no conversion."""
+    for tensor in module.parameters(recurse):
+        if function(tensor).dtype is not tensor.dtype:
+            raise UsageError(
+                f"{name or 'the module'} converts its parameters from {tensor.dtype} when it is called, which a stage "
+                "that has them cannot know: convert them before"
+            )
+    return module
 
 
 class Ghosts:

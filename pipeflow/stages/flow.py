@@ -4,18 +4,27 @@ arithmetic for what depends on any of them. What must not live here: module call
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 RANDOM = 1
 """The source of what is drawn at random."""
+
+_MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default
 
 _LIKE = {
     *("aten.zeros_like", "aten.ones_like", "aten.empty_like", "aten.full_like"),
@@ -42,6 +51,9 @@ class Flow(TorchDispatchMode):
         fakes: the mode of the fake parameters.
         real: the sources, as bits, that have values: those of buffers.
         draw: what single random numbers are taken to be, so that it can be told whether a forward decides by them.
+        guess: where the shape of a result depends on values that are not known, whether these are taken to be other
+            than zero, so that the result is as long as it can be; and where such a value is read, whether it is zero.
+            So a forward that goes through what is there, and stops when a value says so, goes through all.
 
     Attributes:
         where: the number of the call in which operators run, kept by the watcher of calls.
@@ -50,15 +62,19 @@ class Flow(TorchDispatchMode):
         uses: by storage and call, when the storage was last read there, where that is not the call that made it.
         written: the storages that were written to in place.
         decided: the calls that read a number that was drawn at random.
+        guesses: the calls in which values were guessed, and at which clock first.
         targets: how many targets count, of each loss that counts its targets and whose targets are in the batch.
         is_live: whether draws are this stage's own: others are sources.
     """
 
-    def __init__(self, fakes: FakeTensorMode, real: int = 0, draw: float = 0.0) -> None:
+    def __init__(self, fakes: FakeTensorMode, real: int = 0, *, draw: float = 0.0, guess: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._fakes = fakes
         self._real = real | RANDOM
         self._draw = draw
+        self._guess = guess
+        self._host = host_random_state()
+        self._guessed: set[int] = set()  # storages of tensors that have values, but guessed ones
         self._sources: dict[int, int] = {}
         self._alive: dict[int, Any] = {}  # storages, so that none is taken for another one in its place
         self.where = 0
@@ -67,6 +83,7 @@ class Flow(TorchDispatchMode):
         self.uses: dict[tuple[int, int], int] = {}
         self.written: set[int] = set()
         self.decided: list[int] = []
+        self.guesses: dict[int, int] = {}
         self.targets: list[int] = []
         self.is_live = False
 
@@ -86,6 +103,10 @@ class Flow(TorchDispatchMode):
         self._alive.setdefault(key, storage)
         return key
 
+    def sources_of(self, key: int) -> int:
+        """Those of what has this memory."""
+        return self._sources.get(key, 0)
+
     def sources(self, tree: object) -> int:
         """Those of all tensors in a tree."""
         found = 0
@@ -98,7 +119,7 @@ class Flow(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        sources, is_fake, read = 0, False, set[int]()
+        sources, is_fake, is_guessed, read = 0, False, False, set[int]()
         for tensor in tree_leaves((args, kwargs)):
             if not isinstance(tensor, Tensor):
                 continue
@@ -106,25 +127,31 @@ class Flow(TorchDispatchMode):
             read.add(key)
             own = self._sources.get(key, 0)
             sources |= own
-            is_fake = is_fake or isinstance(tensor, FakeTensor) or bool(own & ~self._real)
+            is_guessed = is_guessed or key in self._guessed
+            is_fake = is_fake or isinstance(tensor, FakeTensor) or bool(own & ~self._real and key not in self._guessed)
             if self.born.get(key, self.where) != self.where:
                 self.uses[key, self.where] = self.clock
         if func is torch.ops.aten._local_scalar_dense.default and sources & RANDOM and not is_fake:
             self.decided.append(self.where)
         self._count(func, args)
         draws = _draws(func, args, kwargs)
+        is_random = draws or (func is _MADE_OF_NUMBERS and host_random_state() != self._host)
         with_shape_only = str(func.overloadpacket) in _LIKE
         output = self._run(func, args, kwargs, is_fake=is_fake, draws=draws)
         if with_shape_only:
             sources = 0
-        if draws and not self.is_live:
+        if is_random and not self.is_live:
             sources |= RANDOM
         self._note(output, sources, read)
+        if is_guessed and not is_fake:
+            self._guess_at(output)
         for index in _written_by(func):
             target = kwargs.get(index) if isinstance(index, str) else args[index] if index < len(args) else None
             for tensor in tree_leaves(target):
                 if isinstance(tensor, Tensor):
                     self.written.add(self.mark(tensor, sources))
+                    if is_fake:
+                        self._guessed.discard(self.key(tensor))
         return output
 
     def _run(self, func: Any, args: Any, kwargs: Any, *, is_fake: bool, draws: bool) -> Any:
@@ -132,11 +159,48 @@ class Flow(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in _INDEXING:
             args = (args[0], self._without_masks(args[1]), *args[2:])
-        with self._fakes:
-            output = func(*args, **kwargs)
+        try:
+            with self._fakes:
+                output = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            output = self._guessing(func, args, kwargs, error)
         if not is_fake and isinstance(output, Tensor) and output.numel() == 1 and not _written_by(func):
             return torch.full(output.shape, self._draw, dtype=output.dtype, device=output.device)
         return output
+
+    def _guessing(self, func: Any, args: Any, kwargs: Any, unknown: Exception) -> Any:
+        """The result of an operator that asks for values of fake tensors: what it makes of ones or of zeros instead.
+        Raises `unknown` where it makes nothing of them.
+        """
+        guess = not self._guess if func is torch.ops.aten._local_scalar_dense.default else self._guess
+        try:
+            output, other = (self._of_stand_ins(func, args, kwargs, each) for each in (guess, not guess))
+        except Exception:
+            raise unknown from None
+        if not isinstance(output, Tensor | tuple | list) or _shapes(output) != _shapes(other):
+            self.guesses.setdefault(self.where, self.clock)
+            self._guess_at(output)
+        return tree_map(self._faked, output)
+
+    def _of_stand_ins(self, func: Any, args: Any, kwargs: Any, guess: bool) -> Any:
+        def stand_in(leaf: Any) -> Any:
+            if not isinstance(leaf, FakeTensor):
+                return leaf
+            return torch.full((), int(guess), dtype=leaf.dtype).expand(leaf.shape)
+
+        return func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+
+    def _guess_at(self, output: object) -> None:
+        """Keeps the values of whole numbers that were guessed: it is by these that a forward decides."""
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+                self._guessed.add(self.key(leaf))
+
+    def _faked(self, leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or (self.key(leaf) in self._guessed and not leaf.is_floating_point()):
+            return leaf
+        with self._fakes:
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
     def _without_masks(self, indices: list[Any]) -> list[Any]:
         """Indices with the places of masks that have values, so that the length of the result is known."""
@@ -165,6 +229,19 @@ class Flow(TorchDispatchMode):
         target, ignored = args[position], args[4]
         if not isinstance(target, FakeTensor) and not self.sources(target) & ~self._real:
             self.targets.append(int((target != ignored).sum()))
+
+
+def host_random_state() -> object:
+    """That of the generators of Python and NumPy, of which models make tensors, too."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate()
+    _, key, position, *_ = numpy.random.get_state()
+    return random.getstate(), key.tobytes(), position
+
+
+def _shapes(output: object) -> list[Any]:
+    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(output)]
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
@@ -18,7 +19,7 @@ from pipeflow.core.route import Routes
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.flow import RANDOM, Flow
 from pipeflow.stages.script import Node, Run, Script, Value
-from pipeflow.stages.trace import Batch, Call, Look, Returned, Trace, explained
+from pipeflow.stages.trace import Batch, Call, Look, Returned, Trace, decides, explained
 from pipeflow.stages.ways import Ways, lay
 
 
@@ -30,7 +31,8 @@ class StagePlan:
         script: what it does at which calls.
         receives: what it needs of earlier stages.
         makes: what it makes that later stages need.
-        owned: the parameters that flow into what it makes.
+        owned: the parameters that flow into what it makes; in the plan of a first batch also those that flow into
+            nothing.
         buffers: the buffers that do, and those that it writes to.
         is_empty: whether it does nothing, since the forward leaves out its blocks and all before them, as the encoder's
             where what they make is given.
@@ -69,7 +71,7 @@ class Plan:
 
     def look(self, value: Value) -> Look:
         """What a value between stages looks like."""
-        return self.trace.calls[value.call].looks[value.leaf]
+        return self.trace.look(value.call, value.leaf)
 
     @property
     def sent_bytes(self) -> tuple[int, ...]:
@@ -122,10 +124,18 @@ def make_plan(
     """
     wanted: tuple[Value, ...] = ()  # by later stages
     stages: list[StagePlan] = []
-    made = [cut for cut in cuts if cut is not None]
+    made, replays = [cut for cut in cuts if cut is not None], False
     for start, end in reversed(list(pairwise([None, *made, None]))):
-        _require_no_leak(trace, fakes, start)
-        planned = _Stage(fakes, trace, start, end, wanted).plan(batch())
+        _require_known(trace, start)
+        try:
+            _require_no_leak(trace, fakes, start, replays=replays)
+            planned = _Stage(fakes, trace, start, end, wanted, replays=replays).plan(batch())
+        except Exception:
+            if replays or start is None or not trace.collected(start):
+                raise
+            replays = True
+            _require_no_leak(trace, fakes, start, replays=True)
+            planned = _Stage(fakes, trace, start, end, wanted, replays=True).plan(batch())
         stages.insert(0, planned)
         wanted = tuple({*wanted, *planned.receives}.difference(planned.makes))
     stages = [*[_EMPTY] * (len(cuts) - len(made)), *stages]
@@ -133,23 +143,34 @@ def make_plan(
     return Plan(tuple(stages), trace, tuple(made), *laid)
 
 
-def with_unused(fakes: Fakes, plan: Plan) -> Plan:
-    """The same, where what no stage needs belongs to the last one."""
-    *others, last = plan.stages
-    owned = frozenset(fakes.parameters).difference(*(stage.owned for stage in plan.stages))
-    buffers = frozenset(fakes.buffers).difference(*(stage.buffers for stage in plan.stages))
-    return replace(plan, stages=(*others, replace(last, owned=last.owned | owned, buffers=last.buffers | buffers)))
+def completed(plan: Plan, fakes: Fakes, also: Plan | None) -> Plan:
+    """A plan whose stages own what they need in `also` as well. What no stage needs belongs to the last one."""
+    parts = zip(plan.stages, (plan if also is None else also).stages, strict=True)
+    stages = [replace(one, owned=one.owned | two.owned, buffers=one.buffers | two.buffers) for one, two in parts]
+    owned = frozenset(fakes.parameters).difference(*(stage.owned for stage in stages))
+    buffers = frozenset(fakes.buffers).difference(*(stage.buffers for stage in stages))
+    last = stages[-1]
+    stages[-1] = replace(last, owned=last.owned | owned, buffers=last.buffers | buffers)
+    return replace(plan, stages=tuple(stages))
 
 
-def _require_no_leak(trace: Trace, fakes: Fakes, start: Call | None) -> None:
+def _require_no_leak(trace: Trace, fakes: Fakes, start: Call | None, *, replays: bool) -> None:
     for leak in trace.leaks:
         maker, reader = trace.calls[leak.maker], trace.calls[leak.reader]
-        if start is not None and maker.exit <= start.exit <= leak.clock and not _is_free(trace, maker, fakes):
+        if start is None or not maker.exit <= start.exit <= leak.clock or _is_free(trace, maker, fakes):
+            continue
+        if not (replays and any(leak.key in call.storages for call in trace.seen_in(maker))):
             raise UsageError(
                 f"{maker.name} hands a tensor to {reader.name or 'the module itself'} beside its output, as through a "
                 f"list, a cache or an attribute, so the forward cannot be cut after {start.name}, between the two: "
                 "switch off what it is for, or choose other cuts"
             )
+
+
+def _require_known(trace: Trace, start: Call | None) -> None:
+    for index, clock in trace.guesses.items():
+        if start is not None and trace.is_within(start.index, index) and start.index != index and clock < start.exit:
+            raise UsageError(decides(trace.calls[index].name or "the module's own forward"))
 
 
 def _is_free(trace: Trace, call: Call, fakes: Fakes) -> bool:
@@ -165,16 +186,27 @@ def _is_free(trace: Trace, call: Call, fakes: Fakes) -> bool:
 
 
 class _Stage:
-    """The stage from after call `start`, or from the beginning, to call `end`, or to the end."""
+    """The stage from after call `start`, or from the beginning, to call `end`, or to the end; `replays` says whether
+    those who collect tensors from calls see also those that are replaced.
+    """
 
     def __init__(
-        self, fakes: Fakes, trace: Trace, start: Call | None, end: Call | None, wanted: tuple[Value, ...]
+        self,
+        fakes: Fakes,
+        trace: Trace,
+        start: Call | None,
+        end: Call | None,
+        wanted: tuple[Value, ...],
+        *,
+        replays: bool,
     ) -> None:
         self.fakes, self.trace, self.start, self.end = fakes, trace, start, end
         before = 0 if start is None else start.exit
         self.kept = sorted(value for value in wanted if trace.calls[value.call].exit > before)
+        self.collected = [] if start is None or not replays else trace.collected(start)
         self.root = Node()
         self.replaced: list[Call] = []
+        self.replayed: list[Call] = []
         self._write()
 
     def plan(self, batch: Batch) -> StagePlan:
@@ -183,11 +215,21 @@ class _Stage:
         bits, tensors = self.fakes.sources(), self.fakes.tensors()
         own = {name: flow.mark(tensor, bits[name]) for name, tensor in tensors.items()}
         values = [Value(call.index, leaf) for call in self.replaced for leaf in call.looks]
+        for call in self.replayed:
+            given = [] if call.arguments is None else call.arguments.looks()
+            values += [Value(call.index, leaf) for leaf in call.looks if call not in self.replaced]
+            values += [Value(call.index, -1 - leaf) for leaf in given]
         value_bits = {value: 2 << (len(bits) + index) for index, value in enumerate(values)}
-        stubs = {value: self._stub(self.trace.calls[value.call].looks[value.leaf]) for value in values}
+        stubs = {value: self._stub(self.trace.look(*value)) for value in values}
         keys = {value: flow.mark(stub, value_bits[value]) for value, stub in stubs.items()}
         flow.is_live = self.start is None
-        script = Script(self.root, self._names())
+        script = Script(
+            self.root,
+            self._names(),
+            frozenset(call.name for call in self.replayed),
+            wraps=any(call.is_wrapped for call in self.trace.calls),
+        )
+        batch_keys = {flow.key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         run = _FakeRun(script, stubs, flow, self.start)
         watched = {name: module for name, module in self.fakes.module.named_modules() if name in script.names}
         with explained(run), torch.enable_grad(), flow:
@@ -199,7 +241,11 @@ class _Stage:
         named = self.fakes.owners(sources)
         buffers = {name for name in self.fakes.buffers if name in named or own[name] in flow.written}
         return StagePlan(
-            Script(self.root, script.names, frozenset(value for value in values if keys[value] in flow.written)),
+            replace(
+                script,
+                written=frozenset(value for value in values if keys[value] in flow.written),
+                writes_batch=not batch_keys.isdisjoint(flow.written),
+            ),
             tuple(sorted(used)),
             tuple(self.kept),
             frozenset(name for name in named if name not in self.fakes.buffers),
@@ -216,8 +262,7 @@ class _Stage:
         if self.end is not None:
             calls = self.trace.calls
             return [
-                (calls[value.call].name, Look.of(run.kept[value], flow), calls[value.call].looks[value.leaf])
-                for value in self.kept
+                (calls[value.call].name, Look.of(run.kept[value], flow), self.trace.look(*value)) for value in self.kept
             ]
         here, there = Returned.of(output, flow), self.trace.returned
         mine, its = here.looks(), there.looks()
@@ -240,7 +285,7 @@ class _Stage:
             through = here.sources
             for value, bit in bits.items():
                 if here.sources & bit:
-                    through |= self.trace.calls[value.call].looks[value.leaf].sources
+                    through |= self.trace.look(*value).sources
             if here.sources & RANDOM:
                 raise UsageError(
                     f"{what} depends on numbers that the forward draws before {self.start and self.start.name} ends, "
@@ -260,7 +305,7 @@ class _Stage:
         calls = self.trace.calls
         for value in used:
             call = calls[value.call]
-            others = {calls[other.call].looks[other.leaf].storage for other in used if other.call != value.call}
+            others = {self.trace.look(*other).storage for other in used if other.call != value.call}
             if call.checkpoint == "reentrant" and call.given & others:
                 raise UsageError(
                     f"{call.name} lies within a reentrant checkpoint, and both what it takes and what it returns are "
@@ -280,6 +325,10 @@ class _Stage:
                 node.is_replaced = not _is_free(self.trace, call, self.fakes)
                 if node.is_replaced:
                     self.replaced.append(call)
+                    node.replays = tuple(
+                        each for each in self.collected if self.trace.is_within(each.index, call.index)
+                    )
+                    self.replayed += node.replays
         for value in self.kept:
             node = self._node(calls[value.call])
             node.keeps = (*node.keeps, value.leaf)
@@ -305,7 +354,7 @@ class _Stage:
         pending = [self.root]
         while pending:
             node = pending.pop()
-            names |= {name for name, _ in node.inner}
+            names |= {name for name, _ in node.inner}.union(call.name for call in node.replays)
             pending += node.inner.values()
         around: set[int] = {0}
         for call in self.trace.calls:
@@ -321,7 +370,7 @@ class _FakeRun(Run):
 
     def __init__(self, script: Script, stubs: dict[Value, Tensor], flow: Flow, start: Call | None) -> None:
         super().__init__(script, stubs, _never)
-        self._flow = flow
+        self.flow = flow
         self._start = start
         self.current = ""
 
@@ -331,7 +380,7 @@ class _FakeRun(Run):
         output = super().called(name, call, arguments, keywords)
         self.current = outer
         if node is not None and node.call is self._start:
-            self._flow.is_live = True
+            self.flow.is_live = True
         return output
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import random
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +21,12 @@ from pipeflow.core.placement import Placement
 from pipeflow.stages.blocks import Blocks, Cuts, blocks_of, choose, labels_of
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.entries import Entries, Stateful
-from pipeflow.stages.plan import Plan, make_plan, with_unused
-from pipeflow.stages.trace import Batch, Call, Trace, record
+from pipeflow.stages.flow import RANDOM
+from pipeflow.stages.plan import Plan, completed, make_plan
+from pipeflow.stages.trace import Batch, Call, Trace, decides, record
 
 _ONE_AT_A_TIME = RLock()  # torch's fake tensors share caches among threads
+_OWN = "the module's own forward"
 _ALMOST_ONE = 1 - 2**-24
 
 
@@ -52,8 +58,10 @@ class Planner:
     ) -> None:
         self.entries = Entries(module)
         self._stages, self._cuts, self._blocks = stages, cuts, blocks
+        self._device = torch.device("cpu") if device is None else device
+        self._module = ref(module)
         with _ONE_AT_A_TIME:
-            self._fakes = Fakes(module, torch.device("cpu") if device is None else device)
+            self._fakes = Fakes(module, self._device)
         self._placement = Placement.linear(stages) if placement is None else placement
         self._first: Plan | None = None
         self._plans: dict[Hashable, Plan] = {}
@@ -71,9 +79,12 @@ class Planner:
         if plan is None:
             with _ONE_AT_A_TIME:
                 if like is not None:
-                    for mine, its in zip(self._fakes.module.modules(), like.modules(), strict=False):
-                        mine.training = its.training
-                plan = self._plans[key] = self._made(entries)
+                    _set_modes(self._fakes.module, like)
+                plan = self._made(entries)
+                assert plan is not None
+                if self._first is None:
+                    plan = self._first = completed(plan, self._fakes, self._in_training(entries, plan))
+                self._plans[key] = self._fitting(plan)
         return plan
 
     def blocks(self) -> list[str]:
@@ -91,23 +102,67 @@ class Planner:
                 change(fakes.module)
             return record(fakes, self.entries.arguments(tree_map(_copied, dict(entries))))
 
-    def _made(self, entries: Mapping[str, Any]) -> Plan:
+    def _in_training(self, entries: Mapping[str, Any], first: Plan) -> Plan | None:
+        """The plan by which a module that is being evaluated will be trained, if it can be: it may need more
+        parameters, such as the embedding of what is masked.
+        """
+        module = self._fakes.module
+        if module.training:
+            return None
+        modes = [each.training for each in module.modules()]
+        module.train()
+        self._first = first
+        try:
+            return self._made(entries, first.trace)
+        except UsageError:
+            return None  # which it will say when it is trained
+        finally:
+            self._first = None
+            for each, mode in zip(module.modules(), modes, strict=True):
+                each.training = mode
+
+    def _made(self, entries: Mapping[str, Any], known: Trace | None = None) -> Plan | None:
+        """The plan, or None where the same parameters flow into what each call returns as in a `known` trace."""
+
         def batch() -> Batch:
             plain = {name: each.planned() if isinstance(each, Stateful) else each for name, each in entries.items()}
             return self.entries.arguments(tree_map(_copied, plain))
 
-        with warnings.catch_warnings(), _without_cached_casts():
-            warnings.simplefilter("ignore")  # of models, which will give them when they run
+        with _quiet(), _without_cached_casts(), _own_random_numbers():
             trace = self._trace(batch)
+            if self._first is None and self._made_afresh(trace):
+                trace = self._trace(batch)
+            if known is not None and self._flows(trace) == self._flows(known):
+                return None
             cuts: Sequence[Call | None] = (
                 self._chosen(trace) if self._first is None else _same_calls(trace, self._first)
             )
+            _require_same_guesses(trace, self._fakes, [cut for cut in cuts if cut is not None], batch)
             routes = None if self._first is None else self._first.routes
-            plan = make_plan(self._fakes, trace, cuts, batch, self._placement, routes)
-        return self._fitting(plan)
+            return make_plan(self._fakes, trace, cuts, batch, self._placement, routes)
+
+    def _flows(self, trace: Trace) -> list[tuple[str, int, list[int]]]:
+        mine = self._fakes.of_parameters
+        return [(call.name, call.turn, [look.sources & mine for look in call.looks.values()]) for call in trace.calls]
+
+    def _made_afresh(self, trace: Trace) -> bool:
+        """Whether the copy of the module was made again, since the first trace filled what may be a cache: if it is one
+        that the module's class has, other than the module, whoever comes first fills it, and there is no leak any more.
+        """
+        module, unknown = self._module(), self._fakes.of_parameters | RANDOM
+        if module is None or all(leak.sources & unknown for leak in trace.leaks):
+            return False
+        before, self._fakes = self._fakes, Fakes(module, self._device)
+        _set_modes(self._fakes.module, before.module)
+        return True
 
     def _chosen(self, trace: Trace) -> list[Call]:
-        return choose(trace, blocks_of(trace, self._fakes.module, self._blocks), self._stages, self._cuts)
+        try:
+            return choose(trace, blocks_of(trace, self._fakes.module, self._blocks), self._stages, self._cuts)
+        except UsageError as error:
+            if 0 not in trace.guesses:
+                raise
+            raise UsageError(f"{error}. {decides(_OWN)}") from error
 
     def _trace(self, batch: Callable[[], Batch]) -> Trace:
         """Raises UsageError for a forward that decides by random numbers which modules it calls."""
@@ -123,8 +178,7 @@ class Planner:
         return trace
 
     def _fitting(self, plan: Plan) -> Plan:
-        if self._first is None:
-            self._first = plan = with_unused(self._fakes, plan)
+        assert self._first is not None
         for stage, (first, mine) in enumerate(zip(self._first.stages, plan.stages, strict=True)):
             if more := mine.owned - first.owned:
                 raise UsageError(
@@ -137,6 +191,39 @@ class Planner:
         device = self._fakes.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         return tuple((name, _look(entry)) for name, entry in entries.items()), training, autocast
+
+
+def _set_modes(module: nn.Module, like: nn.Module) -> None:
+    for mine, its in zip(module.modules(), like.modules(), strict=False):
+        mine.training = its.training
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of models, which will give them when they run, and without what torch logs of an operator
+    that fails on fake tensors, which is raised as well.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Leaves the generators of Python and NumPy as they were: models draw masks of training from them."""
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])
 
 
 @contextmanager
@@ -166,6 +253,37 @@ def _same_calls(trace: Trace, first: Plan) -> list[Call | None]:
             "it was cut: make the Pipeline with an example batch like it"
         )
     return found
+
+
+def _require_same_guesses(trace: Trace, fakes: Fakes, cuts: Sequence[Call], batch: Callable[[], Batch]) -> None:
+    """Raises UsageError where values that were guessed decide what happens before the last cut, but for what happens
+    within a call.
+    """
+    if not trace.guesses or not cuts:
+        return
+    other = record(fakes, batch(), guess=False)
+    end = cuts[-1].exit
+    mine, its = [call for call in _outside_guesses(trace) if call.enter < end], _outside_guesses(other)
+    same = len(mine) <= len(its) and all(
+        (one.name, one.turn) == (two.name, two.turn) and (one.exit > end or _looks(one) == _looks(two))
+        for one, two in zip(mine, its, strict=False)
+    )
+    if not same:
+        raise UsageError(decides(trace.calls[min(trace.guesses)].name or _OWN))
+
+
+def _outside_guesses(trace: Trace) -> list[Call]:
+    """The calls but for those within a call in which values were guessed."""
+    within = [index for index in trace.guesses if index]
+    return [
+        call
+        for call in trace.calls[1:]
+        if not any(call.index != index and trace.is_within(call.index, index) for index in within)
+    ]
+
+
+def _looks(call: Call) -> list[tuple[Any, ...]]:
+    return [look[:3] for look in call.looks.values()]
 
 
 def _look(entry: object) -> Hashable:

@@ -45,7 +45,7 @@ class ModuleStage(nn.Module):
         self._planner = planner
         self._places: dict[frozenset[str], list[tuple[str, dict[str, Any], str]]] = {}
         self._dead: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}  # that nobody reads
-        _store_once(root, index, plan)
+        self.shared_buffers = _store_used(root, index, plan)
 
     @property
     def root(self) -> nn.Module:
@@ -95,6 +95,10 @@ class ModuleStage(nn.Module):
             found = self._dead[key]
             return found.clone(memory_format=torch.contiguous_format) if value in written else found
 
+        if stage.script.writes_batch:
+            entries = {
+                name: each if isinstance(each, Stateful) else tree_map(_cloned, each) for name, each in entries.items()
+            }
         run = Run(stage.script, own, make)
         kept = {name: each.own(self.index) for name, each in entries.items() if isinstance(each, Stateful)}
         arguments = self._planner.entries.arguments({**entries, **kept})
@@ -152,15 +156,25 @@ def _bare(entries: list[Any]) -> Any:
     return entries[0] if len(entries) == 1 else tuple(entries)
 
 
+def _cloned(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
 def _place(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     parent, _, key = name.rpartition(".")
     return root.get_submodule(parent)._modules, key
 
 
-def _store_once(root: nn.Module, index: int, plan: Plan) -> None:
-    """Leaves buffers out of the state_dict that belong to another stage: the first one that uses them."""
-    for name in (name for name, _ in root.named_buffers()):
-        first = next((stage for stage, each in enumerate(plan.stages) if name in each.buffers), index)
-        if first != index:
+def _store_used(root: nn.Module, index: int, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Leaves buffers out of the state_dict that the stage does not use. Returns those that others use, too, with the
+    stages that do.
+    """
+    shared = {}
+    for name, _ in root.named_buffers():
+        stages = tuple(stage for stage, each in enumerate(plan.stages) if name in each.buffers)
+        if index not in stages:
             owner, _, key = name.rpartition(".")
             root.get_submodule(owner)._non_persistent_buffers_set.add(key)
+        elif len(stages) > 1:
+            shared[name] = stages
+    return shared

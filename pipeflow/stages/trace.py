@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
@@ -88,7 +89,8 @@ def _leaf(leaf: object, flow: Flow) -> Leaf:
 class Call:
     """A call of a module: the `turn`-th one of this module within the call `parent`. `enter` and `exit` count entries
     and exits of all calls; `checkpoint` says in which kind of activation checkpoint it lies. `given` has the storages
-    of its arguments.
+    of its arguments. `seen_by` are others than its caller that see it: forward hooks, by their code, or what was put in
+    the place of the module's forward, which `is_wrapped` tells. `arguments` are kept of such a call alone.
     """
 
     index: int
@@ -99,6 +101,9 @@ class Call:
     checkpoint: str | None = None
     given: frozenset[int] = frozenset()
     exit: int = -1
+    arguments: Returned | None = None
+    seen_by: frozenset[object] = frozenset()
+    is_wrapped: bool = False
     returned: Returned | None = None
     turns: dict[str, int] = field(default_factory=dict)
 
@@ -107,16 +112,37 @@ class Call:
         """The tensors that it returned."""
         return {} if self.returned is None else self.returned.looks()
 
+    @property
+    def returns(self) -> frozenset[int]:
+        """The storages of what it returned."""
+        return frozenset(look.storage for look in self.looks.values())
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """The storages of what it returned and was given."""
+        given = [] if self.arguments is None else self.arguments.looks().values()
+        return self.returns.union(look.storage for look in given)
+
+    def look(self, leaf: int) -> Look:
+        """A tensor that it returned, or where `leaf` is below zero, one that it was given: -1 is the first one."""
+        tree = self.returned if leaf >= 0 else self.arguments
+        assert tree is not None
+        return tree.looks()[leaf if leaf >= 0 else -1 - leaf]
+
 
 class Leak(NamedTuple):
-    """A tensor that was made inside call `maker` and read in call `reader` at `clock`, though it was not returned."""
+    """A tensor of storage `key` that was made inside call `maker` and read in call `reader` at `clock`, though it was
+    not returned; `sources` flowed into it.
+    """
 
     maker: int
     reader: int
     clock: int
+    key: int
+    sources: int
 
 
-@dataclass(slots=True)
+@dataclass
 class Trace:
     """A forward. Call 0 is that of the whole module.
 
@@ -124,6 +150,7 @@ class Trace:
         calls: in the order in which they were entered.
         leaks: tensors that calls handed on beside their outputs.
         decided: the calls that read a number that was drawn at random.
+        guesses: the calls that decided by a value that depends on parameters, and when they did first.
         targets: how many targets count, of each loss that counts its targets.
         makes_loss: whether there is a loss in what the module returned.
     """
@@ -131,6 +158,7 @@ class Trace:
     calls: list[Call]
     leaks: list[Leak]
     decided: list[int]
+    guesses: dict[int, int]
     targets: list[int]
     makes_loss: bool
 
@@ -147,6 +175,36 @@ class Trace:
             inner = self.calls[inner].parent
         return inner == outer
 
+    def look(self, call: int, leaf: int) -> Look:
+        """A tensor that a call returned, or was given; see `Call.look`."""
+        return self.calls[call].look(leaf)
+
+    def seen_in(self, outer: Call) -> list[Call]:
+        """The calls within `outer`, itself among them, that others than their callers may see, as their hooks do."""
+        return [call for call in self.calls if call.seen_by and self.is_within(call.index, outer.index)]
+
+    def collected(self, start: Call) -> list[Call]:
+        """The calls up to the end of `start` that collectors see, in the order of their ends."""
+        found = [call for call in self.calls if call.exit <= start.exit]
+        found = [call for call in found if not call.seen_by.isdisjoint(self.collectors)]
+        return sorted(found, key=lambda call: call.exit)
+
+    @cached_property
+    def collectors(self) -> frozenset[object]:
+        """Who may collect tensors from calls: those who see one whose tensors are read later beside what is returned,
+        or are returned by a call around it.
+        """
+        leaked = {leak.key for leak in self.leaks}
+        found: set[object] = set()
+        for call in self.seen_in(self.calls[0]):
+            wanted, outer = set(leaked), call
+            while outer.index:
+                outer = self.calls[outer.parent]
+                wanted |= outer.returns
+            if not call.storages.isdisjoint(wanted):
+                found |= call.seen_by
+        return frozenset(found)
+
     def calls_in_order(self) -> list[tuple[int, str, int]]:
         """Every call by its parent, its name and its turn."""
         return [(call.parent, call.name, call.turn) for call in self.calls]
@@ -155,8 +213,9 @@ class Trace:
 class Recorder:
     """Records calls while they run."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: Flow, modules: dict[str, nn.Module]) -> None:
         self.flow = flow
+        self._modules = modules
         self.calls = [Call(0, "", 0, -1, 0)]
         self._current = 0
 
@@ -166,6 +225,12 @@ class Recorder:
         turn = outer.turns.get(name, 0)
         outer.turns[name] = turn + 1
         made = Call(len(self.calls), name, turn, outer.index, self._tick(), _checkpoint())
+        module = self._modules[name]
+        seers, wrapper = [*module._forward_hooks.values()], vars(module).get("forward")
+        made.is_wrapped = wrapper is not None
+        made.seen_by = frozenset(_code(each) for each in (*seers, wrapper) if each is not None)
+        if made.seen_by:
+            made.arguments = Returned.of((arguments, keywords), self.flow)
         given = tree_leaves((arguments, keywords))
         made.given = frozenset(self.flow.key(tensor) for tensor in given if isinstance(tensor, Tensor))
         self.calls.append(made)
@@ -192,25 +257,31 @@ class Recorder:
         return self.flow.clock
 
 
-def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0) -> Trace:
-    """Runs the forward of `fakes` on a batch, whose tensors must not be needed elsewhere.
-
-    Raises UsageError where it decides by values that depend on parameters.
+def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0, guess: bool = True) -> Trace:
+    """Runs the forward of `fakes` on a batch, whose tensors must not be needed elsewhere. `draw` and `guess` are those
+    of Flow. With the guess that is not the usual one, a forward that fails is recorded up to there.
     """
-    flow = Flow(fakes.mode, fakes.of_buffers, draw)
+    flow = Flow(fakes.mode, fakes.of_buffers, draw=draw, guess=guess)
     bits = fakes.sources()
     for name, tensor in fakes.tensors().items():
         flow.mark(tensor, bits[name])
-    recorder = Recorder(flow)
     modules = {name: module for name, module in fakes.module.named_modules() if name}
-    with explained(recorder), watched(modules, recorder), torch.enable_grad(), flow:
-        output = fakes.module(*batch[0], **batch[1])
+    recorder, output = Recorder(flow, modules), None
+    try:
+        with explained(recorder), watched(modules, recorder), torch.enable_grad(), flow:
+            output = fakes.module(*batch[0], **batch[1])
+    except UsageError:
+        if guess:
+            raise
     recorder.end(output)
-    return Trace(recorder.calls, _leaks(recorder.calls, flow), flow.decided, flow.targets, loss_in(output) is not None)
+    leaks, makes_loss = _leaks(recorder.calls, flow), loss_in(output) is not None
+    return Trace(recorder.calls, leaks, flow.decided, flow.guesses, flow.targets, makes_loss)
 
 
 class Located(Protocol):
-    """Knows in which module a forward is."""
+    """Knows in which module a forward is, and what flows there."""
+
+    flow: Flow
 
     @property
     def current(self) -> str: ...
@@ -227,15 +298,26 @@ class explained:  # noqa: N801  # used like a function, as contextlib's are
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         where = self._where.current or "the module's own forward"
-        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-            raise UsageError(
-                f"{where} decides by the values of a tensor that depends on parameters ({error}), so what it does is "
-                "not known before it runs: the module cannot be cut"
-            ) from error
         if isinstance(error, UsageError):
             raise UsageError(f"{where}: {error}") from error
+        unknown = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+        if unknown or (isinstance(error, Exception) and self._where.flow.guesses):
+            raise UsageError(decides(where, f" ({error})")) from error
         if isinstance(error, Exception):
             error.add_note(f"raised in {where}, while the module's forward was traced on the example batch")
+
+
+def decides(where: str, how: str = "") -> str:
+    """An error about a forward that cannot be known."""
+    return (
+        f"{where} decides by the values of a tensor that depends on parameters{how}, so what it does is not known "
+        "before it runs: the module cannot be cut there"
+    )
+
+
+def _code(function: object) -> object:
+    """What is the same for all functions that one place in a program makes."""
+    return getattr(function, "__code__", type(function))
 
 
 def _leaks(calls: list[Call], flow: Flow) -> list[Leak]:
@@ -247,7 +329,7 @@ def _leaks(calls: list[Call], flow: Flow) -> list[Leak]:
         inside = _ancestors(calls, reader)
         while maker not in inside:
             if key not in returned[maker]:
-                found.append(Leak(maker, reader, clock))
+                found.append(Leak(maker, reader, clock, key, flow.sources_of(key)))
             maker = calls[maker].parent
     return found
 

@@ -171,6 +171,39 @@ def test_a_checkpoint_has_the_module_s_names_and_fits_any_cut(tmp_path: Path) ->
     assert set().union(*loaded) == {name for name, _ in module.named_parameters()}
 
 
+class Scaled(nn.Module):
+    """Scales by the same buffer after every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            values = torch.tanh(block(values)) * self.scale
+        return values.sum()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
+def test_a_buffer_that_several_stages_use_is_loaded_by_all(schedule: str, tmp_path: Path) -> None:
+    batch = vectors(4)[0], None
+
+    def made(scale: float) -> Pipeline:
+        module = Scaled()
+        module.double().get_buffer("scale").fill_(scale)
+        return Pipeline.from_module(module, make_schedule(schedule, ranks=2, microbatches=2), batch)
+
+    def rank() -> list[float]:
+        save_checkpoint(tmp_path / "saved", made(3.0))
+        model = made(1.0)
+        load_checkpoint(tmp_path / "saved", model)
+        return [float(chunk.get_buffer("scale").mean()) for chunk in model.chunks]
+
+    assert all(found == [3.0] * len(found) for found in run_threads(rank, 2))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_module_on_the_meta_device(schedule: str) -> None:
     """Each rank makes its own part; weights with several names, on one rank or several, are one again."""

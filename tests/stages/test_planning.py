@@ -259,20 +259,6 @@ class Noisy(nn.Module):
         return values.sum()
 
 
-class Collecting(Decoder):
-    """Returns all hidden states, which a hook collects."""
-
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:  # type: ignore[override]  # another model
-        found: list[Tensor] = []
-        hooks = [layer.register_forward_hook(lambda *call: found.append(call[2])) for layer in self.layers]
-        hidden: Tensor = self.words(input_ids)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        for hook in hooks:
-            hook.remove()
-        return hidden.sum(), found
-
-
 class Twice(nn.Module):
     """Needs at its end what two checkpointed blocks made, one of the other's output."""
 
@@ -304,7 +290,6 @@ REFUSED: dict[str, tuple[nn.Module, Any, int, dict[str, Any], str]] = {
     "a leak": (Leaking(), vectors(2), 3, {}, "blocks.0 hands a tensor to the module itself beside its output"),
     "writing": (Writing(), vectors(2), 3, {}, "no longer depends on blocks.0.layer.weight"),
     "noise": (Noisy(), vectors(2), 2, {}, "depends on numbers that the forward draws before blocks.0 ends"),
-    "collecting": (Collecting(), sentences(2), 2, {}, "returns something else than as a whole .3 tensors, not 5"),
     "a checkpoint": (Twice(), vectors(2), 3, {}, "blocks.1 lies within a reentrant checkpoint, and both"),
     "another entry": (Decoder(), {"words": torch.ones(2)}, 2, {}, "no parameter 'words', an entry of the batch"),
     "no batch": (Decoder(), torch.ones(2), 2, {}, "a batch is a dict of the keywords of Decoder.forward"),

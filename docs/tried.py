@@ -1,0 +1,52 @@
+"""Writes the table of models in huggingface.md from the families that the tests train: `make gallery`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # so that the tests are found from anywhere
+
+from tests.stages.families import HEADS, KNOWN, SEEN, WRITTEN  # noqa: E402  # after the path
+from tests.stages.family import Family  # noqa: E402
+
+PAGE = "docs/huggingface.md"
+BEGIN, END = "<!-- docs/tried.py writes from here -->", "<!-- to here -->"
+
+
+def table() -> str:
+    """A line for each class."""
+    parts = [
+        ("Every single cut, a block per stage, 1F1B, interleaved 1F1B, ZB-V and DualPipeV", [*KNOWN.values()]),
+        ("Other heads and models without one; the same", [*HEADS.values()]),
+        (
+            "Models that pipeflow was not written with in mind; every single cut, a block per stage",
+            [*WRITTEN.values(), *SEEN.values()],
+        ),
+    ]
+    lines = ["| tested | models | gradients within |", "|---|---|---|"]
+    for what, families in parts:
+        for tolerance in sorted({each.tolerance for each in families}):
+            own = [each for each in families if each.tolerance == tolerance]
+            why = sorted({each.why for each in own if each.why})
+            note = f" ({', '.join(why)} in float32)" if why else ""
+            lines.append(f"| {what} | {names(own)} | {tolerance:.0e}{note} |")
+    return "\n".join(lines)
+
+
+def names(families: Iterable[Family]) -> str:
+    """The classes, in order, each once."""
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(each.model for each in families))
+
+
+def written(page: str) -> str:
+    """The page with the table of today."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    (ROOT / PAGE).write_text(written((ROOT / PAGE).read_text()))

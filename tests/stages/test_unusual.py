@@ -1,0 +1,285 @@
+"""Modules whose forward does more than hand tensors from block to block: what hooks collect, values that decide,
+caches, batches that are written to, branches of training alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache, wraps
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import UsageError
+from pipeflow.stages.plan import Plan
+from pipeflow.stages.planner import Planner
+from pipeflow.stages.stage import ModuleStage
+from tests.stages.chain import chained
+from tests.stages.models import seeded
+
+CPU = torch.device("cpu")
+WIDTH, BLOCKS = 6, 4
+
+
+class Block(nn.Module):
+    """Returns its result, and has a part whose result nobody is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.up = nn.Linear(3, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + torch.tanh(self.up(torch.tanh(self.gate(values))))
+
+
+class Stack(nn.Module):
+    """Blocks of some kind."""
+
+    def __init__(self, kind: Any = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(BLOCKS))
+
+    def forward(self, values: Tensor) -> Any:
+        for block in self.blocks:
+            values = block(values)
+        return values.sum()
+
+
+class Hooked(Stack):
+    """Its loss is also one of what hooks collect from within its blocks, and of the first one's input."""
+
+    def forward(self, values: Tensor) -> Any:
+        found: list[Tensor] = []
+
+        def collect(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+            found.extend([output] if found else [given[0], output])
+
+        hooks = [block.gate.register_forward_hook(collect) for block in self.blocks]  # type: ignore[union-attr]
+        try:
+            loss = super().forward(torch.sin(values))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return loss + sum((index + 1) * each.square().sum() for index, each in enumerate(found))
+
+
+class Wrapped(Stack):
+    """Collects by putting functions in the place of forwards, and takes them away when all goes well."""
+
+    def forward(self, values: Tensor) -> Any:
+        found: list[Tensor] = []
+
+        def wrapped(own: Any) -> Any:
+            @wraps(own)
+            def collect(*given: Tensor) -> Tensor:
+                output: Tensor = own(*given)
+                found.append(output)
+                return output
+
+            return collect
+
+        own = [block.gate.forward for block in self.blocks]  # type: ignore[union-attr]
+        for block in self.blocks:
+            block.gate.forward = wrapped(block.gate.forward)  # type: ignore[union-attr]
+        loss = super().forward(values)
+        for block, forward in zip(self.blocks, own, strict=True):
+            block.gate.forward = forward  # type: ignore[union-attr]
+        return loss + torch.cat(found).square().sum()
+
+
+class Experts(nn.Module):
+    """Gives each row to the expert that it points to, and calls those to which there is a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 5)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, values: Tensor) -> Tensor:
+        best = self.router(values).argmax(-1)
+        found = torch.zeros_like(values)
+        hit = nn.functional.one_hot(best, 6).sum(0).nonzero()
+        for expert in hit:
+            if expert[0] == 5:
+                continue
+            rows = torch.where(best == expert[0])[0]
+            found.index_add_(0, rows, self.experts[int(expert[0])](values[rows]))
+        return values + found
+
+
+class Ended(Stack):
+    """Leaves rows out after its blocks, as many as values say."""
+
+    def forward(self, values: Tensor) -> Any:
+        for block in self.blocks:
+            values = block(values)
+        return values[values.sum(1) > 0].sum()
+
+
+class Writing(Stack):
+    """Writes to its batch."""
+
+    def forward(self, values: Tensor) -> Any:
+        values[:, 0] = 0
+        return super().forward(values)
+
+
+@cache
+def _table(width: int) -> Tensor:
+    return torch.arange(width).double()
+
+
+class Cached(nn.Module):
+    """Keeps a table for all modules of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return torch.tanh(self.inner(values)) * _table(WIDTH)
+
+
+class Masked(Stack):
+    """Puts something of its own in the place of some of its input, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.instead = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, values: Tensor) -> Any:
+        if self.training:
+            values = torch.cat([values[:1] * 0 + self.instead, values[1:]])
+        return super().forward(values)
+
+
+class Drawing(Stack):
+    """Draws with NumPy what all blocks are given."""
+
+    def forward(self, values: Tensor) -> Any:
+        noise = torch.tensor(np.random.rand(WIDTH))
+        for block in self.blocks:
+            values = block(values + noise)
+        return values.sum()
+
+
+class Converting(nn.Module):
+    """Has parameters of its own converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        converted: Tensor = self.inner.float()(values.float())
+        return converted.double()
+
+
+class Choosing(Stack):
+    """Calls a block or not, as values say."""
+
+    def forward(self, values: Tensor) -> Any:
+        for block in self.blocks:
+            if values.square().sum() > 0:
+                values = block(values)
+        return values.sum()
+
+
+def rows() -> Tensor:
+    return torch.randn(7, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def in_stages(module: nn.Module, stages: int, **options: Any) -> tuple[Any, Plan]:
+    """What stages make of the rows, one after the other."""
+    return chained(module, {"values": rows()}, stages, **options)
+
+
+def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    module.zero_grad()
+    loss.backward()
+    return {name: each.grad.clone() for name, each in module.named_parameters() if each.grad is not None}
+
+
+MODULES: dict[str, Any] = {
+    "hooked": Hooked,
+    "wrapped": Wrapped,
+    "experts": lambda: Stack(Experts),
+    "ended": Ended,
+    "writing": Writing,
+    "cached": lambda: Stack(Cached),
+    "masked": Masked,
+}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("name", MODULES)
+def test_stages_compute_what_the_module_does(name: str, stages: int) -> None:
+    _table.cache_clear()
+    module = seeded(MODULES[name]().double(), 0)
+    loss, _ = in_stages(module, stages)
+    found = gradients(module, loss)
+    expected_loss = module(rows())
+    expected = gradients(module, expected_loss)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-12)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[key], expected[key], rtol=1e-12) for key in found)
+
+
+def test_what_is_collected_is_sent_to_who_needs_it_and_nothing_else() -> None:
+    _, plan = in_stages(seeded(Hooked().double(), 0), 3, cuts=["blocks.0", "blocks.2"])
+    needed = [[(plan.trace.calls[each.call].name, each.leaf) for each in stage.receives] for stage in plan.stages]
+    collected = [("blocks.0.gate", -1), ("blocks.0.gate", 0), ("blocks.1.gate", 0), ("blocks.2.gate", 0)]
+    assert needed[1] == [("blocks.0", 0)]
+    assert sorted(needed[2]) == sorted([("blocks.2", 0), *collected])
+
+
+def test_a_stage_runs_no_hook_of_a_module_that_it_lacks() -> None:
+    """But for hooks that collect what a later stage needs."""
+    seen: list[Tensor] = []
+    module = seeded(Stack().double(), 0)
+    for block in module.children():
+        for each in block.children():
+            each.register_forward_hook(lambda *call: seen.append(call[2]))
+    in_stages(module, 4)
+    planned, seen[:] = len(seen), []
+    in_stages(module, 4)
+    assert len(seen) == planned
+    assert sum(type(each) is Tensor and not each.isnan().any() for each in seen) == BLOCKS
+
+
+def test_a_module_that_is_planned_in_evaluation_can_be_trained() -> None:
+    module = seeded(Masked().double(), 0).eval()
+    planner = Planner(module, 2)
+    plan = planner.plan({"values": rows()})
+    assert ["instead" in stage.owned for stage in plan.stages] == [True, False]
+    first = ModuleStage(module, 0, planner, plan, CPU)
+    evaluated = first(values=rows())
+    assert not torch.allclose(first.train()(values=rows()), evaluated)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "drawing": (Drawing, {}, "depends on numbers that the forward draws before blocks.1 ends"),
+    "choosing": (Choosing, {}, "the module's own forward decides by the values of a tensor that depends on parameters"),
+    "within experts": (lambda: Stack(Experts), {"cuts": ["blocks.1.experts.0"]}, "blocks.1 decides by the values"),
+    "converting": (lambda: Stack(Converting), {}, "blocks.0.inner converts its parameters from torch.float64 when it"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    make, options, message = REFUSED[name]
+    stages = 2
+    with pytest.raises(UsageError, match=message):
+        in_stages(seeded(make().double(), 0), stages, **options)
+
+
+def test_planning_leaves_the_generators_of_python_and_numpy_alone() -> None:
+    np.random.seed(0)
+    expected = np.random.rand()
+    np.random.seed(0)
+    with pytest.raises(UsageError):
+        in_stages(Drawing(), 2)
+    assert np.random.rand() == expected
