@@ -151,7 +151,7 @@ def test_a_block_for_each_stage(name: str) -> None:
 QUICK = [("llama", "zb-v"), ("t5", "interleaved-1f1b"), ("mixtral", "dualpipe-v")]
 PAIRS = [
     (name, schedule)
-    for name in HERE
+    for name in SPLIT
     if name in {**KNOWN, **HEADS}
     for schedule in ("interleaved-1f1b", "zb-v", "dualpipe-v")
 ]
