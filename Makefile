@@ -57,7 +57,7 @@ check: .venv/installed          ## lint, types, layers
 bench: .venv/installed          ## every benchmark, side by side with its peers
 	$(PY) -m benchmarks $(ARGS)
 
-gallery: .venv/installed        ## docs/schedules.md: every schedule, drawn and measured; docs/huggingface.md: the models
+gallery: .venv/installed        ## docs/schedules.md: every schedule, drawn and measured; docs/models.md: the models
 	$(PY) docs/gallery.py
 	$(PY) docs/tried.py
 

@@ -1,4 +1,4 @@
-"""Writes the table of models in huggingface.md from the families that the tests train: `make gallery`."""
+"""Writes the table of models in models.md from the families that the tests train: `make gallery`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))  # so that the tests are found from anywhere
 from tests.stages.families import HEADS, KNOWN, SEEN, WRITTEN  # noqa: E402  # after the path
 from tests.stages.family import Family  # noqa: E402
 
-PAGE = "docs/huggingface.md"
+PAGE = "docs/models.md"
 BEGIN, END = "<!-- docs/tried.py writes from here -->", "<!-- to here -->"
 
 

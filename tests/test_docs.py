@@ -49,7 +49,7 @@ def test_the_table_of_models_is_what_is_trained() -> None:
     page = run(
         "-c", "import tried; print(tried.written((tried.ROOT / tried.PAGE).read_text()), end='')", cwd=ROOT / "docs"
     )
-    assert page == (ROOT / "docs" / "huggingface.md").read_text(), "make gallery writes it anew"
+    assert page == (ROOT / "docs" / "models.md").read_text(), "make gallery writes it anew"
 
 
 @pytest.mark.parametrize("names", [["verify", "draw"], ["draw", "export"]])
