@@ -19,14 +19,20 @@ BEGIN, END = "<!-- docs/tried.py writes from here -->", "<!-- to here -->"
 def table() -> str:
     """A line for each class."""
     parts = [
-        ("Every single cut, a block per stage, 1F1B, interleaved 1F1B, ZB-V and DualPipeV", [*KNOWN.values()]),
+        (
+            "Every single cut, a block per stage, and with enough blocks 1F1B, interleaved 1F1B, ZB-V and DualPipeV",
+            [*KNOWN.values()],
+        ),
         ("Other heads and models without one; the same", [*HEADS.values()]),
         (
             "Models that pipeflow was not written with in mind; every single cut, a block per stage",
             [*WRITTEN.values(), *SEEN.values()],
         ),
     ]
-    lines = ["| tested | models | gradients within |", "|---|---|---|"]
+    alone = [each for _, families in parts for each in families if each.is_alone]
+    parts = [(what, [each for each in families if not each.is_alone]) for what, families in parts]
+    parts.append(("Every single cut, stage after stage in one process", alone))
+    lines = ["| tested | models | limit for gradients |", "|---|---|---|"]
     for what, families in parts:
         for tolerance in sorted({each.tolerance for each in families}):
             own = [each for each in families if each.tolerance == tolerance]
