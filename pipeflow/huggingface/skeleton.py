@@ -68,9 +68,9 @@ class Blueprint:
         return {name: made[name].detach() for name in names}
 
     def _constructed(self, kept: _Kept) -> tuple[Any, list[nn.Parameter]]:
-        default = torch.get_default_dtype()
         with _ONE_AT_A_TIME, kept, warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            default = torch.get_default_dtype()  # which another thread may change before
             torch.set_default_dtype(self.dtype)
             try:
                 return self.kind(copy.deepcopy(self.config)), kept.order

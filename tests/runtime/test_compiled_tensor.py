@@ -89,6 +89,15 @@ def test_a_layer_that_waits_for_other_ranks_is_in_no_one_graph() -> None:
     run_threads(compile_in_one_graph, 4, tensor=2)
 
 
-def test_a_checkpoint_of_these_layers_within_a_block_is_refused() -> None:
-    with pytest.raises(RankError, match=r"pipeflow\.tensor\.checkpoint is called in what is being compiled"):
-        run_threads(train, 4, {"backend": "aot_eager"}, {"checkpoint": True}, tensor=2, deadline=120.0)
+def test_a_checkpoint_of_these_layers_within_a_block_is_refused_or_right() -> None:
+    """torch.compile leaves a block alone in which Python raises, or passes the error on."""
+    options = {"drop_rate": 0.5, "checkpoint": True}
+    expected = run_threads(train, 4, None, options, tensor=2)
+    try:
+        found = run_threads(train, 4, {"backend": "aot_eager"}, options, tensor=2, deadline=120.0)
+    except RankError as error:
+        assert "pipeflow.tensor.checkpoint is called in what is being compiled" in str(error)  # noqa: PT017  # it may
+        return
+    for (mine, _), (its, _) in zip(found, expected, strict=True):
+        assert mine.keys() == its.keys()
+        assert all(torch.equal(mine[name], gradient) for name, gradient in its.items())
