@@ -28,12 +28,12 @@ NEO: dict[str, Any] = {
 }
 NEO |= {"attention_types": [[["global", "local"], 2]], "max_position_embeddings": 64}
 MORE: dict[str, tuple[str, str, dict[str, Any], Any]] = {
-    "gpt-neo": ("GPTNeoForCausalLM", "GPTNeoConfig", NEO, FAMILIES["gpt2"][3]),
+    "gpt-neo-long": ("GPTNeoForCausalLM", "GPTNeoConfig", NEO, FAMILIES["gpt2"][3]),
     "mistral-window": ("MistralForCausalLM", "MistralConfig", FAMILIES["mistral"][2] | {"sliding_window": 5}, None),
     "gemma2-window": ("Gemma2ForCausalLM", "Gemma2Config", FAMILIES["gemma2"][2] | {"sliding_window": 5}, None),
 }
 NAMED = ("llama", "gpt2", "bloom", "mistral-window")
-OTHERS = ("qwen3", "glm", "gptj", "gpt-neo", "opt", "mistral", "gemma2-window", "llama-tied")
+OTHERS = ("qwen3", "glm", "gptj", "gpt-neo-long", "opt", "mistral", "gemma2-window", "llama-tied")
 EACH = [*NAMED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)]
 TWO, THREE = (make_schedule("1f1b", ranks=ranks, microbatches=2) for ranks in (2, 3))
 LENGTH: dict[str, Any] = {
