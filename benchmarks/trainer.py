@@ -1,5 +1,5 @@
 """What a Trainer costs: an epoch with no hook, and one with the usual hooks and progress, beside a bare loop on
-execute_pipeline; the same model, batches and optimizer on 2 ranks.
+execute_pipeline; one model, its batches and optimizer on 2 ranks.
 
 A bare loop is zero_grad, execute_pipeline and the optimizer's step. The hooks measure rates, throughput, times, memory
 and the bubble, log by step and by epoch, write for TensorBoard where it is installed, and show progress as on a
@@ -104,12 +104,9 @@ def _contenders(task: Any, steps: int, folder: str) -> dict[str, Any]:
         NONE: partial(_fit, batches=batches, folder=None),
         ALL: partial(_fit, batches=batches, folder=folder),
     }
-    contenders = {}
-    for name, way in ways.items():
-        model = pipeflow_side.pipeline(task, rank, "1f1b")
-        engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-        contenders[name] = Contender(name, partial(way, engine), [model], model)
-    return contenders
+    model = pipeflow_side.pipeline(task, rank, "1f1b")  # one for all, so that nothing else differs
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    return {name: Contender(name, partial(way, engine), [model], model) for name, way in ways.items()}
 
 
 def _loop(engine: Any, batches: list[Any]) -> None:
