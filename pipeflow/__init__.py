@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from pipeflow.orders.search import Found, search
     from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launch import launch
+    from pipeflow.planning.cluster import Cluster
+    from pipeflow.planning.device import DEVICES, Device
     from pipeflow.planning.estimate import Plan, RankPlan, plan
     from pipeflow.planning.layer_costs import LayerCosts
     from pipeflow.planning.partition import partition_balanced, partition_uniform
@@ -57,7 +59,10 @@ __version__ = "0.1.0"
 
 _LATER = {
     "Cause": "analysis.causes",
+    "Cluster": "planning.cluster",
     "Context": "parallel.context",
+    "DEVICES": "planning.device",
+    "Device": "planning.device",
     "Found": "orders.search",
     "GPT": "planning.transformer",
     "GPT_PRESETS": "planning.transformer",
@@ -108,14 +113,17 @@ _LATER = {
 }
 
 __all__ = [
+    "DEVICES",
     "GPT",
     "GPT_PRESETS",
     "PRECISIONS",
     "SCHEDULES",
     "Action",
     "Cause",
+    "Cluster",
     "Context",
     "CostModel",
+    "Device",
     "Found",
     "Kind",
     "LayerCosts",

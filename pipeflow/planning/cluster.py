@@ -1,0 +1,148 @@
+"""Cluster: many devices of one kind, in nodes, and the links between them. What must not live here: what a model costs
+on it, and how it is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_positive
+from pipeflow.planning.device import LINK_BANDWIDTHS, Device, require_bandwidth, require_between
+
+UNITS = {
+    "flops": "FLOP/s",
+    "memory_bytes": "bytes",
+    "memory_bandwidth": "bytes/s",
+    "link_bandwidth": "bytes/s per device, one way",
+    "link_latency": "s",
+    "network_bandwidth": "bytes/s per device, one way",
+    "network_latency": "s",
+}
+"""Of the numbers in a cluster file, which holds this table, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Devices of one kind, `devices_per_node` of them in each node, as many nodes as needed.
+
+    Attributes:
+        device: each of them.
+        devices_per_node: devices that reach each other over `link_bandwidth`.
+        link_bandwidth: bytes/s that one device sends to others of its node, one way, while it may receive as many.
+        link_latency: seconds until the first byte of such a transfer arrives.
+        network_bandwidth, network_latency: the same between nodes, of one device when all of its node send.
+        efficiency: measured coefficients of a cost model, by name.
+
+    >>> Cluster.of("a100-80gb", network_bandwidth=12.5e9).link_bandwidth
+    300000000000.0
+
+    Raises UsageError for bandwidths under 1 MB/s or over 100 TB/s and latencies over 1 s, whose unit must be wrong.
+    """
+
+    device: Device
+    _: KW_ONLY
+    devices_per_node: int = 8
+    link_bandwidth: float
+    link_latency: float = 5e-6
+    network_bandwidth: float = 25e9
+    network_latency: float = 1e-5
+    efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        require_positive(devices_per_node=self.devices_per_node)
+        for name in ("link_bandwidth", "network_bandwidth"):
+            require_bandwidth(name, getattr(self, name))
+        for name in ("link_latency", "network_latency"):
+            require_between(0, 1, name, getattr(self, name), "seconds, not microseconds: 5 microseconds are 5e-6")
+        object.__setattr__(self, "efficiency", dict(self.efficiency))
+
+    @classmethod
+    def of(cls, device: str | Device, **given: Any) -> Cluster:
+        """A cluster of a device of DEVICES, with the link that it is sold with and a network of 200 Gbit/s (25e9
+        bytes/s) per device; `given` are other attributes than the device. None stands for the usual value.
+
+        Raises UsageError for an unknown device, and where a device that is not in DEVICES comes without
+        `link_bandwidth`.
+        """
+        known = Device.named(device) if isinstance(device, str) else device
+        given = {name: value for name, value in given.items() if value is not None}
+        if "link_bandwidth" not in given:
+            if known.name not in LINK_BANDWIDTHS:
+                raise UsageError(f"device {known.name!r} has no usual link: give link_bandwidth in bytes/s, one way")
+            given["link_bandwidth"] = LINK_BANDWIDTHS[known.name]
+        return cls(known, **given)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """The cluster that `save` wrote, or that was written by hand. Only `efficiency` and `units` may be left out.
+
+        Raises UsageError, which names the file, for one that cannot be read, is not JSON, lacks keys, has unknown ones,
+        other units, or values that cannot be.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except OSError as error:
+            raise UsageError(f"{os.fspath(path)}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise UsageError(f"{os.fspath(path)}: not a text file") from None
+        try:
+            return _from_json(text)
+        except UsageError as error:
+            raise UsageError(f"{os.fspath(path)}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cluster as JSON, for `load`; a file that is there is replaced at once. Raises UsageError where the
+        file cannot be written.
+        """
+        content = {"units": UNITS} | asdict(self)
+        real = Path(os.path.realpath(path))
+        part = real.with_name(f".{real.name}.{os.getpid()}.part")
+        try:
+            part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            part.replace(real)
+        except OSError as error:
+            raise UsageError(f"{os.fspath(path)}: {error.strerror}") from None
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _from_json(text: str) -> Cluster:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"this is not JSON: {error}") from None
+    known = {each.name for each in fields(Cluster)}
+    cluster = _keys(content, "a cluster", known, optional={"efficiency", "units"})
+    device = _keys(cluster["device"], "the device of a cluster", {each.name for each in fields(Device)})
+    units = cluster.pop("units", UNITS)
+    if not isinstance(units, dict) or any(UNITS.get(name) != unit for name, unit in units.items()):
+        expected = ", ".join(f"{name} in {unit}" for name, unit in UNITS.items())
+        raise UsageError(f"units other than those of a cluster file; give {expected}")
+    for name, numbers in (("flops", device["flops"]), ("efficiency", cluster.get("efficiency", {}))):
+        if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
+            raise UsageError(f"{name} must be an object of names and numbers, got {numbers!r}")
+    if not isinstance(device["name"], str):
+        raise UsageError(f"the name of the device must be text, got {device['name']!r}")
+    return Cluster(**cluster | {"device": Device(**device)})
+
+
+def _keys(value: object, what: str, known: set[str], *, optional: frozenset[str] | set[str] = frozenset()) -> Any:
+    """The object, if it has the keys that it must have and no others."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{what} must be an object with {', '.join(sorted(known - optional))}; got {value!r}")
+    missing, unknown = sorted(known - optional - set(value)), sorted(set(value) - known - optional)
+    said = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unknown {', '.join(unknown)}"] * bool(unknown)
+    if said:
+        raise UsageError(f"{what} {' and '.join(said)}; its keys are {', '.join(sorted(known | optional))}")
+    return dict(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

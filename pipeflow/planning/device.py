@@ -1,0 +1,157 @@
+"""Devices: the rates and the memory that a GPU is sold with. What must not live here: what is measured, and how devices
+are connected into a cluster.
+
+One device is what one rank computes on, and what torch counts as a device: an MI250X is two of them.
+
+Sources: the data sheets of NVIDIA (V100, T4, A10, A100, A800, L4, L40S, H100, H800, H20, H200, HGX B200, GB200
+NVL72) and AMD (CDNA 2 and CDNA 3), and NVIDIA's white papers on GA102 and AD102 (RTX 3090, RTX 4090). All rates are
+dense, half of those that data sheets give with sparsity. Those of the RTX cards add up in float32, which halves what
+they reach with float16 sums. Memory is in GiB: a data sheet's "80 GB" of HBM is 80 GiB, of which drivers and error
+correction take a few percent. Link bandwidths go one way: half of the number that data sheets give for both.
+
+Not certain: H20, H800 and A800 have no public data sheet of NVIDIA's own, the numbers are those of their resellers;
+H100 with 96 GB is a part for single customers with slower HBM2e and less power, so its peaks are those of H100 SXM and
+its bandwidth is an estimate; B200 is sold with 180 and 192 GB. H100 NVL is joined in pairs (300e9 bytes/s), and an
+MI250X's two dies by 200e9 bytes/s; between the pairs only what is given here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from pipeflow.core.errors import UsageError
+
+SLOWEST, FASTEST = 1e6, 1e14  # bytes/s of a memory or a link: outside of it the unit must be wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device that computes.
+
+    Attributes:
+        name: as DEVICES has it, or any other.
+        flops: FLOP/s of dense products per precision: "fp16", "bf16", "fp8", "tf32", "float32". A precision that the
+            device has no units for is left out.
+        memory_bytes: of memory.
+        memory_bandwidth: bytes/s that it reads or writes.
+
+    >>> Device.named("A100-80GB").flops["bf16"]
+    312000000000000.0
+
+    Raises UsageError for numbers that are not positive, and for a `memory_bandwidth` whose unit must be wrong.
+    """
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)
+    memory_bytes: float
+    memory_bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not self.flops:
+            raise UsageError(
+                f"device {self.name!r} has no flops: give FLOP/s per precision, such as {{'bf16': 312e12}}"
+            )
+        for precision, rate in self.flops.items():
+            require_between(1e6, 1e19, f"flops of {precision}", rate, "FLOP/s, not TFLOP/s: 312 TFLOP/s are 312e12")
+        require_between(1e6, 1e15, "memory_bytes", self.memory_bytes, "bytes, not GB: 80 GB are 80e9")
+        require_bandwidth("memory_bandwidth", self.memory_bandwidth)
+        object.__setattr__(self, "flops", dict(self.flops))
+
+    @classmethod
+    def named(cls, name: str) -> Device:
+        """The device `name` of DEVICES, in upper or lower case. Raises UsageError for an unknown name, with the known
+        ones.
+        """
+        if name.lower() not in DEVICES:
+            near = [known for known in DEVICES if name and name.lower() in known] or list(DEVICES)
+            raise UsageError(
+                f"unknown device {name!r}; known: {', '.join(near)}; describe any other one in a cluster file"
+            )
+        return DEVICES[name.lower()]
+
+
+def require_bandwidth(name: str, value: object) -> None:
+    """Raises UsageError for a bandwidth under 1 MB/s or over 100 TB/s."""
+    require_between(
+        SLOWEST, FASTEST, name, value, "bytes/s, not in GB/s or Gbit/s: 300 GB/s are 300e9, 200 Gbit/s are 25e9"
+    )
+
+
+def require_between(least: float, most: float, name: str, value: object, unit: str) -> None:
+    """Raises UsageError unless `value` is a number from `least` to `most`; `unit` says what is expected, with an
+    example.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise UsageError(f"{name} must be a number in {unit}; got {value!r}")
+    if least <= value <= most:
+        return
+    wrong = f"less than {least:g}" if value < least else f"more than {most:g}"
+    raise UsageError(f"{name} is {value:g}, {wrong}: the unit is probably wrong. Give it in {unit}")
+
+
+def _device(
+    name: str, gib: int, bandwidth: float, half: float, tf32: float, single: float, *, bf16: bool = True, fp8: float = 0
+) -> Device:
+    """GiB, GB/s and TFLOP/s; 0 for what it has no units for."""
+    rates = {"fp16": half, "bf16": half if bf16 else 0, "fp8": fp8, "tf32": tf32, "float32": single}
+    return Device(name, {key: rate * 1e12 for key, rate in rates.items() if rate}, gib * 2**30, bandwidth * 1e9)
+
+
+_ALL = (
+    _device("v100-16gb", 16, 900, 125, 0, 15.7, bf16=False),
+    _device("v100-32gb", 32, 900, 125, 0, 15.7, bf16=False),
+    _device("v100-pcie-16gb", 16, 900, 112, 0, 14, bf16=False),
+    _device("v100-pcie-32gb", 32, 900, 112, 0, 14, bf16=False),
+    _device("t4", 16, 320, 65, 0, 8.1, bf16=False),
+    _device("a10", 24, 600, 125, 62.5, 31.2),
+    _device("a100-40gb", 40, 1555, 312, 156, 19.5),
+    _device("a100-80gb", 80, 2039, 312, 156, 19.5),
+    _device("a100-pcie-40gb", 40, 1555, 312, 156, 19.5),
+    _device("a100-pcie-80gb", 80, 1935, 312, 156, 19.5),
+    _device("a800-80gb", 80, 2039, 312, 156, 19.5),
+    _device("l4", 24, 300, 121, 60, 30.3, fp8=242),
+    _device("l40s", 48, 864, 362, 183, 91.6, fp8=733),
+    _device("rtx-3090", 24, 936, 71, 35.6, 35.6),
+    _device("rtx-4090", 24, 1008, 165.2, 82.6, 82.6, fp8=330.3),
+    _device("h100-80gb", 80, 3350, 989, 494, 67, fp8=1979),
+    _device("h100-96gb", 96, 2400, 989, 494, 67, fp8=1979),
+    _device("h100-pcie", 80, 2000, 756, 378, 51, fp8=1513),
+    _device("h100-nvl", 94, 3900, 835, 417, 60, fp8=1671),
+    _device("h800", 80, 3350, 989, 494, 67, fp8=1979),
+    _device("h20", 96, 4000, 148, 74, 44, fp8=296),
+    _device("h200", 141, 4800, 989, 494, 67, fp8=1979),
+    _device("b200", 180, 8000, 2250, 1100, 80, fp8=4500),
+    _device("gb200", 186, 8000, 2500, 1250, 80, fp8=5000),
+    _device("mi250x", 64, 1638, 191.5, 0, 47.9),
+    _device("mi300x", 192, 5300, 1307.4, 653.7, 163.4, fp8=2614.9),
+)
+DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _ALL})
+"""Known devices by name. "h100-80gb" is the SXM part; V100 and A100 are SXM where no PCIe is said."""
+
+_LINKS = {  # GB/s one way of all links of one device together
+    "v100-16gb": 150,
+    "v100-32gb": 150,
+    "a100-40gb": 300,
+    "a100-80gb": 300,
+    "a800-80gb": 200,
+    "h100-80gb": 450,
+    "h100-96gb": 450,
+    "h800": 200,
+    "h20": 450,
+    "h200": 450,
+    "b200": 900,
+    "gb200": 900,
+    "mi250x": 50,
+    "mi300x": 448,
+}
+_PCIE = {"v100-pcie-16gb": 16, "v100-pcie-32gb": 16, "t4": 16, "h100-pcie": 64, "h100-nvl": 64}  # others: PCIe 4.0
+
+LINK_BANDWIDTHS: Mapping[str, float] = MappingProxyType(
+    {name: (_LINKS | _PCIE).get(name, 32) * 1e9 for name in DEVICES}
+)
+"""By the names of DEVICES: bytes/s one way from one device to the others of its node, over NVLink, Infinity Fabric, or
+PCIe with 16 lanes where there is neither. Between the GPUs of a ring of MI250X there is at least one link of 50e9.
+"""
