@@ -1,4 +1,4 @@
-"""Writes schedules.md and schedules.svg, the gallery of all schedules, from what the command says: `make gallery`."""
+"""Writes schedules.md and schedules.svg, the gallery of all schedules, from the command's output: `make gallery`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WIDTHS = (80, 100, 120, 144)
 INTRODUCTION = f"""\
 # The schedules
 
-Every schedule that `pipeflow list` knows, on {RANKS} ranks with {MICROBATCHES} microbatches, where a forward takes 1,
-each half of a backward 1, and a transfer nothing. `make gallery` writes this page from what the command says.
+This page shows every schedule of `pipeflow list` on {RANKS} ranks with {MICROBATCHES} microbatches. A forward takes 1, each
+half of a backward 1, and a transfer 0. `make gallery` writes the page from the command's output.
 
-In the pictures a letter is the kind of action and a number the microbatch; lower case is the second stage of a rank.
-Below each rank stands what it keeps for its backwards, where that changes. The bubble is the part of the
-step in which the busiest rank is idle; the bubble of the span leaves out the time before a rank's first start, as the
+In the pictures, the letter is the kind of action and the number is the microbatch; lower case is the second stage of a
+rank. The line below each rank shows how many activations it keeps, where that number changes. The bubble is the part of
+the step in which the busiest rank is idle. The bubble of the span leaves out the time before a rank's first start, as the
 zero-bubble papers do.
 """
 
@@ -43,7 +43,7 @@ def write(folder: Path) -> None:
 
 
 def section(name: str) -> str:
-    """One schedule: what it is, where it comes from, how it looks."""
+    """The section of one schedule: its docstring, its options and its picture."""
     text = inspect.cleandoc(SCHEDULES[name].__doc__ or "").partition(">>>")[0].strip()
     text = re.sub(PAPER, r"[arXiv \1]", text)
     options = ", ".join(f"`--{option.replace('_', '-')}`" for option in options_of(name))
@@ -58,7 +58,7 @@ def section(name: str) -> str:
 
 
 def width(name: str, command: str) -> int:
-    """The fewest columns in which every action has its number."""
+    """The smallest width at which every action shows its microbatch."""
     schedule = make_schedule(name, ranks=RANKS, microbatches=MICROBATCHES)
     actions = sum(1 for rank in range(RANKS) for _ in schedule.actions(rank))
     numbered = (each for each in WIDTHS if len(re.findall(r"[FBIWfbiw]\d", said(command, each))) >= actions)
@@ -66,12 +66,12 @@ def width(name: str, command: str) -> int:
 
 
 def block(command: str, columns: int) -> str:
-    """A command and what it says."""
+    """A Markdown block with a command and its output."""
     return f"```console\n$ pipeflow {command}\n{said(command, columns).rstrip()}\n```\n"
 
 
 def said(command: str, columns: int) -> str:
-    """What the command prints into a pipe of so many columns."""
+    """The output of the command in a pipe that is `columns` wide."""
     out = io.StringIO()
     with patch.dict(os.environ, {"COLUMNS": str(columns)}, clear=True), contextlib.redirect_stdout(out):
         if main(command.split()):

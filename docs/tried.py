@@ -17,22 +17,22 @@ BEGIN, END = "<!-- docs/tried.py writes from here -->", "<!-- to here -->"
 
 
 def table() -> str:
-    """A line for each class."""
+    """The table: one line for each kind of test and tolerance."""
     parts = [
         (
-            "Every single cut, a block per stage, and with enough blocks 1F1B, interleaved 1F1B, ZB-V and DualPipeV",
+            "Each cut in two, and one block per stage; with enough blocks 1F1B, interleaved 1F1B, ZB-V and DualPipeV",
             [*KNOWN.values()],
         ),
-        ("Other heads and models without one; the same", [*HEADS.values()]),
+        ("Other heads, and models without a head: the same tests", [*HEADS.values()]),
         (
-            "Models that pipeflow was not written with in mind; every single cut, a block per stage",
+            "Models that were not used to develop pipeflow: each cut in two, and one block per stage",
             [*WRITTEN.values(), *SEEN.values()],
         ),
     ]
     alone = [each for _, families in parts for each in families if each.is_alone]
     parts = [(what, [each for each in families if not each.is_alone]) for what, families in parts]
-    parts.append(("Every single cut, stage after stage in one process", alone))
-    lines = ["| tested | models | limit for gradients |", "|---|---|---|"]
+    parts.append(("Each cut in two, with the stages run one after the other in one process", alone))
+    lines = ["| test | models | tolerance for gradients |", "|---|---|---|"]
     for what, families in parts:
         for tolerance in sorted({each.tolerance for each in families}):
             own = [each for each in families if each.tolerance == tolerance]
@@ -43,12 +43,12 @@ def table() -> str:
 
 
 def names(families: Iterable[Family]) -> str:
-    """The classes, in order, each once."""
+    """The names of the classes, in order and without duplicates."""
     return ", ".join(f"`{name}`" for name in dict.fromkeys(each.model for each in families))
 
 
 def written(page: str) -> str:
-    """The page with the table of today."""
+    """The page with a new table."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"

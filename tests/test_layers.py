@@ -19,7 +19,7 @@ PACKAGE = Path(pipeflow.__file__).parent
 
 PLANS = {"core", "analysis", "soundness", "orders", "planning", "schedules", "draw"}
 ENGINE = {"parallel", "deferral", "tensor", "stages", "runtime", "optim", "checkpoint", "training"}
-FLOORS: dict[str, set[str]] = {
+LAYERS: dict[str, set[str]] = {
     "core": set(),
     "analysis": {"core", "networkx"},
     "soundness": {"core", "analysis"},
@@ -85,14 +85,14 @@ FOREIGN = {
     "wandb",
 }
 SPLIT_STAGES = {"runtime/from_module.py", "runtime/pipeline.py"}
-"""Files of the engine's floor that know tensor-parallel layers: they make stages; the engine sees modules."""
+"""The files of the engine that know tensor-parallel layers: they make stages; the engine sees modules."""
 
 
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def floor_of(path: Path) -> str:
+def layer_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
@@ -111,7 +111,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def target(name: str) -> str | None:
-    """The floor of pipeflow or the foreign package that a module belongs to; None for the standard library."""
+    """The layer of pipeflow or the foreign package that a module belongs to; None for the standard library."""
     first, *rest = name.split(".")
     if first in sys.stdlib_module_names:
         return None
@@ -119,15 +119,15 @@ def target(name: str) -> str | None:
 
 
 def violations(path: Path) -> list[str]:
-    floor = floor_of(path)
-    allowed = FLOORS[floor] | {floor}
+    layer = layer_of(path)
+    allowed = LAYERS[layer] | {layer}
     targets = {target(name) for name in imported(path)} - {None}
     return sorted(str(found) for found in targets if found not in allowed)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_from_its_own_floor_and_those_below(path: Path) -> None:
-    assert floor_of(path) in FLOORS, "a new folder needs its floor"
+def test_a_file_imports_from_its_own_layer_and_those_below(path: Path) -> None:
+    assert layer_of(path) in LAYERS, "a new folder needs its layer"
     assert violations(path) == []
 
 
@@ -135,34 +135,34 @@ def test_the_engine_knows_no_tensor_parallel_layer() -> None:
     files = {
         str(path.relative_to(PACKAGE))
         for path in modules()
-        if floor_of(path) == "runtime" and "tensor" in set(map(target, imported(path)))
+        if layer_of(path) == "runtime" and "tensor" in set(map(target, imported(path)))
     }
     assert files == SPLIT_STAGES
 
 
-def reach(floor: str) -> set[str]:
-    """The floor and all below it."""
-    return {floor}.union(*(reach(below) for below in FLOORS[floor] & set(FLOORS)))
+def reach(layer: str) -> set[str]:
+    """The layer and all below it."""
+    return {layer}.union(*(reach(below) for below in LAYERS[layer] & set(LAYERS)))
 
 
 def named(text: str) -> set[str]:
-    """The floors that a text names: as `pipeflow.x` or `pipeflow/x`, as a folder `x/`, or by a module, `x.module` or
+    """The layers that a text names: as `pipeflow.x` or `pipeflow/x`, as a folder `x/`, or by a module, `x.module` or
     `x/module`. Their plain names are English words, too. Examples (`>>>`) may use anything, as tests may.
     """
     told = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((">>>", "...")))
-    outright = set(re.findall(r"\bpipeflow[./](\w+)", told)) & set(FLOORS)
-    outright |= set(re.findall(r"(?<![\w./])(\w+)/(?!\w)", told)) & set(FLOORS)
+    outright = set(re.findall(r"\bpipeflow[./](\w+)", told)) & set(LAYERS)
+    outright |= set(re.findall(r"(?<![\w./])(\w+)/(?!\w)", told)) & set(LAYERS)
     by_module = re.findall(r"(?<![\w./])(\w+)[./](\w+)", told)
-    return outright | {floor for floor, module in by_module if floor in FLOORS and is_module(floor, module)}
+    return outright | {layer for layer, module in by_module if layer in LAYERS and is_module(layer, module)}
 
 
-def is_module(floor: str, name: str) -> bool:
-    return (PACKAGE / floor / f"{name}.py").exists() or (PACKAGE / floor / name / "__init__.py").exists()
+def is_module(layer: str, name: str) -> bool:
+    return (PACKAGE / layer / f"{name}.py").exists() or (PACKAGE / layer / name / "__init__.py").exists()
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_names_its_own_floor_and_those_below(path: Path) -> None:
-    assert named(path.read_text()) - reach(floor_of(path)) == set()
+def test_a_file_names_its_own_layer_and_those_below(path: Path) -> None:
+    assert named(path.read_text()) - reach(layer_of(path)) == set()
 
 
 @pytest.mark.parametrize(
@@ -197,22 +197,22 @@ def test_the_guard_knows_words_from_names(text: str) -> None:
 
 
 def unknown() -> set[str]:
-    """What the table allows that is neither a floor, nor the root, nor a package that we stand on."""
-    return set().union(*FLOORS.values()) - set(FLOORS) - FOREIGN - {"pipeflow"}
+    """What the table allows that is neither a layer, nor the root, nor a package that we stand on."""
+    return set().union(*LAYERS.values()) - set(LAYERS) - FOREIGN - {"pipeflow"}
 
 
-def test_every_floor_exists() -> None:
+def test_every_layer_exists() -> None:
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert set(FLOORS) == there
+    assert set(LAYERS) == there
     assert unknown() == set()
 
 
-def test_a_floor_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FLOORS, "core", {"cellar"})
-    assert unknown() == {"cellar"}
-    monkeypatch.setitem(FLOORS, "cellar", set())
+def test_a_layer_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYERS, "core", {"unknown"})
+    assert unknown() == {"unknown"}
+    monkeypatch.setitem(LAYERS, "unknown", set())
     with pytest.raises(AssertionError):
-        test_every_floor_exists()
+        test_every_layer_exists()
 
 
 @pytest.mark.parametrize(
@@ -222,16 +222,16 @@ def test_every_module_that_is_named_exists(path: Path) -> None:
     """In code and in docs, as `runtime/step.py` or as `pipeflow.runtime.step`."""
     text = path.read_text()
     files = re.findall(r"(?<![\w./])(?:pipeflow/)?((\w+)/[\w/]+\.py)\b", text)
-    assert [file for file, floor in files if floor in FLOORS and not (PACKAGE / file).exists()] == []
+    assert [file for file, layer in files if layer in LAYERS and not (PACKAGE / file).exists()] == []
     tops = set(re.findall(r"(?<![\w./-])pipeflow\.([a-z]\w*)", text)) - {"py", "json", "html", "svg", "css"}
-    assert tops - set(FLOORS) - set(dir(pipeflow)) == set()
+    assert tops - set(LAYERS) - set(dir(pipeflow)) == set()
 
 
-def test_floors_have_no_cycle() -> None:
+def test_layers_have_no_cycle() -> None:
     order: list[str] = []
-    while len(order) < len(FLOORS):
-        ready = [floor for floor in FLOORS if floor not in order and not (FLOORS[floor] & set(FLOORS)) - set(order)]
-        assert ready, set(FLOORS) - set(order)
+    while len(order) < len(LAYERS):
+        ready = [layer for layer in LAYERS if layer not in order and not (LAYERS[layer] & set(LAYERS)) - set(order)]
+        assert ready, set(LAYERS) - set(order)
         order += ready
 
 

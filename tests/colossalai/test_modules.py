@@ -113,7 +113,7 @@ def test_adapters_are_where_the_tutorials_look(module: str) -> None:
 
 
 def test_a_face_is_thin() -> None:
-    """What is more than a few lines belongs to a floor below; but nothing else there has tensors like ColoTensor."""
+    """What is more than a few lines belongs to a layer below; but nothing else there has tensors like ColoTensor."""
     for path in set(ROOT.rglob("*.py")) - set(ROOT.glob("tensor/*.py")):
         assert len(path.read_text().splitlines()) <= 110, path
 
