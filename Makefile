@@ -57,7 +57,7 @@ check: .venv/installed          ## check lint, types, layers and style
 bench: .venv/installed          ## run every benchmark, side by side with other libraries
 	$(PY) -m benchmarks $(ARGS)
 
-gallery: .venv/installed        ## write docs/schedules.md and docs/schedules.svg, and the table in docs/models.md
+gallery: .venv/installed        ## write docs/schedules.md and docs/schedules.svg, and the list in docs/models.md
 	$(PY) docs/gallery.py
 	$(PY) docs/tried.py
 

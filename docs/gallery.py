@@ -22,13 +22,13 @@ WIDTHS = (80, 100, 120, 144)
 INTRODUCTION = f"""\
 # The schedules
 
-This page shows every schedule of `pipeflow list` on {RANKS} ranks with {MICROBATCHES} microbatches. A forward takes 1, each
-half of a backward 1, and a transfer 0. `make gallery` writes the page from the command's output.
+This page shows every schedule of `pipeflow list` on {RANKS} ranks with {MICROBATCHES} microbatches. A forward takes 1,
+each half of a backward 1, and a transfer 0. `make gallery` writes the page from the command's output.
 
 In the pictures, the letter is the kind of action and the number is the microbatch; lower case is the second stage of a
-rank. The line below each rank shows how many activations it keeps, where that number changes. The bubble is the part of
-the step in which the busiest rank is idle. The bubble of the span leaves out the time before a rank's first start, as the
-zero-bubble papers do.
+rank. The line below each rank shows how many activations it keeps, where that number changes. The bubble is the part
+of the step in which the busiest rank is idle. The bubble of the span leaves out the time before a rank's first start,
+as the zero-bubble papers do.
 """
 
 

@@ -1,4 +1,4 @@
-"""Writes the table of models in models.md from the families that the tests train: `make gallery`."""
+"""Writes the list of models in models.md from the families that the tests train: `make gallery`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PAGE = "docs/models.md"
 BEGIN, END = "<!-- docs/tried.py writes from here -->", "<!-- to here -->"
 
 
-def table() -> str:
-    """The table: one line for each kind of test and tolerance."""
+def items() -> str:
+    """The list: an item for each kind of test and tolerance."""
     parts = [
         (
             "Each cut in two, and one block per stage; with enough blocks 1F1B, interleaved 1F1B, ZB-V and DualPipeV",
@@ -32,13 +32,13 @@ def table() -> str:
     alone = [each for _, families in parts for each in families if each.is_alone]
     parts = [(what, [each for each in families if not each.is_alone]) for what, families in parts]
     parts.append(("Each cut in two, with the stages run one after the other in one process", alone))
-    lines = ["| test | models | tolerance for gradients |", "|---|---|---|"]
+    lines = []
     for what, families in parts:
         for tolerance in sorted({each.tolerance for each in families}):
             own = [each for each in families if each.tolerance == tolerance]
             why = sorted({each.why for each in own if each.why})
             note = f" ({', '.join(why)} in float32)" if why else ""
-            lines.append(f"| {what} | {names(own)} | {tolerance:.0e}{note} |")
+            lines.append(f"- **{what}.** Gradients within {tolerance:.0e}{note}: {names(own)}")
     return "\n".join(lines)
 
 
@@ -48,10 +48,10 @@ def names(families: Iterable[Family]) -> str:
 
 
 def written(page: str) -> str:
-    """The page with a new table."""
+    """The page with a new list."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{items()}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_the_gallery_is_what_the_command_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_table_of_models_is_what_is_trained() -> None:
+def test_the_list_of_models_is_what_is_trained() -> None:
     page = run(
         "-c", "import tried; print(tried.written((tried.ROOT / tried.PAGE).read_text()), end='')", cwd=ROOT / "docs"
     )
