@@ -1,7 +1,8 @@
-"""pipeflow: pipeline-parallel training whose schedule is a value: proved, priced, drawn, executed, compared.
+"""pipeflow: pipeline parallelism for PyTorch models that do not fit on one device. A schedule is a plain Python object:
+verify it, simulate it, draw it, run it, and compare the plan with the measured step.
 
-The names of schedules need no torch; the names that run one load it on first use. What makes a schedule is there at
-once, all else is loaded when it is first used, so that the command starts fast.
+Schedules need no torch. Names that need torch or other slow imports are loaded on first use, so that the command starts
+fast.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ def _drawn(timeline: Timeline) -> str:
 
 @draw_as(Schedule)
 def _drawn_as_planned(schedule: Schedule) -> str | None:
-    """None for what cannot run, which is then shown as text."""
+    """An SVG of the simulated schedule. None if it cannot run: a notebook then shows its text."""
     from pipeflow.analysis.simulate import simulate
 
     try:

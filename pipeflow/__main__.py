@@ -1,4 +1,4 @@
-"""`python -m pipeflow` is the command `pipeflow`."""
+"""`python -m pipeflow` runs the command `pipeflow`."""
 
 import sys
 

@@ -1,1 +1,1 @@
-"""Pure functions of one schedule or timeline: order, simulate, lower, causes, measures, difference, graph."""
+"""Pure functions of a schedule or a timeline: order, simulate, lower, causes, measures, difference, graph."""

@@ -1,4 +1,6 @@
-"""Causes: why the actions of a timeline began when they did, and the chain of them that its makespan consists of."""
+"""Causes: why the actions of a timeline started when they did, and the chain of actions that makes up its makespan.
+Must not contain: drawing.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,13 @@ SENTENCES = {
 
 
 class Cause(NamedTuple):
-    """Why `span` did not begin earlier: it began `after` another one, or at once when that is None.
+    """Why a span did not start earlier. `str` gives it as one sentence.
 
-    `value` is what it waited for, made on another rank or on another stream of its own; None when it came after
-    something else on its own rank.
+    Attributes:
+        span: the span.
+        after: the span that it started after. None: it started at once.
+        value: the value that it waited for, from another rank or from another stream of its own rank. None: it came
+            after other work on its own rank.
     """
 
     span: Span
@@ -40,19 +45,19 @@ class Cause(NamedTuple):
 
 
 def causes(timeline: Timeline) -> tuple[tuple[Cause, ...], ...]:
-    """Per rank and span, what it began after: the one before it, or one that made its input elsewhere. What runs beside
-    computations begins after the latest of what its rank, and the others that take part in it, had to do first.
+    """Per rank and span, the cause: the span before it on its stream, or the span elsewhere that made its input. A
+    reduction starts after the latest of what its rank, and the other ranks that take part in it, had to do first.
 
-    A transfer takes an unknown time. So the input is what was waited for when the rank was idle for longer than
-    a measured rank is between any two spans: a twentieth of the span.
+    The time of a transfer is not known from a timeline. So the input counts as the cause only if the rank was idle for
+    more than a twentieth of the span: longer than the gap between any two spans of a measured rank.
     """
     run = _Run(timeline)
     return tuple(tuple(run.cause(span) for span in row) for row in timeline.rows)
 
 
 def critical_path(timeline: Timeline) -> tuple[Cause, ...]:
-    """The chain of spans that the makespan consists of, each with its cause: the one before it in the chain; earliest
-    first. It ends in what runs beside computations only where that ends after all of these.
+    """The chain of spans that the makespan consists of, earliest first. The cause of each span is the span before it in
+    the chain. The chain ends in a reduction only if that outlasts all computations.
     """
     run = _Run(timeline)
     last = max((row[-1] for row in run.rows() if row), key=lambda span: span.end, default=None)
@@ -64,8 +69,8 @@ def critical_path(timeline: Timeline) -> tuple[Cause, ...]:
 
 
 def waits(timeline: Timeline) -> list[float]:
-    """Where a rank stood idle for a value from another rank: the time from when that was made to when the
-    action that needed it began. What a transfer takes, as seen from the timeline.
+    """Every wait of an idle rank for a value from another rank: the time from when the value was made to when the
+    action that needs it started. It is the time of a transfer as the timeline shows it.
     """
     run = _Run(timeline)
     return [
@@ -83,7 +88,7 @@ Key = tuple[Kind, int, int]  # kind, stage and microbatch
 
 
 class _Run:
-    """A timeline, and where in it every action ran."""
+    """A timeline with an index of where every action ran."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.streams = {stream: timeline.on(stream) for stream in (Stream.COMPUTE, *timeline.streams)}
@@ -93,12 +98,12 @@ class _Run:
             for row in self.rows()
             for position, span in enumerate(row)
         }
-        self._joint: dict[tuple[Kind, int], list[Span]] = defaultdict(list)  # of a kind and stage, on all ranks
+        self._joint: dict[tuple[Kind, int], list[Span]] = defaultdict(list)  # per kind and stage, on all ranks
         for span in (span for row in self.rows() for span in row if DATAFLOW[span.action.kind].joint):
             self._joint[span.action.kind, span.action.stage].append(span)
 
     def rows(self) -> Iterator[Row]:
-        """Of all ranks and streams, computations first."""
+        """The rows of all ranks and streams, computations first."""
         for rows in self.streams.values():
             yield from rows
 
@@ -106,8 +111,8 @@ class _Run:
         return self._of_computation(span) if span.stream is Stream.COMPUTE else self._beside(span)
 
     def sent(self, span: Span) -> Sent | None:
-        """What a computation needs from another rank, or from another stream: the latest of its makers, and what that
-        made. A pair begins when both of its halves have what they need, and is seen by others when both are done.
+        """For a computation, the last span to end that made an input of it on another rank or stream, with that input.
+        A pair starts when both its actions have their inputs, and its outputs are there when both have ended.
         """
         mine = self.streams[Stream.COMPUTE][span.rank]
         latest: Sent | None = None
@@ -125,7 +130,7 @@ class _Run:
         return latest
 
     def _before(self, span: Span) -> Span | None:
-        """What ran before it on its stream."""
+        """The span before it on its stream."""
         action = span.action
         row, position = self._places[action.kind, action.stage, action.microbatch]
         return row[position - 1] if position else None
@@ -141,8 +146,9 @@ class _Run:
         return Cause(span, maker, value)
 
     def _beside(self, span: Span) -> Cause:
-        """It begins when every rank that takes part is done with what stands before it in its row, and with what runs
-        before it on its stream; the own rank's part comes first where several end at once.
+        """The cause of a span that runs beside computations. It starts when every rank that takes part is done with
+        what stands before it in its row and on its stream. Where several of these end at once, the own rank's comes
+        first.
         """
         joint = self._joint.get((span.action.kind, span.action.stage), [])
         parts = [span, *(part for part in joint if part.rank != span.rank)]
@@ -158,14 +164,14 @@ class _Run:
         return Cause(span, after, Value(content, span.action.stage, microbatch))
 
     def _made(self, action: Action, span: Span) -> Span | None:
-        """The last of those before `span` that made what `action` needs."""
+        """The last span before `span` that made what `action` needs."""
         needs = self._flows[action.kind, action.stage].needs
         keys = [(kind, stage, action.microbatch) for content, stage, _ in needs for kind in _MAKERS[content]]
         makers = [row[position] for row, position in (self._places[key] for key in keys if key in self._places)]
         return max((maker for maker in makers if maker.start <= span.start), key=lambda maker: maker.end, default=None)
 
     def _ran(self, rank: int, time: float) -> Span | None:
-        """The last computation of a rank that had ended by then."""
+        """The last computation of a rank that had ended at `time`."""
         row = self.streams[Stream.COMPUTE][rank]
         position = bisect_right(row, time, key=lambda span: span.end)
         return row[position - 1] if position else None

@@ -1,4 +1,5 @@
-"""Difference: what differs between two schedules of one placement, rank by rank."""
+"""Difference: what differs between two schedules of one placement, rank by rank. Must not contain: sentences about it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ Row = tuple[Entry, ...]
 
 
 class Move(NamedTuple):
-    """An entry, and its positions in both rows."""
+    """An entry that stands in both rows, at different places.
+
+    Attributes:
+        entry: the entry.
+        first, second: its position in the first and in the second row.
+    """
 
     entry: Entry
     first: int
@@ -22,8 +28,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs between two rows: the first `position` at which they do, the entries that moved, and those of one
-    row alone. `first` and `second` are the rows.
+    """The difference between two rows.
+
+    Attributes:
+        first, second: the rows.
     """
 
     first: Row
@@ -37,7 +45,7 @@ class Difference:
 
     @property
     def moves(self) -> list[Move]:
-        """The fewest entries that must move to turn the one order into the other."""
+        """The smallest set of entries that must move to turn the first order into the second."""
         place = {entry: position for position, entry in enumerate(self.second)}
         common = [(entry, position) for position, entry in enumerate(self.first) if entry in place]
         stay = longest_rising([place[entry] for entry, _ in common])
@@ -45,29 +53,29 @@ class Difference:
 
     @property
     def only_first(self) -> list[Entry]:
-        """The entries that the second row does not have."""
+        """The entries that only the first row has."""
         other = set(self.second)
         return [entry for entry in self.first if entry not in other]
 
     @property
     def only_second(self) -> list[Entry]:
-        """The entries that the first row does not have."""
+        """The entries that only the second row has."""
         return Difference(self.second, self.first).only_first
 
 
 def differences(first: Schedule, second: Schedule) -> list[Difference | None]:
-    """Per rank, what differs; None where nothing does."""
+    """Per rank, the difference between its rows; None if they are equal."""
     rows = zip(first.rows, second.rows, strict=True)
     return [None if before == after else Difference(before, after) for before, after in rows]
 
 
 def has_halves(schedule: Schedule) -> bool:
-    """Whether backwards are split, so that some weight gradients have an action of their own."""
+    """Whether the schedule splits backwards, so that some weight gradients have an action of their own."""
     return any(action.kind is Kind.W for rank in range(len(schedule.rows)) for action in schedule.actions(rank))
 
 
 def without_halves(schedule: Schedule) -> Schedule:
-    """With B for every I, and no W: to be compared with a schedule whose backwards are whole."""
+    """The schedule with B for every I, and without W, to be compared with a schedule of whole backwards."""
 
     def whole(action: Action) -> Action:
         return replace(action, kind=Kind.B) if action.kind is Kind.I else action
@@ -83,8 +91,8 @@ def without_halves(schedule: Schedule) -> Schedule:
 
 
 def longest_rising(numbers: list[int]) -> set[int]:
-    """The longest subsequence of different numbers that rises, by patience sorting."""
-    tails: list[int] = []  # per length, the least last number of a rising subsequence of that length
+    """The longest rising subsequence of distinct numbers, by patience sorting."""
+    tails: list[int] = []  # per length, the smallest last number of a rising subsequence of this length
     before: dict[int, int | None] = {}
     for number in numbers:
         length = bisect_left(tails, number)

@@ -1,4 +1,4 @@
-"""Executed: the schedule that a timeline ran."""
+"""Executed: the schedule that a timeline ran. Must not contain: checks of that schedule."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipeflow.core.timeline import Timeline
 
 
 def executed_schedule(timeline: Timeline) -> Schedule:
-    """The schedule whose rows are what each rank ran, in the order in which it began.
+    """The schedule that a timeline ran: per rank, its actions in the order of their starts.
 
-    What ranks do jointly begins when the last of them is there, so it stands where its own rank came to it: after the
-    action that made what it needs.
+    A joint action starts when the last rank reaches it, so its start does not show where it stands in a row. It is put
+    directly after the action that made what it needs.
 
-    Raises UsageError when the numbers of microbatches cannot be right.
+    Raises UsageError if the numbers of the microbatches cannot be right.
     """
     actions = [span.action for span in timeline]
     microbatches = max((action.microbatch for action in actions), default=0) + 1
@@ -29,7 +29,7 @@ def executed_schedule(timeline: Timeline) -> Schedule:
 
 
 def _entries(row: Row, num_stages: int) -> Iterator[Entry]:
-    """Joint actions whose values nothing in the row made stand at the end."""
+    """The entries of a row. Joint actions whose inputs nothing in the row made come last."""
     joint = [span.action for span in row if DATAFLOW[span.action.kind].joint]
     waiting: dict[Value, Action] = {value: action for action in joint for value in needs(action, num_stages)}
     for span in (span for span in row if not DATAFLOW[span.action.kind].joint):

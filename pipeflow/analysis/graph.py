@@ -1,4 +1,6 @@
-"""The dependency graph of a schedule, on networkx: for cycles, and for whoever wants to ask more of it."""
+"""The dependency graph of a schedule as a networkx graph, for cycles and any further questions. Must not contain:
+times.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,15 @@ if TYPE_CHECKING:
 
 
 def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
-    """Actions as nodes (with `rank` and `position`), and an edge from each action to those that wait for it.
+    """The dependencies between the actions of a schedule.
 
-    An edge's `reason` is "row" (the next on the same rank) or the value that passes, as text. The two actions of
-    a pair wait, and are waited for, together. What runs beside computations, as a reduction does, waits for the
-    computation before it and for what is before it on its stream, and holds up only what needs what it makes. The
-    schedule can run to its end if and only if every needed value has a maker and this graph has no cycle.
+    Nodes are actions, with their `rank` and `position`. An edge leads from an action to each action that waits for it.
+    Its `reason` is "row" for the next action on the same rank, or the text of the value that passes. The two actions of
+    a pair wait, and are waited for, together. A reduction, which runs beside the computations, waits for the
+    computation before it and for the one before it on its stream, and no action waits for it unless it needs what it
+    makes.
+
+    A schedule can run to its end if and only if every needed value is made and this graph has no cycle.
 
     Raises ScheduleError for an action of a stage that does not exist.
     """
@@ -43,15 +48,15 @@ def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
             graph.add_edges_from(product(actions_of(before), actions_of(after)), reason="row")
     for entry in (entry for row in schedule.rows for entry in row):
         for value in (value for action in actions_of(entry) for value in needs(action, stages)):
-            if makers[value]:  # each use takes what was made first and is not used yet
+            if makers[value]:  # each use takes the first one made that is not used yet
                 maker = makers[value].pop(0)
                 graph.add_edges_from(product(actions_of(maker), actions_of(entry)), reason=str(value))
     return graph
 
 
 def _in_row(row: tuple[Entry, ...]) -> Iterator[tuple[Entry, Entry]]:
-    """What waits for what because it stands after it: all for the computation before it, and for what is before it on
-    its stream.
+    """Pairs of entries of which the second waits for the first because of the row: every entry waits for the
+    computation before it and for the entry before it on its stream.
     """
     last: dict[Stream, Entry] = {}
     for entry in row:

@@ -1,4 +1,6 @@
-"""Lower: from one order of actions to one program per rank, with the sends and receives that follow from it."""
+"""Lower: turns the order of actions into one program per rank, with the sends and receives that follow from it. Must
+not contain: the execution of programs.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,28 @@ from pipeflow.core.span import Span
 
 
 def lower(schedule: Schedule, cost: CostModel | None = None, routes: Routes = ()) -> tuple[Program, ...]:
-    """One program per rank. A value whose maker and user sit on different ranks becomes a Send right after its
-    maker, and a Recv before its user; so do those that pass on `routes`.
+    """One program per rank. A value that is made and used on different ranks becomes a Send directly after the action
+    that makes it, and a Recv before the action that uses it. Values that pass on `routes` do so too.
 
-    Receives are posted ahead, so that the transfer overlaps computation: each one action before the one that its
-    rank runs when the sender must know of it, in a simulation under `cost`; real times are never quite those. A channel
-    may begin to send only when the post is known at the other end, so that is the link's latency before the value is
-    sent. Between an
-    ordered pair of ranks, activations keep the sender's order on both ends, and so do gradients. A Release follows
-    as soon as a value made after the use of the sent one has come back. What runs beside computations follows the sends
-    of the computation before it, and changes nothing else of the program.
+    Receives are posted ahead, so that transfers overlap with computation. A sender may start only once it knows of the
+    post, which takes the latency of the link, so a receive must be posted that long before the value is made. The times
+    come from a simulation under `cost`; since real times differ, each receive is posted one action earlier than that.
+    Between an ordered pair of ranks, activations keep the sender's order at both ends, and so do gradients. A Release
+    follows as soon as a value that was made after the use of the sent one has come back. Actions on other streams, such
+    as reductions, follow the sends of the computation before them, and change nothing else of the program.
 
-    Raises ScheduleError when the schedule cannot run to its end.
+    Args:
+        schedule: the schedule.
+        cost: the costs that receives are placed by. None: those of `CostModel.even`.
+        routes: the routes of the pipeline, see `pipeflow.core.route`.
+
+    Raises ScheduleError if the schedule cannot run to its end.
     """
-    rows = simulate(schedule, cost).on(Stream.COMPUTE)  # and so it can run to its end
+    rows = simulate(schedule, cost).on(Stream.COMPUTE)  # raises an error if it cannot run to its end
     beside = list(map(_beside, schedule.rows))
     schedule = replace(schedule, rows=tuple(map(_computations, schedule.rows)))
     times = [_times(row, spans) for row, spans in zip(schedule.rows, rows, strict=True)]
-    del rows  # the garbage collector would walk it again and again
+    del rows  # otherwise the garbage collector walks it again and again
     channels = _channels(schedule, routes)
     posts = _posts(times, channels, cost or CostModel.even(schedule.placement))
     sends, releases = _sends(schedule, channels), _releases(schedule, channels)
@@ -54,7 +60,8 @@ def _computations(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def _beside(row: tuple[Entry, ...]) -> dict[int, list[Compute]]:
-    """Per position among the computations, what else is begun after the one there."""
+    """Per position among the computations, the actions of other streams that are started after the computation there.
+    """
     beside: dict[int, list[Compute]] = defaultdict(list)
     computed = -1
     for entry in row:
@@ -66,7 +73,7 @@ def _beside(row: tuple[Entry, ...]) -> dict[int, list[Compute]]:
 
 
 class _Transfer(NamedTuple):
-    """A value and the positions, in its sender's row where it is made and in its receiver's where it is used."""
+    """A value, its position in the sender's row where it is made, and in the receiver's row where it is used."""
 
     value: Value
     made: int
@@ -77,7 +84,7 @@ Channels = dict[tuple[int, int], list[_Transfer]]  # (from, to) -> in the sender
 
 
 def _channels(schedule: Schedule, routes: Routes) -> Channels:
-    """What passes between ranks; all other values stay where they are."""
+    """The values that pass between ranks, per pair of ranks."""
     table = {
         key: flow._replace(needs=_passing(flow.needs), makes=_passing(flow.makes))
         for key, flow in flows(schedule.placement.num_stages, routes).items()
@@ -105,18 +112,18 @@ def _passing(ends: tuple[End, ...]) -> tuple[End, ...]:
 
 
 def _posts(times: list[_Times], channels: Channels, cost: CostModel) -> list[dict[int, list[Recv]]]:
-    """Per rank and position, the receives to post before the entry there."""
+    """Per rank and position, the receives that are posted before the entry there."""
     posts: list[dict[int, list[Recv]]] = [defaultdict(list) for _ in times]
     for (sender, receiver), transfers in sorted(channels.items()):
         starts, ends = times[receiver].starts, times[sender].ends
-        notice = cost.link(receiver, sender).latency  # until the sender knows of a post
+        notice = cost.link(receiver, sender).latency  # time until the sender knows of a post
         activations = {
             value: made
             for value, made, _ in channels.get((receiver, sender), ())
             if value.content is Content.ACTIVATION
         }
-        running = 0  # the entry that the receiver is at when the post must be on its way
-        described = 0  # a gradient looks like its activation, so it is posted for once that was made
+        running = 0  # the entry that the receiver runs when the post must be on its way
+        described = 0  # a gradient has its activation's shape, so its receive is posted after that was made
         for value, made, _ in transfers:
             latest = ends[made] - notice
             while running + 1 < len(starts) and starts[running + 1] < latest:
@@ -130,14 +137,14 @@ def _posts(times: list[_Times], channels: Channels, cost: CostModel) -> list[dic
 
 
 class _Times(NamedTuple):
-    """Per entry of a row."""
+    """The start and the end of each entry of a row."""
 
     starts: list[float]
     ends: list[float]
 
 
 def _times(row: tuple[Entry, ...], spans: tuple[Span, ...]) -> _Times:
-    """When the entries of a row run; a pair has two spans."""
+    """The times of the entries of a row. A pair has two spans."""
     remaining = iter(spans)
     times = _Times([], [])
     for entry in row:
@@ -150,7 +157,7 @@ def _times(row: tuple[Entry, ...], spans: tuple[Span, ...]) -> _Times:
 
 
 def _sends(schedule: Schedule, channels: Channels) -> list[dict[int, list[Send]]]:
-    """Per rank and position, the sends that follow the entry there."""
+    """Per rank and position, the sends after the entry there."""
     sends: list[dict[int, list[Send]]] = [defaultdict(list) for _ in schedule.rows]
     for (sender, receiver), transfers in sorted(channels.items()):
         for value, made, _ in transfers:
@@ -159,8 +166,8 @@ def _sends(schedule: Schedule, channels: Channels) -> list[dict[int, list[Send]]
 
 
 def _releases(schedule: Schedule, channels: Channels) -> list[dict[int, list[Release]]]:
-    """Per rank and position, the sent values to let go of after the entry there; what no value proves comes
-    after the last entry.
+    """Per rank and position, the sent values that are released after the entry there. Where no value from the receiver
+    proves a use, the release comes after the last entry.
     """
     releases: list[dict[int, list[Release]]] = [defaultdict(list) for _ in schedule.rows]
     for (sender, receiver), transfers in sorted(channels.items()):
@@ -191,7 +198,9 @@ def _instructions(
 
 
 def _buffers(row: tuple[Entry, ...], posts: dict[int, list[Recv]]) -> int:
-    """The most received values alive at once: from the post until the user's stage is done with the microbatch."""
+    """The most received values alive at once. Each is alive from the post of its receive until its stage's last action
+    on the microbatch.
+    """
     last = {
         (action.stage, action.microbatch): position
         for position, entry in enumerate(row)

@@ -1,4 +1,4 @@
-"""Measured: the costs that a timeline shows."""
+"""Measured: the costs that a timeline shows. Must not contain: measuring, which the engine does."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pipeflow.core.timeline import Timeline
 
 
 def measured_costs(timeline: Timeline) -> CostModel:
-    """The costs that a timeline shows: per stage the mean time of its actions, and as latency the median time that
-    an idle rank waited for a value after it was made. What a whole backward takes is shared out between its halves
-    as where they ran apart, or equally. Of the ranks that reduce a stage together the last to come waits least, so
-    its time is what that takes.
+    """The costs that a timeline shows. Per stage it is the mean time of its actions. The latency is the median time
+    that an idle rank waited for a value after it was made. The time of a whole backward is divided between its halves
+    in the proportion of the backwards that ran in halves, or equally if there are none. Of the ranks that reduce a
+    stage together, the last one to start waits least, so its time is the cost of the reduction.
     """
     times: dict[tuple[Kind, int], list[float]] = {}
     for span in timeline:
@@ -25,7 +25,7 @@ def measured_costs(timeline: Timeline) -> CostModel:
         return fmean(times.get((kind, stage), [0.0]))
 
     def halves(stage: int) -> tuple[float, float]:
-        """Of the mean backward on `stage`, whole or not."""
+        """The times of the two halves of the mean backward on `stage`."""
         whole, apart = len(times.get((Kind.B, stage), ())), len(times.get((Kind.I, stage), ()))
         first, second = mean(Kind.I, stage), mean(Kind.W, stage)
         both = (whole * mean(Kind.B, stage) + apart * (first + second)) / max(whole + apart, 1)

@@ -1,4 +1,4 @@
-"""Measures: what one schedule costs, in the numbers by which schedules are compared."""
+"""Measures: the numbers by which schedules are compared. Must not contain: their text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from pipeflow.core.timeline import Timeline
 @final
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Of a schedule and its timeline. Times are in the timeline's unit; peaks are those of the rank that keeps the
-    most; `weight_copies` is how often the model is there; `transfers` counts the values that one step sends from a
-    rank to another.
+    """The measures of a schedule and its timeline. Times are in the timeline's unit.
+
+    Attributes:
+        makespan, span, bubble_ratio, makespan_bubble_ratio: those of the timeline.
+        peak_activations, peak_bytes: the peak of the rank that keeps the most. `peak_bytes` is None if bytes are not
+            known.
+        weight_copies: how many copies of the model's weights there are.
+        transfers: how many values one step sends from one rank to another.
     """
 
     makespan: float
@@ -54,8 +59,12 @@ def _transfers(schedule: Schedule) -> int:
 
 
 class PathTimes(NamedTuple):
-    """Of the critical path: per rank the time that it computes there, per other stream the time that it runs there, and
-    the time in which the path only waits.
+    """The parts of the critical path.
+
+    Attributes:
+        by_rank: per rank, the time that it computes on the path.
+        beside: per other stream, the time that it runs on the path.
+        waiting: the time in which the path only waits.
     """
 
     by_rank: list[float]
@@ -64,7 +73,7 @@ class PathTimes(NamedTuple):
 
 
 def path_times(timeline: Timeline) -> PathTimes:
-    """What the makespan consists of."""
+    """The parts that the makespan consists of."""
     by_rank = [0.0] * len(timeline.rows)
     beside = dict.fromkeys(beside_computations(timeline), 0.0)
     for span, *_ in critical_path(timeline):
@@ -77,12 +86,14 @@ def path_times(timeline: Timeline) -> PathTimes:
 
 
 def beside_computations(timeline: Timeline) -> list[Stream]:
-    """The streams beside that of the computations on which anything runs."""
+    """The streams besides the computations that anything runs on."""
     return [stream for stream in timeline.streams if stream is not Stream.COMPUTE]
 
 
 def stream_times(timeline: Timeline) -> dict[Stream, float]:
-    """Per stream beside the computations the most time that a rank runs there; without those that take none."""
+    """Per stream besides the computations, the most time that a rank spends on it. Streams without any time are left
+    out.
+    """
     times = {
         stream: max(sum(span.end - span.start for span in row) for row in timeline.on(stream))
         for stream in beside_computations(timeline)

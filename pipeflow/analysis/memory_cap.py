@@ -1,4 +1,4 @@
-"""Memory caps: how many activations a rank may keep, as users write it."""
+"""Memory caps: how many activations a rank may keep, in the forms in which users write it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ MemoryCap = float | Sequence[float]
 
 
 def cap_per_rank(memory_cap: MemoryCap, least: Sequence[float]) -> list[float]:
-    """The cap of every rank; `least` is what each needs. Raises UsageError unless there is one number, or one for each,
-    and all are positive.
+    """The cap of every rank. `least` is what each rank needs, for errors. Raises UsageError unless `memory_cap` is one
+    number, or one per rank, and all are positive.
     """
     caps = list(memory_cap) if isinstance(memory_cap, Sequence) else [memory_cap] * len(least)
     if len(caps) != len(least):

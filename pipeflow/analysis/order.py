@@ -1,4 +1,6 @@
-"""The order in which a schedule can run: each rank its row, an entry as soon as its values exist. Without times."""
+"""Order: an order in which all actions of a schedule can run, each entry as soon as its values exist. Must not contain:
+times.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pipeflow.core.schedule import Schedule
 
 
 class Turn(NamedTuple):
-    """One entry of a row when its turn has come. Values are numbers here, see `Order.ends`."""
+    """One entry of a row that can run now. Values are numbers here, see `Order.ends`."""
 
     rank: int
     actions: tuple[Action, ...]
@@ -22,14 +24,14 @@ class Turn(NamedTuple):
 
 
 class Order:
-    """Iterates over the turns of a schedule so that every value is made before it is used.
+    """Iterates over the entries of a schedule in an order in which every value is made before it is used.
 
-    A value is the number `index * num_microbatches + microbatch`, where `ends[index]` is what it is:
-    schedules have hundreds of thousands of values, and numbers are what Python handles fastest.
+    A value is the number `index * num_microbatches + microbatch`, where `ends[index]` is the value without its
+    microbatch. Schedules have hundreds of thousands of values, and numbers are what Python handles fastest.
 
-    When the iteration has ended, `stuck` holds the (rank, position) of every entry that waits for ever: none,
-    unless the schedule is unsound. Raises ScheduleError for a stage or microbatch that does not exist, and for an
-    action on a rank that does not hold its stage.
+    After the iteration, `stuck` has the (rank, position) of every entry that waits for ever: none unless the schedule
+    is unsound. Raises ScheduleError for a stage or microbatch that does not exist, and for an action on a rank that
+    does not hold its stage.
     """
 
     def __init__(self, schedule: Schedule, routes: Routes = ()) -> None:
@@ -58,7 +60,7 @@ class Order:
                         break
                 else:
                     yield turn
-                    for value in turn.needs:  # used, and gone until it is made again
+                    for value in turn.needs:  # used up until it is made again
                         made[value] = 0
                     for value in turn.makes:
                         made[value] = 1
@@ -68,7 +70,7 @@ class Order:
                     turn = self._next(turn.rank)
 
     def _next(self, rank: int) -> Turn | None:
-        """The turn at the position where `rank` is; None at the end of its row."""
+        """The turn at the current position of `rank`; None at the end of its row."""
         position = self._positions[rank]
         if position == len(self._rows[rank]):
             return None

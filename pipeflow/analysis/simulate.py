@@ -1,4 +1,6 @@
-"""Simulate: when every action would run. An action starts when its values are there and its stream is free."""
+"""Simulate: when every action would run. An action starts when its values are there and its stream is free. Must not
+contain: costs, and the order in which actions can run.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,25 @@ from pipeflow.core.timeline import Timeline
 
 
 def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
-    """The timeline of `schedule` under `cost` (by default 1 for F, 1 for each half of a backward, transfers free).
+    """The timeline of `schedule` under `cost`.
 
-    A value made on another rank arrives a transfer after its maker ends. Transfers overlap computation, and those on
-    other links; from one rank to another values go one after the other, each when the one before it has left. So the
-    bytes of a link take turns, its latencies pass at once. What passes on a route is waited for where the costs say how
-    large it is. A full backward is seen by its neighbour only when whole. A
-    pair starts when both of its actions have what they need, takes what `CostModel.pair` says, and is seen by others
-    when whole; run one half after the other, a schedule is `schedule.without_pairs()`.
+    Transfers: a value from another rank arrives one transfer after the action that made it ends. Transfers overlap with
+    computation, and with transfers on other links. On one link, values occupy the link one after the other, and each
+    one's latency runs beside the next. Values on a route are waited for only if the costs have their size.
 
-    What runs beside computations starts when its rank reaches it, its values are there, and what was begun before it on
-    its stream has ended; a reduction, when all of this is so on all ranks that hold its stage. It does not hold up its
-    rank; the step ends when all is done.
+    Backwards and pairs: another rank sees the gradient of a full backward only when the whole backward has ended. A
+    pair starts when both of its actions have their values, takes the time of `CostModel.pair`, and is seen by others
+    when both have ended. To run pairs one action after the other, simulate `schedule.without_pairs()`.
 
-    Raises ScheduleError when the schedule cannot run to its end (`verify` says why), and UsageError for costs of
+    Reductions, which run beside computations, start when their rank reaches them, their values are there and their
+    stream is free, on all ranks that hold the stage. They do not hold up their rank. The step ends when everything has
+    ended.
+
+    Args:
+        schedule: the schedule.
+        cost: the costs. None: 1 for F, 1 for each half of a backward, and free transfers.
+
+    Raises ScheduleError if the schedule cannot run to its end (`verify` says why), and UsageError for costs with
     another number of stages.
     """
     cost = CostModel.even(schedule.placement) if cost is None else cost
@@ -41,9 +48,9 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
     transfers = [each for end in order.ends for each in _transfers(schedule, cost, end)]
     delays, holding = [each.latency for each in transfers], [each if each.held else None for each in transfers]
-    made = [0.0] * len(transfers)  # per value, when it exists, or has left for another rank
-    maker = [0] * len(transfers)  # per value, on which rank
-    left: defaultdict[tuple[int, int], float] = defaultdict(float)  # per link, when the last value has left
+    made = [0.0] * len(transfers)  # per value, when it is made, or has left for another rank
+    maker = [0] * len(transfers)  # per value, the rank that made it
+    left: defaultdict[tuple[int, int], float] = defaultdict(float)  # per link, when its last value has left
     spans: list[list[Span]] = [[] for _ in schedule.rows]
     free = [0.0] * len(schedule.rows)
     beside: defaultdict[tuple[int, Stream], float] = defaultdict(float)  # when each other stream is free
@@ -86,7 +93,7 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
 
 
 def require_costs(schedule: Schedule, cost: CostModel) -> None:
-    """Raises UsageError for costs of another number of stages."""
+    """Raises UsageError for costs with another number of stages than the schedule."""
     stages = schedule.placement.num_stages
     if len(cost.forward) != stages:
         raise UsageError(
@@ -99,7 +106,7 @@ _BESIDE = {kind: flow.stream for kind, flow in DATAFLOW.items() if flow.stream i
 
 
 class _Reached(NamedTuple):
-    """When a rank comes to a joint action in its row."""
+    """The time at which a rank reaches a joint action in its row."""
 
     time: float
     rank: int
@@ -107,8 +114,8 @@ class _Reached(NamedTuple):
 
 
 def _joint(reached: list[_Reached], cost: CostModel, free: defaultdict[tuple[int, Stream], float]) -> Iterator[Span]:
-    """The spans of what several ranks do together: that of a stage at once on all ranks that hold it, and one at a time
-    on a stream, in the order in which the last rank comes to them.
+    """The spans of joint actions. All ranks that hold the stage run one at the same time. On one stream they run one at
+    a time, in the order in which their last rank reaches them.
     """
     together: defaultdict[tuple[Kind, int], list[_Reached]] = defaultdict(list)
     for each in reached:
@@ -122,7 +129,9 @@ def _joint(reached: list[_Reached], cost: CostModel, free: defaultdict[tuple[int
 
 
 def _paired(forward: Action, backward: Action, rank: int, start: float, cost: CostModel) -> tuple[Span, Span]:
-    """The spans of a pair: one after the other, each as much shorter as the pair is than the sum of the two."""
+    """The two spans of a pair, one after the other, shortened in proportion so that together they take the time of the
+    pair.
+    """
     first, second = cost.duration(forward.kind, forward.stage), cost.duration(backward.kind, backward.stage)
     whole = cost.pair(forward.stage, backward.kind, backward.stage)
     middle = start + (whole * first / (first + second) if first + second else 0.0)
@@ -130,7 +139,9 @@ def _paired(forward: Action, backward: Action, rank: int, start: float, cost: Co
 
 
 class _Transfer(NamedTuple):
-    """How a value gets to its user: it holds the link for a while, and arrives a latency after that."""
+    """The transfer of a value to the rank that uses it: it occupies `link` for the time `held`, and arrives a `latency`
+    later.
+    """
 
     link: tuple[int, int]
     held: float = 0.0
@@ -138,7 +149,7 @@ class _Transfer(NamedTuple):
 
 
 def _transfers(schedule: Schedule, cost: CostModel, end: End) -> list[_Transfer]:
-    """Per microbatch; a gradient is as large as the activation it belongs to."""
+    """The transfer of a value, per microbatch. A gradient is as large as the activation it belongs to."""
     paths, source, target = schedule.placement.paths, *sorted((end.stage, end.of(0).user))
     route = None if end.to is None else Route(source, target)
     by_path = []

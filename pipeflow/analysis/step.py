@@ -1,4 +1,4 @@
-"""Step: how long a step takes whose computations run as in a timeline: until all ranks have agreed that it is over."""
+"""Step: the time of a whole step, in which all ranks agree at the end that it is over."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pipeflow.core.timeline import Timeline
 
 
 def step_time(timeline: Timeline, cost: CostModel) -> float:
-    """The time from the start of a step to when its last rank goes on: the makespan, and the agreement that ends it.
+    """The time from the start of a step until its last rank goes on: the makespan, plus the agreement at the end.
 
-    A rank that has come to its end posts the receives of all rounds; in each it sends to one rank what it knows, and
-    waits for what another one knows. A message is sent when its rank has it and knows that the other end has posted for
-    it, a latency after that was done, and takes a latency. What a rank says is too short to count its bytes.
+    A rank at its end posts the receives of all rounds of the agreement. In each round it sends what it knows to one
+    rank and waits for what another one knows. A message leaves when its rank has it and knows that the other end has
+    posted its receive, which takes a latency; then it takes a latency to arrive. Messages are so short that their bytes
+    do not count.
 
-    Two ranks end at 11 and at 10, a latency of 1 apart. Rank 1 knows at 12 of the receive that rank 0 posts at 11, and
-    what it then sends is there at 13:
+    Two ranks end at 11 and at 10, with a latency of 1. Rank 1 knows at 12 of the receive that rank 0 posts at 11, and
+    its message arrives at 13:
 
     >>> from pipeflow import CostModel, make_schedule, simulate
     >>> schedule = make_schedule("gpipe", ranks=2, microbatches=1)

@@ -1,4 +1,6 @@
-"""Beside: several SCHEDULE arguments that are compared: of one size where a file says it, under the same costs."""
+"""Beside: several SCHEDULE arguments that are compared, with the size that a file among them gives and under the same
+costs. Must not contain: what is compared.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from pipeflow.core.timeline import Timeline
 @final
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What is compared: the `files` among it, and per name what is asked of it. `reduces` says whether named schedules
-    get reductions, because a file has them.
+    """The schedules to compare.
+
+    Attributes:
+        files: per file name, its schedule.
+        parts: per name, the options for it.
+        reduces: whether named schedules get reductions, because a file has them.
     """
 
     files: dict[str, Source]
@@ -26,16 +32,16 @@ class Beside:
 
     @classmethod
     def of(cls, names: Sequence[str], request: Request) -> Beside:
-        """A named schedule has the sizes of the first file beside it, where none are given, and is simulated under the
-        costs of the first file that was measured, unless costs are given.
+        """The schedules with these names. A named schedule takes the sizes of the first file, unless sizes are given,
+        and the costs of the first measured file, unless costs are given.
 
-        Raises UsageError for a file that cannot be read or is unsound, and for costs where everything was measured.
+        Raises UsageError for a file that cannot be read or is unsound, and for costs if everything was measured.
         """
         parts = request.among([*names])
         files = {name: sound_source(name, parts[name]) for name in names if is_file(name)}
         measured = [source.measured for source in files.values() if source.measured is not None]
         if request.costs.given is not None and len(measured) == len(parts):
-            raise UsageError(f"{request.costs.given} is for schedules; the times of a timeline are its own")
+            raise UsageError(f"{request.costs.given} is for schedules; a timeline has its own times")
         costs = request.costs
         if measured and costs.given is None:
             from pipeflow.analysis.measured import measured_costs
@@ -45,19 +51,21 @@ class Beside:
         return cls(files, sized, any(Stream.REDUCE in file.schedule.streams for file in files.values()))
 
     def source(self, name: str) -> Source:
-        """What a name stands for. Raises UsageError where it cannot be made in its size."""
+        """The schedule with this name. Raises UsageError if it cannot be made in the given size."""
         if name in self.files:
             return self.files[name]
         schedule = sound_source(name, self.parts[name]).schedule
         return Source(schedule.with_reductions() if self.reduces else schedule)
 
     def timeline(self, name: str, source: Source) -> Timeline:
-        """When everything runs: as it was measured, else under the costs. Raises UsageError where these do not fit."""
+        """The timeline of a schedule: the measured one, otherwise a simulation under the costs. Raises UsageError for
+        costs that do not fit.
+        """
         return source.measured or source.timeline(self.parts[name].costs)
 
 
 def _sized(part: Request, files: Iterable[Source]) -> Request:
-    """With the sizes of the first file, where none are given."""
+    """The request with the sizes of the first file, unless sizes are given."""
     for schedule in (file.schedule for file in files):
         ranks = schedule.placement.num_ranks if part.ranks is None else part.ranks
         microbatches = schedule.num_microbatches if part.microbatches is None else part.microbatches

@@ -1,4 +1,4 @@
-"""Columns: how measures are shown, and what `--sort` calls them."""
+"""Columns: the text of measures, and their names for `--sort`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from pipeflow.core.text import bytes_text, number, percent
 @final
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A measure as it is shown. The less the better, in all of them. A `title` may have several lines;
-    round numbers are powers of `base`.
+    """A measure as a column of a table. In all of them, less is better.
+
+    Attributes:
+        field: the field of `Measures`.
+        title: title of the column; it may have several lines.
+        text: function that writes a number.
+        base: ticks of an axis are powers of this base times 1, 2 or 5.
     """
 
     field: str
@@ -23,7 +28,7 @@ class Column:
     base: int = 10
 
     def of(self, measures: Measures) -> float | None:
-        """The number; None where it is not known."""
+        """The number; None if it is not known."""
         value: float | None = getattr(measures, self.field)
         return value
 
@@ -33,7 +38,7 @@ class Column:
         return "" if value is None else self.text(value)
 
 
-COLUMNS = {  # by what --sort calls them
+COLUMNS = {  # by their names for --sort
     "makespan": Column("makespan", "makespan", number),
     "span": Column("span", "span", number),
     "bubble": Column("makespan_bubble_ratio", "bubble", percent),

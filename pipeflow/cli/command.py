@@ -1,4 +1,4 @@
-"""The command line itself: which commands there are, and how they end."""
+"""The command line: the subcommands and the exit status. Must not contain: what a subcommand does."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, 1 for an unsound schedule, 2 for arguments that cannot
-    work, 130 when it was interrupted, 141 when the reader of the output went away.
+    """Runs one command and returns its exit status: 0; 1 for an unsound schedule; 2 for arguments that cannot work; 130
+    after an interrupt; 141 if the reader of the output went away.
+
+    `argv` has the arguments after the command's name; None: those of the process.
     """
     try:
         words = sys.argv[1:] if argv is None else argv
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _let_go()
         return 141
-    except OSError as error:  # files are seen to where they are used; what is left is standard output
+    except OSError as error:  # errors of files are caught elsewhere, so this is standard output
         _let_go()
         return _failed(f"standard output: {error.strerror}")
     except KeyboardInterrupt:
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help(parser: Parser, _: argparse.Namespace) -> int:
-    """What the command says that is called without anything."""
+    """Prints the help: the command was called without arguments."""
     parser.print_help()
     return 0
 
@@ -64,21 +66,21 @@ def _failed(message: str) -> int:
 
 
 def _let_go() -> None:
-    """What is left in the buffer of standard output goes nowhere."""
+    """Discards what is left in the buffer of standard output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Command(Protocol):
-    """A file of this folder with a command."""
+    """A module of this package with a subcommand."""
 
     def add_to(self, commands: Commands) -> None:
-        """Adds the command and its options."""
+        """Adds the subcommand and its options."""
 
 
 NAMES = ("list", "draw", "simulate", "compare", "diff", "plan", "verify", "export", "completion")
 
 
-def _command(name: str) -> Command:  # each loads what it needs: the command starts fast
+def _command(name: str) -> Command:  # loads only the module of one command, so that it starts fast
     match name:
         case "list":
             from pipeflow.cli import list as list_
@@ -119,10 +121,10 @@ def _command(name: str) -> Command:  # each loads what it needs: the command sta
 
 @cache
 def parser(name: str | None = None) -> Parser:
-    """The parser of the command `name`; of all commands where that is none, to say which there are."""
+    """The parser of the command `name`; for None or an unknown name, the parser of all commands."""
     parser = Parser(
         prog="pipeflow",
-        description="Pipeline schedules: list, draw, price, compare, prove, export.",
+        description="List, draw, simulate, compare, verify and export pipeline schedules; plan the layout of a GPT.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""`pipeflow compare`: the measures of many schedules under the same costs, as a table and as a picture."""
+"""`pipeflow compare`: the measures of several schedules under the same costs, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TABLE = tuple(name for name in COLUMNS if name != "span")
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
+    """Adds the command and its options."""
     parents = [schedule_options(), cost_options()]
     command = commands.add_parser("compare", help="compare schedules under the same costs", parents=parents)
     help_ = "names or files (default: every schedule)"
@@ -40,14 +40,14 @@ def add_to(commands: Commands) -> None:
         help=f"sort by {', '.join(['name', *TABLE])} (default: makespan)",
     )
     group.add_argument(
-        "--svg", metavar="FILE", help="write bubble against peak memory as a picture (-: standard output)"
+        "--svg", metavar="FILE", help="write a plot of bubble against peak memory as SVG (-: standard output)"
     )
     group.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures each schedule, and shows all of them."""
+    """Measures each schedule and prints the result."""
     if arguments.json and arguments.svg == "-":
         raise UsageError("standard output can take one output, not --json and --svg")
     names = list(dict.fromkeys(arguments.schedules)) or list(SCHEDULES)
@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured(names: list[str], request: Request) -> tuple[Found, dict[str, str]]:
-    """The measures of those schedules that take what was asked, and why the others do not. A name that stands for
-    nothing is an error, and so is a file that does not fit.
+    """The measures of the schedules that can be made with these options, and for the others the reason why not. A name
+    that is unknown, or a file that does not fit, is an error.
     """
     found, refused = {}, {}
     beside = Beside.of(names, request)
@@ -88,7 +88,7 @@ def _measured(names: list[str], request: Request) -> tuple[Found, dict[str, str]
 
 
 def _sorted(found: Found, by: str) -> Found:
-    """The least first; equal ones by makespan, then as they are in the registry."""
+    """The schedules, least first. Equal ones are sorted by makespan, then as in the registry."""
 
     def key(name: str) -> tuple[float, ...]:
         return tuple(round(COLUMNS[column].of(found[name]) or 0.0, 9) for column in (by, "makespan"))
@@ -105,14 +105,14 @@ def _show(found: Found, refused: Mapping[str, str]) -> None:
     ]
     same = [column for column in shown if len(found) > 1 and len({column.cell(each) for each in found.values()}) == 1]
     first = next(iter(found.values()))
-    notes = [f"{' '.join(column.title.split())}: {column.cell(first)} in all of them" for column in same]
-    notes += [f"not here: {line}" for line in _grouped(refused)]
+    notes = [f"{' '.join(column.title.split())}: {column.cell(first)} for all schedules" for column in same]
+    notes += [f"left out: {line}" for line in _grouped(refused)]
     table = _table(found, [column for column in shown if column not in same])
     show(table, *[""] * bool(notes), *notes, "", _scatter(found))
 
 
 def _grouped(refused: Mapping[str, str]) -> Iterator[str]:
-    """One line a reason: which schedules it keeps away."""
+    """One line per reason, with the schedules that it keeps out."""
     for why in dict.fromkeys(refused.values()):
         yield f"{', '.join(name for name in refused if refused[name] == why)}: {why}"
 

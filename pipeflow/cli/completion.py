@@ -1,4 +1,4 @@
-"""`pipeflow completion`: what a shell needs to complete the command."""
+"""`pipeflow completion`: a script that completes the command in a shell."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ examples:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its argument."""
+    """Adds the command and its argument."""
     command = commands.add_parser(
         "completion",
         help="print a completion script for a shell",
@@ -35,8 +35,8 @@ def add_to(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the script. Raises UsageError where shtab is not installed."""
-    from pipeflow.cli.command import parser  # of all commands, of which this is one
+    """Prints the script. Raises UsageError if shtab is not installed."""
+    from pipeflow.cli.command import parser  # imported here, since that module imports this one
 
     try:
         import shtab
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _describe(parser: argparse.ArgumentParser, by_metavar: Mapping[str, object]) -> None:
-    """Says what completes which arguments: shtab reads it off an attribute of theirs."""
+    """Sets what completes each argument: shtab reads it from an attribute of the argument."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():

@@ -1,4 +1,4 @@
-"""The cost model that the arguments describe: even costs from options, or those of a file, stage by stage."""
+"""Costs: the cost model from a command's arguments: even costs from options, or per-stage costs from a file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ TABLES: dict[str, type[Kind | Content]] = {"times": Kind, "kept_bytes": Content}
 @final
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs that were given: `even` ones by the names of CostModel.even, or a `file` of others. Where none are,
-    those that were `measured`, if any.
+    """The given costs.
+
+    Attributes:
+        even: even costs, by the names of the arguments of `CostModel.even`.
+        file: path of a JSON file with per-stage costs.
+        measured: measured costs, used if none are given.
     """
 
     even: dict[str, float]
@@ -32,7 +36,7 @@ class Costs:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Costs:
-        """Raises UsageError for even costs beside a file."""
+        """The costs that the arguments give. Raises UsageError for even costs together with a file."""
         even = {name: getattr(arguments, name) for name in EVEN_COSTS if getattr(arguments, name) is not None}
         if even and arguments.costs is not None:
             raise UsageError(f"{flag(min(even))} and --costs are two ways to give costs: choose one")
@@ -40,16 +44,16 @@ class Costs:
 
     @property
     def given(self) -> str | None:
-        """An option that gave a cost, if there is one."""
+        """An option that gave a cost; None if there is none."""
         return "--costs" if self.file is not None else next(map(flag, self.even), None)
 
     @property
     def reduce(self) -> bool:
-        """Whether they price reductions, so that schedules are to have them. Raises UsageError for a wrong file."""
+        """Whether the costs include reductions, so that schedules need them. Raises UsageError for a wrong file."""
         return "reduce" in self.even if self.file is None else bool(self._read(self.file).reduce)
 
     def model(self, placement: Placement) -> CostModel:
-        """The costs on `placement`. Raises UsageError for measured ones, or a file, that do not fit it."""
+        """The cost model for `placement`. Raises UsageError for measured costs, or a file, that do not fit it."""
         if self.measured is not None:
             if (stages := len(self.measured.forward)) != placement.num_stages:
                 fits = f"costs measured on {stages} stages do not fit {placement.num_stages}"
@@ -73,7 +77,7 @@ class Costs:
 
 
 def cost_model(text: str) -> CostModel:
-    """Reads JSON whose keys are fields of CostModel. Raises UsageError naming the field that is wrong."""
+    """Reads JSON whose keys are fields of `CostModel`. Raises UsageError with the field that is wrong."""
     import json
 
     try:
@@ -82,11 +86,11 @@ def cost_model(text: str) -> CostModel:
         raise UsageError(f"this is not JSON: {error}") from None
     known = [field.name for field in fields(CostModel)]
     if not isinstance(given, dict):
-        raise UsageError(f"costs are an object with some of {', '.join(known)}")
+        raise UsageError(f"costs must be an object with some of {', '.join(known)}")
     if unknown := [name for name in given if name not in known]:
-        raise UsageError(f"{unknown[0]!r} is no cost; there are {', '.join(known)}")
+        raise UsageError(f"{unknown[0]!r} is not a cost; known: {', '.join(known)}")
     if missing := [name for name in known[:3] if name not in given]:
-        raise UsageError(f"{missing[0]} is missing: a list with one number per stage")
+        raise UsageError(f"{missing[0]} is missing: give a list with one number per stage")
     return CostModel(**{name: _field(name, value) for name, value in given.items()})
 
 

@@ -1,4 +1,5 @@
-"""`pipeflow diff`: two schedules, or a plan and what happened: what moved, what it costs, how it looks."""
+"""`pipeflow diff`: two schedules, or a plan and a measured step: what moved, how the measures change, and both drawn.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +23,26 @@ if TYPE_CHECKING:
     from pipeflow.draw import Table
     from pipeflow.draw.times import Unit
 
-FORMATS = ("html", "perfetto")  # of those of `draw`, the ones that can hold two timelines
+FORMATS = ("html", "perfetto")  # the formats of `draw` that can hold two timelines
 TIMES = ("makespan", "span")
 RATIOS = ("bubble", "span-bubble")
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
+    """Adds the command and its options."""
     parents = [schedule_options(), cost_options(), unit_options()]
     command = commands.add_parser(
         "diff", help="show how two schedules differ, or a plan and a measured step", parents=parents
     )
-    which = "a name from `pipeflow list`, a CSV file, or a timeline kept as JSON"
+    which = "a name from `pipeflow list`, a CSV file, or a timeline in a JSON file"
     command.add_argument("first", type=schedule_name, metavar="A", help=which)
-    command.add_argument("second", type=schedule_name, metavar="B", help="another one")
+    command.add_argument("second", type=schedule_name, metavar="B", help="the schedule or timeline to compare it with")
     add_outputs(command, *FORMATS)
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows what differs, then both timelines on one time scale."""
+    """Prints the differences, then both timelines on one time scale."""
     paths = files_named(arguments, *FORMATS)
     names = [arguments.first, arguments.second]
     request = Request.of(arguments)
@@ -92,7 +93,7 @@ def _change(key: str, before: float, after: float, text: Callable[[float], str])
 
 
 def _ratio(timelines: list[Timeline], measured: list[bool]) -> list[str]:
-    """How the plan's makespan compares with the measured one."""
+    """The ratio of the planned to the measured makespan, if one timeline was measured."""
     if measured[0] == measured[1]:
         return []
     planned, happened = reversed(timelines) if measured[0] else timelines

@@ -1,4 +1,4 @@
-"""What differs between two schedules, as lines of text."""
+"""The differences between two schedules, as lines of text."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from pipeflow.analysis.difference import Difference, differences, has_halves, without_halves
 from pipeflow.core.schedule import Schedule
 
-SHOWN = 4  # of each kind of difference
+SHOWN = 4  # how many entries of each kind of difference are written out
 
 
 def difference_lines(first: Schedule, second: Schedule) -> Iterator[str]:
-    """Per rank, where the rows first differ, and which actions moved, or are in one of them alone."""
+    """Per rank, the first position at which the rows differ, the actions that moved, and the actions that only one row
+    has.
+    """
     if first.placement != second.placement:
-        yield "The rows are not compared, since the stages are placed differently:"
+        yield "The stages are placed differently, so the rows are not compared:"
         yield from (f"{each.name}: {_placed(each)}" for each in (first, second))
         return
     if has_halves(first) != has_halves(second):
         whole, split = (second, first) if has_halves(first) else (first, second)
-        yield f"{split.name} has backwards in halves: its I is compared with the B of {whole.name}, its W with nothing."
+        yield f"{split.name} splits backwards into I and W: I is matched with the B of {whole.name}, W is ignored."
         first, second = without_halves(first), without_halves(second)
     found = differences(first, second)
     if not any(found):
@@ -38,7 +40,7 @@ def _placed(schedule: Schedule) -> str:
 
 def _lines(found: Difference) -> Iterator[str]:
     rows, position = (found.first, found.second), found.position
-    ends = [str(row[position]) if position < len(row) else "its end" for row in rows]
+    ends = [str(row[position]) if position < len(row) else "nothing" for row in rows]
     yield f"position {position}: the first has {ends[0]}, the second {ends[1]}"
     for what, entries in (
         ("moved", [f"{entry} {first} to {second}" for entry, first, second in found.moves]),

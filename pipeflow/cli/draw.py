@@ -1,4 +1,4 @@
-"""`pipeflow draw`: a timeline in the terminal, or as files."""
+"""`pipeflow draw`: a timeline in the terminal, or in files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
+    """Adds the command and its options."""
     parents = [schedule_argument(), schedule_options(), cost_options(), unit_options()]
     command = commands.add_parser("draw", help="draw the timeline of a schedule, or a measured one", parents=parents)
     add_outputs(command, *FORMATS)
@@ -27,7 +27,7 @@ def add_to(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draws what was asked for."""
+    """Draws the timeline."""
     paths = files_named(arguments, *FORMATS)
     if arguments.critical_path and STANDARD_OUTPUT in paths.values():
         raise UsageError("standard output can take one output, not a file and --critical-path")

@@ -1,4 +1,4 @@
-"""`pipeflow export`: a schedule as a table."""
+"""`pipeflow export`: a schedule as a CSV table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
-    parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for theirs
+    """Adds the command and its options."""
+    parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for them
     command = commands.add_parser("export", help="write a schedule as a CSV table", parents=parents)
     command.add_argument(
         "--csv", required=True, metavar="FILE", help="file to write, one line per rank (-: standard output)"

@@ -1,4 +1,4 @@
-"""Files that the command reads and writes. What is written is whole or not there."""
+"""Files that the command reads and writes. A file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ STANDARD_OUTPUT = "-"
 
 
 def read(path: str) -> str:
-    """The text of a file. Raises UsageError with the nearest name beside one that is not there."""
+    """The text of a file. Raises UsageError if it cannot be read; if there is no such file, the message suggests the
+    nearest name.
+    """
     try:
         with open(path, encoding="utf-8-sig") as file:
             return file.read()
@@ -37,8 +39,8 @@ def _near(path: str) -> str | None:
 
 
 def write(texts: Mapping[str, str]) -> None:
-    """Writes each text to its path, all of them or none, and says so on standard error; `-` is standard output. A file
-    that is replaced is replaced at once. Raises UsageError for a path that cannot be written.
+    """Writes each text to its path, all of them or none, and reports the files on standard error. The path `-` is
+    standard output. An existing file is replaced in one step. Raises UsageError for a path that cannot be written.
     """
     staged: dict[str, str] = {}
     try:
@@ -63,7 +65,9 @@ def write(texts: Mapping[str, str]) -> None:
 
 
 def _stage(path: str, text: str) -> str:
-    """Writes the text beside `path`; to a device or a pipe, nothing is written yet."""
+    """Writes the text to a temporary file beside `path`, and returns its name; empty for a device or a pipe, to which
+    nothing is written yet.
+    """
     real = os.path.realpath(path)
     if os.path.isdir(real):
         raise IsADirectoryError(0, "Is a directory")

@@ -1,4 +1,4 @@
-"""`pipeflow list`: the schedules there are."""
+"""`pipeflow list`: all schedules."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
+    """Adds the command."""
     command = commands.add_parser("list", help="list the schedules and their options")
     command.set_defaults(run=run)
 
 
 def run(_: argparse.Namespace) -> int:
-    """One line a schedule; in a terminal that is too narrow for that, folded, the options below."""
+    """Prints one line per schedule. In a terminal that is too narrow, lines are folded, with the options below."""
     summaries = {name: (generator.__doc__ or "").partition("\n")[0] for name, generator in SCHEDULES.items()}
     options = {name: " ".join(map(_flag, options_of(name))) for name in SCHEDULES}
     widths = max(map(len, options)), max(map(len, options.values()))
@@ -34,7 +34,7 @@ def run(_: argparse.Namespace) -> int:
 
 
 def _fitting(lines: list[str], summaries: dict[str, str], options: dict[str, str]) -> list[str]:
-    """The lines, if they fit, else folded ones."""
+    """The lines if they fit the terminal, otherwise folded ones."""
     import shutil
     import textwrap
 

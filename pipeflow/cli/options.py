@@ -1,5 +1,5 @@
-"""Options that several commands share. Those of the schedules are read off the registry, so a new family needs no
-change here.
+"""Options that several commands share. Options of schedules are read from the registry, so a new family needs no change
+here.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
 
 PLACEMENTS = ("linear", "looped", "vee", "bidirectional")
-EVEN_COSTS = {  # the arguments of CostModel.even: what each is, and its default
+EVEN_COSTS = {  # help for the arguments of CostModel.even
     "forward": "time of a forward (default: 1)",
     "backward_input": "time of a backward's input-gradient half (default: 1)",
     "backward_weight": "time of a backward's weight-gradient half (default: 1)",
     "transfer": "time of a transfer between two ranks (default: 0)",
     "overlap": "share of a pair's shorter half that is hidden, from 0 to 1 (default: 0)",
     "saved_bytes": "bytes that a forward keeps for its backward",
-    "deferred_bytes": "bytes of them that the weight-gradient half still needs",
-    "reduce": "time to reduce a rank's weight gradients over the replicas (default: not planned)",
+    "deferred_bytes": "bytes of those that the weight-gradient half still needs",
+    "reduce": "time to reduce a rank's weight gradients over the replicas (default: no reductions)",
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UsageErrors."""
+    """An argument parser that raises errors as UsageError."""
 
     def error(self, message: str) -> NoReturn:
-        """Says what is wrong, and where help is."""
+        """Raises UsageError with the message and a hint at the help."""
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def schedule_name(text: str) -> str:
-    """What a SCHEDULE argument says: a schedule's name in any case of letters, unless there is a file of that name."""
+    """The SCHEDULE argument: the name of a schedule in upper or lower case, unless there is a file with this name."""
     name = text.lower()
     return name if name in SCHEDULES and not os.path.isfile(text) else text
 
 
 def flag(option: str) -> str:
-    """An option's name as it is typed."""
+    """The name of an option as it is typed."""
     return f"--{option.replace('_', '-')}"
 
 
 def family_options() -> list[str]:
-    """The options that some schedule has, but for its costs, which have options of their own."""
+    """The names of all schedules' options, without costs, which have options of their own."""
     return sorted({option for name in SCHEDULES for option in options_of(name)} - {"cost"})
 
 
 @cache
 def schedule_argument() -> Parser:
-    """Which schedule it is about."""
+    """The argument that names a schedule."""
     parser = Parser(add_help=False)
     help_ = "a name from `pipeflow list`, a CSV file, or a timeline in a JSON file"
     parser.add_argument("schedule", type=schedule_name, metavar="SCHEDULE", help=help_)
@@ -65,7 +65,7 @@ def schedule_argument() -> Parser:
 
 @cache
 def schedule_options() -> Parser:
-    """The sizes of a named one, what a file leaves open."""
+    """Options for the size of a named schedule, and for what a file does not say."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group("schedule")
     group.add_argument("--ranks", type=_whole, metavar="N", help="number of pipeline ranks (default: 4)")
@@ -81,15 +81,15 @@ def schedule_options() -> Parser:
     group.add_argument(
         "--placement",
         choices=PLACEMENTS,
-        help="which rank has which stage of a CSV file (default: read from its lines)",
+        help="placement of the stages of a CSV file (default: read from its lines)",
     )
-    group.add_argument("--forward-only", action="store_true", help="leave the backwards out, as in evaluation")
+    group.add_argument("--forward-only", action="store_true", help="leave out the backwards, as in evaluation")
     return parser
 
 
 @cache
 def cost_options() -> Parser:
-    """How long everything takes, and what it keeps."""
+    """Options for times and bytes."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group("costs", "time per microbatch for all layers of one rank, in any unit")
     for option, meaning in EVEN_COSTS.items():
@@ -105,7 +105,7 @@ def cost_options() -> Parser:
 
 @cache
 def unit_options() -> Parser:
-    """How times are written."""
+    """Options for the unit of written times."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group("times")
     group.add_argument("--unit", default="", metavar="NAME", help="unit to write after times, such as ms")
@@ -123,7 +123,7 @@ def _whole(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    """Whole where it is: what else there may be, a schedule says itself."""
+    """An int if the number is whole. Further checks are left to the schedule."""
     try:
         number = float(text)
     except ValueError:

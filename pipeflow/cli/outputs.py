@@ -1,4 +1,4 @@
-"""Where drawings go: to the terminal, or into files of several formats."""
+"""Outputs: drawings in the terminal, or in files of several formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMATS = {
 
 
 def add_outputs(command: Parser, *formats: str) -> None:
-    """The options that name files."""
+    """Adds the options that name files, for these `formats`."""
     group = command.add_argument_group("output", "draws in the terminal unless you name files (-: standard output)")
     for name in formats:
         group.add_argument(flag(name), metavar="FILE", help=FORMATS[name])
@@ -32,7 +32,7 @@ def add_outputs(command: Parser, *formats: str) -> None:
 
 
 def files_named(arguments: argparse.Namespace, *formats: str) -> dict[str, str]:
-    """Per format, the file that was named. Raises UsageError for one that is named twice."""
+    """Per format, the file that was given for it. Raises UsageError for a file that is given twice."""
     paths = {name: path for name in formats if (path := getattr(arguments, name)) is not None}
     for path in paths.values():
         if (times := [*paths.values()].count(path)) > 1:
@@ -45,23 +45,23 @@ def files_named(arguments: argparse.Namespace, *formats: str) -> dict[str, str]:
 def write_drawings(
     paths: dict[str, str], *timelines: Timeline, unit: str, factor: float, critical_path: bool = False
 ) -> None:
-    """Writes the timelines into the files of `files_named`, all of them or none; with the critical path marked, where a
-    format can.
+    """Writes the timelines into the files of `files_named`, all of them or none. The critical path is marked in formats
+    that can show it.
     """
     from pipeflow import draw
 
     texts = {}
     for name, path in paths.items():
         look: dict[str, Any] = {"unit": unit, "factor": factor, **({"critical_path": True} if critical_path else {})}
-        look = {} if name == "perfetto" else look  # a trace has a unit of its own
+        look = {} if name == "perfetto" else look  # a trace has its own unit of time
         with doing(f"drawing {printable(path)}"):
             texts[path] = getattr(draw, name)(timelines[0] if len(timelines) == 1 else timelines, **look)
     write(texts)
 
 
 def show(*renderables: RenderableType) -> None:
-    """Prints to standard output, with the colours that it has, a line at a time. A string is one line, and is printed
-    with its control characters escaped; drawings see to theirs.
+    """Prints to standard output, with the colours that it supports, line by line. A string is one line; its control
+    characters are escaped. Drawings escape theirs themselves.
     """
     from rich.console import Console
 

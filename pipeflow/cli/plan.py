@@ -1,4 +1,4 @@
-"""`pipeflow plan`: what a layout of a GPT costs, on each rank and as a step."""
+"""`pipeflow plan`: the memory of each rank and the time of a step for a GPT under a layout."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ LAYOUT = tuple(field.name for field in fields(Setup))
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
-    command = commands.add_parser("plan", help="estimate bytes per rank and the bubble of a GPT's layout")
+    """Adds the command and its options."""
+    command = commands.add_parser("plan", help="estimate memory per rank, step time and bubble of a GPT")
     command.add_argument("model", metavar="MODEL", help=", ".join(GPT_PRESETS))
     _add_sizes(command)
     _add_schedule(command)
     _add_layout(command)
     command.add_argument(
-        "--flops", type=float, metavar="X", help="operations per second of one device; gives times in seconds"
+        "--flops", type=float, metavar="X", help="FLOP/s of one device; gives times in seconds"
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
@@ -102,14 +102,14 @@ def _schedule(arguments: argparse.Namespace, model: GPT, setup: Setup) -> Schedu
     ranks = 4 if arguments.pipeline is None else arguments.pipeline
     microbatches = 8 if arguments.microbatches is None else arguments.microbatches
     require_size(ranks, microbatches, options)
-    if name in SCHEDULES and "cost" in options_of(name):  # it is made for its costs, which are per stage
+    if name in SCHEDULES and "cost" in options_of(name):  # the schedule is made for given costs, which are per stage
         placement = make_schedule(name, ranks=ranks, microbatches=1).placement
         options["cost"] = stage_costs(model, placement, setup)
     return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
 
 
 def _family(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of the schedule that were given; whole numbers where they are that."""
+    """The given options of the schedule, as ints if they are whole."""
     given = {name: getattr(arguments, name) for name in family_options() if getattr(arguments, name) is not None}
     return {name: int(value) if value.is_integer() else value for name, value in given.items()}
 
@@ -147,7 +147,7 @@ def _heading(name: str, found: Plan) -> Iterator[str]:
     parts = {"weight": precision.weight, "gradient": precision.gradient} | states
     yield f"{precision.name}: {', '.join(f'{part} {of}' for part, of in parts.items() if of)} bytes a parameter"
     if setup.zero and setup.data > 1:
-        yield f"ZeRO-1: the optimizer's bytes are shared out over {setup.data} data ranks"
+        yield f"ZeRO-1: the optimizer state is split over {setup.data} replicas"
 
 
 def _table(found: Plan) -> Table:
@@ -169,9 +169,9 @@ def _table(found: Plan) -> Table:
 
 
 def _totals(found: Plan) -> Iterator[str]:
-    """The highest peak, how long a step takes, its bubble."""
+    """The highest peak, the time of a step, and its bubble."""
     highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
-    again = f", of which {bytes_text(highest.recomputed_bytes)} for the layer being computed again"
+    again = f", of which {bytes_text(highest.recomputed_bytes)} for the layer that is recomputed"
     yield f"peak: {bytes_text(highest.peak_bytes)} on rank {highest.rank}{again if highest.recomputed_bytes else ''}"
     makespan = number(found.timeline.makespan)
     if found.tokens_per_second is None:
@@ -187,7 +187,7 @@ def _totals(found: Plan) -> Iterator[str]:
 
 
 def _uneven(found: Plan, busiest: RankPlan) -> Iterator[str]:
-    """Why the bubble is not what the schedule has with equal stages: what the busiest rank has more than the others."""
+    """Why the bubble differs from that of equal stages: what the busiest rank has more than the others."""
     work = [1 - rank.idle for rank in found.ranks]
     times = f"{(1 - busiest.idle) * len(work) / sum(work):.3g} times as long as the average"
     yield f"  With equal stages: {percent(found.even_makespan_bubble_ratio)}. Rank {busiest.rank} works {times},"
@@ -199,14 +199,14 @@ def _uneven(found: Plan, busiest: RankPlan) -> Iterator[str]:
 
 
 def _notes(found: Plan) -> Iterator[str]:
-    """What the numbers count, and what they do not."""
+    """Notes on what the numbers include and leave out."""
     if not found.setup.keep_scores:
-        yield "activations: without attention's scores, which --keep-scores adds"
-    yield "not counted: transfers and sums between devices, buffers of operations"
+        yield "activations: without attention scores (--keep-scores adds them)"
+    yield "not counted: communication between devices, temporary buffers of operations"
 
 
 def _count(parameters: int) -> str:
-    """A number of parameters, as people write it: 175B."""
+    """A number of parameters as people write it, such as 175B."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if parameters >= unit:
             return f"{parameters / unit:.3g}{name}" if parameters < 999.5 * unit else f"{parameters / unit:.0f}{name}"

@@ -1,4 +1,4 @@
-"""Progress: what a command is doing, on standard error, once that has taken longer than two seconds."""
+"""Progress: what a command is doing, on standard error, once it has taken longer than two seconds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ AFTER = 2.0  # seconds
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Says `what` the command is doing where that takes long: on a terminal in a line that goes away, with the seconds
-    so far, else in one line.
+    """Context manager that reports `what` the command is doing if that takes long: on a terminal as a line that
+    disappears at the end, with the seconds so far; otherwise as one line.
     """
     from threading import Event, Thread
 

@@ -1,4 +1,4 @@
-"""Request: what the options of a command ask of schedules."""
+"""Request: the options of a command that are about schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from pipeflow.schedules import SCHEDULES, options_of
 @final
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the options say about schedules; None is what they leave open."""
+    """The options that are about schedules. None: not given.
+
+    Attributes:
+        costs: the given costs.
+        ranks, microbatches: the size of a named schedule.
+        options: the options of the schedule, as (name, value).
+        placement: the name of a placement for a CSV file.
+        forward_only: whether to leave out backwards.
+    """
 
     costs: Costs
     ranks: int | None = None
@@ -27,7 +35,7 @@ class Request:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Request:
-        """From the arguments of a command with schedule_options and cost_options."""
+        """The request from the arguments of a command with schedule_options and cost_options."""
         given = [(name, getattr(arguments, name)) for name in family_options()]
         return cls(
             Costs.of(arguments),
@@ -39,8 +47,8 @@ class Request:
         )
 
     def among(self, names: list[str]) -> dict[str, Request]:
-        """Per name of several, what of this is for it: sizes for the named schedules, each with the options that it
-        has, the placement for files. Raises UsageError for what is for none of them.
+        """Per name, the part of the request that applies to it: sizes to named schedules, each with the options that it
+        has, and the placement to files. Raises UsageError for an option that applies to none of them.
         """
         families = [name for name in names if not is_file(name)]
         files = [name for name in names if is_file(name)]
@@ -53,11 +61,11 @@ class Request:
         return {name: placed if name in files else sized.fitting(name) for name in names}
 
     def fitting(self, name: str) -> Request:
-        """Without the options that the schedule `name` does not have."""
+        """The request without options that the schedule `name` does not have."""
         known = options_of(name) if name in SCHEDULES else ()
         return replace(self, options=tuple((option, value) for option, value in self.options if option in known))
 
 
 def is_file(name: str) -> bool:
-    """Whether an argument means a file: because it looks like one, or because there is one."""
+    """Whether an argument is a file: it looks like a path, or there is a file with this name."""
     return name not in SCHEDULES and ("." in name or os.path.dirname(name) != "" or os.path.isfile(name))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
+    """Adds the command and its options."""
     parents = [schedule_argument(), schedule_options(), cost_options(), unit_options()]
     command = commands.add_parser("simulate", help="print the measures of a timeline", parents=parents)
     command.add_argument("--json", action="store_true", help="print JSON, in the timeline's own unit of time")

@@ -1,4 +1,6 @@
-"""Sources: what a SCHEDULE argument stands for: a schedule of the registry, a CSV file, or a timeline kept as JSON."""
+"""Sources: the schedule behind a SCHEDULE argument: from the registry, from a CSV file, or from a timeline in a JSON
+file.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.soundness.schedule import Violation, verify, verify_programs
 
-MAKE_PLACEMENT: dict[str, Callable[[int, int], Placement]] = {  # from ranks and stages
+MAKE_PLACEMENT: dict[str, Callable[[int, int], Placement]] = {  # from the numbers of ranks and stages
     "linear": lambda ranks, _: Placement.linear(ranks),
     "looped": lambda ranks, stages: Placement.looped(ranks, max(stages // ranks, 1)),
-    "vee": lambda ranks, stages: Placement.zigzag(ranks, max(stages // (2 * ranks), 1)),  # as often as there are stages
+    "vee": lambda ranks, stages: Placement.zigzag(ranks, max(stages // (2 * ranks), 1)),  # as many vees as fit
     "bidirectional": lambda ranks, _: Placement.bidirectional(ranks),
 }
 
@@ -34,23 +36,30 @@ MAKE_PLACEMENT: dict[str, Callable[[int, int], Placement]] = {  # from ranks and
 @final
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A schedule and, when it was read from a timeline, that."""
+    """The schedule behind an argument.
+
+    Attributes:
+        schedule: the schedule.
+        measured: the timeline that it was read from, if any.
+    """
 
     schedule: Schedule
     measured: Timeline | None = None
 
     def timeline(self, costs: Costs) -> Timeline:
-        """When everything runs: as it was measured, else under `costs`."""
+        """The measured timeline, otherwise a simulation under `costs`. Raises UsageError for costs with a measured
+        timeline.
+        """
         if self.measured is None:
             with doing(f"simulating {printable(self.schedule.name)}"):
                 return simulate(self.schedule, costs.model(self.schedule.placement))
         if costs.given is not None:
-            raise UsageError(f"{costs.given} is for schedules; the times of a timeline are its own")
+            raise UsageError(f"{costs.given} is for schedules; a timeline has its own times")
         return self.measured
 
 
 def sound_source(name: str, request: Request) -> Source:
-    """As `source`, and raises UsageError for a file whose schedule is unsound."""
+    """Like `source`, but raises UsageError for a file whose schedule is unsound."""
     found = source(name, request)
     if name not in SCHEDULES and (violations := violations_of(found.schedule)):
         many = f"{len(violations)} violation{'s' * (len(violations) > 1)}, the first"
@@ -59,14 +68,14 @@ def sound_source(name: str, request: Request) -> Source:
 
 
 def violations_of(schedule: Schedule, memory_cap: float | None = None) -> list[Violation]:
-    """What is wrong with a schedule or, when nothing is, with its programs."""
+    """Everything that is wrong with a schedule or, if nothing is, with its programs."""
     options: dict[str, Any] = {} if memory_cap is None else {"memory_cap": memory_cap}
     with doing(f"proving {printable(schedule.name)}"):
         return verify(schedule, **options) or verify_programs(lower(schedule))
 
 
 def source(name: str, request: Request) -> Source:
-    """What an argument stands for. Raises UsageError saying which part of what was asked it does not fit."""
+    """The schedule behind an argument. Raises UsageError with the part of the request that does not fit it."""
     found = _from_file(name, request) if is_file(name) else Source(_from_name(name, request))
     if request.costs.reduce and found.measured is None:
         found = replace(found, schedule=found.schedule.with_reductions())
@@ -80,7 +89,7 @@ def _from_name(name: str, request: Request) -> Schedule:
     ranks, microbatches = 4 if ranks is None else ranks, 8 if microbatches is None else microbatches
     options: dict[str, object] = dict(request.options)
     require_size(ranks, microbatches, options)
-    if name in SCHEDULES and "cost" in options_of(name):  # it is made for its costs, which are per stage
+    if name in SCHEDULES and "cost" in options_of(name):  # the schedule is made for given costs, which are per stage
         options["cost"] = request.costs.model(make_schedule(name, ranks=ranks, microbatches=1).placement)
     with doing(f"making {printable(name)}"):
         return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
@@ -101,7 +110,7 @@ def _from_file(name: str, request: Request) -> Source:
 
 
 def _placed(schedule: Schedule, placement: str) -> Schedule:
-    """With the stages placed as was said, instead of as the rows show it."""
+    """The schedule with the named placement instead of the one that its rows show."""
     ranks = len(schedule.rows)
     stages = 1 + max(action.stage for rank in range(ranks) for action in schedule.actions(rank))
     return replace(schedule, placement=MAKE_PLACEMENT[placement](ranks, stages))
@@ -115,5 +124,5 @@ def _from_timeline(timeline: Timeline, request: Request) -> Source:
     }
     for option, value in given.items():
         if value is not None:
-            raise UsageError(f"{flag(option)} is for schedules; a timeline says it itself")
+            raise UsageError(f"{flag(option)} is for schedules; a timeline has its own")
     return Source(executed_schedule(timeline), timeline)

@@ -1,4 +1,4 @@
-"""`pipeflow verify`: a proof, or everything that is wrong."""
+"""`pipeflow verify`: proves that a schedule is sound, or lists everything that is wrong."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """The command and its options."""
-    parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for theirs
+    """Adds the command and its options."""
+    parents = [schedule_argument(), schedule_options(), cost_options()]  # costs: some schedules are made for them
     command = commands.add_parser("verify", help="check a schedule and list everything that is wrong", parents=parents)
     if "memory_cap" not in family_options():
-        help_ = "also check that no rank keeps more activations than this"
+        help_ = "also check that no rank keeps more activations than this, in microbatches"
         command.add_argument("--memory-cap", type=float, metavar="X", help=help_)
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the proof's result, or one line a violation."""
+    """Prints that the schedule is sound, or one line per violation."""
     name: str = arguments.schedule
     request = Request.of(arguments)
     if name not in SCHEDULES or "memory_cap" not in options_of(name):

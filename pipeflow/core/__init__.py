@@ -1,1 +1,3 @@
-"""The values: what a schedule, its costs and its times are made of. Standard library only; nothing here runs any."""
+"""The data types of schedules, costs, programs and timelines. Standard library only. Must not contain: code that
+searches, simulates, draws or runs them.
+"""

@@ -1,4 +1,6 @@
-"""Actions: what a schedule orders. Their letters are those of torch.distributed.pipelining."""
+"""Actions: the computations that a schedule puts in order, written with the letters of torch.distributed.pipelining.
+Must not contain: what an action needs and makes, which is in `dataflow`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from pipeflow.core.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does; the table of `pipeflow.core.dataflow` says what it needs and makes. Backward is either whole
-    (B) or in two halves (I, then W). R sums the weight gradients of a stage over the ranks that hold it.
+    """The kind of an action: forward, backward or reduction. A backward is one action (B) or two halves (I, then W). R
+    sums a stage's weight gradients over the ranks that hold the stage. The table in `pipeflow.core.dataflow` lists what
+    each kind needs and makes.
 
     The zero-bubble papers write I as "B".
     """
@@ -20,7 +23,7 @@ class Kind(StrEnum):
     B = "B"  # full backward
     I = "I"  # input-gradient half  # noqa: E741  # the field's letter
     W = "W"  # weight-gradient half
-    R = "R"  # reduction of a stage's weight gradients; its microbatch is the last one that it waits for
+    R = "R"  # reduction of a stage's weight gradients; its microbatch is the last one it waits for
 
 
 _ACTION = re.compile(rf"(\d{{1,9}})([{''.join(Kind)}])(\d{{1,9}})", re.ASCII)
@@ -29,14 +32,19 @@ _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to do: `kind` for one `microbatch` on one `stage`. As text: stage, letter, microbatch.
+    """One computation: `kind` for one `microbatch` on one `stage`. Its text is stage, letter, microbatch.
+
+    Attributes:
+        kind: which computation it is.
+        stage: index of the stage, from 0.
+        microbatch: index of the microbatch, from 0. For a reduction: the last microbatch that it waits for.
+
+    Raises ScheduleError for a negative stage or microbatch.
 
     >>> str(Action(Kind.F, stage=2, microbatch=0))
     '2F0'
     >>> Action.parse("2F0")
     Action(kind=<Kind.F: 'F'>, stage=2, microbatch=0)
-
-    Raises ScheduleError for a negative stage or microbatch, or text that is not exactly one action.
     """
 
     kind: Kind
@@ -52,7 +60,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads an action's text. Raises ScheduleError unless it is exactly that."""
+        """Reads the text of one action. Raises ScheduleError for any other text."""
         match = _ACTION.fullmatch(text)
         if match is None:
             letters = " ".join(Kind)
@@ -62,7 +70,14 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A forward and a backward that one rank runs overlapped (DualPipe). As text: `(0F4;3B1)OVERLAP_F_B`."""
+    """A forward and a backward that one rank runs overlapped, as in DualPipe. Its text is `(0F4;3B1)OVERLAP_F_B`.
+
+    Attributes:
+        forward: an action of kind F.
+        backward: an action of kind B or I.
+
+    Raises ScheduleError for actions of other kinds.
+    """
 
     forward: Action
     backward: Action
@@ -79,11 +94,11 @@ Entry = Action | Pair
 
 
 def parse_entry(text: str) -> Entry:
-    """Reads one cell of a schedule table: an action or a pair. Raises ScheduleError for anything else."""
+    """Reads one cell of a schedule table: an action or a pair. Raises ScheduleError for any other text."""
     pair = _PAIR.fullmatch(text)
     return Pair(Action.parse(pair[1]), Action.parse(pair[2])) if pair else Action.parse(text)
 
 
 def actions_of(entry: Entry) -> tuple[Action, ...]:
-    """The actions of a row's entry, in the order in which they run when they are not overlapped."""
+    """The actions of an entry of a row: one, or the forward and the backward of a pair."""
     return (entry,) if isinstance(entry, Action) else (entry.forward, entry.backward)

@@ -1,4 +1,4 @@
-"""CostModel: how long actions and transfers take. Any unit of time, the same throughout."""
+"""CostModel: the times of actions and transfers, and the bytes that are kept. Must not contain: simulation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Route, routes_among
 
-LARGEST = 1e100  # of a cost: the sum over any number of actions is finite, too
-SMALLEST = 1e-100  # of one that is not 0: a part of any other is a number, too
+LARGEST = 1e100  # largest cost: the sum over any number of actions stays finite
+SMALLEST = 1e-100  # smallest cost that is not 0: the quotient of two costs stays finite
 
 
 class Link(NamedTuple):
-    """How values pass from one rank to another: `latency` in time, `bandwidth` in bytes per time."""
+    """A link from one rank to another.
+
+    Attributes:
+        latency: time from when a value has left its rank until it arrives.
+        bandwidth: bytes per unit of time.
+    """
 
     latency: float = 0.0
     bandwidth: float = math.inf
@@ -26,20 +31,34 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Per stage, the time of a forward and of the two halves of a backward; the time of a transfer; and memory.
+    """The times of actions and transfers, and optionally the bytes that a rank keeps. Times are in any unit, the same
+    for all of them.
 
-    A full backward takes both halves. A value that moves between two ranks holds their link for
-    `activation_bytes[stage] / bandwidth` (its stage's activation, or the gradient of that, of the same size), and
-    arrives a `latency` after that; `links` has the ordered pairs of ranks (from, to) that differ. Of a pair, `overlap`
-    is the part of the shorter half that the longer one hides: 0, the pair takes the sum of both; 1, only the longer
-    one's time. `route_bytes` has the bytes of what passes on routes, by (from stage, to stage).
+    A full backward takes the time of both halves. A value that is sent to another rank occupies the link for
+    `activation_bytes[stage] / bandwidth` and arrives a `latency` later. A gradient is as large as the activation it
+    belongs to.
 
-    Per stage, a forward keeps `saved_bytes` for its backward; between its two halves a backward keeps `deferred_bytes`.
-    Per stage, reducing its weight gradients over the ranks that hold it takes `reduce`, once per step; empty, nothing.
-    `times` has those of kinds of action for which there is no argument here, `kept_bytes` those of what else is kept.
+    Attributes:
+        forward: per stage, the time of a forward.
+        backward_input, backward_weight: per stage, the time of the input-gradient half and of the weight-gradient half
+            of a backward.
+        latency: latency of a transfer between two ranks. Default: 0.
+        bandwidth: bytes per unit of time between two ranks. Default: infinite.
+        activation_bytes: per stage, the bytes of its output. Empty: a transfer takes its latency alone.
+        links: the `Link` of each ordered pair of ranks (from, to) that differs from `latency` and `bandwidth`.
+        overlap: the share of a pair's shorter half that the longer half hides. 0: a pair takes the sum of both times;
+            1: the time of the longer half.
+        saved_bytes: per stage, the bytes that a forward keeps for its backward. Empty: memory is counted in
+            activations.
+        deferred_bytes: per stage, the bytes that a backward keeps between its two halves. Empty: they are not counted.
+        reduce: per stage, the time to reduce its weight gradients over the ranks that hold it, once per step. Empty: no
+            time.
+        times: for kinds of action without an argument here, the time per stage.
+        kept_bytes: for contents without an argument here, the bytes kept per stage.
+        route_bytes: per route (from stage, to stage), the bytes that pass on it.
 
-    Raises UsageError for tuples of different lengths, for routes that are none, and for numbers that are negative, not
-    finite, or beyond `SMALLEST` and `LARGEST`.
+    Raises UsageError for tuples of different lengths, for pairs of stages that cannot be routes, and for numbers that
+    are negative, not finite, or outside `SMALLEST` to `LARGEST`.
     """
 
     forward: tuple[float, ...]
@@ -72,10 +91,10 @@ class CostModel:
             if not link.bandwidth >= SMALLEST:
                 raise UsageError(f"bandwidth must be positive, at least {SMALLEST:g}, got {link.bandwidth}")
         if not 0 <= self.overlap <= 1:
-            raise UsageError(f"overlap is a part of the shorter half, from 0 to 1, got {self.overlap}")
+            raise UsageError(f"overlap is a share of the shorter half, from 0 to 1, got {self.overlap}")
 
     def _per_stage(self) -> Iterator[tuple[str, tuple[float, ...]]]:
-        """What there are numbers of for each stage, by its name."""
+        """The names and values of all fields that have one number per stage."""
         for name in ("forward", "backward_input", "backward_weight"):
             yield name, getattr(self, name)
         for name in ("activation_bytes", "saved_bytes", "deferred_bytes", "reduce"):
@@ -100,8 +119,19 @@ class CostModel:
         overlap: float = 0,
         reduce: float = 0,
     ) -> CostModel:
-        """The costs of one microbatch on one rank's whole share of the model, divided evenly among its
-        chunks, so that schedules with and without chunks compare; `reduce` is that of the share's weight gradients.
+        """The costs of a model whose stages are all equal.
+
+        All numbers are for one microbatch on one rank's whole share of the model. They are divided evenly among its
+        chunks, so schedules with and without chunks can be compared.
+
+        Args:
+            placement: the placement of the stages.
+            forward, backward_input, backward_weight: the time of a forward, and of the two halves of a backward.
+            transfer: the latency of a transfer between two ranks.
+            saved_bytes: the bytes that a forward keeps for its backward. 0: memory is counted in activations.
+            deferred_bytes: the bytes of those that the weight-gradient half still needs.
+            overlap: as in `CostModel`.
+            reduce: the time to reduce the weight gradients of a rank's share.
         """
         stages, share = placement.num_stages, placement.chunks_per_rank
 
@@ -120,27 +150,27 @@ class CostModel:
         )
 
     def duration(self, kind: Kind, stage: int) -> float:
-        """The time of a `kind` of action on `stage`. Raises UsageError for a stage without a cost."""
+        """The time of an action of a `kind` on `stage`. Raises UsageError for a stage without a cost."""
         if stage >= len(self.forward):
             raise UsageError(f"the cost model has {len(self.forward)} stages; stage {stage} has no cost")
         parts: list[tuple[float, ...]] = [getattr(self, name) for name in DATAFLOW[kind].takes]
         return sum((part[stage] for part in parts or [self.times.get(kind, ())] if part), 0.0)
 
     def pair(self, forward: int, backward: Kind, stage: int) -> float:
-        """The time of a forward on stage `forward` overlapped with a `backward` (B or I) on `stage`."""
+        """The time of a pair: a forward on stage `forward`, overlapped with a `backward` (B or I) on `stage`."""
         one, other = self.duration(Kind.F, forward), self.duration(backward, stage)
         return one + other - self.overlap * min(one, other)
 
     def link(self, sender: int | None = None, receiver: int | None = None) -> Link:
-        """What connects rank `sender` to rank `receiver`."""
+        """The link from rank `sender` to rank `receiver`; without ranks, the default link."""
         usual = Link(self.latency, self.bandwidth)
         return usual if sender is None or receiver is None else self.links.get((sender, receiver), usual)
 
     def holding(
         self, stage: int, sender: int | None = None, receiver: int | None = None, route: Route | None = None
     ) -> float:
-        """For how long the activation of `stage`, or its gradient, holds the link from `sender` to `receiver`; with a
-        `route`, what passes on that.
+        """The time that the activation of `stage`, or its gradient, occupies the link from rank `sender` to rank
+        `receiver`; with `route`, the time of the tensors on that route.
         """
         if route is None and not self.activation_bytes:
             return 0.0
@@ -148,8 +178,8 @@ class CostModel:
         return size / self.link(sender, receiver).bandwidth
 
     def transfer(self, stage: int, sender: int | None = None, receiver: int | None = None) -> float:
-        """The time to move the activation of `stage`, or its gradient, from rank `sender` to rank `receiver`, when
-        nothing else is on its way.
+        """The time to move the activation of `stage`, or its gradient, from rank `sender` to rank `receiver` over a
+        link that is free.
         """
         return self.link(sender, receiver).latency + self.holding(stage, sender, receiver)
 

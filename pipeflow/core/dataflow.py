@@ -1,5 +1,6 @@
-"""The dataflow, said once: what every kind of action needs and makes, where on its rank it runs, and so what it keeps
-in memory and what passes between ranks. Everything else reads this table: a new kind of action is a new row.
+"""The dataflow table: what each kind of action needs and makes, which costs it takes, and on which stream of its rank
+it runs. What a rank keeps in memory and what passes between ranks follow from this table, so a new kind of action is a
+new row. Must not contain: rules for one kind of action outside the table.
 """
 
 from __future__ import annotations
@@ -14,25 +15,30 @@ from pipeflow.core.route import Routes
 
 
 class Content(StrEnum):
-    """What passes between actions."""
+    """The content of a value."""
 
     ACTIVATION = "activation"  # a stage's output, for the next stage
-    GRADIENT = "gradient"  # of a stage's input, for the previous stage
+    GRADIENT = "gradient"  # the gradient of a stage's input, for the previous stage
     SAVED = "saved"  # what a forward keeps for its backward
     DEFERRED = "deferred"  # what an input-gradient half keeps for its weight-gradient half
-    WEIGHT_GRADIENT = "weight gradient"  # what a microbatch adds to those of its stage, for a reduction
+    WEIGHT_GRADIENT = "weight gradient"  # a microbatch's part of its stage's weight gradients, for a reduction
 
 
 VALUE = "{content} of stage {stage}, microbatch {microbatch}"
 
 
 class Value(NamedTuple):
-    """One value of a run, there from when it is made to when it is used. What stays on its rank may be made again after
-    its use. Of weight gradients a reduction uses the last one, which stands for all before it; without reductions
-    nobody uses them. As text: `activation 2F0`'s maker and content.
+    """One value that passes from the action that makes it to the action that uses it. Its text is like "activation of
+    stage 2, microbatch 0".
 
-    `stage` is that of its maker. What passes on a route has in `to` the stage that uses it; elsewhere the table says
-    which one that is.
+    A value that stays on its rank may be made again after its use. A reduction uses the last weight gradient of its
+    stage, which stands for all earlier ones. Without reductions no action uses weight gradients.
+
+    Attributes:
+        content: what the value is: activation, gradient, saved, deferred or weight gradient.
+        stage: the stage that makes it.
+        microbatch: its microbatch.
+        to: the stage that uses it, if it passes on a route. None: the dataflow table says which stage that is.
     """
 
     content: Content
@@ -46,19 +52,20 @@ class Value(NamedTuple):
 
     @property
     def user(self) -> int:
-        """The stage that uses it."""
+        """The stage that uses this value."""
         return self.stage + PASSING.get(self.content, 0) if self.to is None else self.to
 
     @property
     def answered(self) -> Value:
-        """The activation that a gradient belongs to."""
+        """The activation that this gradient belongs to."""
         source = None if self.to is None else self.stage
         return Value(Content.ACTIVATION, self.user, self.microbatch, source)
 
 
 class Stream(StrEnum):
-    """What a rank can do at once: the actions of one stream run one after the other, beside those of other streams. A
-    rank begins them in the order of its row, and only computations hold up what follows.
+    """A stream of a rank. Actions of one stream run one after the other; different streams run at the same time. A rank
+    starts actions in the order of its row: it waits for the end of a computation, and goes on at once after any other
+    action.
     """
 
     COMPUTE = "computations"
@@ -69,15 +76,17 @@ Ends = tuple[tuple[Content, int], ...]
 
 
 class Flow(NamedTuple):
-    """A row of the table.
+    """A row of the dataflow table.
 
     Attributes:
-        name: what people call such an action.
-        needs, makes: values, as (content, offset from its own stage).
-        takes: those of `CostModel`'s times that it takes together; without any its time is in `CostModel.times`.
-        stream: on which it runs. Only computations need or make what passes between ranks.
-        joint: whether all ranks that hold the stage do it at once, for all microbatches; it makes nothing.
-        in_place: whether what it makes comes in the place of what it uses, when it ends; else both are there meanwhile.
+        name: name of the kind of action, for people.
+        needs, makes: values that it uses and makes, as (content, offset from its own stage).
+        takes: the fields of `CostModel` whose times it takes together. Empty: its time is in `CostModel.times`.
+        stream: the stream it runs on. Only computations need or make values that pass between ranks.
+        joint: whether all ranks that hold the stage run it at the same time, once for all microbatches. It makes no
+            values then.
+        in_place: whether the values it makes replace those it uses when it ends. Otherwise both are in memory while it
+            runs.
     """
 
     name: str
@@ -128,21 +137,22 @@ DATAFLOW: dict[Kind, Flow] = {
 PASSING: dict[Content, int] = {
     content: -offset for flow in DATAFLOW.values() for content, offset in flow.needs if offset
 }
-"""What passes between stages, and so between ranks: from its maker's stage, how far it is to that of its user."""
+"""The contents that pass between stages, and so between ranks, with the offset from the stage that makes them to the
+stage that uses them."""
 
 KEPT = frozenset(
     content for flow in DATAFLOW.values() if not flow.joint for content, offset in flow.needs if not offset
 )
-"""What a rank keeps from the action that makes it to the one that uses it."""
+"""The contents that a rank keeps from the action that makes them to the action that uses them."""
 
 MAKERS: dict[Content, tuple[Kind, ...]] = {
     content: tuple(kind for kind, flow in DATAFLOW.items() if (content, 0) in flow.makes) for content in Content
 }
-"""The kinds of action that make a content."""
+"""Per content, the kinds of action that make it."""
 
 
 class End(NamedTuple):
-    """A value of every microbatch, without the microbatch; fields as of `Value`."""
+    """A value without its microbatch: the same for every microbatch. The fields are those of `Value`."""
 
     content: Content
     stage: int
@@ -154,7 +164,7 @@ class End(NamedTuple):
 
 
 class AtStage(NamedTuple):
-    """A row of the table for one stage."""
+    """A row of the table for one stage: the values that an action there needs and makes."""
 
     needs: tuple[End, ...]
     makes: tuple[End, ...]
@@ -162,14 +172,13 @@ class AtStage(NamedTuple):
 
 @lru_cache(maxsize=64)
 def flows(num_stages: int, routes: Routes = ()) -> dict[tuple[Kind, int], AtStage]:
-    """The table for a pipeline of `num_stages`: per (kind, stage), what it needs and makes.
+    """The table for a pipeline of `num_stages`: per (kind, stage), the values that an action needs and makes.
 
-    The first stage's input and the last stage's gradient come from the batch and the loss, and nobody uses the
-    last stage's activation or the first stage's gradient: these are not values of a schedule.
+    The first stage's input comes from the batch and the last stage's gradient from the loss, and no action uses the
+    last stage's activation or the first stage's gradient, so none of these are values of a schedule.
 
-    What passes from a stage to the next passes on `routes`, too, and what passes to the stage before passes back on
-    them. A stage's actions come after those of the stages before it anyway, so a schedule that is sound without routes
-    is sound with any.
+    What passes from a stage to the next also passes on `routes`, and gradients pass back on them. A stage runs after
+    all earlier stages anyway, so a schedule that is sound without routes is sound with any routes.
     """
     stages = frozenset(range(num_stages))
     ways = [(content, *(route if step > 0 else route[::-1])) for content, step in PASSING.items() for route in routes]
@@ -195,17 +204,17 @@ def flows(num_stages: int, routes: Routes = ()) -> dict[tuple[Kind, int], AtStag
 
 
 def needs(action: Action, num_stages: int) -> list[Value]:
-    """The values `action` uses, without those of routes."""
+    """The values that `action` uses, without values that pass on routes."""
     return [end.of(action.microbatch) for end in flows(num_stages)[action.kind, action.stage].needs]
 
 
 def makes(action: Action, num_stages: int) -> list[Value]:
-    """The values `action` makes, without those of routes."""
+    """The values that `action` makes, without values that pass on routes."""
     return [end.of(action.microbatch) for end in flows(num_stages)[action.kind, action.stage].makes]
 
 
 def stream_of(entry: Entry) -> Stream:
-    """The stream that a row's entry runs on; a pair computes."""
+    """The stream that an entry of a row runs on. A pair runs on the stream of computations."""
     return DATAFLOW[entry.kind].stream if isinstance(entry, Action) else Stream.COMPUTE
 
 
@@ -214,8 +223,9 @@ Place = tuple[Kind, int]  # kind and stage
 
 @lru_cache(maxsize=64)
 def sources(kinds: tuple[Kind, ...], num_stages: int) -> dict[Place, Place | None]:
-    """Of a pipeline in which each stage runs each of `kinds` once per microbatch: what makes the value that an action
-    waits for, from another stage if there is such a value, else from its own; None for what waits for the batch alone.
+    """Per (kind, stage), the (kind, stage) whose value an action waits for, in a pipeline in which each stage runs each
+    of `kinds` once per microbatch. A value from another stage comes before one from the own stage. None: the action
+    waits for the batch alone.
     """
     table = flows(num_stages)
     found: dict[Place, Place | None] = {}
@@ -227,8 +237,8 @@ def sources(kinds: tuple[Kind, ...], num_stages: int) -> dict[Place, Place | Non
 
 
 def _is_whole(kinds: tuple[Kind, ...]) -> bool:
-    """Whether one of each of `kinds` is a microbatch's whole way through a stage: what passes on to other stages is
-    made once, and what is kept is made as often as it is used.
+    """Whether `kinds`, each once, are all the work of a microbatch on a stage: every value that passes to another stage
+    is made once, and every value that is kept is made as often as it is used.
     """
     made = [content for kind in kinds for content, _ in DATAFLOW[kind].makes]
     used = [content for kind in kinds for content, _ in DATAFLOW[kind].needs]
@@ -237,8 +247,8 @@ def _is_whole(kinds: tuple[Kind, ...]) -> bool:
     )
 
 
-_EACH = [kind for kind, flow in DATAFLOW.items() if not flow.joint]  # of every stage and microbatch
+_EACH = [kind for kind, flow in DATAFLOW.items() if not flow.joint]  # once per stage and microbatch
 WHOLE: tuple[tuple[Kind, ...], ...] = tuple(
     kinds for number in range(len(_EACH) + 1) for kinds in combinations(_EACH, number) if _is_whole(kinds)
 )
-"""The kinds of action that a microbatch may go through on a stage in training, in the order of the table."""
+"""The kinds of action that one microbatch runs on a stage in training, one tuple per way: such as (F, B)."""

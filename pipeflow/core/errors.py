@@ -1,4 +1,4 @@
-"""Every error pipeflow raises on purpose. What must not live here: the code that detects them."""
+"""All errors that pipeflow raises on purpose. Must not contain: code that detects them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 
 class PipeflowError(Exception):
-    """Base of all errors raised by pipeflow."""
+    """Base class of all errors of pipeflow."""
 
 
 class UsageError(PipeflowError, ValueError):
-    """An argument that cannot work; the message says what to do instead."""
+    """An argument that cannot work. The message says what to do instead."""
 
 
 class ScheduleError(UsageError):
-    """A schedule that is malformed or that cannot run.
+    """A schedule that is malformed or cannot run.
 
-    `violations` lists everything that is wrong with it (empty when it could not even be read).
+    Attributes:
+        violations: everything that is wrong with the schedule. Empty if it could not be read.
     """
 
     def __init__(self, message: str, violations: Sequence[object] = ()) -> None:
@@ -30,11 +31,16 @@ class ScheduleError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Where and why a step failed; travels between ranks as plain data.
+    """Where and why a step failed. Sent between ranks as plain data.
 
-    `action` is the text of the action that ran, None when the failure was outside any action.
-    `died` is the rank whose process is gone, None when every process still lives.
-    `number` counts the calls that all ranks make together: in which one it failed; None outside of any.
+    Attributes:
+        rank: the rank that failed.
+        reason: what happened, in words.
+        action: text of the action that was running. None: the failure was outside any action.
+        stage, microbatch: those of the action.
+        died: the rank whose process is gone. None: every process still runs.
+        trace: traceback on the rank that failed, as text.
+        number: index of the collective call in which it failed. None: the failure was outside of these calls.
     """
 
     rank: int
@@ -48,12 +54,12 @@ class Failure:
 
 
 class PipelineError(PipeflowError, RuntimeError):
-    """A step failed on some rank; raised on every rank, with the same origin.
+    """A step that failed on some rank. Every rank raises it, with the same origin.
 
     Attributes:
         failure: the origin, a `Failure`.
-        rank, stage, microbatch, action: the origin's fields, for convenience.
-        died: the rank of the process that is gone, or None.
+        rank, stage, microbatch, action: the fields of `failure`.
+        died: the rank whose process is gone, or None.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -77,8 +83,8 @@ def _describe(failure: Failure) -> str:
 
 
 def unknown(what: str, name: str, known: Collection[str]) -> UsageError:
-    """The error for a name that is none of those `known`: it says the nearest one, or all where none is near."""
-    from difflib import get_close_matches  # loaded by those who need it
+    """The error for a `name` that is not among `known`. It suggests the nearest known name, or lists all of them."""
+    from difflib import get_close_matches  # slow to load, and rarely needed
 
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

@@ -1,4 +1,6 @@
-"""Liveness: what an action keeps on its rank and what it lets go of, and when. Read off the table of `dataflow`."""
+"""Liveness: which values a rank keeps, and from when to when. All of it follows from the table of `dataflow`. Must not
+contain: when actions run.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,16 @@ from typing import NamedTuple
 from pipeflow.core.dataflow import DATAFLOW, KEPT, Content, Flow
 from pipeflow.core.span import Row
 
-Curve = tuple[tuple[float, float], ...]  # (time, amount from then on), in order of time
+Curve = tuple[tuple[float, float], ...]  # (time, amount from that time on), in order of time
 
 
 class Change(NamedTuple):
-    """What one kind of action keeps from its start on, what from its end on, and what it lets go of at its end."""
+    """The change of memory by a kind of action.
+
+    Attributes:
+        from_start, from_end: contents that are kept from its start on, and from its end on.
+        frees: contents that are freed at its end.
+    """
 
     from_start: tuple[Content, ...]
     from_end: tuple[Content, ...]
@@ -26,18 +33,18 @@ class Change(NamedTuple):
         return cls((), made, used) if flow.in_place else cls(made, (), used)
 
     def net(self, content: Content) -> int:
-        """By how many values of a content there are more after the action than before it."""
+        """By how much the action changes the number of values of `content`."""
         return (self.from_start + self.from_end).count(content) - self.frees.count(content)
 
 
 CHANGES = {kind: Change.of(flow) for kind, flow in DATAFLOW.items()}
 ACTIVATIONS = {kind: change.net(Content.SAVED) for kind, change in CHANGES.items()}
-"""By how many activations more a rank keeps after an action than before it."""
+"""Per kind of action, by how much it changes the number of activations that a rank keeps."""
 
 
 def kept(row: Row, sizes: Mapping[Content, Sequence[float]]) -> Curve:
-    """What a rank keeps while it runs `row`, where `sizes` has per content the amount of each stage. What no action of
-    the row uses, as activations without backwards, is there while it is made, and then no more.
+    """The amount that a rank keeps while it runs `row`. `sizes` has the amount per content and stage. Values that no
+    action of the row uses, such as activations without backwards, are kept only while the action that makes them runs.
     """
     kinds = {span.action.kind for span in row}
     used = frozenset(content for kind in kinds for content in CHANGES[kind].frees)
@@ -55,7 +62,7 @@ def kept(row: Row, sizes: Mapping[Content, Sequence[float]]) -> Curve:
 def _amounts(
     change: Change, used: frozenset[Content], sizes: Mapping[Content, Sequence[float]]
 ) -> tuple[list[float], list[float]]:
-    """Per stage, how much more there is from an action's start on, and from its end on; empty where nothing changes."""
+    """Per stage, the change at an action's start and at its end. Empty if nothing changes."""
     frees = (*change.frees, *(content for content in change.from_start if content not in used))
     begins = [sizes[content] for content in change.from_start if content in sizes]
     comes = [sizes[content] for content in change.from_end if content in sizes and content in used]
@@ -66,7 +73,7 @@ def _amounts(
 
 
 def _added_up(changes: list[tuple[float, float]]) -> Curve:
-    """The changes added up; those of one moment are one."""
+    """The running sum of the changes. Changes at the same time are one step."""
     curve: list[tuple[float, float]] = []
     amount = 0.0
     for time, change in changes:

@@ -1,5 +1,5 @@
-"""Notebook: values that a notebook shows as pictures. What must not live here: how they are drawn, which is the
-business of a floor above; whoever stands on both says it with `draw_as`.
+"""Notebook: values that a notebook shows as pictures. Must not contain: the drawing itself, which a higher package
+provides with `draw_as`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ T = TypeVar("T", bound="Shown")
 
 
 class Shown:
-    """A value with a picture: HTML or SVG, or None when it has none and is shown as text."""
+    """A value that a notebook shows as a picture: HTML or SVG, or text if there is no picture."""
 
     __slots__ = ()
     drawing: ClassVar[Drawing | None] = None
@@ -23,7 +23,7 @@ class Shown:
 
 
 def draw_as(kind: type[T]) -> Callable[[Callable[[T], str | None]], Callable[[T], str | None]]:
-    """Makes a function the one that draws values of `kind`."""
+    """Decorator that makes a function draw all values of `kind`. The function returns HTML or SVG, or None for text."""
 
     def register(draw: Callable[[T], str | None]) -> Callable[[T], str | None]:
         kind.drawing = staticmethod(draw)

@@ -1,5 +1,5 @@
-"""Placed: the placement that rows show, since each stage stands in the row of its rank. What must not live here:
-whether the rows are sound.
+"""Placed: the placement that follows from rows, since a stage is on the rank in whose row it stands. Must not contain:
+checks of the rows.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.errors import ScheduleError
 from pipeflow.core.placement import Placement
 
-Holders = dict[int, set[int]]  # per stage the ranks whose rows have it
+Holders = dict[int, set[int]]  # per stage, the ranks whose rows contain it
 
 
 def placement_of(rows: Sequence[Sequence[Entry]]) -> Placement | None:
-    """The placement by which every action stands in the row of its stage's rank: with one path where each stage stands
-    in one row, else with two, of which a microbatch takes the one of its number modulo 2. None where there is no such
-    placement: a stage without an action, a rank without a stage, a stage on more ranks.
+    """The placement in which every action stands in the row of its stage's rank. It has one path if each stage stands
+    in one row, otherwise two paths: microbatch m takes path m modulo 2.
+
+    Returns None if there is no such placement: a stage has no action, a rank has no stage, or a stage is on more ranks.
     """
     return _with_paths(rows, 1) or _with_paths(rows, 2)
 
 
 def _with_paths(rows: Sequence[Sequence[Entry]], number: int) -> Placement | None:
-    """The placement with so many paths, if the rows have one."""
+    """The placement with `number` paths, or None if the rows do not fit one."""
     holders: list[Holders] = [{} for _ in range(number)]
     for rank, row in enumerate(rows):
         for action in (action for entry in row for action in actions_of(entry)):
-            if not DATAFLOW[action.kind].joint:  # what all ranks of a stage do is no microbatch's
+            if not DATAFLOW[action.kind].joint:  # joint actions belong to no single microbatch
                 holders[action.microbatch % number].setdefault(action.stage, set()).add(rank)
     stages = range(max((stage for path in holders for stage in path), default=-1) + 1)
     if any(len(path.get(stage, ())) != 1 for path in holders for stage in stages):

@@ -1,4 +1,4 @@
-"""Placement: which rank holds which stage. What must not live here: the order in which stages run."""
+"""Placement: which rank holds which stage. Must not contain: the order in which stages run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from pipeflow.core.errors import ScheduleError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Per path, the rank of each stage. One path, but for bidirectional schedules, which have two:
-    microbatch m then travels on path m modulo 2, and every stage has one copy of its weights per path.
+    """An assignment of stages to ranks.
 
-    Raises ScheduleError when the paths differ in length or leave a rank without a stage.
+    A placement has one path, except for bidirectional schedules, which have two. Microbatch m takes path m modulo 2,
+    and every stage has one copy of its weights per path.
+
+    Attributes:
+        paths: per path, the rank of each stage.
+
+    Raises ScheduleError if the paths differ in length or leave a rank without a stage.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -28,57 +33,59 @@ class Placement:
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:
-        """One stage a rank, in order."""
+        """One stage per rank, in order."""
         return cls.looped(ranks, 1)
 
     @classmethod
     def looped(cls, ranks: int, chunks: int) -> Placement:
-        """Stage s on rank s modulo `ranks`, `chunks` stages a rank (Megatron-LM's interleaving)."""
+        """`chunks` stages per rank: stage s is on rank s modulo `ranks`, as in Megatron-LM's interleaving."""
         require_positive(ranks=ranks, chunks=chunks)
         return cls((tuple(stage % ranks for stage in range(ranks * chunks)),))
 
     @classmethod
     def vee(cls, ranks: int) -> Placement:
-        """Two stages a rank: down the ranks, then back up, so rank 0 holds the first and the last stage."""
+        """Two stages per rank: down the ranks, then back up, so rank 0 holds the first and the last stage."""
         return cls.zigzag(ranks, 1)
 
     @classmethod
     def zigzag(cls, ranks: int, waves: int) -> Placement:
-        """`waves` vees one after the other: 2 `waves` stages a rank, two in a row where the way turns."""
+        """`waves` times `vee`, one after the other: 2 `waves` stages per rank. Where the direction turns, a rank holds
+        two stages in a row.
+        """
         require_positive(ranks=ranks, waves=waves)
         return cls(((*range(ranks), *reversed(range(ranks))) * waves,))
 
     @classmethod
     def bidirectional(cls, ranks: int) -> Placement:
-        """Two paths of `ranks` stages in opposite directions (Chimera, DualPipe)."""
+        """Two paths of `ranks` stages in opposite directions, as in Chimera and DualPipe."""
         require_positive(ranks=ranks)
         return cls((tuple(range(ranks)), tuple(reversed(range(ranks)))))
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks hold the stages."""
+        """The number of ranks."""
         return max(max(path) for path in self.paths) + 1
 
     @property
     def num_stages(self) -> int:
-        """How many stages a microbatch passes."""
+        """The number of stages that a microbatch passes."""
         return len(self.paths[0])
 
     @property
     def chunks_per_rank(self) -> float:
-        """Stages that one microbatch visits on a rank, on average: a rank's whole share of the model."""
+        """The number of stages that one microbatch visits on a rank, on average: a rank's whole share of the model."""
         return self.num_stages / self.num_ranks
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
-        """The rank on which `stage` works on `microbatch`."""
+        """The rank that runs `stage` for `microbatch`."""
         return self.paths[microbatch % len(self.paths)][stage]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold a copy of `stage`, ascending: one, but for bidirectional schedules."""
+        """The ranks that hold a copy of `stage`, in ascending order: one, or two in bidirectional schedules."""
         return tuple(sorted({path[stage] for path in self.paths}))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages whose weights `rank` holds, in ascending order: a stage's index there is its chunk."""
+        """The stages that `rank` holds, in ascending order. The index of a stage in this tuple is its chunk."""
         held = {stage for path in self.paths for stage, holder in enumerate(path) if holder == rank}
         return tuple(sorted(held))
 

@@ -1,4 +1,6 @@
-"""Program: one rank's row with its sends and receives. Made by `lower`, run by the executor."""
+"""Program: the row of one rank with its sends and receives, as `lower` makes it and the engine runs it. Must not
+contain: how either does that.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pipeflow.core.dataflow import Value
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Post the receive of `value` from `peer`; it is waited for by the first compute that needs it."""
+    """Posts the receive of `value` from `peer`. The first Compute that needs the value waits for it."""
 
     value: Value
     peer: int
@@ -18,14 +20,16 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run one entry of the row; what runs beside computations is only begun, and the program ends when it has ended."""
+    """Runs one entry of the row. An entry on another stream than the computations is only started; the program ends
+    when all of them have ended.
+    """
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start sending `value` to `peer`; its memory is held until the matching Release."""
+    """Starts to send `value` to `peer`. The memory of the value is held until the matching Release."""
 
     value: Value
     peer: int
@@ -33,7 +37,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let go of a sent `value`: the schedule proves that `peer` has it, or the program ends."""
+    """Frees the memory of a sent `value`, at a point where the schedule proves that `peer` has received it, or at the
+    end of the program.
+    """
 
     value: Value
     peer: int
@@ -44,10 +50,13 @@ Instruction = Recv | Compute | Send | Release
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank does in a step, in order.
+    """The instructions of one rank for one step.
 
-    `receive_buffers` is the most received values that are alive at once: posted, and not yet used for the
-    last time. It is what a run allocates.
+    Attributes:
+        rank: the rank that runs them.
+        instructions: the instructions, in order.
+        receive_buffers: the most received values that are alive at once, from the post of a receive to the last use of
+            its value. A run allocates this many buffers.
     """
 
     rank: int

@@ -1,5 +1,5 @@
-"""Reductions in a row: where a stage's weight gradients are all there, and how tables write them. What must not live
-here: what is right, and when they run.
+"""Reductions in a row: where the last weight gradient of a stage is, and how tables write reductions. Must not contain:
+checks of a schedule, and when reductions run.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ _CELL = re.compile(r"(\d{1,9})REDUCE_GRAD", re.ASCII)
 
 
 class Last(NamedTuple):
-    """The last value of a stage in a row, of one content: the position of the entry that makes it, its microbatch."""
+    """The last value of a content that a row makes for a stage.
+
+    Attributes:
+        position: index of the entry that makes it.
+        microbatch: its microbatch.
+    """
 
     position: int
     microbatch: int
 
 
 def last_made(row: Sequence[Entry], content: Content = Content.WEIGHT_GRADIENT) -> dict[int, Last]:
-    """Per stage of which `row` makes values of a content, the last one."""
+    """Per stage, the last value of `content` that `row` makes. Stages without such a value are left out."""
     return {
         action.stage: Last(position, action.microbatch)
         for position, entry in enumerate(row)
@@ -33,12 +38,14 @@ def last_made(row: Sequence[Entry], content: Content = Content.WEIGHT_GRADIENT) 
 
 
 def is_reduction(entry: Entry) -> TypeGuard[Action]:
-    """Whether a row's entry is a reduction."""
+    """Whether an entry of a row is a reduction."""
     return isinstance(entry, Action) and entry.kind is Kind.R
 
 
 def reduced(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """The row with a reduction right after each stage's last weight gradient; stages that have one keep theirs."""
+    """The row with a reduction directly after the last weight gradient of each stage. Stages that already have a
+    reduction keep theirs.
+    """
     have = {entry.stage for entry in row if is_reduction(entry)}
     after = {
         last.position: Action(Kind.R, stage, last.microbatch)
@@ -54,8 +61,8 @@ def reduced(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def cells(row: tuple[Entry, ...]) -> Iterator[str]:
-    """The row's entries as torch.distributed.pipelining writes them: a reduction without its microbatch, where that is
-    the one of its stage's last weight gradient so far.
+    """The entries of the row as torch.distributed.pipelining writes them. A reduction is written without its microbatch
+    if that is the microbatch of its stage's last weight gradient so far.
     """
     for position, entry in enumerate(row):
         if is_reduction(entry):
@@ -67,7 +74,9 @@ def cells(row: tuple[Entry, ...]) -> Iterator[str]:
 
 
 def parse_cell(text: str, before: Sequence[Entry]) -> Entry:
-    """Reads one cell of a table, which stands after the entries `before`. Raises ScheduleError for what is none."""
+    """Reads one cell of a table that follows the entries `before`. Raises ScheduleError if it is neither an action nor
+    a pair.
+    """
     match = _CELL.fullmatch(text)
     if match is None:
         return parse_entry(text)

@@ -1,4 +1,6 @@
-"""Rounds: in which order ranks tell each other something until all know all (Bruck's algorithm)."""
+"""Rounds: the order in which ranks exchange data until every rank has the data of all (Bruck's algorithm). Must not
+contain: the transfers.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,19 @@ from typing import NamedTuple
 
 
 class Round(NamedTuple):
-    """Every rank r tells rank r - distance what it knows of so many ranks: of itself and of those after it."""
+    """One round: every rank r sends to rank r - `distance`.
+
+    Attributes:
+        distance: how many ranks away the receiver is.
+        ranks: how many ranks' data it sends: its own, and those of the ranks after it.
+    """
 
     distance: int
     ranks: int
 
 
 def rounds(ranks: int) -> Iterator[Round]:
-    """ceil(log2 ranks) of them; after each, a rank knows twice as many, or all."""
+    """The ceil(log2 `ranks`) rounds. After each one, a rank has the data of twice as many ranks, or of all."""
     distance = 1
     while distance < ranks:
         yield Round(distance, min(distance, ranks - distance))

@@ -1,5 +1,5 @@
-"""Routes: which stages hand tensors to later ones than the next, and on which way a tensor gets to all stages that need
-it. What must not live here: what the tensors are, and when they pass.
+"""Routes: which stages pass tensors to stages behind the next one, and how a tensor gets to all stages that need it.
+Must not contain: what the tensors are, and when they are sent.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from pipeflow.core.placement import Placement
 
 
 class Route(NamedTuple):
-    """What stage `source` hands to stage `target` for each microbatch, beside what each stage hands to the next. The
-    gradients of it go back from `target` to `source`.
+    """A pair of stages that are not neighbours, of which the first passes tensors to the second for each microbatch.
+    Gradients pass back from the second to the first. Each stage passes tensors to the next one without a route.
+
+    Attributes:
+        source: the stage that sends.
+        target: the stage that receives, behind the stage after `source`.
     """
 
     source: int
@@ -21,13 +25,13 @@ class Route(NamedTuple):
 
 
 Routes = tuple[Route, ...]
-"""In order, each once."""
+"""Routes in ascending order, without duplicates."""
 
 
 def routes_among(stages: int, routes: Iterable[tuple[int, int]]) -> Routes:
-    """These pairs of (from stage, to stage) as the routes of a pipeline of so many `stages`.
+    """Pairs of (from stage, to stage) as the routes of a pipeline with `stages` stages.
 
-    Raises UsageError for a pair that is no route: from a stage to itself, to the next or to an earlier one, or of a
+    Raises UsageError for a pair that is not a route: it leads to the same stage, to the next one or back, or names a
     stage that does not exist.
     """
     found = sorted({Route(*route) for route in routes})
@@ -35,19 +39,23 @@ def routes_among(stages: int, routes: Iterable[tuple[int, int]]) -> Routes:
         if not 0 <= source < target - 1 < stages - 1:
             raise UsageError(
                 f"a route goes from a stage to one behind the next, among stages 0 to {stages - 1}, got "
-                f"{(source, target)}: what goes to the next stage needs no route"
+                f"{(source, target)}: leave it out if it leads to the next stage"
             )
     return tuple(found)
 
 
 def sources_of(stage: int, routes: Routes) -> list[int]:
-    """The stages from which `stage` gets its inputs, in the order of these: the one before it, then those of routes."""
+    """The stages that `stage` receives its inputs from, in the order of the inputs: the stage before it, then those of
+    routes.
+    """
     before = [stage - 1] if stage > 0 else []
     return before + [route.source for route in routes if route.target == stage]
 
 
 def targets_of(stage: int, stages: int, routes: Routes) -> list[int]:
-    """The stages that get the outputs of `stage`, in the order of these: the next one, then those of routes."""
+    """The stages that receive the outputs of `stage`, in the order of the outputs: the next stage, then those of
+    routes.
+    """
     after = [stage + 1] if stage + 1 < stages else []
     return after + [route.target for route in routes if route.source == stage]
 
@@ -55,14 +63,15 @@ def targets_of(stage: int, stages: int, routes: Routes) -> list[int]:
 def way(
     maker: int, users: Collection[int], placement: Placement, routes: Collection[tuple[int, int]] | None = None
 ) -> dict[int, int]:
-    """Of a tensor that stage `maker` makes: per stage that gets it, from which one. `users` are the later stages that
-    need it.
+    """The way of a tensor that stage `maker` makes to the later stages `users`, which need it: per stage that receives
+    it, the stage it comes from.
 
-    A stage takes it from the latest stage of its own rank that has it, where there is one, else from the nearest stage
-    that has it. So each rank that needs the tensor receives it once, no other one receives it, and it takes no fewer
-    transfers. A stage counts as of the same rank where it is so on all paths of the placement.
+    A stage takes the tensor from the latest stage on its own rank that has it; if there is none, from the nearest stage
+    that has it. So each rank that needs the tensor receives it once, no other rank receives it, and there is no way
+    with fewer transfers. Two stages count as being on one rank if they are so on all paths of the placement.
 
-    With `routes`, it passes on these and from each stage to the next alone; stages between may have to hand it on then.
+    With `routes`, the tensor passes only on these and from each stage to the next, so stages between may have to pass
+    it on.
     """
     found: dict[int, int] = {}
     for user in sorted(users):

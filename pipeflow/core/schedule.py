@@ -1,4 +1,5 @@
-"""Schedule: who computes what, in which order. Nothing here says when, or who sends what to whom."""
+"""Schedule: which rank computes what, in which order. Must not contain: when actions run, and who sends what to whom.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +17,17 @@ from pipeflow.core.reductions import cells, is_reduction, parse_cell, reduced
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Schedule(Shown):
-    """Per rank, the order of its actions. A value: made once, never changed, compared by content.
+    """An order of actions for each rank. A schedule is immutable and compared by content.
 
-    A schedule may be unsound; `pipeflow.verify` lists what is wrong. Construction only checks its form:
-    it raises ScheduleError when there is not one row per rank of the placement.
+    A schedule may be unsound: `pipeflow.verify` lists what is wrong. The constructor checks the form only.
+
+    Attributes:
+        name: name for drawings, tables and errors.
+        placement: which rank holds which stage.
+        num_microbatches: number of microbatches per step.
+        rows: per rank, its actions and pairs in order.
+
+    Raises ScheduleError unless there is one row per rank of the placement.
     """
 
     name: str
@@ -43,7 +51,7 @@ class Schedule(Shown):
         return "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.rows))
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of one rank, in order, pairs taken apart."""
+        """The actions of one rank, in order. A pair gives its forward, then its backward."""
         for entry in self.rows[rank]:
             yield from actions_of(entry)
 
@@ -54,12 +62,12 @@ class Schedule(Shown):
 
     @property
     def streams(self) -> frozenset[Stream]:
-        """Those that anything in it runs on."""
+        """The streams that its actions run on."""
         return frozenset(stream_of(entry) for row in self.rows for entry in row)
 
     def forward_only(self) -> Schedule:
-        """The same schedule without its backwards, for evaluation: sound whenever this one is, since a
-        forward needs forwards alone.
+        """The same schedule without backwards, for evaluation. It is sound whenever this one is, since a forward needs
+        only forwards.
         """
         rows = tuple(
             tuple(action for action in self.actions(rank) if action.kind is Kind.F) for rank in range(len(self.rows))
@@ -67,28 +75,30 @@ class Schedule(Shown):
         return Schedule(f"{self.name} (forward only)", self.placement, self.num_microbatches, rows)
 
     def without_pairs(self) -> Schedule:
-        """The same schedule with every pair taken apart: its forward, then its backward. Sound whenever this one is."""
+        """The same schedule with every pair replaced by its forward, then its backward. It is sound whenever this one
+        is.
+        """
         rows = tuple(tuple(self.actions(rank)) for rank in range(len(self.rows)))
         return Schedule(self.name, self.placement, self.num_microbatches, rows)
 
     def with_reductions(self) -> Schedule:
-        """The same schedule in which each rank reduces the weight gradients of its stages, each right after the stage's
-        last one there: for data parallelism, and for stages that several ranks hold. Reductions that are there already
-        stay where they are. Sound whenever this one is; without backwards it is the same.
+        """The same schedule with a reduction directly after the last weight gradient of each stage on each rank: for
+        data parallelism, and for stages that several ranks hold. Existing reductions stay where they are. The result is
+        sound whenever this schedule is; a schedule without backwards is returned as it is.
         """
         if self.is_forward_only:
             return self
         return Schedule(self.name, self.placement, self.num_microbatches, tuple(map(reduced, self.rows)))
 
     def without_reductions(self) -> Schedule:
-        """The same schedule without its reductions. Sound whenever this one is."""
+        """The same schedule without reductions. It is sound whenever this one is."""
         rows = tuple(tuple(entry for entry in row if not is_reduction(entry)) for row in self.rows)
         return Schedule(self.name, self.placement, self.num_microbatches, rows)
 
     def first(self, microbatches: int) -> Schedule:
-        """The same schedule for its first microbatches alone, all if there are no more; without its reductions, where
-        some are left out, and with pairs taken apart that lose a half. Sound whenever this one is, since no microbatch
-        needs another.
+        """The same schedule for its first `microbatches` alone; the schedule itself if it has no more than that. If
+        microbatches are left out, so are the reductions, and a pair that loses one action becomes the other one. The
+        result is sound whenever this schedule is, since microbatches do not depend on each other.
         """
         if microbatches >= self.num_microbatches:
             return self
@@ -96,8 +106,10 @@ class Schedule(Shown):
         return Schedule(self.name, self.placement, microbatches, rows)
 
     def to_csv(self) -> str:
-        """One line a rank, one cell an entry, in the format of torch.distributed.pipelining, whose `_load_csv` takes
-        tables `without_reductions()` alone: it adds them itself, in the places of `with_reductions()`.
+        """The schedule as CSV in the format of torch.distributed.pipelining: one line per rank, one cell per entry.
+
+        torch's `_load_csv` reads only tables `without_reductions()`. It adds reductions itself, where
+        `with_reductions()` puts them.
         """
         return "".join(",".join(cells(row)) + "\n" for row in self.rows)
 
@@ -105,15 +117,20 @@ class Schedule(Shown):
     def from_csv(
         cls, text: str, placement: Placement | None = None, num_microbatches: int | None = None, *, name: str = "csv"
     ) -> Schedule:
-        """Reads `to_csv`'s format; empty cells (torch writes them for idle time) are skipped, and so are blank lines
-        before and after the table. A reduction without a microbatch, as torch writes it (`2REDUCE_GRAD`), has that of
-        its stage's last weight gradient before it.
+        """Reads the format of `to_csv`.
 
-        Without `placement` it is the one that the rows show: each stage is on the rank in whose line it stands. Where
-        no placement explains them, the stages are looped over the ranks, and `verify` says what is wrong. Without
-        `num_microbatches` it is the largest microbatch + 1.
+        Empty cells, which torch writes for idle time, are skipped, and so are blank lines before and after the table. A
+        reduction without a microbatch, as torch writes it (`2REDUCE_GRAD`), gets the microbatch of its stage's last
+        weight gradient before it.
 
-        Raises ScheduleError naming line, cell and what was read, or saying which argument does not fit.
+        Args:
+            text: the table.
+            placement: which rank holds which stage. None: each stage is on the rank in whose line it stands; if no
+                placement fits the lines, stages are looped over the ranks, and `verify` says what is wrong.
+            num_microbatches: number of microbatches. None: the largest microbatch + 1.
+            name: name of the schedule.
+
+        Raises ScheduleError with the line, the cell and its text, or with the argument that does not fit.
         """
         rows = tuple(_parse_lines(text))
         actions = [action for row in rows for entry in row for action in actions_of(entry)]
@@ -140,14 +157,14 @@ def _within(row: tuple[Entry, ...], microbatches: int) -> Iterator[Entry]:
 def _looped(ranks: int, stages: int) -> Placement:
     if stages % ranks:
         raise ScheduleError(
-            f"the CSV has {stages} stages on {ranks} ranks, which no looped placement has, and its lines show no other "
-            "one: every stage needs a line in which it stands alone, or two for even and odd microbatches"
+            f"the CSV has {stages} stages on {ranks} ranks, which fit no looped placement, and its lines show no other "
+            "one: put every stage in one line, or in two lines for even and odd microbatches"
         )
     return Placement.looped(ranks, stages // ranks)
 
 
 def _parse_lines(text: str) -> Iterator[tuple[Entry, ...]]:
-    """A row per line, but for blank ones before the first and after the last of them."""
+    """One row per line. Blank lines before the first row and after the last one are skipped."""
     lines = text.rstrip().split("\n")
     first = next((number for number, line in enumerate(lines, start=1) if line.strip()), None)
     if first is None:

@@ -1,4 +1,4 @@
-"""Span: one action in time. What must not live here: why it began when it did, and measures of a whole timeline."""
+"""Span: one action in time. Must not contain: why it started when it did, and measures of a whole timeline."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from pipeflow.core.dataflow import DATAFLOW, Stream
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action on one rank, from `start` to `end`, in the timeline's unit of time.
+    """One action on one rank, with its start and end in the timeline's unit of time.
 
-    The two actions of a pair have a span each, one after the other: how they overlap is told by their times, which are
-    shorter than alone, and `partner` is the other one.
+    The two actions of a pair have one span each, one after the other. Because they overlap, these spans are shorter
+    than the actions alone.
+
+    Attributes:
+        action: the action.
+        rank: the rank that runs it.
+        start, end: when it starts and ends.
+        partner: the other action of its pair; None outside a pair.
     """
 
     action: Action
@@ -24,7 +30,7 @@ class Span:
 
     @property
     def stream(self) -> Stream:
-        """What of its rank the action occupies."""
+        """The stream that the action runs on."""
         return DATAFLOW[self.action.kind].stream
 
 

@@ -1,11 +1,11 @@
-"""Text: how people write numbers, and how text that comes from elsewhere is made safe for a terminal."""
+"""Text: numbers as people write them, and text from elsewhere made safe for a terminal."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    r"""The text with every character that a terminal could take for a command, or that it cannot show, written as
-    `repr` writes it.
+    r"""The text with every character that a terminal could take for a command, or cannot show, written as `repr` writes
+    it.
 
     >>> printable("forward \x1b[2J and \u202e back")
     'forward \\x1b[2J and \\u202e back'
@@ -14,17 +14,17 @@ def printable(text: str) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits, or all that stand before the point."""
+    """A number with four significant digits, or with all digits before the decimal point."""
     return f"{value:{'.4g' if abs(value) < 9999.5 else '.0f'}}"
 
 
 def percent(ratio: float) -> str:
-    """A part of the whole, without a sign for what is only rounding."""
+    """A share as a percentage. A value that differs from 0 only by rounding is written without a sign."""
     return f"{ratio if abs(ratio) >= 5e-4 else 0.0:.1%}"
 
 
 def bytes_text(size: float) -> str:
-    """A number of bytes: `1.5 GiB`."""
+    """A number of bytes with a binary unit, such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 999.5 or unit == "TiB":
             break

@@ -1,4 +1,6 @@
-"""Timeline: when every action ran, planned or measured. The two are one type, so they share one drawing."""
+"""Timeline: when every action ran, simulated or measured. Both have this one type, so all drawings and measures work
+for both. Must not contain: how times come about.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,18 @@ from pipeflow.core.text import number
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Shown):
-    """Per rank, its spans in the order in which they began, on whichever stream; time 0 is the start of the step.
+    """When each action of a step ran, planned or measured. Time 0 is the start of the step. Iterating over a timeline
+    gives all its spans, rank by rank.
 
-    `makespan` is what a step with a barrier at its end costs; the bubble rates of the zero-bubble paper (arXiv
-    2401.10241, section 4) are made of `span`.
+    `makespan` is the time of a step that ends with a barrier. The bubble rate of the zero-bubble paper (arXiv
+    2401.10241, section 4) is based on `span`. What runs beside the computations, such as gradient reductions, counts
+    for `makespan` and `span`, but not for `work`. Derived numbers are computed on first use and kept.
 
-    What runs beside computations, as gradient reductions do, counts for makespan and span, not for work.
-    What follows from the spans is worked out once, when it is first asked for.
-
-    `saved_bytes`, `deferred_bytes` and `kept_bytes` are the cost model's; empty when it says nothing of memory.
+    Attributes:
+        name: name of the schedule.
+        placement: which rank holds which stage.
+        rows: per rank, its spans on all streams, in the order of their starts.
+        saved_bytes, deferred_bytes, kept_bytes: those of the cost model. Empty: memory is counted in activations.
     """
 
     name: str
@@ -46,7 +51,7 @@ class Timeline(Shown):
 
     @cached_property
     def streams(self) -> tuple[Stream, ...]:
-        """Those on which anything runs."""
+        """The streams that anything runs on."""
         return tuple(stream for stream in Stream if stream in self._by_stream)
 
     def on(self, stream: Stream) -> tuple[Row, ...]:
@@ -55,7 +60,7 @@ class Timeline(Shown):
 
     @cached_property
     def _by_stream(self) -> dict[Stream, tuple[Row, ...]]:
-        """Of the streams on which anything runs, what `on` says."""
+        """The result of `on` for every stream that anything runs on."""
         stream_of = {kind: flow.stream for kind, flow in DATAFLOW.items()}
         found: defaultdict[Stream, list[list[Span]]] = defaultdict(lambda: [[] for _ in self.rows])
         for rank, row in enumerate(self.rows):
@@ -65,63 +70,65 @@ class Timeline(Shown):
 
     @cached_property
     def num_microbatches(self) -> int:
-        """How many microbatches run."""
+        """The number of microbatches."""
         return len({span.action.microbatch for row in self.rows for span in row})
 
     @cached_property
     def makespan(self) -> float:
-        """Last end minus time 0."""
+        """The last end of any span, counted from time 0."""
         return max((span.end for row in self.rows for span in row), default=0.0)
 
     @property
     def exposed(self) -> float:
-        """How long what runs beside computations goes on when all of these have ended: what it adds to the makespan."""
+        """The time by which reductions and other work beside the computations outlast the last computation: what they
+        add to the makespan.
+        """
         return self.makespan - max((row[-1].end for row in self.on(Stream.COMPUTE) if row), default=0.0)
 
     @cached_property
     def span(self) -> float:
-        """The largest, over ranks, of last end minus the rank's own first start."""
+        """The longest time from the first start to the last end of a rank, over all ranks."""
         return max((max(span.end for span in row) - row[0].start for row in self.rows if row), default=0.0)
 
     @cached_property
     def work(self) -> float:
-        """The longest that a rank computes."""
+        """The longest time that a rank computes, over all ranks."""
         return max((sum(span.end - span.start for span in row) for row in self.on(Stream.COMPUTE)), default=0.0)
 
     @property
     def makespan_bubble_ratio(self) -> float:
-        """1 - work / makespan: the part of a step in which the busiest rank is idle. Drawings and tables call it the
+        """1 - work / makespan: the share of a step in which the busiest rank is idle. Drawings and tables call it the
         bubble.
         """
         return 1 - self.work / self.makespan if self.makespan else 0.0
 
     @property
     def bubble_ratio(self) -> float:
-        """1 - work / span: the zero-bubble papers' bubble rate, which leaves out that ranks begin one after the other.
-        Drawings and tables call it the bubble of the span.
+        """1 - work / span: the bubble rate of the zero-bubble papers, which ignores that ranks start one after the
+        other. Drawings and tables call it the bubble of the span.
         """
         return 1 - self.work / self.span if self.span else 0.0
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Per rank, the most activations alive at once, in microbatches of the rank's whole share of the
-        model. An activation lives from its F to the end of its B or I; without backwards nobody keeps it, and
-        there is the one being made.
+        """Per rank, the most activations kept at once, in microbatches of the rank's whole share of the model. An
+        activation is kept from its F to the end of its B or I. Without backwards an activation is kept only while its F
+        runs.
         """
         return tuple(map(_highest, self._activations))
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Per rank, the most bytes kept at once: what forwards keep for backwards, what waiting weight-gradient halves
-        hold, and what else has a size. Raises UsageError when the cost model has no `saved_bytes`.
+        """Per rank, the most bytes kept at once: by forwards for their backwards, by first halves of backwards for
+        second halves, and by other contents with a size. Raises UsageError if the cost model has no `saved_bytes`.
         """
         if not self.saved_bytes:
             raise UsageError("bytes are not known: give the CostModel saved_bytes (and deferred_bytes) per stage")
         return tuple(map(_highest, self._bytes))
 
     def memory(self, rank: int) -> Curve:
-        """What `rank` keeps for its backwards, as (time, amount from then on), in order of time: in bytes where the
-        cost model knows them, else in activations as `peak_activations` counts them.
+        """The memory that `rank` keeps for its backwards, as (time, amount from that time on), in order of time: in
+        bytes if the cost model has them, otherwise in activations as `peak_activations` counts them.
         """
         return self._bytes[rank] if self.saved_bytes else self._activations[rank]
 
@@ -138,15 +145,15 @@ class Timeline(Shown):
         return tuple(kept(row, sizes) for row in self.rows)
 
     def to_json(self) -> str:
-        """The timeline as text, to be kept in a file: `Timeline.from_json` gives back an equal one."""
-        from pipeflow.core.timeline_json import Fields, to_json  # json is loaded by those who need it
+        """The timeline as JSON. `Timeline.from_json` reads it back."""
+        from pipeflow.core.timeline_json import Fields, to_json  # loads json only when needed
 
         memory = self.saved_bytes, self.deferred_bytes, self.kept_bytes
         return to_json(Fields(self.name, self.placement, self.rows, *memory))
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """Reads `to_json`'s text. Raises UsageError naming the rank and span, or the field, that is wrong."""
+        """Reads the text of `to_json`. Raises UsageError with the rank and span, or the field, that is wrong."""
         from pipeflow.core.timeline_json import from_json
 
         return cls(*from_json(text))

@@ -1,4 +1,4 @@
-"""A timeline as JSON and back. What must not live here: files."""
+"""A timeline as JSON and back. Must not contain: reading and writing files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeflow.core.span import Row, Span
 
 
 class Fields(NamedTuple):
-    """What a timeline consists of, in its order."""
+    """The fields of a `Timeline`, in its order."""
 
     name: str
     placement: Placement
@@ -27,7 +27,7 @@ class Fields(NamedTuple):
 
 
 def to_json(timeline: Fields) -> str:
-    """One line a span: action, start, end, and the other action of a pair."""
+    """The timeline as JSON, with one line per span: action, start, end, and the other action of a pair."""
     fields = {
         "name": timeline.name,
         "paths": timeline.placement.paths,
@@ -46,15 +46,15 @@ def _cells(span: Span) -> list[str | float]:
 
 
 def from_json(text: str) -> Fields:
-    """Reads what `to_json` wrote. Raises UsageError saying where it is not that."""
+    """Reads the text of `to_json`. Raises UsageError with the place that is wrong."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"this is not JSON: {error}") from None
     if not isinstance(fields, dict) or not {"paths", "rows"} <= set(fields):
-        raise UsageError("this is not a timeline: Timeline.to_json writes one, with paths and rows")
+        raise UsageError("this is not a timeline: it lacks paths or rows, which Timeline.to_json writes")
     if unknown := sorted(set(fields) - {"name", "paths", "rows", "saved_bytes", "deferred_bytes", "kept_bytes"}):
-        raise UsageError(f"a timeline has no {', '.join(unknown)}")
+        raise UsageError(f"a timeline has no field {', '.join(unknown)}")
     paths = tuple(
         tuple(_whole(rank, "paths") for rank in _list(path, "paths")) for path in _list(fields["paths"], "paths")
     )
@@ -85,7 +85,7 @@ def _row(cells: object, rank: int, placement: Placement) -> Row:
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
         if len(row) > 1 and row[-1].start < row[-2].start:
-            raise UsageError(f"{where}: {row[-1].action} starts before {row[-2].action}, which stands before it")
+            raise UsageError(f"{where}: {row[-1].action} starts before {row[-2].action}: sort spans by start")
     return tuple(row)
 
 
@@ -93,7 +93,7 @@ def _span(cell: object, rank: int, placement: Placement) -> Span:
     if not isinstance(cell, list) or len(cell) not in (3, 4):
         raise UsageError(f'{cell!r} is not a span: write it like ["0F0", 0.0, 1.0]')
     action, *partner = (Action.parse(str(text)) for text in (cell[0], *cell[3:]))
-    start, end = (_number(time, "a time") for time in cell[1:3])  # a start may lie before rank 0's
+    start, end = (_number(time, "a time") for time in cell[1:3])  # negative where a rank starts before rank 0
     if action.stage not in placement.stages_of(rank):
         raise UsageError(f"{action} cannot run here: the rank holds {_stages(placement.stages_of(rank))}")
     if end < start:
@@ -118,7 +118,7 @@ def _kept_bytes(value: object, placement: Placement) -> dict[Content, tuple[floa
     if not isinstance(value, dict):
         raise UsageError(f"kept_bytes: {value!r} is not an object")
     if unknown := sorted(set(value) - set(Content)):
-        raise UsageError(f"kept_bytes: nothing is kept that is called {', '.join(unknown)}")
+        raise UsageError(f"kept_bytes: there is no content {', '.join(unknown)}; known: {', '.join(Content)}")
     return {Content(name): _bytes(value, name, placement) for name in value}
 
 

@@ -1,4 +1,4 @@
-"""Violation: one thing that is wrong with a schedule or a program. What must not live here: the code that finds it."""
+"""Violation: one thing that is wrong with a schedule or a program. Must not contain: the code that finds it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing that is wrong. `rank` and `position` (an index into the rank's row or program) say where, when there
-    is a place; `problem` says what is there, `expected` what should be.
+    """One thing that is wrong with a schedule or a program. `str` gives it as one sentence.
+
+    Attributes:
+        problem: what is there.
+        expected: what should be there.
+        rank: the rank that it is on, if it is on one.
+        position: index of the entry in the rank's row, or of the instruction in its program, if there is one.
     """
 
     problem: str

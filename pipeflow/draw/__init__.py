@@ -1,5 +1,6 @@
 """Drawings of timelines, planned or measured: `Gantt`, `Comparison` and `CriticalPath` for a terminal, `picture` for
-docstrings, `svg`, `html` and `perfetto` for files. Of measures: `Table` and `Scatter` for a terminal, `scatter_svg`.
+docstrings, `svg`, `html` and `perfetto` for files. Drawings of measures: `Table` and `Scatter` for a terminal,
+`scatter_svg` for files.
 """
 
 from pipeflow.draw.files.perfetto import perfetto

@@ -1,4 +1,4 @@
-"""Captions: what stands in words above and below a drawing."""
+"""Captions: the words above and below a drawing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeflow.draw.times import Unit
 
 
 def heading(timeline: Timeline) -> str:
-    """What was planned or run: the schedule's name and its size."""
+    """The name and the size of a timeline, such as "1f1b, 4 ranks, 8 microbatches"."""
     sizes = {
         "rank": len(timeline.rows),
         "chunk": num_chunks(timeline),
@@ -27,8 +27,9 @@ def _count(number: int, word: str) -> str:
 
 
 def summary(timeline: Timeline, unit: Unit) -> str:
-    """Makespan, bubble and peak activations in one line; the span and its bubble where the span is not the makespan; of
-    each stream beside the computations the most that a rank runs there, and what of all comes after the computations.
+    """The measures of a timeline in one line, two blanks apart: makespan, bubble and peak activations. The span and its
+    bubble are added if the span is not the makespan. If anything runs beside the computations, so are the most time
+    that a rank spends on each of those streams, and the exposed time.
     """
     parts = [f"makespan {unit.text(timeline.makespan)}"]
     if unit.text(timeline.span) != unit.text(timeline.makespan):

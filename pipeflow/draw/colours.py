@@ -1,5 +1,5 @@
-"""Colours: what the drawings share: hues of kinds and schemes of surfaces that all eyes can tell apart. What must not
-live here: geometry, and how a terminal is given its colours.
+"""Colours that all drawings share: hues of kinds, and schemes of surfaces, that readers with any colour vision can tell
+apart. Must not contain: geometry, and how a terminal gets its colours.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from typing import NamedTuple
 
 from pipeflow.core.action import Kind
 
-INK = "#10141c"  # of what is written on blocks of computations, on every ground
+INK = "#10141c"  # colour of text on blocks of computations, in both schemes
 
 
 RGB = tuple[float, float, float]  # red, green and blue, from 0 to 255
 
 
 class Hue(NamedTuple):
-    """A colour as red, green and blue; and the nearest of the 16 that every terminal has, and of those that
-    chrome://tracing has names for.
+    """A colour.
+
+    Attributes:
+        rgb: red, green and blue, from 0 to 255.
+        terminal: the nearest of the 16 colours that every terminal has.
+        chrome: the nearest of the colours that chrome://tracing has names for.
     """
 
     rgb: tuple[int, int, int]
@@ -32,7 +36,7 @@ HUES = {
     Kind.W: Hue((242, 182, 52), "yellow", "rail_idle"),
     Kind.R: Hue((125, 50, 230), "red", "rail_animation"),
 }
-SPARE = (  # for kinds that have none of their own: told apart by all eyes, too
+SPARE = (  # for kinds that have no hue of their own; these can be told apart as well
     Hue((255, 0, 34), "cyan", "terrible"),
     Hue((153, 136, 34), "white", "olive"),
     Hue((221, 51, 170), "red", "bad"),
@@ -48,19 +52,19 @@ def hue(kind: Kind) -> Hue:
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:
-    """The colour of a kind of action, mixed with the more white the later the chunk (of `chunks`)."""
+    """The colour of a kind of action as CSS writes it. Later chunks (of `chunks`) are mixed with more white."""
     return mixed(hue(kind), chunk, chunks)
 
 
 def mixed(hue: Hue, chunk: int, chunks: int) -> str:
-    """A colour with the white of a chunk, as CSS writes it."""
+    """A colour, with the white of its chunk, as CSS writes it."""
     white = 0.55 * chunk / max(chunks - 1, 1)
     return css(between((255, 255, 255), hue.rgb, white))
 
 
 def average(shares: Iterable[tuple[tuple[Kind, int], float]], chunks: int) -> tuple[RGB, float]:
-    """Of kinds and chunks with their parts of a column: the mean of their colours, and the part that they have
-    together, at most 1; the rest is idle.
+    """The mean colour of a column in which each kind and chunk has a share, and the sum of the shares, at most 1. The
+    rest of the column is idle.
     """
     sums, whole = [0.0, 0.0, 0.0], 0.0
     for (kind, chunk), share in shares:
@@ -72,7 +76,7 @@ def average(shares: Iterable[tuple[tuple[Kind, int], float]], chunks: int) -> tu
 
 
 def between(colour: RGB, other: RGB, part: float) -> RGB:
-    """`part` of a colour, and the rest of another one."""
+    """A mixture of two colours: `part` of the first, the rest of the second."""
     red, green, blue = (part * one + (1 - part) * two for one, two in zip(colour, other, strict=True))
     return red, green, blue
 
@@ -83,7 +87,7 @@ def css(colour: RGB) -> str:
 
 
 class Scheme(NamedTuple):
-    """The colours of what is not a block, as CSS writes them."""
+    """The colours of everything that is not a block, as CSS writes them."""
 
     background: str
     lane: str
@@ -94,7 +98,7 @@ class Scheme(NamedTuple):
     accent: str
 
 
-_COLOURS = {  # on a light ground, and on a dark one
+_COLOURS = {  # in the light scheme, and in the dark one
     "background": ("#ffffff", "#14171d"),
     "lane": ("#e9edf3", "#222732"),
     "grid": ("#d5dbe3", "#363d4b"),

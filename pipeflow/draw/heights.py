@@ -1,15 +1,20 @@
-"""Heights: how high, in pixels, a rank's lanes are drawn."""
+"""Heights: the heights of a rank's lanes, in pixels."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-SPACE = 1  # between the lanes of a rank
+SPACE = 1  # pixels between the lanes of a rank
 
 
 class Heights(NamedTuple):
-    """Of what belongs to one rank, in pixels: the lane of its computations, those of what runs beside them, that of its
-    memory, and the gap before the next rank.
+    """The heights of one rank's part of a drawing, in pixels.
+
+    Attributes:
+        lane: the lane of its computations.
+        beside: the lane of any other stream.
+        memory: the lane of its memory.
+        gap: the gap before the next rank.
     """
 
     lane: int
@@ -18,12 +23,12 @@ class Heights(NamedTuple):
     gap: int
 
     def offset(self, lane: int) -> int:
-        """How far below the first lane another one begins."""
+        """The distance from the top of the first lane to the top of the one with index `lane`."""
         return 0 if lane == 0 else self.lane + SPACE + (lane - 1) * (self.beside + SPACE)
 
 
 def heights(ranks: int) -> Heights:
-    """The flatter the more ranks there are."""
+    """The heights for a number of ranks: the more ranks, the smaller."""
     if ranks <= 8:
         return Heights(24, 10, 16, 8)
     if ranks <= 16:

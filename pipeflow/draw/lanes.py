@@ -1,6 +1,4 @@
-"""Lanes: what of timelines is drawn: each rank's spans, stream by stream. What must not live here: columns, pixels and
-colours.
-"""
+"""Lanes: the spans that drawings show, per rank and stream. Must not contain: columns, pixels and colours."""
 
 from __future__ import annotations
 
@@ -15,7 +13,14 @@ from pipeflow.core.timeline import Timeline
 
 
 class Lane(NamedTuple):
-    """What a rank runs on one stream, in order; `stages` are those that the rank holds."""
+    """The spans of one rank on one stream.
+
+    Attributes:
+        rank: the rank.
+        stream: the stream.
+        row: its spans, in order.
+        stages: the stages that the rank holds.
+    """
 
     rank: int
     stream: Stream
@@ -24,16 +29,16 @@ class Lane(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The rank for its computations, the stream for what runs beside them."""
+        """The rank for its computations, the stream for others."""
         return f"rank {self.rank}" if self.stream is Stream.COMPUTE else self.stream.value
 
     def chunk(self, span: Span) -> int:
-        """Which of the rank's stages a span is of."""
+        """The index of a span's stage among the rank's stages."""
         return self.stages.index(span.action.stage)
 
 
 def all_lanes(timeline: Timeline) -> list[list[Lane]]:
-    """Per rank a lane for its computations, and one for each other stream on which anything runs."""
+    """Per rank, a lane for its computations, and one for each other stream that anything runs on."""
     streams = dict.fromkeys((Stream.COMPUTE, *timeline.streams))
     rows = zip(*(timeline.on(stream) for stream in streams), strict=True)
     return [
@@ -43,26 +48,27 @@ def all_lanes(timeline: Timeline) -> list[list[Lane]]:
 
 
 def lanes(timeline: Timeline) -> list[list[Lane]]:
-    """As `all_lanes`, without streams on which nothing takes time, but for that of the computations."""
+    """The result of `all_lanes` without streams on which nothing takes time. The lane of the computations always stays.
+    """
     ranks = all_lanes(timeline)
     timed = {lane.stream for rank in ranks for lane in rank if any(span.end > span.start for span in lane.row)}
     return [[lane for lane in rank if lane.stream in timed | {Stream.COMPUTE}] for rank in ranks]
 
 
 def kinds(timelines: Iterable[Timeline]) -> list[Kind]:
-    """The kinds of action in the lanes of some timelines, in their order."""
+    """The kinds of action in the lanes of the timelines, in the order of `Kind`."""
     drawn = [lane for timeline in timelines for rank in lanes(timeline) for lane in rank]
     present = {span.action.kind for lane in drawn for span in lane.row}
     return [kind for kind in Kind if kind in present]
 
 
 def num_chunks(timeline: Timeline) -> int:
-    """The most stages that a rank holds."""
+    """The largest number of stages that a rank holds."""
     return max(len(timeline.placement.stages_of(rank)) for rank in range(len(timeline.rows)))
 
 
 def several(timelines: Timeline | Sequence[Timeline]) -> tuple[Timeline, ...]:
-    """One timeline or more as a tuple. Raises UsageError when there is none."""
+    """One timeline, or a sequence of them, as a tuple. Raises UsageError for an empty sequence."""
     if isinstance(timelines, Timeline):
         return (timelines,)
     if not timelines:

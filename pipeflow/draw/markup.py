@@ -1,4 +1,4 @@
-"""Markup: text that HTML and XML can hold."""
+"""Markup: text made safe for HTML and XML."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 
 def escaped(text: str) -> str:
-    """Text for an element or an attribute of HTML or XML; what neither can hold is replaced.
+    """The text, escaped for an element or an attribute of HTML or XML. Characters that these cannot hold are replaced.
 
     >>> escaped("<b> & c")
     '&lt;b&gt; &amp; c'

@@ -1,4 +1,4 @@
-"""Memory: in what a drawing's memory lines are counted, and the amount that a full line stands for."""
+"""Memory: the unit of a drawing's memory lines, and the scale of their bars and digits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from pipeflow.core.timeline import Timeline
 @final
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The `highest` amount of several timelines, in bytes or in activations, and whether all amounts are `whole`."""
+    """The scale of the memory lines of several timelines.
+
+    Attributes:
+        highest: the highest amount, in bytes or in activations.
+        in_bytes: whether amounts are in bytes.
+        whole: whether all amounts are whole numbers.
+    """
 
     highest: float
     in_bytes: bool
@@ -22,7 +28,7 @@ class Memory:
 
     @property
     def digits(self) -> int:
-        """The digit that stands for the highest amount: the amount itself, rounded up, where one digit can say it."""
+        """The digit of the highest amount: the amount itself, rounded up, if that has one digit; otherwise 9."""
         return ceil(self.highest) if not self.in_bytes and self.highest <= 9 else 9
 
     @property
@@ -31,7 +37,7 @@ class Memory:
 
     @property
     def about_digits(self) -> str:
-        """What the digits say, as text."""
+        """The entry of the legend that explains the digits."""
         if self.digits < 2:
             return "1 activation kept" if self.digits else "nothing kept"
         if self.digits != self.highest and self.digits == 9:
@@ -45,38 +51,38 @@ class Memory:
         return min(ceil(amount - 1e-6), 9)
 
     def eighth(self, amount: float) -> int:
-        """The amount in eighths of the highest, rounded up."""
+        """The amount in eighths of the highest one, rounded up."""
         return min(ceil(amount / self.highest * 8 - 1e-6), 8) if self.highest else 0
 
     def text(self, amount: float) -> str:
-        """An amount in words, as "1.5 GiB", or as a number of activations."""
+        """An amount as people write it: "1.5 GiB", or a number of activations."""
         return bytes_text(amount) if self.in_bytes else f"{amount:.4g}"
 
 
 def unit_of(timeline: Timeline) -> str:
-    """What `Timeline.memory` counts."""
+    """The unit of `Timeline.memory`: bytes or activations."""
     return "bytes" if timeline.saved_bytes else "activations"
 
 
 def peaks(timeline: Timeline) -> tuple[float, ...]:
-    """Per rank, the most of what `Timeline.memory` counts."""
+    """Per rank, the peak of `Timeline.memory`."""
     return timeline.peak_bytes if timeline.saved_bytes else timeline.peak_activations
 
 
 def amount_text(timeline: Timeline, memory: float) -> str:
-    """An amount of what `Timeline.memory` counts, as people write it."""
+    """An amount of `Timeline.memory` as people write it."""
     return bytes_text(memory) if timeline.saved_bytes else f"{memory:.4g}"
 
 
 def same_memory(timelines: Sequence[Timeline]) -> list[Timeline]:
-    """The timelines, all in bytes or all in activations: bytes that not all of them know are left out."""
+    """The timelines with memory in one unit: activations, unless all of them have bytes."""
     if all(timeline.saved_bytes for timeline in timelines):
         return [*timelines]
     return [replace(timeline, saved_bytes=(), deferred_bytes=()) for timeline in timelines]
 
 
 def memory_of(timelines: Sequence[Timeline]) -> Memory:
-    """The scale of timelines that are alike in what they count."""
+    """The scale for timelines whose memory has one unit."""
     curves = [timeline.memory(rank) for timeline in timelines for rank in range(len(timeline.rows))]
     amounts = [amount for curve in curves for _, amount in curve]
     whole = all(amount == int(amount) for amount in amounts)

@@ -1,5 +1,5 @@
-"""Painters: how a piece of a drawing looks. `Letters` is for plain text, `Colours` for a terminal that has
-them. Both give (text, style) pairs, which rich takes as they are; rich itself is not needed here.
+"""Painters: the look of the pieces of a drawing. `Letters` is for plain text, `Colours` for a terminal with colours.
+Both return (text, style) pairs as rich takes them. Must not contain: rich itself, which is not needed here.
 """
 
 from __future__ import annotations
@@ -18,35 +18,39 @@ Painted = tuple[str, str]
 
 
 class Painter(Protocol):
-    """Paints the pieces of a timeline. Bars of memory need lines of `space` below, lest they seem the next rank's."""
+    """Paints the pieces of a timeline.
+
+    Attributes:
+        space: number of empty lines below a rank's memory, so that its bars do not seem to belong to the next rank.
+    """
 
     space: ClassVar[int]
 
     def piece(self, piece: Piece) -> Iterator[Painted]:
-        """Exactly `piece.width` columns."""
+        """A piece, exactly `piece.width` columns wide."""
 
     @property
     def about_mixtures(self) -> str:
-        """What a column shows that holds several actions."""
+        """The sentence that explains columns with several actions."""
 
     def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
-        """Exactly one column, of a lane of a stream."""
+        """One column of a lane of `stream`."""
 
     def idle(self, first: int, end: int) -> Painted:
-        """Exactly the columns `first` to `end`, excluded."""
+        """Idle time: the columns from `first` to `end`, excluded."""
 
     def memory(self, amounts: list[float], memory: Memory) -> Painted:
-        """What is kept, one column each."""
+        """The memory line, one amount per column."""
 
     def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
-        """What the looks mean, one item each."""
+        """The entries of the legend."""
 
     def word(self, action: Action) -> Painted:
-        """An action by itself, in a text."""
+        """An action within a text."""
 
 
 def paint(line: Line, width: int, painter: Painter, stream: Stream) -> Iterator[Painted]:
-    """The line of a lane, of `width` columns. Only where nothing is computed, a rank is idle."""
+    """The line of a lane, `width` columns wide. A rank counts as idle only where it computes nothing."""
     gap = painter.idle if stream is Stream.COMPUTE else _blank
     column = 0
     for piece in line:
@@ -65,9 +69,15 @@ def _blank(first: int, end: int) -> Painted:
 @final
 @dataclass(frozen=True, slots=True)
 class Letters:
-    """Kind and microbatch as letter and number. Upper case is chunk 0, lower case chunk 1; when a rank has more
-    than two `chunks` an action says its stage, as in "4F0". A dot every `grid` columns is idle time. `joint` stands
-    between the halves of a pair. All ASCII.
+    """Plain ASCII text: the kind as a letter, the microbatch as a number.
+
+    Upper case is chunk 0, lower case chunk 1. With more than two chunks per rank an action has its stage, as in "4F0".
+    A dot is idle time.
+
+    Attributes:
+        chunks: the most stages that a rank holds.
+        grid: the distance of the dots, in columns.
+        joint: the character between the actions of a pair.
     """
 
     space: ClassVar[int] = 0
@@ -83,7 +93,7 @@ class Letters:
             last = self.joint if piece.joined else " "
             yield text[: piece.width].ljust(piece.width - 1, "-").ljust(piece.width, last), ""
 
-    about_mixtures: ClassVar[str] = "A column holds several actions: its letter is that of one of them, each in turn."
+    about_mixtures: ClassVar[str] = "Each column holds several actions and shows the letter of one of them, in turn."
 
     def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
         if mixture.shown is None:
@@ -94,13 +104,13 @@ class Letters:
         return "".join(" " if column % self.grid else "." for column in range(first, end)), ""
 
     def label(self, piece: Piece) -> str:
-        """All that there is to say about a piece, however wide it is."""
+        """The full text of a piece, whatever its width."""
         if self.chunks > 2:
             return str(piece.action)
         return f"{self._letter(piece.kind, piece.chunk)}{piece.action.microbatch}"
 
     def memory(self, amounts: list[float], memory: Memory) -> Painted:
-        """A digit where the amount changes."""
+        """A digit in each column in which the amount changes."""
         digits = [str(memory.digit(amount)) for amount in amounts]
         before = ["0", *digits]
         return "".join(" " if digit == last else digit for digit, last in zip(digits, before, strict=False)), ""
@@ -121,9 +131,9 @@ class Letters:
 
 
 EDGE = "\u258a"  # the left three quarters of a cell: a thin gap between two pieces
-BAR = "\u2584"  # the lower half of a cell: of what runs beside the computations
+BAR = "\u2584"  # the lower half of a cell: for streams beside the computations
 JOINT = "+"
-IDLE: RGB = (128, 128, 128)  # stands out from a light and from a dark terminal, in mixtures
+IDLE: RGB = (128, 128, 128)  # in mixtures; visible on light and on dark terminals
 MEMORY = "#967db9", "cyan"
 EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
@@ -131,8 +141,11 @@ EIGHTHS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 @final
 @dataclass(frozen=True, slots=True)
 class Colours:
-    """Kind as hue, chunk (of at most `chunks`) as shade, microbatch as number. With `few` colours there are two
-    shades.
+    """The kind as hue, the chunk as shade, the microbatch as a number.
+
+    Attributes:
+        chunks: the most stages that a rank holds.
+        few: whether the terminal has 16 colours only; there are two shades then.
     """
 
     space: ClassVar[int] = 1
@@ -154,8 +167,8 @@ class Colours:
     @property
     def about_mixtures(self) -> str:
         if self.few:
-            return "A column holds several actions: its colour is that of one of them, each in turn."
-        return "A column holds several actions: its colour is their average, greyer where idle."
+            return "Each column holds several actions and shows the colour of one of them, in turn."
+        return "Each column holds several actions and shows their average colour, greyer where idle."
 
     def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
         text = " " if stream is Stream.COMPUTE else BAR
@@ -171,7 +184,7 @@ class Colours:
         return "\u00b7" * (end - first), "bright_black"
 
     def memory(self, amounts: list[float], memory: Memory) -> Painted:
-        """A bar of eighths in every column."""
+        """A bar in every column, in eighths of a line."""
         return "".join(EIGHTHS[memory.eighth(amount)] for amount in amounts), self._memory()
 
     def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
@@ -196,7 +209,7 @@ class Colours:
         return MEMORY[1] if self.few else MEMORY[0]
 
     def _colour(self, kind: Kind, chunk: int) -> str:
-        """The kind's colour, mixed with the more white the later the chunk."""
+        """The colour of a kind, mixed with more white for later chunks."""
         if self.few:
             named = hue(kind).terminal
             return f"bright_{named}" if chunk else named

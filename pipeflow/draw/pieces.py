@@ -1,4 +1,4 @@
-"""Pieces: from times to columns. What must not live here: colours, letters, and rich."""
+"""Pieces: turns times into columns. Must not contain: colours, letters, and rich."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from pipeflow.draw.lanes import Lane
 
 
 class Piece(NamedTuple):
-    """Columns `first` to `end` (excluded) of one lane, and what runs there. `joined` says that the piece after it is
-    the other half of its pair.
+    """One action in the columns of a lane.
+
+    Attributes:
+        kind, chunk, action: what runs there.
+        first, end: its columns, `end` excluded.
+        joined: whether the next piece is the other action of its pair.
     """
 
     kind: Kind
@@ -41,9 +45,12 @@ Look = tuple[Kind, int]  # kind and chunk
 
 
 class Mixture(NamedTuple):
-    """One column of a lane so dense that a column holds several actions. `shares` says which part of the column, and of
-    those beside it, each kind and chunk runs; for the rest it is idle. Where a column can show one look alone, that is
-    `shown`; None is idle.
+    """One column of a lane in which columns hold several actions.
+
+    Attributes:
+        first: the column.
+        shares: per kind and chunk, its share of the column and of the columns beside it. The rest is idle.
+        shown: the kind and chunk to show if a column can show only one; None is idle.
     """
 
     first: int
@@ -59,8 +66,9 @@ Line = list[Piece | Mixture]  # from left to right
 
 
 def fit(timelines: Iterable[Timeline], width: int) -> float:
-    """The columns per unit of time that make the longest timeline at most `width` columns wide. When all times of
-    computations are multiples of the shortest, a whole number of columns per shortest one, so that equals look equal.
+    """The scale, in columns per unit of time, at which the longest timeline is at most `width` columns wide. If all
+    times of computations are multiples of the shortest one, that one gets a whole number of columns, so that equal
+    times look equal.
     """
     drawn = list(timelines)
     spans = [span for timeline in drawn for row in timeline.on(Stream.COMPUTE) for span in row]
@@ -78,15 +86,16 @@ def fit(timelines: Iterable[Timeline], width: int) -> float:
 
 
 def shortest(timelines: Iterable[Timeline]) -> float:
-    """The shortest time that a computation takes; those that take none do not count."""
+    """The shortest time of a computation, without those that take no time."""
     rows = (row for timeline in timelines for row in timeline.on(Stream.COMPUTE))
     return min((span.end - span.start for row in rows for span in row if span.end > span.start), default=1.0)
 
 
 def pieces(lanes: Iterable[list[Lane]], scale: float) -> list[list[Line]]:
-    """Per rank and lane what is in its columns, at `scale` columns per unit of time. Between that it is idle.
+    """Per rank and lane, what is in its columns at `scale` columns per unit of time. Columns between are idle.
 
-    When a span of a stream is at least a column wide on average, every span is a piece; else every column is a mixture.
+    If the spans of a stream are at least one column wide on average, every span is a piece; otherwise every column is a
+    mixture.
     """
     ranks = list(lanes)
     times: defaultdict[Stream, list[float]] = defaultdict(list)
@@ -97,7 +106,7 @@ def pieces(lanes: Iterable[list[Lane]], scale: float) -> list[list[Line]]:
 
 
 def _blocks(lane: Lane, scale: float) -> Line:
-    """One piece a span; what is narrower than half a column may vanish, and what overlaps is cut."""
+    """One piece per span. Spans narrower than half a column may vanish, and overlapping ones are cut."""
     blocks: Line = []
     for span, following in zip(lane.row, (*lane.row[1:], *lane.row[-1:]), strict=True):
         first, end = round_half_up(span.start * scale), round_half_up(span.end * scale)
@@ -109,7 +118,9 @@ def _blocks(lane: Lane, scale: float) -> Line:
 
 
 def by_column(curve: Curve, makespan: float, scale: float) -> list[float]:
-    """Per column the most of what `curve` says, as (time, amount from then on): a peak is seen however short it is."""
+    """Per column, the highest amount of `curve`, given as (time, amount from that time on). So peaks of any length are
+    visible.
+    """
     line = [0.0] * round_half_up(makespan * scale)
     for (time, amount), (until, _) in pairwise([*curve, (makespan, 0.0)]):
         first = round_half_up(time * scale)
@@ -119,14 +130,13 @@ def by_column(curve: Curve, makespan: float, scale: float) -> list[float]:
 
 
 def round_half_up(number: float) -> int:
-    """The nearest whole number; of two, the greater one."""
+    """The nearest integer; halves are rounded up."""
     return math.floor(number + 0.5)
 
 
 def _columns(lane: Lane, scale: float) -> Line:
-    """One mixture a column. Of what runs in a column, each shows what has run the longest without being shown,
-    first the kind and then the chunk, so that a stretch of columns has the looks, and the idle time, of all
-    that ran there.
+    """One mixture per column. A column shows the kind, and of that the chunk, which has run for the longest without
+    being shown. So a stretch of columns shows kinds, chunks and idle time in the proportion in which they ran.
     """
     owed: defaultdict[Look | None, float] = defaultdict(float)
     line: Line = []
@@ -149,8 +159,8 @@ def _columns(lane: Lane, scale: float) -> Line:
 
 
 def _smoothed(columns: list[dict[Look, float]], column: int) -> Iterator[tuple[Look, float]]:
-    """The shares of a column and, with half of its weight, of those beside it: what repeats in about two columns would
-    be stripes else. Idle columns beside it do not count, so that its edges stay sharp.
+    """The shares of a column, with those of the columns beside it at half weight: patterns that repeat every two
+    columns or so would be stripes otherwise. Idle columns beside it do not count, so that its edges stay sharp.
     """
     near = [(at, weight) for at, weight in ((column - 1, 1), (column, 2), (column + 1, 1)) if 0 <= at < len(columns)]
     parts = [(columns[at], weight) for at, weight in near if columns[at]]
@@ -159,7 +169,7 @@ def _smoothed(columns: list[dict[Look, float]], column: int) -> Iterator[tuple[L
 
 
 def _shares(lane: Lane, scale: float) -> list[dict[Look, float]]:
-    """Per column, which part of it runs what."""
+    """Per column, the share of each kind and chunk."""
     width = round_half_up(max((span.end for span in lane.row), default=0.0) * scale)
     shares: list[dict[Look, float]] = [{} for _ in range(width)]
     for span in lane.row:

@@ -1,5 +1,5 @@
-"""Plane: named points on two axes on each of which less is better: which of them are on the front, where the axes have
-ticks, and where labels have room. What must not live here: the terminal, and the language of a file.
+"""Plane: named points on two axes, where less is better on both: the Pareto front, the ticks, and room for labels. Must
+not contain: the terminal, and the language of a file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from pipeflow.draw.times import round_step
 
 
 class Point(NamedTuple):
-    """A name and where it stands."""
+    """A named point.
+
+    Attributes:
+        name: its name.
+        x, y: its coordinates.
+    """
 
     name: str
     x: float
@@ -24,14 +29,20 @@ class Point(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is measured, and how a number of it is written: in powers of `base` times 1, 2 or 5."""
+    """An axis of a scatter plot.
+
+    Attributes:
+        title: what it measures.
+        text: function that writes a number of it.
+        base: ticks are powers of this base times 1, 2 or 5.
+    """
 
     title: str
     text: Callable[[float], str]
     base: int = 10
 
     def ticks(self, highest: float, number: int) -> list[float]:
-        """At most `number` round values from 0 on, the last of them at least `highest`."""
+        """At most `number` round values from 0 on, of which the last is at least `highest`."""
         highest = max(highest, 1e-12)
         unit = float(self.base) ** math.floor(math.log(highest, self.base))
         step = unit * round_step(highest / unit / max(number - 1, 1))
@@ -43,7 +54,8 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def front(points: Iterable[Point]) -> list[Point]:
-    """The points that no other one beats: none is as good on one axis and better on the other. From left to right."""
+    """The Pareto-optimal points, from left to right: no other point is at least as good on both axes and better on one.
+    """
     best: list[Point] = []
     for point in sorted(points, key=lambda point: (point.x, point.y)):
         if not best or point.y < best[-1].y - 1e-9 or (point.x, point.y) == best[-1][1:]:
@@ -61,11 +73,17 @@ def place_labels(
     lower: Sequence[float] = (),
     reach: float = 0.0,
 ) -> list[Place | None]:
-    """Per anchor the left top corner of its label, where it overlaps no anchor and no label before it; None where
-    there is no such place. `gap` keeps a label from its anchor. The labels of those in `leftwards` are rather on the
-    left, the others on the right; beside an anchor they are as much `lower` as it says, if it does. Where there is no
-    place beside an anchor, those up to `reach` away are tried, the nearest first, and rather one from which a line to
-    the anchor crosses neither another anchor nor a label.
+    """Per anchor, the top left corner of its label, where it overlaps no anchor and no earlier label; None if there is
+    no such place.
+
+    Args:
+        anchors, sizes: the points, and the width and height of their labels.
+        gap: distance between a label and its anchor.
+        room: the area that labels may use.
+        leftwards: indices of labels that are placed on the left if possible; others are placed on the right.
+        lower: per label, how much lower it is placed beside its anchor. Empty: 0.
+        reach: if there is no place beside an anchor, places up to this distance are tried, the nearest first. Places
+            whose line to the anchor crosses neither another anchor nor a label come first.
     """
     taken: list[Box] = [(x - gap[0] / 2, y - gap[1] / 2, x + gap[0] / 2, y + gap[1] / 2) for x, y in anchors]
     corners: list[Place | None] = []
@@ -84,7 +102,7 @@ def place_labels(
 
 
 def _corners(anchor: Place, width: float, height: float, gap: float, side: int) -> Iterator[Place]:
-    """Places beside an anchor, the best first."""
+    """Places beside an anchor, best first."""
     x, y = anchor
     beside = (x + gap, x - gap - width)[::side]
     yield from ((left, y - height / 2) for left in beside)
@@ -103,19 +121,19 @@ def _around(anchor: Place, width: float, height: float, reach: float) -> Iterato
 
 
 def nearest(place: Place, box: Box) -> Place:
-    """The place in a box that is nearest to another one."""
+    """The point of a box that is nearest to `place`."""
     return min(max(place[0], box[0]), box[2]), min(max(place[1], box[1]), box[3])
 
 
 def _shrunk(box: Box, part: float) -> Box:
-    """A part of a box, around its middle."""
+    """A box, shrunk to `part` of its size around its middle."""
     x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
     width, height = part * (box[2] - box[0]) / 2, part * (box[3] - box[1]) / 2
     return x - width, y - height, x + width, y + height
 
 
 def _crosses(start: Place, end: Place, boxes: Iterable[Box]) -> bool:
-    """Whether a line goes through one of the boxes, but for those in which it begins."""
+    """Whether a line goes through one of the boxes. Boxes in which it starts do not count."""
     boxes = [box for box in boxes if not (box[0] < start[0] < box[2] and box[1] < start[1] < box[3])]
     steps = int(math.dist(start, end) / 3) + 1
     line = [

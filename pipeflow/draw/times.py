@@ -1,4 +1,4 @@
-"""Times: how they are written, and the axis above a drawing."""
+"""Times: how times are written, and the axis above a drawing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from pipeflow.draw.pieces import round_half_up
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How times are written: multiplied by `factor`, then followed by `name`."""
+    """The unit of written times.
+
+    Attributes:
+        name: text after a time, such as "ms".
+        factor: number that times are multiplied by.
+    """
 
     name: str = ""
     factor: float = 1.0
@@ -22,7 +27,7 @@ class Unit:
 
 
 def axis(horizon: float, scale: float, width: int, unit: Unit) -> str:
-    """The times up to `horizon`, each written from its own column on, as far as `width` columns hold them."""
+    """A line of times up to `horizon`, each at its own column, as far as `width` columns hold them."""
     horizon, scale = horizon * unit.factor, scale / unit.factor
     step = round_step(10 / scale) if scale else 1.0
     line = ""

@@ -1,5 +1,5 @@
-"""The schedules there are, by name, and the one function that makes them. A family is one small file beside this one:
-a pure function from (ranks, microbatches, options) to a Schedule.
+"""All schedules by name, and the function that makes them. Each family is one small file in this package: a pure
+function from (ranks, microbatches, options) to a Schedule.
 """
 
 from pipeflow.schedules.registry import SCHEDULES, make_schedule, options_of

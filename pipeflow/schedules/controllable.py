@@ -1,4 +1,5 @@
-"""Controllable memory: one building block, repeated, whose offsets set how many activations are alive."""
+"""Controllable memory: a building block, repeated for each microbatch, whose offsets set how many activations are kept.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +11,22 @@ from pipeflow.core.liveness import ACTIVATIONS
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 
-PASSES = 6  # of one microbatch on a rank: F, I and W of two chunks
+PASSES = 6  # passes of one microbatch on a rank: F, I and W of two chunks
 WINDOW = 6  # how many passes of its block a rank looks ahead
 
 Block = Callable[[int], tuple[int, int, int, int]]
-"""Of a rank, the pass in which one microbatch's F on the way down, F up, I up and I down run."""
+"""From a rank to the passes in which one microbatch runs F on the way down, F up, I up and I down."""
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """A V in half of the activations of 1F1B, for some bubble.
+    """V-shaped: half the activations of 1F1B, with some bubble.
 
-    A forward advances a rank every 2 passes on the way down and every pass on the way up, backwards likewise.
+    A forward advances one rank every 2 passes on the way down and every pass on the way up. Backwards do the same.
 
-    Source: arXiv 2405.15362; `_repeated` says how a block becomes a schedule. With R ranks, M >= 2R
-    microbatches and F = I = W: peak R+2 chunk activations on every rank (R > 1; 1F1B: 2R on rank 0), and what waiting
-    weight-gradient halves hold is one more; bubble 3(R-3) passes for R >= 6 (published: 3R-7; 1F1B: 6(R-1)). In the
-    picture lower case is the way up.
+    Source: arXiv 2405.15362; `_repeated` makes the schedule from the block. With R ranks, M >= 2R microbatches and F =
+    I = W: peak R+2 chunk activations on every rank (R > 1; 1F1B: 2R on rank 0), plus what waiting weight-gradient
+    halves keep, which is one more; bubble 3(R-3) passes for R >= 6 (published: 3R-7; 1F1B: 6(R-1)). In the picture,
+    lower case is the way up.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -35,7 +36,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     rank 2  .  .  F0 F1 F2 f0 F3 f1 .  .  i0 f2 i1 I0 w0 f3 i2 I1 w1 I2 i3 W0 w2 I3 W1 W2 w3 W3 .
     rank 3  .  .  .  F0 f0 F1 f1 F2 f2 .  .  i0 I0 F3 f3 i1 I1 i2 I2 w0 W0 i3 I3 w1 W1 w2 W2 w3 W3
     """
-    gap = 3 if ranks % 2 == 0 else 0  # else two passes would meet
+    gap = 3 if ranks % 2 == 0 else 0  # otherwise two actions would fall into one pass
 
     def block(rank: int) -> tuple[int, int, int, int]:
         back = 3 * ranks + gap + 2 * rank - 1
@@ -45,14 +46,14 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """A V in a third of the activations of 1F1B, for more bubble.
+    """V-shaped: a third of the activations of 1F1B, with more bubble.
 
-    Forwards and backwards advance a rank every pass.
+    Forwards and backwards advance one rank every pass.
 
-    Source: arXiv 2405.15362; `_repeated` says how a block becomes a schedule. With R ranks, M >= 2R
-    microbatches and F = I = W: peak 2 floor((R+4)/3) chunk activations on every rank (1F1B: 2R on rank 0), and what
-    waiting weight-gradient halves hold is one more; bubble at most 4R-5 passes, and 4R-7 where 3 divides R, as
-    published (1F1B: 6(R-1)). In the picture lower case is the way up.
+    Source: arXiv 2405.15362; `_repeated` makes the schedule from the block. With R ranks, M >= 2R microbatches and F =
+    I = W: peak 2 floor((R+4)/3) chunk activations on every rank (1F1B: 2R on rank 0), plus what waiting weight-gradient
+    halves keep, which is one more; bubble at most 4R-5 passes, and 4R-7 if 3 divides R, as published (1F1B: 6(R-1)). In
+    the picture, lower case is the way up.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -62,7 +63,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     rank 2  .  .  F0 F1 F2 f0 .  .  .  .  i0 f1 w0 I0 W0 f2 i1 w1 F3 I1 i2 f3 W1 I2 w2 W2 i3 w3 .  I3 W3 .  .
     rank 3  .  .  .  F0 f0 F1 f1 .  .  .  .  i0 I0 F2 f2 w0 W0 i1 I1 F3 f3 i2 I2 w1 W1 w2 W2 i3 I3 w3 W3 .  .
     """
-    gap = 2 if ranks % 3 == 0 else 0  # else two passes would meet
+    gap = 2 if ranks % 3 == 0 else 0  # otherwise two actions would fall into one pass
 
     def block(rank: int) -> tuple[int, int, int, int]:
         return rank, 2 * ranks - 1 - rank, 2 * ranks + gap + rank, 4 * ranks + gap - 1 - rank
@@ -71,12 +72,13 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 
 
 def _repeated(name: str, ranks: int, microbatches: int, block: Block, *, peak: int) -> Schedule:
-    """`block` once per microbatch, PASSES apart, which fixes the order of F and I on a rank; then run pass by pass:
+    """The `block` once per microbatch, PASSES apart, which fixes the order of F and I on each rank. It then runs pass
+    by pass:
 
-    - what cannot start yet is overtaken by the next that can, a forward only where no more than `peak`
-      activations are ever alive for it;
-    - a weight-gradient half fills a free pass, and goes before a forward when what the waiting halves still hold
-      (half an activation each) is more than one activation above `peak`.
+    - An action that cannot start yet is overtaken by the next one that can; by a forward only if no more than `peak`
+      activations are kept because of it.
+    - A weight-gradient half fills a free pass. It goes before a forward if the waiting halves (half an activation each)
+      exceed `peak` by more than one activation.
     """
     workers = [_Rank(rank, 2 * ranks, microbatches, block(rank), peak) for rank in range(ranks)]
     done: set[Action] = set()
@@ -86,7 +88,7 @@ def _repeated(name: str, ranks: int, microbatches: int, block: Block, *, peak: i
 
 
 class _Rank:
-    """A rank while its row is made."""
+    """The state of a rank while its row is made."""
 
     def __init__(self, rank: int, stages: int, microbatches: int, block: tuple[int, int, int, int], peak: int) -> None:
         down, up = rank, stages - 1 - rank
@@ -105,7 +107,7 @@ class _Rank:
         self._peak = peak
 
     def turn(self, done: set[Action]) -> Action | None:
-        """What the rank runs in a pass, when `done` are those of the passes before."""
+        """The action that the rank runs in this pass; `done` has the actions of the passes before. None: it is idle."""
         index = self._startable(done)
         if index is None or (self.waiting[index][0].kind is Kind.F and self._is_full()):
             return self._ran(self.weights.pop(0)) if self.weights else None

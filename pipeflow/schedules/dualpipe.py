@@ -1,5 +1,5 @@
-"""DualPipe: microbatches from both ends of the pipeline, the forwards of one stream overlapped with the backwards
-of the other. On a V, both streams are one: the way down and the way up.
+"""DualPipe: microbatches enter at both ends of the pipeline, and forwards of one direction overlap with backwards of
+the other. In DualPipeV the two directions are the two ways of a V: down and up.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pipeflow.schedules.rows import existing, require_even
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """Two streams in opposite directions, forwards overlapped with backwards.
+    """Microbatches in both directions, forwards overlapped with backwards.
 
-    A rank holds one stage of each direction; even microbatches come in at rank 0, odd ones at the last rank.
-    Warm-up: forwards of the direction that begins nearer, then of both in turn; then, as the first gradients of the
-    other direction come, its backwards in halves. Steady state: a forward of one direction with a backward of the
-    other, as a `Pair` that overlaps them, and the other way round. Cool-down: the remaining backwards, of which the
-    last ones leave their weight-gradient halves to fill idle time. With fewer than 2R microbatches, or an odd number,
-    those that do not exist are dropped.
+    A rank holds one stage of each direction. Even microbatches enter at rank 0, odd ones at the last rank. Warm-up:
+    forwards of the direction that begins nearer, then of both in turn; then, as the first gradients of the other
+    direction arrive, its backwards in halves. Steady state: a forward of one direction with a backward of the other, as
+    a `Pair` that overlaps them, and the other way round. Cool-down: the remaining backwards, the last ones in halves,
+    so that weight-gradient halves fill idle time. With fewer than 2R microbatches, or an odd number, those that do not
+    exist are left out.
 
-    Source: DeepSeek-V3, arXiv 2412.19437, section 3.2.1. With R ranks (even, else UsageError), M >= 2R even: published
-    bubble (R/2-1)(F&B + B - 3W), with B a whole backward and F&B a pair. At F = I = W and pairs that gain nothing it
-    is that, (R-2)F, and half of it when pairs are taken apart. Peak R+1 activations on every rank; weights twice. In
-    the picture lower case is the later stage; a forward right before a whole backward is a pair with it, but for the
-    first on the middle ranks.
+    Source: DeepSeek-V3, arXiv 2412.19437, section 3.2.1. With R ranks (even, otherwise UsageError), M >= 2R even:
+    published bubble (R/2-1)(F&B + B - 3W), with B a whole backward and F&B a pair. With F = I = W, and pairs that save
+    no time, this is (R-2)F, and half of it if pairs are taken apart. Peak R+1 activations on every rank; two copies of
+    the weights. In the picture, lower case is the later stage; a forward directly before a whole backward is a pair
+    with it, except the first one on the middle ranks.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -41,7 +41,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     depth = ranks // 2
 
     def row(rank: int) -> tuple[Entry, ...]:
-        near, far = (0, 1) if rank < depth else (1, 0)  # the path that begins at this end of the pipeline
+        near, far = (0, 1) if rank < depth else (1, 0)  # the path that begins nearer to this rank
         place = min(rank, ranks - 1 - rank)
         streams = _Stream(place, near, 2), _Stream(ranks - 1 - place, far, 2)
         return existing(_row(*streams, depth, place, -(-microbatches // 2)), microbatches)
@@ -52,14 +52,14 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe folded into a V, with one copy of the weights.
 
-    As DualPipe on twice the ranks, of which the second half lies folded onto the first: rank r holds stages r (the way
-    down) and 2R-1-r (the way up), and these are the two directions. With fewer than 2R microbatches, those that do not
-    exist are dropped.
+    It is DualPipe on twice the ranks, with the second half folded onto the first. Rank r holds stages r (the way down)
+    and 2R-1-r (the way up), which are the two directions. With fewer than 2R microbatches, those that do not exist are
+    left out.
 
     Source: the "cut-in-half" of DualPipe (Sea AI Lab), in its repository as DualPipeV. With R ranks, M >= 2R and the
-    times of a chunk: published bubble (R-1)(F&B + B - 3W), with B a whole backward and F&B a pair. At F = I = W and
-    pairs that gain nothing it is that, 2(R-1)F, and half of it when pairs are taken apart. Peak 2R+1 chunk activations
-    on every rank; weights once. In the picture lower case is the way up.
+    times of a chunk: published bubble (R-1)(F&B + B - 3W), with B a whole backward and F&B a pair. With F = I = W, and
+    pairs that save no time, this is 2(R-1)F, and half of it if pairs are taken apart. Peak 2R+1 chunk activations on
+    every rank; one copy of the weights. In the picture, lower case is the way up.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -78,7 +78,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 class _Stream:
-    """What passes a rank on one stage: microbatch `first`, then every `step`-th, forwards and backwards."""
+    """The forwards and backwards of one direction on one stage: microbatch `first`, then every `step`-th one."""
 
     def __init__(self, stage: int, first: int, step: int) -> None:
         self._stage = stage
@@ -97,8 +97,8 @@ class _Stream:
 
 
 def _row(near: _Stream, far: _Stream, depth: int, place: int, microbatches: int) -> Iterator[Entry]:
-    """The row of the rank at `place` of `depth`, whose streams have `microbatches` each: `near` begins at place 0,
-    `far` ends there, and both pass place `depth` - 1 in the middle of their way.
+    """The row of the rank at `place` of `depth`, with `microbatches` in each of its two streams. Stream `near` begins
+    at place 0 and `far` ends there; both are half way through at place `depth` - 1.
     """
     padded = max(microbatches, 2 * depth)  # as many as the phases need
     behind = depth - place - 1
@@ -119,7 +119,7 @@ def _row(near: _Stream, far: _Stream, depth: int, place: int, microbatches: int)
         yield weights.pop(0)
         yield far.forward()
     for turn in range(padded - 2 * depth + place + 1):  # steady state
-        if turn == 0 and behind == 0:  # apart, since other ranks wait for this first gradient
+        if turn == 0 and behind == 0:  # no pair, since other ranks wait for this first gradient
             yield near.forward()
             yield far.backward()
         else:

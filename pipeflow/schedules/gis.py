@@ -1,4 +1,4 @@
-"""GIS: interleaved 1F1B whose gradients come early, so that its warm-up and its activations are those of 1F1B."""
+"""GIS: interleaved 1F1B with early gradients, so that it has the warm-up and the activations of 1F1B."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipeflow.schedules.rows import group_size
 def gis(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None) -> Schedule:
     """Interleaved 1F1B in the memory of 1F1B: split backwards, a shorter warm-up.
 
-    Groups of g microbatches (`group`, at least R/2; R unless given) go through a rank's chunks, as in interleaved
-    1F1B. Warm-up: one forward per rank that follows, and the first group through every chunk but the last. Then a
-    forward and both halves of a backward in turn; the rank before waits for the first half alone.
+    Groups of g microbatches (`group`, at least R/2; default: R) go through a rank's chunks, as in interleaved 1F1B.
+    Warm-up: one forward for each rank after this one, and the first group through every chunk but the last. Then a
+    forward and both halves of a backward in turn; the rank before waits only for the first half.
 
-    Source: arXiv 2503.01328. With R ranks, v chunks and M a multiple of g: bubble (R-1)(F+I)/v, and at F = I = W
-    (R-g)(v-1)F/v more where g < R; peak min(g(v-1) + R-r, Mv) chunk activations on rank r, so Rv on rank 0 where
-    g = R. In the picture lower case is chunk 1.
+    Source: arXiv 2503.01328. With R ranks, v chunks and M a multiple of g: bubble (R-1)(F+I)/v, and with F = I = W
+    (R-g)(v-1)F/v more if g < R; peak min(g(v-1) + R-r, Mv) chunk activations on rank r, so Rv on rank 0 if g = R. In
+    the picture, lower case is chunk 1.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -33,10 +33,10 @@ def gis(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = N
 def gis_h(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """GIS in groups of half as many microbatches: fewer activations, more bubble.
 
-    `gis` in the smallest groups that it can have, of g = ceil(R/2) microbatches.
+    It is `gis` with the smallest possible groups, of g = ceil(R/2) microbatches.
 
-    Source: arXiv 2503.01328. With R ranks, v chunks and M a multiple of g: bubble, at F = I = W, (R-1)(F+I)/v and
-    (R-g)(v-1)F/v more, peak min(g(v-1) + R-r, Mv) chunk activations on rank r.
+    Source: arXiv 2503.01328. With R ranks, v chunks, M a multiple of g and F = I = W: bubble (R-1)(F+I)/v +
+    (R-g)(v-1)F/v; peak min(g(v-1) + R-r, Mv) chunk activations on rank r.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

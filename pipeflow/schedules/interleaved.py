@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages a rank, so that the pipeline fills in smaller steps."""
+"""Interleaved 1F1B: several stages per rank, so that the pipeline fills in smaller steps."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from pipeflow.schedules.rows import existing, group_size, in_groups, in_turn
 def interleaved_one_f_one_b(
     ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = None, extra_warmup: int = 0
 ) -> Schedule:
-    """1F1B over several stages a rank, so that the pipeline fills in smaller steps.
+    """1F1B over several stages per rank, so that the pipeline fills in smaller steps.
 
-    Microbatches go through a rank's chunks in groups of g (`group`, at least R, which is the default): the group
-    through chunk 0, then the group through chunk 1, and so on; backwards likewise from the last chunk. When M is no
-    multiple of g the last group is filled up and what does not exist is dropped.
+    Microbatches go through a rank's chunks in groups of g (`group`, at least R; default: R): a group through chunk 0,
+    then through chunk 1, and so on; backwards likewise from the last chunk on. If M is no multiple of g, the last group
+    is padded, and microbatches that do not exist are left out.
 
     Source: Megatron-LM, arXiv 2104.04473, section 2.2.2. With R ranks, v chunks and M a multiple of g: bubble
-    (R-1)(F+B)/v, peak min(2(R-r-1) + (v-1)g + 1, Mv) chunk activations on rank r. In the picture lower case is chunk 1.
+    (R-1)(F+B)/v, peak min(2(R-r-1) + (v-1)g + 1, Mv) chunk activations on rank r. In the picture, lower case is chunk
+    1.
 
-    A larger group leaves a microbatch more time between two chunks of a rank, which hides slow transfers. Each of
-    `extra_warmup` forwards that every rank does beforehand costs an activation, and no time where M is a multiple of g
-    and transfers are free; with one, the forward and the backward that stand next to each other are of different
-    microbatches on the last rank too, so that they can overlap (as in Megatron-core's combined 1F1B).
+    A larger group leaves more time between two chunks of a rank, which hides slow transfers. Each of `extra_warmup`
+    additional forwards, which every rank runs first, costs an activation, and no time if M is a multiple of g and
+    transfers are free. With one of them, adjacent forwards and backwards are of different microbatches on the last rank
+    too, so they can overlap (as in Megatron-core's combined 1F1B).
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

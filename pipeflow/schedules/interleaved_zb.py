@@ -1,4 +1,4 @@
-"""Interleaved zero bubble: several stages a rank and backwards in halves, which also shortens the warm-up."""
+"""Interleaved zero bubble: several stages per rank and backwards in halves, which also shortens the warm-up."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipeflow.schedules.rows import existing, in_groups, in_turn
 def interleaved_zb(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """Interleaved 1F1B with split backwards: fewer activations, a third of the bubble.
 
-    Microbatches go through a rank's chunks in groups of R, as in interleaved 1F1B. Warm-up: one forward per rank that
-    follows, and the first group through every chunk but the last. Steady state: a forward and an input-gradient half
-    in turn, and on rank r, from the (r+1)-th turn on, a weight-gradient half. Cool-down: the remaining halves.
+    Microbatches go through a rank's chunks in groups of R, as in interleaved 1F1B. Warm-up: one forward for each rank
+    after this one, and the first group through every chunk but the last. Steady state: a forward and an input-gradient
+    half in turn, and on rank r, from turn r+1 on, also a weight-gradient half. Cool-down: the remaining halves.
 
     Source: zero bubble, arXiv 2401.10241, on the chunks of Megatron-LM, arXiv 2104.04473. With R ranks, v chunks, M a
-    multiple of R: bubble (R-1)(F+I-W)/v where W <= F and W <= I, peak Rv chunk activations on rank 0, one fewer on
-    each rank after it. In the picture lower case is chunk 1.
+    multiple of R: bubble (R-1)(F+I-W)/v if W <= F and W <= I, peak Rv chunk activations on rank 0, one fewer on each
+    rank after it. In the picture, lower case is chunk 1.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -33,8 +33,8 @@ def interleaved_zb(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedul
 
 
 def grouped_row(ranks: int, microbatches: int, chunks: int, rank: int, *, group: int, lag: int) -> tuple[Entry, ...]:
-    """The row of a rank that takes microbatches through its chunks in groups of `group`, and whose weight-gradient
-    halves are `lag` behind its input-gradient halves. The last group is filled up and what does not exist is dropped.
+    """The row of a rank that takes microbatches through its chunks in groups of `group`, with weight-gradient halves
+    `lag` turns after input-gradient halves. The last group is padded, and microbatches that do not exist are left out.
     """
     stages = range(rank, ranks * chunks, ranks)
     forwards = in_groups(Kind.F, stages, microbatches, group=group)

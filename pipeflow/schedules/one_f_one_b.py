@@ -1,4 +1,4 @@
-"""1F1B: a backward as soon as there is one to do, so that few activations are alive."""
+"""1F1B: each backward as soon as possible, so that few activations are kept."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pipeflow.schedules.rows import in_turn
 
 
 def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0) -> Schedule:
-    """One forward, one backward in turn, so that few activations are alive.
+    """One forward and one backward in turn, so that few activations are kept.
 
-    Warm-up: one forward per rank that follows. Steady state: a forward and a backward in turn. Cool-down: the
-    remaining backwards. Each of `extra_warmup` forwards, on ranks with as many behind them, costs an activation and
-    hides some of a slow transfer (see eager-1f1b, which has as many as help).
+    Warm-up: one forward for each rank after this one. Steady state: a forward and a backward in turn. Cool-down: the
+    remaining backwards. Each of `extra_warmup` additional forwards, on ranks with at least as many ranks after them,
+    costs an activation and hides part of a slow transfer. eager-1f1b has as many of them as help.
 
     Source: PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, section 2.2.1. With R ranks and M
-    microbatches: bubble (R-1)(F+B) as GPipe's, peak min(R-r + min(extra_warmup, R-r-1), M) activations on rank r.
+    microbatches: bubble (R-1)(F+B), as in GPipe; peak min(R-r + min(extra_warmup, R-r-1), M) activations on rank r.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -31,13 +31,13 @@ def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0) -> Sche
 
 
 def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """1F1B with twice the warm-up, so that slow transfers are hidden behind it.
+    """1F1B with twice the warm-up, which hides slow transfers.
 
-    Where a transfer takes time c, 1F1B's steady state waits for it at every microbatch, since the way of a
-    microbatch to the last rank and back has no slack; with more forwards done beforehand it has.
+    If a transfer takes time c, the steady state of 1F1B waits for it at every microbatch: a microbatch's way to the
+    last rank and back has no slack. More forwards in the warm-up give it some.
 
     Source: the warm-up of Megatron-LM's interleaved schedule, arXiv 2104.04473, section 2.2.2, for one chunk. With R
-    ranks and M microbatches: bubble (R-1)(F+B), and 2(R-1)c more when M >= 2R; peak min(2(R-r)-1, M) activations.
+    ranks and M microbatches: bubble (R-1)(F+B), plus 2(R-1)c if M >= 2R; peak min(2(R-r)-1, M) activations.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

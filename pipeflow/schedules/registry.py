@@ -1,4 +1,6 @@
-"""The registry: which family of schedules has which name, and how one is made."""
+"""The registry: the names of the families of schedules, and the function that makes a schedule by name. Must not
+contain: the orders themselves.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """The options of a family of schedules, beyond ranks and microbatches."""
+    """The names of the options of the schedule `name`, besides ranks and microbatches. Raises KeyError for an unknown
+    name.
+    """
     return _keywords(SCHEDULES[name])
 
 
@@ -59,13 +63,16 @@ def _keywords(function: Callable[..., Schedule]) -> tuple[str, ...]:
 
 
 def make_schedule(name: str, *, ranks: int, microbatches: int, **options: object) -> Schedule:
-    """The schedule `name`, in any case of letters, for `ranks` ranks and `microbatches` microbatches: any number of
-    either, but that schedules in two directions need an even number of ranks.
+    """Makes a schedule by its name.
 
-    `options` are the family's own, like `chunks=2` for "interleaved-1f1b".
+    Args:
+        name: a name in `SCHEDULES`, in upper or lower case.
+        ranks: number of pipeline ranks. Schedules in two directions need an even number.
+        microbatches: number of microbatches per step; any number is allowed.
+        **options: options of the schedule, such as `chunks=2` for "interleaved-1f1b"; see `options_of`.
 
-    Raises UsageError for an unknown name (with the nearest known one), an unknown option, numbers below 1, and what a
-    family says that it cannot do.
+    Raises UsageError for an unknown name (the message suggests the nearest one), an unknown option, numbers below 1,
+    and whatever else the schedule cannot do.
 
     >>> print(make_schedule("1f1b", ranks=2, microbatches=3))
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2

@@ -1,4 +1,4 @@
-"""What the rows of several families are made of. What must not live here: a schedule."""
+"""Rows: the parts that rows of several families are made of. Must not contain: a whole schedule."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pipeflow.core.placement import require_at_least
 
 
 def in_groups(kind: Kind, stages: Iterable[int], microbatches: int, *, group: int) -> list[Action]:
-    """`group` microbatches through the first of `stages`, then through the next, and so on; then the next group.
-
-    The last group is filled up, with microbatches that do not exist: see `existing`.
+    """The actions of `kind` for `group` microbatches on the first of `stages`, then on the next stage, and so on; then
+    for the next group. The last group is padded with microbatches that do not exist: see `existing`.
     """
     stages = tuple(stages)
     firsts = range(0, microbatches, group)
@@ -27,9 +26,10 @@ def in_turn(
     *,
     lag: int = 0,
 ) -> list[Action]:
-    """`warmup` forwards, then a forward and a backward in turn, then the remaining backwards.
+    """`warmup` forwards, then forwards and backwards in turn, then the remaining backwards.
 
-    Where backwards are in halves, `weights` are the weight-gradient halves: one a turn, `lag` turns behind.
+    If backwards are in halves, `backwards` has the input-gradient halves and `weights` the weight-gradient halves: one
+    per turn, `lag` turns later.
     """
     row = list(forwards[:warmup])
     for turn, backward in enumerate(backwards):
@@ -41,9 +41,9 @@ def in_turn(
 
 
 def existing(row: Iterable[Entry], microbatches: int) -> tuple[Entry, ...]:
-    """`row` without the microbatches that do not exist; half of a pair may be left.
+    """The row without microbatches that do not exist. A pair that loses one action becomes the other one.
 
-    Taking a microbatch out of a sound schedule leaves it sound.
+    A sound schedule stays sound when a microbatch is taken out.
     """
     kept: list[Entry] = []
     for entry in row:
@@ -54,9 +54,10 @@ def existing(row: Iterable[Entry], microbatches: int) -> tuple[Entry, ...]:
 
 
 def group_size(group: int | None, *, ranks: int, microbatches: int, least: int) -> int:
-    """The microbatches of a group: `ranks` unless given; larger groups than there are microbatches are all the same.
+    """The number of microbatches in a group: `group`, or `ranks` if that is None. Groups larger than the number of
+    microbatches are all the same, so the size is limited.
 
-    Raises UsageError below `least`, where a group would wait for itself.
+    Raises UsageError for a group smaller than `least`, which would wait for itself.
     """
     group = ranks if group is None else group
     require_at_least(least, group=group)

@@ -1,7 +1,7 @@
 """Chimera and Hanayo: waves of microbatches that cross in the pipeline, so that one fills the gaps of the other.
 
-In Chimera they come from both ends, through a copy of the model each; in Hanayo they go down the ranks and come back
-up, through one.
+In Chimera they start from both ends, each through a copy of the model. In Hanayo they go down the ranks and back up,
+through one copy.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pipeflow.schedules.rows import require_even
 def chimera(ranks: int, microbatches: int) -> Schedule:
     """1F1B from both ends of the pipeline at once.
 
-    A rank holds one stage of each direction; even microbatches come in at rank 0, odd ones at the last rank, R/2 of
-    each at a time. A rank runs a backward if there is one to do, else a forward, of the earliest microbatch.
+    A rank holds one stage of each direction. Even microbatches enter at rank 0, odd ones at the last rank, R/2 of each
+    at a time. A rank runs a backward if one can start, otherwise a forward, in both cases of the earliest microbatch.
 
-    Source: Chimera, arXiv 2107.06925, its basic unit of R microbatches, and others behind it by direct concatenation.
-    With R ranks (even, else UsageError), M a multiple of R, and B >= F the time of a whole backward: bubble
-    (R-2)(B + (M/R-1)(B-F)), which is (R-2)F where B = F; peak R/2 + 1 + min(r, R-1-r) activations on rank r; weights
-    twice. In the picture lower case is the later stage.
+    Source: Chimera, arXiv 2107.06925: its basic unit of R microbatches, followed by others by direct concatenation.
+    With R ranks (even, otherwise UsageError), M a multiple of R, and B >= F the time of a whole backward: bubble
+    (R-2)(B + (M/R-1)(B-F)), which is (R-2)F if B = F; peak R/2 + 1 + min(r, R-1-r) activations on rank r; two copies of
+    the weights. In the picture, lower case is the later stage.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -42,12 +42,12 @@ def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Schedule:
     """1F1B in waves that go down the ranks and back up.
 
     Rank r holds stages r, 2R-1-r, 2R+r and so on, two for each of the `waves`. At most R microbatches are under way. A
-    rank runs a backward if there is one to do, else a forward, of the earliest microbatch.
+    rank runs a backward if one can start, otherwise a forward, in both cases of the earliest microbatch.
 
     Source: Hanayo, arXiv 2308.15762. With R ranks, W waves, M a multiple of R and B >= F the time of a whole backward:
-    bubble (R-1)(B + (M/R-1)(B-F))/W, which is (R-1)F/W where B = F; peak (2W-1)R + r + 1 chunk activations on rank r,
-    those of at most R microbatches. One wave is Chimera with its two directions folded onto one copy of the weights.
-    In the picture lower case is the way up.
+    bubble (R-1)(B + (M/R-1)(B-F))/W, which is (R-1)F/W if B = F; peak (2W-1)R + r + 1 chunk activations on rank r,
+    those of at most R microbatches. One wave is Chimera with its two directions folded onto one copy of the weights. In
+    the picture, lower case is the way up.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -61,14 +61,15 @@ def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Schedule:
 
 
 def _backward_first(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """Pass by pass, every rank runs a backward if there is one to do, else a forward, of the earliest microbatch.
+    """In each pass, every rank runs a backward if one can start, otherwise a forward, in both cases of the earliest
+    microbatch.
 
-    As many microbatches as there are ranks are under way: when one has left, the next enters.
+    As many microbatches as there are ranks are under way: when one leaves, the next one enters.
     """
     ranks = placement.num_ranks
     follows = {maker: user for user, maker in sources((Kind.F, Kind.B), placement.num_stages).items()}
     rows: list[list[Action]] = [[] for _ in range(ranks)]
-    startable: list[list[tuple[Kind, int, int]]] = [[] for _ in range(ranks)]  # heaps, which B leaves before F
+    startable: list[list[tuple[Kind, int, int]]] = [[] for _ in range(ranks)]  # heaps, in which B comes before F
     starts = [Action(Kind.F, 0, microbatch) for microbatch in range(ranks)]
     while starts:
         for action in starts:
@@ -82,6 +83,6 @@ def _backward_first(name: str, placement: Placement, microbatches: int) -> Sched
                 row.append(Action(kind, stage, microbatch))
                 if following := follows.get((kind, stage)):
                     starts.append(Action(*following, microbatch))
-                else:  # the microbatch has left: another one enters for it
+                else:  # the microbatch has left, so another one enters
                     starts.append(Action(Kind.F, 0, microbatch + ranks))
     return Schedule(name, placement, microbatches, tuple(map(tuple, rows)))

@@ -1,4 +1,4 @@
-"""zb-auto: the order is searched for, so it fits whatever costs and memory there are."""
+"""zb-auto: an order that is searched for, so that it fits the given costs and memory. Must not contain: the search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeflow.schedules.gpipe import gpipe
 from pipeflow.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from pipeflow.schedules.zero_bubble import zb_h1, zb_h2
 
-ACTIONS = 1_800_000  # of all candidates together: a second or two
+ACTIONS = 1_800_000  # actions of all candidates together: a second or two of search
 
 
 def zb_auto(
@@ -25,16 +25,17 @@ def zb_auto(
 ) -> Schedule:
     """Split backwards, in the best order found for given costs and memory.
 
-    `cost` has one stage a rank; without it F = I = W and transfers are free. `memory_cap` is the most activations
-    alive on a rank, in microbatches, one number or one per rank; without it R on every rank, as 1F1B has on the first.
+    `cost` has one stage per rank; default: F = I = W and free transfers. `memory_cap` is the most activations kept on a
+    rank, in microbatches: one number, or one per rank; default: R on every rank, which 1F1B keeps on the first.
 
-    A pure function: `pipeflow.orders.search.search` tries as many candidates as the size sets. Its own result also
-    says how far from best an order can be, takes other placements, and as much time as one has. Never worse than
-    those of gpipe, 1f1b, eager-1f1b, zb-h1 and zb-h2 that keep within the cap.
+    The result depends on the arguments only: `pipeflow.orders.search.search` tries a number of candidates that the size
+    sets. It is never worse than those of gpipe, 1f1b, eager-1f1b, zb-h1 and zb-h2 that keep within the cap. Call
+    `search` itself to learn how far from the best possible order the result is, to use other placements, or to search
+    longer.
 
-    Source: arXiv 2401.10241, section 3, whose ZB-1p and ZB-2p are such orders under caps of R and 2R that count what
-    waiting weight-gradient halves hold, too; here an activation ends with I. With M >= R,
-    F = I = W and a cap of R: bubble at most (R-1)(F+I-W), as ZB-H1.
+    Source: arXiv 2401.10241, section 3. Its ZB-1p and ZB-2p are such orders under caps of R and 2R, which there include
+    what waiting weight-gradient halves keep; here an activation ends with I. With M >= R, F = I = W and a cap of R:
+    bubble at most (R-1)(F+I-W), as in ZB-H1.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

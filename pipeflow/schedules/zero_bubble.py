@@ -1,4 +1,4 @@
-"""Zero bubble on one stage a rank: the weight-gradient halves of backwards fill what would be bubble."""
+"""Zero bubble with one stage per rank: weight-gradient halves of backwards fill time that would be bubble."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipeflow.schedules.rows import in_turn
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """1F1B with split backwards: no more activations, a third of the bubble.
 
-    Warm-up: one forward per rank that follows. Steady state: a forward and an input-gradient half in turn, and on
-    rank r, from the (r+1)-th turn on, a weight-gradient half. Cool-down: the remaining halves.
+    Warm-up: one forward for each rank after this one. Steady state: a forward and an input-gradient half in turn, and
+    on rank r, from turn r+1 on, also a weight-gradient half. Cool-down: the remaining halves.
 
-    Source: arXiv 2401.10241, section 2. With R ranks and M >= R microbatches: bubble (R-1)(F+I-W) where W <= F
-    and W <= I, peak R-r activations on rank r, as 1F1B's; what W still holds grows with the rank.
+    Source: arXiv 2401.10241, section 2. With R ranks and M >= R microbatches: bubble (R-1)(F+I-W) if W <= F and W <= I;
+    peak R-r activations on rank r, as in 1F1B; what waiting weight-gradient halves keep grows with the rank.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -29,14 +29,14 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """ZB-H1 with twice the warm-up: no bubble at equal costs, but for the lead-in.
+    """ZB-H1 with twice the warm-up: with equal costs, no bubble except the late start.
 
-    Warm-up: two forwards per rank that follows, so that a rank is busy until its first gradient comes.
-    Then as ZB-H1, with weight-gradient halves from the (2r+1)-th turn on.
+    Warm-up: two forwards for each rank after this one, so that a rank is busy until its first gradient arrives. Then as
+    in ZB-H1, with weight-gradient halves from turn 2r+1 on.
 
-    Source: arXiv 2401.10241, section 2. With R ranks and M >= 2R-1 microbatches, F = I = W: every rank works
-    without a gap, so `span` has no bubble; rank r begins r forwards late, so `makespan` has (R-1)F. Peak 2(R-r)-1
-    activations on rank r. Only a step that does not end in a barrier gains over ZB-H1.
+    Source: arXiv 2401.10241, section 2. With R ranks, M >= 2R-1 microbatches and F = I = W: every rank works without a
+    gap, so `span` has no bubble; rank r begins r forwards late, so `makespan` has (R-1)F. Peak 2(R-r)-1 activations on
+    rank r. It is faster than ZB-H1 only if steps do not end in a barrier.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -50,8 +50,8 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def _zero_bubble(name: str, ranks: int, microbatches: int, *, lead: int) -> Schedule:
-    """`lead` forwards of warm-up per rank that follows. Weight-gradient halves stay `lead` turns behind per rank
-    that comes before, so that gradients are early.
+    """The warm-up has `lead` forwards for each rank after this one. Weight-gradient halves are `lead` turns late for
+    each rank before it, so that gradients are early.
     """
 
     def row(rank: int) -> tuple[Action, ...]:

@@ -1,1 +1,1 @@
-"""Whether a schedule, and the programs made of it, can run to their end as they should: pure functions."""
+"""Checks whether a schedule, and the programs made from it, can run to their end: pure functions."""

@@ -1,4 +1,6 @@
-"""Deadlock: why ranks that wait for ever do so. What must not live here: how one finds out that they do."""
+"""Deadlock: the cycle of waits behind ranks that wait for ever. Must not contain: how one finds out that ranks wait for
+ever.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,14 @@ def deadlocks(
 ) -> Iterator[Violation]:
     """Every cycle among the places where ranks are `stuck`, one violation each.
 
-    What a stuck rank `waits_for` is where another one is stuck, or behind. Going from one to the next ends in a cycle,
-    shown as a chain in which each place must come before the next: of each rank, where it is stuck and what others
-    wait for.
+    Args:
+        stuck: places of the ranks that cannot go on, one per rank.
+        waits_for: the place that a stuck place waits for. On another rank it is where that rank is stuck, or later.
+        text: the text of a place.
+        expected: the `expected` of the violations.
+
+    A cycle is shown as a chain in which each place would have to come before the next: for each rank, where it is stuck
+    and what the rank before it waits for.
     """
     at = dict(stuck)
     seen: set[int] = set()
@@ -34,8 +41,8 @@ def deadlocks(
 
 
 def _chain(cycle: list[Place], waits_for: Callable[[Place], Place]) -> list[Place]:
-    """The places of a cycle, whose each waits for what is behind the next, in the order in which they would have to
-    run; the first comes again at the end.
+    """The places of a cycle in the order in which they would have to run; the first one comes again at the end. Each
+    place of `cycle` waits for something at or behind the next one.
     """
     chain = cycle[:1]
     for place in reversed(cycle):

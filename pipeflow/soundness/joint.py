@@ -1,4 +1,4 @@
-"""Joint actions, as reductions: what is wrong with those of a schedule. What must not live here: when they run."""
+"""Joint actions: what is wrong with the reductions of a schedule. Must not contain: when they run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from pipeflow.core.violation import Violation
 
 
 def wrong_joint(schedule: Schedule) -> Iterator[Violation]:
-    """Every violation of what the ranks of a stage do together, at most one for each action whose stage and microbatch
-    exist.
+    """Every violation of the joint actions of a schedule, at most one per action whose stage and microbatch exist.
 
-    A schedule reduces no stage, or each one, once on each rank that makes weight gradients of it: where one rank did
-    not take part, the others would wait for it, and where one stage was left out, its copies would drift apart. A
-    reduction stands after all of its stage's weight gradients on its rank, and names the microbatch of the last one.
+    A schedule reduces no stage, or each stage once on each rank that makes weight gradients of it. If one rank did not
+    take part, the others would wait for it; if one stage was left out, its copies would drift apart. A reduction stands
+    after all weight gradients of its stage on its rank, and has the microbatch of the last one.
     """
     for kind, flow in DATAFLOW.items():
         if flow.joint and any(_is(kind, entry) for row in schedule.rows for entry in row):
@@ -47,16 +46,16 @@ def _in_row(schedule: Schedule, kind: Kind, rank: int, row: tuple[Entry, ...]) -
 
 
 def _wanted(row: tuple[Entry, ...], position: int, action: Action, last: Last | None, again: bool) -> str | None:
-    """What should be in place of a joint action; None where it is right."""
+    """The expected entry in the place of a joint action; None if the action is right."""
     flow = DATAFLOW[action.kind]
     [(content, _)] = flow.needs
     if last is None:
-        return f"a {flow.name} of stages alone that have a {content} on this rank"
+        return f"a {flow.name} only of a stage with a {content} on this rank"
     if again:
-        return f"one {flow.name} of a stage on a rank"
+        return f"one {flow.name} per stage on a rank"
     if position < last.position:
         return f"it after {row[last.position]}, the last {content} of its stage"
     if action.microbatch != last.microbatch:
         right = Action(action.kind, action.stage, last.microbatch)
-        return f"{right}, after the last {content} of its stage"
+        return f"{right}, with the microbatch of the last {content} of its stage"
     return None

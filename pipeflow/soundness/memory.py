@@ -1,4 +1,5 @@
-"""Memory: where a schedule keeps more activations alive than a rank may. Counted from the order alone."""
+"""Memory: where a schedule keeps more activations than a rank may. It is counted from the order alone, without times.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from pipeflow.core.violation import Violation
 
 
 def over_cap(schedule: Schedule, cap: MemoryCap) -> Iterator[Violation]:
-    """Per rank that exceeds its cap, one violation, at the first action that does.
+    """One violation per rank that exceeds its cap, at the first action that does.
 
-    `cap` is in microbatches of a rank's whole share of the model, for all ranks or one per rank, and what is alive is
-    counted as `Timeline.peak_activations` counts it: from its F to its B or I, and without backwards one at a time.
+    `cap` is in microbatches of a rank's whole share of the model: one number for all ranks, or one per rank.
+    Activations are counted as in `Timeline.peak_activations`: from an F to its B or I, and one at a time in a schedule
+    without backwards.
 
-    Raises UsageError unless there is a positive cap for every rank.
+    Raises UsageError unless every rank has a positive cap.
     """
     counts = [_alive(schedule, rank) for rank in range(len(schedule.rows))]
     share = schedule.placement.chunks_per_rank
@@ -25,16 +27,17 @@ def over_cap(schedule: Schedule, cap: MemoryCap) -> Iterator[Violation]:
     for rank, (count, limit) in enumerate(zip(counts, cap_per_rank(cap, least), strict=True)):
         for position, alive in enumerate(count):
             if alive / share > limit * (1 + 1e-9):
-                has = f"{schedule.rows[rank][position]} makes it {alive / share:g} microbatches of activations"
+                kept = f"{alive / share:g} microbatches of activations"
+                has = f"with {schedule.rows[rank][position]} the rank keeps {kept}"
                 wants = f"at most {limit:g}; the least cap that works here is {least[rank]:g}"
                 yield Violation(has, wants, rank, position)
                 break
 
 
 def _alive(schedule: Schedule, rank: int) -> list[int]:
-    """Per entry of a row, the most chunk activations that are alive in it."""
+    """Per entry of a row, the most chunk activations that are kept during it."""
     row = schedule.rows[rank]
-    if not any(ACTIVATIONS[action.kind] < 0 for action in schedule.actions(rank)):  # nobody keeps any
+    if not any(ACTIVATIONS[action.kind] < 0 for action in schedule.actions(rank)):  # no activation is kept for later
         return [1] * len(row)
     alive, counts = 0, []
     for entry in row:

@@ -1,5 +1,5 @@
-"""Verify programs: everything that is wrong with the sends and receives of a step, each with its place and the reason.
-What they compute is the schedule's, and `verify`'s business.
+"""Verify programs: everything that is wrong with the sends and receives of a step, with place and reason. Must not
+contain: checks of what is computed, which `verify` does on the schedule.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pipeflow.soundness.unbuffered import Table, waiting_for_ever
 
 
 def verify_programs(programs: Sequence[Program], routes: Routes = ()) -> list[Violation]:
-    """Every violation of the programs of a step, one a rank, for a pipeline with these `routes`; an empty list proves
-    that their transfers are sound:
+    """Every violation of the programs of a step, one program per rank, in a pipeline with these `routes`. An empty list
+    proves that their transfers are sound:
 
-    - every value is made once and used once, on the rank that made it or on the one that it is sent to (without
-      backwards, what forwards save is not used, and of weight gradients, those that a reduction waits for); but what is
-      kept on a rank may be made again by another action, once it was used;
-    - it is sent after it was made, released after it was sent, and received before it is used, each of them once;
-    - between each ordered pair of ranks, the activations that one sends and those for which the other posts
-      receives are the same, in the same order; and so for gradients;
-    - no rank waits for ever, even where a send holds its rank until the receive is posted. This is asked of
-      programs that are sound otherwise.
+    - Every value is made once and used once, on the rank that made it or on the one that it is sent to. A kept value
+      may be made again by another action after its use. Without backwards, values saved by forwards need no use; weight
+      gradients before the one that a reduction waits for never do.
+    - It is sent after it was made, released after it was sent, and received before it is used, each of these once.
+    - Between each ordered pair of ranks, the activations that one rank sends are those for which the other one posts
+      receives, in the same order. The same holds for gradients.
+    - No rank waits for ever, even if a send holds its rank until the receive is posted. This is checked only if nothing
+      else is wrong.
 
     The position of a violation is the index of an instruction.
     """
@@ -39,8 +39,8 @@ def verify_programs(programs: Sequence[Program], routes: Routes = ()) -> list[Vi
 
 
 def _flows(programs: Sequence[Program], routes: Routes) -> Table:
-    """The dataflow of as many stages as the programs compute; without backwards nothing is saved, and without
-    reductions there are no weight gradients.
+    """The dataflow table for as many stages as the programs compute, without values that no action of theirs uses:
+    saved values without backwards, and weight gradients without reductions.
     """
     kinds = {
         (action.kind, action.stage)
@@ -51,7 +51,7 @@ def _flows(programs: Sequence[Program], routes: Routes) -> Table:
     }
     table = flows(max((stage for _, stage in kinds), default=-1) + 1, routes)
     used = {content for kind, _ in kinds for content, _ in DATAFLOW[kind].needs}
-    if used & KEPT:  # with a backward all that it may need has to be used
+    if used & KEPT:  # with backwards, all values that they may need have to be used
         used |= KEPT | PASSING.keys()
     return {
         key: flow._replace(makes=tuple(end for end in flow.makes if end.content in used)) for key, flow in table.items()
@@ -59,16 +59,16 @@ def _flows(programs: Sequence[Program], routes: Routes) -> Table:
 
 
 class _Walk:
-    """One pass over a program, with where each value came from and what has become of it."""
+    """One pass over a program, with the origin of each value and what has happened to it so far."""
 
     def __init__(self, program: Program, table: Table, made: dict[Value, Place], ran: set[Action]) -> None:
         self.program = program
         self.table = table
-        self.made = made  # on all ranks so far
-        self.ran = ran  # on all ranks so far
-        self.kept: dict[Value, int] = {}  # made or received, and neither used nor sent yet
+        self.made = made  # on all ranks visited so far
+        self.ran = ran  # on all ranks visited so far
+        self.kept: dict[Value, int] = {}  # made or received, but neither used nor sent yet
         self.known: set[Value] = set()  # made or received
-        self.sent: dict[tuple[Value, int], int] = {}  # and not released yet
+        self.sent: dict[tuple[Value, int], int] = {}  # sent and not released yet
 
     def violations(self) -> Iterator[Violation]:
         for position, step in enumerate(self.program.instructions):
@@ -82,14 +82,14 @@ class _Walk:
                 case Release(value, peer):
                     if self.sent.pop((value, peer), None) is None:
                         yield self._wrong(
-                            position, f"release of the {value}", f"that it was sent to rank {peer} and is not released"
+                            position, f"release of the {value}", f"a send of it to rank {peer} that is not released yet"
                         )
         for value, position in self.kept.items():
             if value.content is Content.WEIGHT_GRADIENT:
-                continue  # a later one of its stage is waited for
-            yield self._wrong(position, f"the {value} is there", "that it is used or sent later")
+                continue  # a reduction waits for a later one of the same stage
+            yield self._wrong(position, f"the {value} is never used", "a later use or send of it")
         for (value, peer), position in self.sent.items():
-            yield self._wrong(position, f"send of the {value} to rank {peer}", "that it is released later")
+            yield self._wrong(position, f"send of the {value} to rank {peer}", "a later release of it")
 
     def _wrong(self, position: int, problem: str, expected: str) -> Violation:
         return Violation(problem, expected, self.program.rank, position)
@@ -100,8 +100,8 @@ class _Walk:
             for end in self.table[action.kind, action.stage].needs:
                 value = end.of(action.microbatch)
                 if self.kept.pop(value, None) is None:
-                    done = "used or sent before" if value in self.known else "neither made nor received before"
-                    yield self._wrong(position, f"{action} needs the {value}, {done}", "that it is there, for one use")
+                    done = "already used or sent" if value in self.known else "neither made nor received before"
+                    yield self._wrong(position, f"{action} needs the {value}, {done}", "every value there for its use")
         for action in actions:
             for end in self.table[action.kind, action.stage].makes:
                 value = end.of(action.microbatch)
@@ -116,7 +116,7 @@ class _Walk:
 
     def _recv(self, position: int, value: Value, peer: int) -> Iterator[Violation]:
         if value in self.known:
-            yield self._wrong(position, f"receive of the {value} from rank {peer}, which is there", "every value once")
+            yield self._wrong(position, f"receive of the {value} from rank {peer}, already there", "every value once")
             return
         self.kept[value] = position
         self.known.add(value)
@@ -124,19 +124,19 @@ class _Walk:
     def _send(self, position: int, value: Value, peer: int) -> Iterator[Violation]:
         maker, _ = self.made.get(value, (None, 0))
         if maker != self.program.rank or self.kept.pop(value, None) is None:
-            done = "used or sent before" if maker == self.program.rank else "not made before"
-            yield self._wrong(position, f"send of the {value} to rank {peer}, {done}", "that it was made for one use")
+            done = "already used or sent" if maker == self.program.rank else "not made before"
+            yield self._wrong(position, f"send of the {value} to rank {peer}, {done}", "every value there for its send")
             return
         self.sent[value, peer] = position
 
 
-Channel = tuple[int, int, Content]  # from, to, of what
-Transfer = tuple[Value, int]  # and its position in the program
+Channel = tuple[int, int, Content]  # from rank, to rank, content
+Transfer = tuple[Value, int]  # value, position in the program
 
 
 def _mismatches(programs: Sequence[Program]) -> Iterator[Violation]:
-    """Per channel whose ends differ, the first transfer that does: at the receiver's, or where there is none, at
-    the sender's.
+    """Per channel whose two ends differ, the first transfer that does: at the receiver's instruction, or at the
+    sender's if the receiver has none.
     """
     sent: dict[Channel, list[Transfer]] = {}
     received: dict[Channel, list[Transfer]] = {}
@@ -159,7 +159,7 @@ def _mismatches(programs: Sequence[Program]) -> Iterator[Violation]:
 
 def _mismatch(channel: Channel, index: int, there: Transfer | None, here: Transfer | None) -> Violation:
     sender, receiver, content = channel
-    ends = f"sent is the {there[0] if there else 'end'}, received is the {here[0] if here else 'end'}"
+    sends, takes = (f"the {end[0]}" if end else "nothing" for end in (there, here))
     rank, position = (receiver, here[1]) if here else (sender, there[1] if there else 0)
-    problem = f"{content.value} {index} from rank {sender} to rank {receiver}: {ends}"
-    return Violation(problem, "both ends to list the same values in the same order", rank, position)
+    problem = f"{content.value} {index}: rank {sender} sends {sends}, rank {receiver} receives {takes}"
+    return Violation(problem, "the same values in the same order at both ends", rank, position)

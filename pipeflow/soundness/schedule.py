@@ -1,5 +1,5 @@
-"""Verify: everything that is wrong with a schedule, each with its place and the reason. `programs` does so for what
-`lower` makes of one.
+"""Verify: everything that is wrong with a schedule, with place and reason. Must not contain: checks of sends and
+receives, which `programs` has.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ Ran = dict[tuple[int, int], list[tuple[Kind, int, int]]]  # (stage, microbatch) 
 
 
 def verify(schedule: Schedule, *, memory_cap: MemoryCap | None = None) -> list[Violation]:
-    """Every violation of `schedule`; an empty list proves that it is sound:
+    """Every violation of `schedule`. An empty list proves that it is sound:
 
-    - every action is on the rank that holds its stage, within the stages and microbatches there are;
-    - every (stage, microbatch) runs forward once, and backward once, whole or in two halves (or the schedule
-      has forwards alone), and what one action keeps another one uses;
-    - no stage is reduced; or each one once on each rank that makes weight gradients of it, after the last of these,
-      whose microbatch the reduction names;
-    - no rank waits for ever: the order has no cycle;
-    - with a `memory_cap`, in microbatches of a rank's whole share of the model (one number, or one per rank), no rank
-      keeps more activations alive, as `Timeline.peak_activations` counts them.
+    - Every action is on the rank that holds its stage, and its stage and microbatch exist.
+    - Every microbatch runs forward once on every stage, and backward once, whole or in two halves; or the schedule has
+      forwards alone. What one action keeps another one uses.
+    - No stage is reduced; or each stage is, once on each rank that makes weight gradients of it, after the last of
+      these, and with its microbatch.
+    - No rank waits for ever: the order has no cycle. This is checked only if nothing above is wrong.
+    - With a `memory_cap`, no rank keeps more activations than that, counted as in `Timeline.peak_activations`.
 
-    Whether an order has a cycle is asked only of the right actions in the right places.
+    Args:
+        schedule: the schedule to check.
+        memory_cap: one number or one per rank, in microbatches of a rank's whole share of the model. None: not checked.
 
-    Raises UsageError unless `memory_cap` is positive, and one per rank where it is several.
+    Raises UsageError unless `memory_cap` is positive, and has one number per rank if it has several.
     """
     ran: Ran = {}
     for rank, row in enumerate(schedule.rows):
@@ -88,11 +89,11 @@ def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
                 has = ", ".join(str(Action(kind, stage, microbatch)) for kind in sorted(seen)) or "nothing"
                 wants = "its forward alone" if schedule.is_forward_only else ", or ".join(map(_listed, WHOLE))
                 holder = schedule.placement.rank_of(stage, microbatch)
-                yield Violation(f"of stage {stage}, microbatch {microbatch} runs {has}", wants, holder)
+                yield Violation(f"stage {stage} runs {has} for microbatch {microbatch}", wants, holder)
 
 
 def _listed(kinds: Sequence[Kind]) -> str:
-    """As in "F, I and W"."""
+    """The kinds as text, as in "F, I and W"."""
     *first, last = kinds
     return f"{', '.join(first)} and {last}"
 
@@ -107,7 +108,7 @@ def _deadlock(schedule: Schedule) -> Iterator[Violation]:
         stages = schedule.placement.num_stages
 
         def waits_for(place: Place) -> Place:
-            """Where the first value is made that is not there yet."""
+            """The place that makes the first missing value of an entry."""
             entry = schedule.rows[place[0]][place[1]]
             needed = (value for action in actions_of(entry) for value in needs(action, stages))
             places = (maker for value in needed for maker in makers[value])
@@ -120,7 +121,7 @@ def _deadlock(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _makers(schedule: Schedule) -> dict[Value, list[Place]]:
-    """Where every value is made, and made again."""
+    """The places where each value is made, in the order of ranks."""
     stages = schedule.placement.num_stages
     found: dict[Value, list[Place]] = {}
     for rank, row in enumerate(schedule.rows):

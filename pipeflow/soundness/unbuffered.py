@@ -1,5 +1,5 @@
-"""Rendezvous: whether programs run to their end when nothing is buffered. A transfer takes place when both its send
-and its receive have begun; a receive never holds its rank, a send may.
+"""Unbuffered: whether programs run to their end if nothing is buffered. A transfer takes place once both its send and
+its receive have been posted; a receive never holds its rank, a send may.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Table = Mapping[tuple[Kind, int], AtStage]
 
 
 def waiting_for_ever(programs: Sequence[Program], table: Table) -> Iterator[Violation]:
-    """Every cycle of instructions that wait for each other, when a send holds its rank until its receive is posted;
-    programs that run to their end so do it all the more when a send holds only its channel.
+    """Every cycle of instructions that wait for each other, if a send holds its rank until its receive is posted.
+    Programs that run to their end under this rule also do so if a send holds only its channel.
 
-    The values and the ends of each channel are sound already.
+    The values, and the order at both ends of each channel, must be sound already.
     """
     unbuffered = _Run(programs, table, (Send, Release))
     if not unbuffered.stuck:
@@ -32,8 +32,8 @@ def waiting_for_ever(programs: Sequence[Program], table: Table) -> Iterator[Viol
 
 
 class _Run:
-    """The programs run as far as they can; `holding` are the instructions that wait until their peer has posted the
-    receive.
+    """The programs, run as far as they go. `holding` are the types of instruction that wait until the peer has posted
+    the receive.
     """
 
     def __init__(self, programs: Sequence[Program], table: Table, holding: tuple[type[Instruction], ...]) -> None:
@@ -43,7 +43,7 @@ class _Run:
         self._at = dict.fromkeys(self._steps, 0)
         self._posted: set[Value] = set()
         self._started: set[Value] = set()
-        self._waiting: dict[Value, int] = {}  # -> the rank that waits for its post or its start
+        self._waiting: dict[Value, int] = {}  # -> the rank that waits for its receive or its send
         ready = list(self._steps)
         while ready:
             ready += self._go(ready.pop())
@@ -68,7 +68,7 @@ class _Run:
         return deadlocks(self.stuck, waits_for, lambda place: _text(self._steps[place[0]][place[1]]), expected)
 
     def _go(self, rank: int) -> list[int]:
-        """Runs a rank until it waits; the ranks that can go on."""
+        """Runs a rank until it waits. Returns the ranks that can go on because of that."""
         woken: list[int] = []
         steps, waiting = self._steps[rank], self._waiting
         for position in range(self._at[rank], len(steps)):
@@ -86,7 +86,7 @@ class _Run:
         return woken
 
     def _awaited(self, step: Instruction) -> Value | None:
-        """The value whose other end has not begun yet, and which `step` waits for."""
+        """The value that `step` waits for because its other end has not begun yet; None if it need not wait."""
         if isinstance(step, Compute):
             for action in actions_of(step.entry):
                 for end in self._table[action.kind, action.stage].needs:

@@ -108,7 +108,7 @@ def test_verify_lists_every_violation_and_exits_with_1(capsys: pytest.CaptureFix
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out.splitlines() == [
-        "rank 0: of stage 0, microbatch 1 runs 0F1; expected F and B, or F, I and W",
+        "rank 0: stage 0 runs 0F1 for microbatch 1; expected F and B, or F, I and W",
         "rank 1, position 4: 1B1 runs again; expected every action once",
     ]
 
@@ -122,8 +122,8 @@ def test_verify_shows_a_deadlock(capsys: pytest.CaptureFixture[str], csv: Path) 
 def test_verify_expects_the_microbatches_it_is_told(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
     assert main(["verify", str(csv), "--microbatches", "3"]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "rank 0: of stage 0, microbatch 2 runs nothing; expected F and B, or F, I and W",
-        "rank 1: of stage 1, microbatch 2 runs nothing; expected F and B, or F, I and W",
+        "rank 0: stage 0 runs nothing for microbatch 2; expected F and B, or F, I and W",
+        "rank 1: stage 1 runs nothing for microbatch 2; expected F and B, or F, I and W",
     ]
 
 
@@ -255,7 +255,7 @@ def test_an_unsound_file_is_neither_drawn_nor_simulated(capsys: pytest.CaptureFi
     csv.write_text("0F0,0B0\n1F0\n")
     for command in ("draw", "simulate"):
         assert error(capsys, command, csv) == (
-            f"{csv} is unsound, 1 violation, the first: rank 1: of stage 1, microbatch 0 runs 1F0; "
+            f"{csv} is unsound, 1 violation, the first: rank 1: stage 1 runs 1F0 for microbatch 0; "
             "expected F and B, or F, I and W; see pipeflow verify"
         )
 

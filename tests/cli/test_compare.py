@@ -54,7 +54,7 @@ def test_the_best_of_a_column_is_marked_and_rows_are_sorted(capsys: pytest.Captu
         ["27*", "11.1%*", "0.0%*"],
         [],
     ]
-    assert lines[6:8] == ["weight copies: 1 in all of them", "transfers: 48 in all of them"]
+    assert lines[6:8] == ["weight copies: 1 for all schedules", "transfers: 48 for all schedules"]
     by_name = out(capsys, "compare", "gpipe", "1f1b", "--sort", "name").splitlines()
     assert [line.split()[0] for line in by_name[2:4]] == ["1f1b", "gpipe"]
 
@@ -102,7 +102,7 @@ def test_schedules_beside_a_measured_step_have_its_costs(capsys: pytest.CaptureF
     given = compared(capsys, measured, "1f1b", "--forward", 2)["schedules"]
     assert given[str(measured)]["makespan"] == simulate(schedule, slow).makespan
     assert given["1f1b"]["makespan"] == simulate(schedule, CostModel.even(schedule.placement, forward=2)).makespan
-    assert error(capsys, "compare", measured, "--forward", 2).startswith("--forward is for schedules; the times of a ")
+    assert error(capsys, "compare", measured, "--forward", 2).startswith("--forward is for schedules; a timeline has ")
 
 
 def test_the_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ def test_bytes_are_said_where_they_are_known(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (json.dumps({"forwards": [1]}), "'forwards' is no cost; there are forward, backward_input, "),
-        (json.dumps({"forward": [1, 2]}), "backward_input is missing: a list with one number per stage"),
+        (json.dumps({"forwards": [1]}), "'forwards' is not a cost; known: forward, backward_input, "),
+        (json.dumps({"forward": [1, 2]}), "backward_input is missing: give a list with one number per stage"),
         (json.dumps(SOUND | {"forward": 1}), "forward must be a list with one number per stage, got 1"),
         (json.dumps(SOUND | {"times": [1, 2]}), "times must be an object with a list per stage for some of F, B, "),
         (json.dumps(SOUND | {"times": {"X": [1, 2]}}), "times must be an object with a list per stage for some of F"),
@@ -76,7 +76,7 @@ def test_bytes_are_said_where_they_are_known(capsys: pytest.CaptureFixture[str])
         (json.dumps(SOUND | {"links": {"0->1": {"speed": 1}}}), "links: '0->1' must be like "),
         (json.dumps(SOUND | {"links": {"0->1": {"latency": -1}}}), "link 0->1: latency must not be negative"),
         (json.dumps(SOUND | {"links": {"0->1": {"bandwidth": 0}}}), "link 0->1: latency must not be negative and band"),
-        ("[1, 2]", "costs are an object with some of forward, "),
+        ("[1, 2]", "costs must be an object with some of forward, "),
         ("1F0,", "this is not JSON: "),
     ],
 )

@@ -37,7 +37,7 @@ def test_the_fewest_actions_that_moved_are_named() -> None:
 def test_actions_of_one_schedule_alone_are_named() -> None:
     assert moves("0F0,0B0\n1F0,1B0", "0F0,0B0\n1F0,1B0,1F1,1B1") == [
         "rank 0  the same",
-        "rank 1  position 2: the first has its end, the second 1F1",
+        "rank 1  position 2: the first has nothing, the second 1F1",
         "        only in the second: 1F1, 1B1",
     ]
 
@@ -50,14 +50,14 @@ def test_many_moves_are_cut_short() -> None:
 
 def test_halves_are_compared_with_whole_backwards() -> None:
     assert moves("0F0,0F1,0B0,0B1", "0F0,0F1,0I0,0W0,0I1,0W1") == [
-        "other has backwards in halves: its I is compared with the B of one, its W with nothing.",
+        "other splits backwards into I and W: I is matched with the B of one, W is ignored.",
         "The rows are the same on every rank.",
     ]
 
 
 def test_other_placements_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     shown = out(capsys, "diff", "1f1b", "zb-v")
-    assert "The rows are not compared, since the stages are placed differently:" in shown
+    assert "The stages are placed differently, so the rows are not compared:" in shown
     assert "zb-v: stages on ranks 0 1 2 3 3 2 1 0" in shown
 
 
@@ -94,7 +94,7 @@ def test_files_give_the_sizes_of_names(capsys: pytest.CaptureFixture[str], csv: 
     ("argv", "message"),
     [
         ("zb-v {measured}", "costs measured on 2 stages do not fit 4: give costs, as in --forward 1"),
-        ("{measured} {measured} --forward 2", "--forward is for schedules; the times of a timeline are its own"),
+        ("{measured} {measured} --forward 2", "--forward is for schedules; a timeline has its own times"),
         ("{measured} {measured} --ranks 2", "--ranks is for named schedules; "),
         ("1f1b missing.json", "missing.json: No such file or directory"),
         ("1f1b", "the following arguments are required: B (see pipeflow diff --help)"),

@@ -54,15 +54,15 @@ def test_a_million_ranks_and_microbatches_are_refused_at_once(
     capsys: pytest.CaptureFixture[str], command: str, name: str
 ) -> None:
     assert error(capsys, *command.format(name).split(), "--ranks", 10**6, "--microbatches", 10**6) == (
-        "1,000,000 ranks x 1,000,000 microbatches are too many to be made: together they may be 10,000,000, "
-        "these are 1,000,000,000,000"
+        "1,000,000 ranks x 1,000,000 microbatches is too large: the product may be at most 10,000,000, "
+        "got 1,000,000,000,000"
     )
 
 
 def test_chunks_count_and_so_do_plans_and_comparisons(capsys: pytest.CaptureFixture[str]) -> None:
     many = error(capsys, "draw", "interleaved-1f1b", "--chunks", 10**9)
-    assert many.startswith("4 ranks x 8 microbatches x 1,000,000,000 chunks are too many to be made")
+    assert many.startswith("4 ranks x 8 microbatches x 1,000,000,000 chunks is too large")
     planned = error(capsys, "plan", "tiny", "--pipeline", 10**6, "--microbatches", 10**6)
-    assert planned.startswith("1,000,000 ranks x 1,000,000 microbatches are too many")
+    assert planned.startswith("1,000,000 ranks x 1,000,000 microbatches is too large")
     assert error(capsys, "compare", "--ranks", 10**6, "--microbatches", 10**6).startswith(f"{', '.join(SCHEDULES)}: ")
     assert "is sound" in out(capsys, "verify", "1f1b", "--ranks", 2, "--microbatches", 300)

@@ -100,7 +100,7 @@ MAKING: list[tuple[Making, type[UsageError], str]] = [
     (too_many_chunks, UsageError, r"rank . holds stages \[.\] under '1f1b': it needs 1 chunks, got 2"),
     (another_number_of_ranks, UsageError, "schedule '1f1b' is for 3 ranks, the pipeline has 2"),
     (unsound, ScheduleError, r"schedule 'crossed' is not sound:\n  rank ., position .: deadlock: "),
-    (incomplete, ScheduleError, "of stage 1, microbatch 1 runs 1F1; expected F and B, or F, I and W"),
+    (incomplete, ScheduleError, "stage 1 runs 1F1 for microbatch 1; expected F and B, or F, I and W"),
     (other_schedules, UsageError, "rank 1 was given another schedule than rank 0: "),
     (other_microbatches, UsageError, "rank 1 was given another schedule than rank 0: "),
     (other_shapes, UsageError, r"rank 1 was given another tensor_shape or tensor_dtype than rank 0: .*\(1, 3, 7\)"),

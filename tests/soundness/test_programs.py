@@ -336,36 +336,35 @@ def test_a_wait_for_what_is_not_sent_is_a_deadlock_with_buffers_too() -> None:
     [
         ("0F0, s a0.0, x a0.0", "1F0, r a0.0", [
             "rank 1, position 0: 1F0 needs the activation of stage 0, microbatch 0, neither made nor received before; "
-            "expected that it is there, for one use",
-            "rank 1, position 1: the activation of stage 0, microbatch 0 is there; "
-            "expected that it is used or sent later",
+            "expected every value there for its use",
+            "rank 1, position 1: the activation of stage 0, microbatch 0 is never used; "
+            "expected a later use or send of it",
         ]),
         ("s a0.0, 0F0, x a0.0", "r a0.0, r a0.0, 1F0", [
             "rank 0, position 0: send of the activation of stage 0, microbatch 0 to rank 1, not made before; "
-            "expected that it was made for one use",
+            "expected every value there for its send",
             "rank 0, position 2: release of the activation of stage 0, microbatch 0; "
-            "expected that it was sent to rank 1 and is not released",
-            "rank 0, position 1: the activation of stage 0, microbatch 0 is there; "
-            "expected that it is used or sent later",
-            "rank 1, position 1: receive of the activation of stage 0, microbatch 0 from rank 0, which is there; "
+            "expected a send of it to rank 1 that is not released yet",
+            "rank 0, position 1: the activation of stage 0, microbatch 0 is never used; "
+            "expected a later use or send of it",
+            "rank 1, position 1: receive of the activation of stage 0, microbatch 0 from rank 0, already there; "
             "expected every value once",
-            "rank 1, position 1: activation 1 from rank 0 to rank 1: sent is the end, received is the activation of "
-            "stage 0, microbatch 0; expected both ends to list the same values in the same order",
+            "rank 1, position 1: activation 1: rank 0 sends nothing, rank 1 receives the activation of stage 0, "
+            "microbatch 0; expected the same values in the same order at both ends",
         ]),
         ("0F0, s a0.0, s a0.0, 0F0, x a0.0", "r a0.0, 1F0", [
-            "rank 0, position 2: send of the activation of stage 0, microbatch 0 to rank 1, used or sent before; "
-            "expected that it was made for one use",
+            "rank 0, position 2: send of the activation of stage 0, microbatch 0 to rank 1, already used or sent; "
+            "expected every value there for its send",
             "rank 0, position 3: 0F0 makes the activation of stage 0, microbatch 0 again; "
             "expected every value made once",
-            "rank 0, position 2: activation 1 from rank 0 to rank 1: sent is the activation of stage 0, microbatch 0, "
-            "received is the end; expected both ends to list the same values in the same order",
+            "rank 0, position 2: activation 1: rank 0 sends the activation of stage 0, microbatch 0, rank 1 receives "
+            "nothing; expected the same values in the same order at both ends",
         ]),
         ("0F0, 0F1, s a0.0, s a0.1, x a0.0", "r a0.1, r a0.0, 1F0, 1F1", [
             "rank 0, position 3: send of the activation of stage 0, microbatch 1 to rank 1; "
-            "expected that it is released later",
-            "rank 1, position 0: activation 0 from rank 0 to rank 1: sent is the activation of stage 0, microbatch 0, "
-            "received is the activation of stage 0, microbatch 1; expected both ends to list the same values in the "
-            "same order",
+            "expected a later release of it",
+            "rank 1, position 0: activation 0: rank 0 sends the activation of stage 0, microbatch 0, rank 1 receives "
+            "the activation of stage 0, microbatch 1; expected the same values in the same order at both ends",
         ]),
     ],
 )  # fmt: skip

@@ -248,18 +248,18 @@ def test_what_cannot_run_is_neither_simulated_nor_lowered() -> None:
     ("text", "messages"),
     [
         ("0F0,0B0,0B0", ["rank 0, position 2: 0B0 runs again; expected every action once"]),
-        ("0F0,0F1,0B0", ["rank 0: of stage 0, microbatch 1 runs 0F1; expected F and B, or F, I and W"]),
-        ("0F0,0I0", ["rank 0: of stage 0, microbatch 0 runs 0F0, 0I0; expected F and B, or F, I and W"]),
+        ("0F0,0F1,0B0", ["rank 0: stage 0 runs 0F1 for microbatch 1; expected F and B, or F, I and W"]),
+        ("0F0,0I0", ["rank 0: stage 0 runs 0F0, 0I0 for microbatch 0; expected F and B, or F, I and W"]),
         ("0F0,0B0\n1F0,1B0,0F0", [
             "rank 1, position 2: 0F0 is on rank 1; expected it on rank 0, which holds its stage",
             "rank 1, position 2: 0F0 runs again; expected every action once",
         ]),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B2", [
             "rank 1, position 3: 1B2 does not exist; expected stages 0..1 and microbatches 0..1",
-            "rank 1: of stage 1, microbatch 1 runs 1F1; expected F and B, or F, I and W",
+            "rank 1: stage 1 runs 1F1 for microbatch 1; expected F and B, or F, I and W",
         ]),
         ("0F0\n1F0,1F0", ["rank 1, position 1: 1F0 runs again; expected every action once"]),
-        ("0F0,0F1\n1F0", ["rank 1: of stage 1, microbatch 1 runs nothing; expected its forward alone"]),
+        ("0F0,0F1\n1F0", ["rank 1: stage 1 runs nothing for microbatch 1; expected its forward alone"]),
     ],
 )  # fmt: skip
 def test_messages_name_rank_position_action_and_what_was_expected(text: str, messages: list[str]) -> None:
@@ -303,7 +303,7 @@ def test_a_cap_holds_from_the_simulated_peak_on(name: str, chunk: int) -> None:
 def test_the_first_action_over_the_cap_is_named_and_what_would_do() -> None:
     schedule = make_schedule("1f1b", ranks=4, microbatches=8)
     assert [str(violation) for violation in verify(schedule, memory_cap=3)] == [
-        "rank 0, position 3: 0F3 makes it 4 microbatches of activations; "
+        "rank 0, position 3: with 0F3 the rank keeps 4 microbatches of activations; "
         "expected at most 3; the least cap that works here is 4"
     ]
     assert verify(schedule.forward_only(), memory_cap=1) == []

@@ -1,1 +1,1 @@
-"""Drawings as files that other programs show."""
+"""Drawings as files for other programs."""

@@ -1,4 +1,4 @@
-"""Frame: where the lanes of a drawing lie, in pixels. What must not live here: colours, and the language of a file."""
+"""Frame: the places of a drawing's lanes, in pixels. Must not contain: colours, and the language of a file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ from pipeflow.draw.lanes import lanes
 from pipeflow.draw.memory import amount_text, peaks
 from pipeflow.draw.pieces import fit, shortest
 
-LEAST, NARROWEST, WIDEST = 300.0, 560.0, 1400.0  # of the lanes: at least, where spans are not wide enough, at most
-SHORTEST = 20, 44  # of the shortest span: the width that it would like, the width that is enough
+LEAST, NARROWEST, WIDEST = 300.0, 560.0, 1400.0  # width of the lanes: least, least while spans stay narrow, largest
+SHORTEST = 20, 44  # width of the shortest span: wanted, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The lanes begin at `left`, `top` and are `width` wide, at `scale` pixels per unit of time. A rank has a lane for
-    each of `streams`, the computations first, then one for its memory, and then a gap; to the right there is room for
-    its peak.
+    """The places of lanes. A rank has a lane for each of `streams`, then one for its memory, and then a gap.
+
+    Attributes:
+        left, top: where the lanes begin.
+        width: the width of the lanes.
+        right: the room to the right of the lanes, for the peak of each rank.
+        scale: pixels per unit of time.
+        heights: the heights of lanes.
+        streams: the streams, computations first.
     """
 
     left: float
@@ -36,19 +42,19 @@ class Frame:
     streams: tuple[Stream, ...]
 
     def x(self, time: float) -> float:
-        """Where a time is, from the left."""
+        """The horizontal place of a time."""
         return self.left + time * self.scale
 
     def y(self, rank: int, stream: Stream = Stream.COMPUTE) -> float:
-        """The top of a lane of a rank."""
+        """The top of a rank's lane."""
         return self._top(rank) + self.heights.offset(self.streams.index(stream))
 
     def height(self, stream: Stream) -> int:
-        """How high the lanes of a stream are."""
+        """The height of the lanes of a stream."""
         return self.heights.lane if stream is Stream.COMPUTE else self.heights.beside
 
     def floor(self, rank: int) -> float:
-        """Where a rank's memory stands."""
+        """The bottom of a rank's memory."""
         return self._top(rank) + self.heights.offset(len(self.streams)) - SPACE + self.heights.memory
 
     def _top(self, rank: int) -> float:
@@ -57,12 +63,12 @@ class Frame:
 
 
 def frame(timeline: Timeline, top: float) -> Frame:
-    """The frame for a timeline: as wide as its blocks need, within limits, and the flatter the more ranks."""
+    """The frame for a timeline: as wide as its blocks need, within limits; the more ranks, the flatter."""
     drawn = lanes(timeline)
     horizon, unit = timeline.makespan if timeline.makespan >= SMALLEST else 0.0, shortest([timeline])
     wanted = min(max(horizon / unit * SHORTEST[0], NARROWEST), WIDEST)
     scale = fit([timeline], int(wanted))
-    if scale * unit < 4 and horizon:  # a whole number of pixels per span would leave too much of the width empty
+    if scale * unit < 4 and horizon:  # whole pixels per span would leave too much of the width empty
         scale = wanted / horizon
     scale = min(scale, SHORTEST[1] / unit)
     if horizon:
@@ -79,7 +85,7 @@ def frame(timeline: Timeline, top: float) -> Frame:
 
 
 class Block(NamedTuple):
-    """A span and where it lies from left to right."""
+    """A span, and its left and right edge."""
 
     span: Span
     first: float
@@ -87,12 +93,12 @@ class Block(NamedTuple):
 
     @property
     def joined(self) -> bool:
-        """Whether it is the first half of a pair, which is a forward."""
+        """Whether it is the first action of a pair, which is a forward."""
         return self.span.partner is not None and self.span.action.kind is Kind.F
 
 
 def blocks(row: Row, at: Frame) -> list[Block]:
-    """The spans of a row that take time; what overlaps is cut."""
+    """The spans of a row that take time. Overlapping ones are cut."""
     found: list[Block] = []
     for span in row:
         first = max(at.x(span.start), found[-1].end if found else at.left)
@@ -103,8 +109,8 @@ def blocks(row: Row, at: Frame) -> list[Block]:
 
 
 def steps(curve: Curve, at: Frame, finest: float) -> list[tuple[float, float]]:
-    """A memory curve as (x, amount from there on), with at most one step every `finest` pixels: the highest of
-    those that it stands for, so that no peak is lost.
+    """A memory curve as (x, amount from there on), with at most one step every `finest` pixels. A step has the highest
+    amount of those that it stands for, so no peak is lost.
     """
     shown: list[tuple[float, float]] = []
     for time, memory in curve:

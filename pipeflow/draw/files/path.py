@@ -1,4 +1,4 @@
-"""Path: the critical path over the lanes of an SVG. What must not live here: how the path is found."""
+"""Path: the critical path over the lanes of an SVG. Must not contain: the search for the path."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pipeflow.draw.files.frame import Frame
 
 
 def path_marks(path: Sequence[Span], at: Frame, *, blocks: bool, finest: float) -> Iterator[str]:
-    """A frame around each block of the path and a line from rank to rank, where there are `blocks`; else a line along
-    the middle of the lanes, without turns closer than `finest` pixels.
+    """The marks of the critical path. With `blocks`: a frame around each of its blocks, and a line wherever it changes
+    rank. Otherwise: one line along the middle of the lanes, with corners at least `finest` pixels apart.
     """
     if blocks:
         for span in path:
@@ -27,7 +27,7 @@ def path_marks(path: Sequence[Span], at: Frame, *, blocks: bool, finest: float) 
 
 
 def _link(before: Span, span: Span, at: Frame) -> str:
-    """From the edge of one block to the edge of the next, on another rank."""
+    """A line from the edge of one block to the edge of the next one, on another rank."""
     down = span.rank > before.rank
     y = at.y(before.rank, before.stream) + (at.height(before.stream) if down else 0)
     tip = at.y(span.rank, span.stream) + (0 if down else at.height(span.stream))
@@ -35,7 +35,7 @@ def _link(before: Span, span: Span, at: Frame) -> str:
 
 
 def _line(path: Sequence[Span], at: Frame, finest: float) -> str:
-    """Through the middle of the lanes, with at most one corner every `finest` pixels."""
+    """A line through the middle of the lanes, with at most one corner every `finest` pixels."""
     corners: list[tuple[float, float]] = []
     for span in path:
         y = at.y(span.rank, span.stream) + at.height(span.stream) / 2

@@ -18,21 +18,26 @@ Event = dict[str, Any]
 
 
 def perfetto(timelines: Timeline | Sequence[Timeline], *, factor: float = 1e6) -> str:
-    """A process per timeline, a thread per rank and stream, a slice per action, an arrow per value that
-    passes from one thread to another, and a counter per rank for the memory that its forwards keep.
+    """The timelines as the JSON text of a trace: a process per timeline, a thread per rank and stream, a slice per
+    action, an arrow per value that passes from one thread to another, and a counter per rank for the memory that it
+    keeps.
 
-    `factor` is microseconds per unit of the timelines' time: as it stands, for seconds.
+    Perfetto colours slices by their name without numbers, so by the kind of action. Other viewers of the format find a
+    colour in the trace.
 
-    Perfetto colours slices by their name without its numbers, so by the kind of action; other viewers of the format
-    are told a colour. Raises UsageError when there is no timeline.
+    Args:
+        timelines: one timeline, or several.
+        factor: microseconds per unit of the timelines' time. Default: for seconds.
+
+    Raises UsageError for an empty sequence of timelines.
     """
     drawn = several(timelines)
     events: list[Event] = []
-    thread = len(drawn) + 1  # a thread's number is its alone, in all processes
+    thread = len(drawn) + 1  # the numbers of threads are unique over all processes
     for process, timeline in enumerate(drawn, start=1):
         events += _names(timeline, process, thread)
         timed = [*_slices(timeline, process, thread, factor), *_counters(timeline, process, thread, factor)]
-        events += sorted(timed, key=lambda event: event["ts"])  # stable: a slice stands before what is bound to it
+        events += sorted(timed, key=lambda event: event["ts"])  # stable: a slice comes before what is bound to it
         thread += len(_tracks(timeline))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
@@ -48,19 +53,19 @@ def _names(timeline: Timeline, process: int, thread: int) -> Iterator[Event]:
 
 
 def _tracks(timeline: Timeline) -> list[Lane]:
-    """First the computations of all ranks, then what runs beside them, stream by stream."""
+    """The computations of all ranks, then each other stream of all ranks."""
     return [lane for of_stream in zip(*all_lanes(timeline), strict=True) for lane in of_stream]
 
 
 class _Bound(NamedTuple):
-    """What an arrow is bound to: a thread, at a moment within one of its slices."""
+    """The end of an arrow: a thread, and a moment within one of its slices."""
 
     tid: int
     ts: float
 
 
 def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Iterator[Event]:
-    """The actions, and the transfers between them."""
+    """The events of actions, and of the arrows between them."""
     stages = timeline.placement.num_stages
     made: dict[Value, _Bound] = {}
     used: list[tuple[Value, _Bound]] = []
@@ -71,14 +76,14 @@ def _slices(timeline: Timeline, process: int, thread: int, factor: float) -> Ite
             free = max(_microseconds(span.end, factor), start)
             times = {"ph": "X", "pid": process, "tid": track, "ts": start, "dur": free - start}
             yield times | _described(span, lane.chunk(span))
-            if start < free:  # else no moment is inside it that an arrow could be bound to
+            if start < free:  # otherwise no moment lies inside it for an arrow
                 made |= dict.fromkeys(makes(span.action, stages), _Bound(track, (start + free) / 2))
                 used += [(value, _Bound(track, start)) for value in needs(span.action, stages)]
     yield from _arrows(made, used, process)
 
 
 def _arrows(made: dict[Value, _Bound], used: list[tuple[Value, _Bound]], process: int) -> Iterator[Event]:
-    """Where a value passes from one thread to another, both ends of its arrow."""
+    """The two ends of the arrow of each value that passes from one thread to another."""
     for number, (value, end) in enumerate(used, start=process << 32 | 1):
         start = made.get(value)
         if start is not None and start.tid != end.tid:
@@ -115,5 +120,7 @@ def _counters(timeline: Timeline, process: int, thread: int, factor: float) -> I
 
 
 def _microseconds(time: float, factor: float) -> float:
-    """In eighths, which binary fractions write exactly, so that slices that meet do not overlap by a rounding."""
+    """Rounded to eighths, which binary fractions represent exactly, so that adjacent slices do not overlap by a
+    rounding error.
+    """
     return round(time * factor * 8) / 8

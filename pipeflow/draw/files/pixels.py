@@ -1,6 +1,4 @@
-"""pixels: timelines as an image without text, for programs that show images. What must not live here: the format of a
-file.
-"""
+"""pixels: timelines as an image without text, for programs that show images. Must not contain: the format of a file."""
 
 from __future__ import annotations
 
@@ -14,12 +12,17 @@ from pipeflow.draw.heights import heights
 from pipeflow.draw.lanes import lanes, num_chunks, several
 from pipeflow.draw.pieces import Mixture, fit, pieces, round_half_up
 
-GAP = 16  # between two timelines
+GAP = 16  # pixels between two timelines
 LANE: RGB = (*bytes.fromhex(LIGHT.lane[1:]),)
 
 
 class Pixels(NamedTuple):
-    """An image: `rgb` has three bytes a pixel, row after row from the top."""
+    """An image.
+
+    Attributes:
+        width, height: its size in pixels.
+        rgb: three bytes per pixel, row after row from the top.
+    """
 
     width: int
     height: int
@@ -27,10 +30,11 @@ class Pixels(NamedTuple):
 
 
 def pixels(timelines: Timeline | Sequence[Timeline], width: int = 1000) -> Pixels:
-    """Timelines above each other on one time scale, with a lane a rank, and a lower one for each stream beside its
-    computations; hue for the kind of action, shade for the chunk. Idle time has the colour of an empty lane.
+    """The timelines one above the other on one time scale, as an image `width` pixels wide: a lane per rank, and a
+    lower one for each stream beside its computations. The hue is the kind of action, the shade the chunk. Idle time has
+    the colour of an empty lane.
 
-    Raises UsageError where there is no timeline.
+    Raises UsageError for an empty sequence of timelines.
     """
     drawn = several(timelines)
     scale = fit(drawn, width)
@@ -42,7 +46,7 @@ def pixels(timelines: Timeline | Sequence[Timeline], width: int = 1000) -> Pixel
 
 
 def _strips(timeline: Timeline, width: int, scale: float) -> list[bytes]:
-    """The rows of pixels of a timeline."""
+    """The rows of pixels of one timeline."""
     ranks, chunks = lanes(timeline), num_chunks(timeline)
     size = heights(len(ranks))
     rows: list[bytes] = []
@@ -70,5 +74,5 @@ def _blank(width: int) -> bytes:
 
 
 def _bytes(colour: str) -> bytes:
-    """A colour as CSS writes it, in three bytes."""
+    """The three bytes of a colour that is written as in CSS."""
     return bytes.fromhex(colour[1:])

@@ -1,4 +1,6 @@
-"""The scatter of `Scatter` as an SVG document, with a line through the points of the front. No rich is needed here."""
+"""scatter_svg: the plot of `Scatter` as an SVG document, with a line through the Pareto front. Must not contain: rich,
+which is not needed here.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from pipeflow.draw.plane import Axis, Place, Point, front, nearest, place_labels
 
 WIDTH, HEIGHT = 720, 460
 LEFT, TOP, RIGHT, BOTTOM = 78, 52, 690, 392
-LETTER, LINE = 7.4, 17  # about the size of a letter
-NEAR = 4  # pixels: nearer points share a mark
-BESIDE = 18  # pixels: a name farther from its point has a line to it
+LETTER, LINE = 7.4, 17  # pixels: approximate size of a letter
+NEAR = 4  # pixels: points nearer than this share a mark
+BESIDE = 18  # pixels: a name farther than this from its point is joined to it by a line
 STYLE = """\
 text { font: 13px system-ui, sans-serif; fill: #24292f }
 .title { font-size: 15px; font-weight: 600 }
@@ -38,7 +40,9 @@ circle { stroke: #ffffff; stroke-width: 1.5 }
 
 
 def scatter_svg(points: Sequence[Point], x: Axis, y: Axis) -> str:
-    """Points with their names; those on the front, which no other one beats on both axes, are joined by a line."""
+    """An SVG of named points on the axes `x` and `y`, where less is better on both. Pareto-optimal points are joined by
+    a line.
+    """
     across = x.ticks(max(point.x for point in points), 8)
     up = y.ticks(max(point.y for point in points), 6)
 
@@ -84,7 +88,7 @@ def _grid(places: list[tuple[float, float]], texts: list[str], *, upright: bool)
 
 
 def _front_line(places: list[tuple[float, float]]) -> Iterator[str]:
-    """Steps from the top along the front to the right: what lies beyond them is beaten."""
+    """A stepped line along the front, and the area of dominated points beyond it."""
     (left, top), *others = places
     steps = f"M{left:.1f} {TOP}V{top:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in others) + f"H{RIGHT}"
     yield f'<path class="beyond" d="{steps}V{TOP}Z"/>'
@@ -92,8 +96,8 @@ def _front_line(places: list[tuple[float, float]]) -> Iterator[str]:
 
 
 def _marks(dots: list[Dot]) -> tuple[list[str], list[str]]:
-    """The points with their names, and the names that find no room. Those of the front come first, so that they have
-    theirs beside them; a name that has no room there has a line to its point.
+    """The marks of the points with their names, and the names that have no room. Points of the front come first, so
+    that their names are beside them. A name farther away is joined to its point by a line.
     """
     drawn: list[str] = []
     names = [_lines(dot.names) for dot in dots]
@@ -106,7 +110,7 @@ def _marks(dots: list[Dot]) -> tuple[list[str], list[str]]:
     for dot, corner, size in zip(dots, corners, sizes, strict=True):
         if corner is not None:
             drawn += _leader(dot, corner, size)
-    for dot in reversed(dots):  # the front on top
+    for dot in reversed(dots):  # the front is drawn last, on top
         drawn.append(f'<circle class="{"best" if dot.good else "rest"}" cx="{dot.x:.1f}" cy="{dot.y:.1f}" r="5">')
         drawn.append(f"<title>{escape(', '.join(dot.names))}</title></circle>")
     for dot, corner, lines, (width, _) in zip(dots, corners, names, sizes, strict=True):
@@ -119,7 +123,13 @@ def _marks(dots: list[Dot]) -> tuple[list[str], list[str]]:
 
 
 class Dot(NamedTuple):
-    """Points that one mark stands for, and where it is; `good` ones are on the front."""
+    """A mark for one or more points.
+
+    Attributes:
+        x, y: its place.
+        names: names of the points.
+        good: whether they are on the Pareto front.
+    """
 
     x: float
     y: float
@@ -128,7 +138,7 @@ class Dot(NamedTuple):
 
 
 def _dots(points: Sequence[Point], best: set[str], places: list[Place]) -> list[Dot]:
-    """Those of the front first. Points so near each other that one mark would hide the other share one."""
+    """The marks, those of the front first. Points so close that one mark would hide the other share a mark."""
     dots: list[Dot] = []
     for point, (x, y) in sorted(zip(points, places, strict=True), key=lambda pair: pair[0].name not in best):
         near = next((dot for dot in dots if math.hypot(dot.x - x, dot.y - y) < NEAR), None)
@@ -140,7 +150,7 @@ def _dots(points: Sequence[Point], best: set[str], places: list[Place]) -> list[
 
 
 def _lines(names: Sequence[str], width: int = 30) -> list[str]:
-    """Names in lines of so many letters, each name whole."""
+    """Names in lines of at most `width` letters. No name is split."""
     lines = [names[0]]
     for name in names[1:]:
         if len(lines[-1]) + 2 + len(name) > width:
@@ -152,7 +162,7 @@ def _lines(names: Sequence[str], width: int = 30) -> list[str]:
 
 
 def _leader(dot: Dot, corner: Place, size: Place) -> Iterator[str]:
-    """A line from a point to its name, where that does not stand beside it."""
+    """A line from a point to its name, if that is not directly beside it."""
     x, y = nearest((dot.x, dot.y), (corner[0], corner[1] + 3, corner[0] + size[0], corner[1] + size[1] - 3))
     if math.hypot(x - dot.x, y - dot.y) > BESIDE:
         yield f'<path class="leader" d="M{dot.x:.1f} {dot.y:.1f}L{x:.1f} {y:.1f}"/>'

@@ -1,5 +1,5 @@
-"""Strips: a lane of an SVG whose spans are too narrow to be blocks, as the average colours of its columns. What must
-not live here: where lanes lie.
+"""Strips: the lanes of an SVG whose spans are too narrow to be blocks, as columns in their average colour. Must not
+contain: the places of lanes.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import NamedTuple
 from pipeflow.draw.colours import average, css, shade
 from pipeflow.draw.pieces import Line, Mixture
 
-STEPS = 32  # in which colours are told apart, so that columns that look alike are one path
+STEPS = 32  # steps of each colour component, so that columns that look alike share a path
 
 
 class Paint(NamedTuple):
-    """A colour as CSS writes it, and how much of the ground it covers."""
+    """A colour as CSS writes it, and its opacity."""
 
     colour: str
     opacity: float
 
 
 def strips(line: Line, chunks: int, start: str, height: float, finest: float) -> Iterator[str]:
-    """A path for each colour, from the point that `start` moves to; columns are `finest` pixels wide. What is idle lets
-    the ground through, so that a strip is right on light and on dark ones.
+    """One path per colour, from the point that `start` moves to, with columns `finest` pixels wide. Idle time is
+    transparent, so that a strip looks right on a light and on a dark ground.
     """
     columns: defaultdict[Paint, list[tuple[int, int]]] = defaultdict(list)
     for piece in line:
@@ -44,7 +44,7 @@ def _mixed(mixture: Mixture, chunks: int) -> Paint:
 
 
 def _dashes(columns: Iterable[tuple[int, int]], finest: float) -> str:
-    """Columns as a line with gaps; those that touch are one dash."""
+    """Columns as a line with gaps. Adjacent columns are one dash."""
     dashes: list[list[int]] = []
     for first, end in columns:
         if dashes and dashes[-1][1] == first:

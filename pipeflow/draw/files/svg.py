@@ -1,4 +1,4 @@
-"""svg: a timeline as a standalone SVG. What must not live here: where things lie from left to right."""
+"""svg: a timeline as a standalone SVG. Must not contain: the horizontal places of blocks."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ from pipeflow.draw.memory import amount_text, peaks, unit_of
 from pipeflow.draw.pieces import pieces
 from pipeflow.draw.times import Unit, round_step
 
-MOST = 5000  # blocks that are elements of their own
-FINEST = 2.0  # pixels: of a block that is an element of its own, on average; of a step where blocks are merged
-SHOWN = 3  # spans of a column, at least: with fewer a column shows by chance one kind or another
+MOST = 5000  # most blocks that are elements of their own
+FINEST = 2.0  # pixels: least mean width of blocks that are elements of their own, and of steps otherwise
+SHOWN = 3  # least spans per column: with fewer, the kind that a column shows is left to chance
 PAD = 16
 AVERAGED = "There are more actions than columns: each column has the average colour of its actions, fainter where idle."
-NUMBERS = (("number", 7.0), ("number tight", 5.2))  # the looks of a number, and how wide its digits are at most
+NUMBERS = (("number", 7.0), ("number tight", 5.2))  # the classes of a number, and the largest width of its digits
 
 
 def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0, critical_path: bool = False) -> str:
-    """One lane a rank, hue for the kind of action, shade for the chunk, number for the microbatch; below each lane
-    what the rank keeps for its backwards, with its peak marked. What runs beside the computations, as gradient
-    reductions do, has a lower lane for each stream. It scales, and follows a reader's dark scheme.
+    """The timeline as the text of an SVG document, which scales and follows the reader's dark scheme.
 
-    Times are written multiplied by `factor` and followed by `unit`. With `critical_path` the chain of actions that the
-    makespan consists of is marked. Where there are more blocks than a picture can show, columns in the average colour
-    of what they hold stand for them, and a line says so; so the size of the text is bounded.
+    There is one lane per rank: the hue is the kind of action, the shade the chunk, the number the microbatch. Below
+    each lane is the memory that the rank keeps for its backwards, with a dot at its peak. Each stream beside the
+    computations, such as gradient reductions, has a lower lane of its own.
+
+    If a picture cannot show each block, columns show the average colour of their blocks, and a line says so. So the
+    size of the document is bounded.
+
+    Args:
+        timeline: the timeline.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`.
+        critical_path: whether to mark the chain of actions that makes up the makespan.
     """
     times = Unit(unit, factor)
     said = summary(timeline, times)
@@ -72,7 +78,7 @@ def _header(timeline: Timeline, lines: list[str], width: float) -> Iterator[str]
 
 
 def _axis(timeline: Timeline, at: Frame, unit: Unit, bottom: float) -> Iterator[str]:
-    """Times above the lanes, and a line down through all lanes for each."""
+    """Times above the lanes, and a line through all lanes for each of them."""
     top = at.top - 8
     yield _text(at.left + at.width + at.right, top - 4, "peak", "small end")
     end = f"{timeline.makespan * unit.factor:.4g} {unit.name}"
@@ -87,12 +93,12 @@ def _axis(timeline: Timeline, at: Frame, unit: Unit, bottom: float) -> Iterator[
 
 
 def _apart(timeline: Timeline, at: Frame) -> bool:
-    """Whether every span is a block of its own: they are few, and wide enough."""
+    """Whether every span is a block of its own: if they are few, and wide enough."""
     return sum(map(len, timeline.rows)) <= MOST and _width(timeline, at) >= FINEST
 
 
 def _width(timeline: Timeline, at: Frame) -> float:
-    """Of a span in a lane, on average, in pixels."""
+    """The mean width of a span in a lane, in pixels."""
     spans = [span for rank in lanes(timeline) for lane in rank for span in lane.row]
     return sum(span.end - span.start for span in spans) * at.scale / max(len(spans), 1)
 
@@ -115,7 +121,7 @@ def _lanes(timeline: Timeline, at: Frame, unit: Unit, *, apart: bool) -> Iterato
 
 
 def _ground(lane: Lane, at: Frame) -> Iterator[str]:
-    """A lane with its name."""
+    """An empty lane with its name."""
     y, height = at.y(lane.rank, lane.stream), at.height(lane.stream)
     look = "label end" if lane.stream is Stream.COMPUTE else "tiny end"
     if height >= 8:
@@ -124,7 +130,7 @@ def _ground(lane: Lane, at: Frame) -> Iterator[str]:
 
 
 def _blocks(lane: Lane, chunks: int, at: Frame, unit: Unit) -> Iterator[str]:
-    """One element a span, which says what it is when pointed at."""
+    """One element per span, with a tooltip."""
     placed = blocks(lane.row, at)
     for block in placed:
         yield from _block(block, shade(block.span.action.kind, lane.chunk(block.span), chunks), at, unit)
@@ -136,7 +142,7 @@ def _blocks(lane: Lane, chunks: int, at: Frame, unit: Unit) -> Iterator[str]:
 
 
 def _block(block: Block, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
-    """A thin gap before the next block, but not between the two of a pair; its number where it fits."""
+    """A block, its number if it fits, and a thin gap before the next block, but not between the blocks of a pair."""
     span, room = block.span, block.end - block.first
     y, height = at.y(span.rank, span.stream), at.height(span.stream)
     width = room if block.joined or room < 3 else room - (1 if room > 5 else 0.5)
@@ -152,7 +158,7 @@ def _block(block: Block, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
 
 
 def _memory(timeline: Timeline, rank: int, at: Frame, most: tuple[float, ...]) -> Iterator[str]:
-    """What the rank keeps, as a hill below its lane; all ranks have one scale."""
+    """The memory that a rank keeps, as a filled curve below its lane. All ranks have one scale."""
     floor = at.floor(rank)
     yield f'<path class="floor" d="M{_n(at.left)} {_n(floor)}h{_n(at.width)}"/>'
     yield _text(at.left + at.width + at.right, floor, amount_text(timeline, most[rank]), "label end")
@@ -168,7 +174,7 @@ def _memory(timeline: Timeline, rank: int, at: Frame, most: tuple[float, ...]) -
 
 
 def _legend(timeline: Timeline, width: float, y: float, *, critical_path: bool) -> tuple[list[str], float]:
-    """What the looks mean, in as many lines as it takes; and where the drawing ends."""
+    """The legend in as many lines as it needs, and the height of the drawing."""
     chunks = num_chunks(timeline)
     x, drawn = float(PAD), []
     for swatches, words in _entries(timeline, chunks, critical_path=critical_path):
@@ -205,7 +211,7 @@ def _said(span: Span, unit: Unit) -> str:
 
 
 def _wrapped(parts: list[str], width: float) -> list[str]:
-    """The parts in as many lines as they take."""
+    """The parts in as many lines as they need."""
     lines: list[str] = []
     for part in parts:
         if lines and 6.3 * len(f"{lines[-1]}   {part}") <= width:
@@ -229,7 +235,7 @@ def _n(number: float) -> str:
 
 
 def _style() -> str:
-    """All rules are for this drawing alone: a page may hold several, and more."""
+    """The style sheet. All rules apply to this drawing alone, since a page may hold several drawings."""
     return (
         ".pipeflow{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Liberation Sans',Arial,sans-serif}"
         ".pipeflow text{font-size:12px}.pipeflow .title{font-size:15px;font-weight:600}"

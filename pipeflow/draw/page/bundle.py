@@ -1,5 +1,5 @@
-"""bundle: ES modules as one script, for a page that is a single file and loads nothing. The modules themselves work
-unchanged where they are served.
+"""bundle: joins ES modules into one script, for a page that is a single file and loads nothing. The modules also work
+unchanged where they are served as files.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ EXPORT = re.compile(r"^export (?=(?:const|function|class) (\w+))", re.MULTILINE)
 
 
 def bundle(entry: str, read: Callable[[str], str]) -> str:
-    r"""The module `entry` and those that it imports, each in a function of its own and after those that it needs.
+    r"""The module `entry` and the modules that it imports, each in a function of its own, after those that it needs.
 
-    `read` gives the text of a module by its name. Modules import names from modules beside them, in one line, and
+    `read` returns the text of a module by its name. Modules import names from modules beside them, in one line, and
     export constants, functions and classes.
 
     >>> modules = {"one": "export const x = 1;", "two": 'import {x} from "./one.js";\nalert(x);'}
@@ -45,7 +45,7 @@ def bundle(entry: str, read: Callable[[str], str]) -> str:
 
 
 def _wrapped(name: str, text: str) -> str:
-    """A module as a function that runs once, and gives what it exports."""
+    """A module as a function that runs once and returns its exports."""
     exports = ", ".join(EXPORT.findall(text))
     body = EXPORT.sub("", IMPORT.sub(r"const {\1} = modules.\2;", text))
     return f"modules.{name} = (() => {{\n{body.rstrip()}\nreturn {{{exports}}};\n}})();"

@@ -1,16 +1,16 @@
-/* Canvas: what is drawn the same whatever it shows: canvases as sharp as the screen, frames, arrows, mixed colours. */
+/* Canvas: general drawing: canvases as sharp as the screen, frames, arrows, mixed colours. */
 
-const LARGEST = 16000; // pixels: what browsers allow a canvas to be high
+const LARGEST = 16000; // pixels: the largest height of a canvas in browsers
 export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif';
 
-/** The colours of the scheme that is in force. */
+/** The colours of the current scheme. */
 export function scheme() {
   const style = getComputedStyle(document.documentElement);
   const names = ["background", "lane", "grid", "text", "muted", "memory", "accent", "ink"];
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-/** A canvas's context, of as many pixels as the screen has, which counts in CSS pixels. */
+/** A canvas's context with the resolution of the screen, and with CSS pixels as its unit. */
 export function prepared(canvas, width, height, density) {
   const ratio = Math.min(density, LARGEST / height);
   canvas.width = Math.round(width * ratio);
@@ -22,7 +22,7 @@ export function prepared(canvas, width, height, density) {
   return context;
 }
 
-/** Draws what `draw` draws, but only within a rectangle. */
+/** Calls `draw`, and clips what it draws to a rectangle. */
 export function within(context, [x, y, width, height], draw) {
   context.save();
   context.beginPath();
@@ -40,7 +40,7 @@ export function frame(context, x, y, width, height, colour) {
   context.stroke();
 }
 
-/** With round corners where they can be seen: they take their time. */
+/** Rounds the corners only where that is visible, since it is slow. */
 export function fillBlock(context, x, y, width, height) {
   if (width <= 6) {
     context.fillRect(x, y, width, height);
@@ -79,10 +79,10 @@ function parts(colour) {
   return known.get(colour);
 }
 
-/** Pieces of colour, as {start, end, colour, weight} in columns, mixed into `width` columns on a ground: an image of
- * one line. */
+/** An image one pixel high and `width` columns wide: pieces of colour, given as {start, end, colour, weight} in columns,
+ * mixed on a ground. */
 export function mixed(pieces, width, ground) {
-  const sums = new Float32Array(4 * width); // red, green, blue and how much of the column is not idle
+  const sums = new Float32Array(4 * width); // red, green, blue and the busy share of the column
   for (const {start, end, colour, weight} of pieces) {
     const [red, green, blue] = parts(colour);
     const [from, to] = [Math.max(start, 0), Math.min(end, width)];

@@ -1,4 +1,4 @@
-/* Data: what Python wrote, as blocks that know each other. What must not live here: pixels, and texts for people. */
+/* Data: the data that Python wrote, as linked blocks. Must not contain: pixels, and texts for people. */
 
 const ACTION = /^(\d+)(\D+)(\d+)$/;
 
@@ -7,7 +7,7 @@ export function read(data) {
   return {...data, timelines: data.timelines.map((timeline) => readTimeline(timeline, data.kinds))};
 }
 
-/** A timeline as rows, one a rank; `path` are the blocks of its critical path. */
+/** A timeline with one row per rank; `path` has the blocks of its critical path. */
 function readTimeline(timeline, kinds) {
   const rows = timeline.rows.map((row, rank) => readRow(row, rank, timeline, kinds));
   const at = (rank, index) => rows[rank].blocks[index];
@@ -19,7 +19,7 @@ function readTimeline(timeline, kinds) {
   return {...timeline, rows, path};
 }
 
-/** A rank's blocks in the order in which they began, the same by lane, and its curve of memory. */
+/** A rank's blocks in the order of their starts, the same by lane, and its memory curve. */
 function readRow(row, rank, {streams, levels}, kinds) {
   const actions = row.actions ? row.actions.split(" ") : [];
   const blocks = actions.map((action, index) => makeBlock(row, rank, index, action, streams, kinds));
@@ -30,8 +30,8 @@ function readRow(row, rank, {streams, levels}, kinds) {
   return {rank, blocks, lanes, names: row.names, curve, peak: row.peak};
 }
 
-/** A block: an action in time. `before` is the one before it on its lane, `after` what it began after, and `value` what
- * it waited for; `partner` the other half of its pair. `followed` is the microbatch that it belongs to alone. */
+/** A block: an action in time. `before` is the block before it on its lane, `after` the one it began after, `value` what
+ * it waited for, and `partner` the other block of its pair. `followed` is its microbatch, if it belongs to a single one. */
 function makeBlock(row, rank, index, action, streams, kinds) {
   const [, stage, letter, microbatch] = ACTION.exec(action);
   const kind = kinds[letter];
@@ -43,14 +43,14 @@ function makeBlock(row, rank, index, action, streams, kinds) {
   };
 }
 
-/** What is said of a block that began after something else than the one before it: nothing, or a place, or a place and
- * the value that was made there. */
+/** The cause of a block that did not begin after the one before it: nothing, or a place, or a place and the value made
+ * there. */
 function readCause([rank, index, content, stage, microbatch], at) {
   if (rank === undefined) return {after: null};
   return {after: at(rank, index), value: content === undefined ? null : {content, stage, microbatch}};
 }
 
-/** The blocks of a microbatch in a timeline, in the order of time. */
+/** The blocks of a microbatch in a timeline, in order of time. */
 export function wayOf(timeline, microbatch) {
   const way = timeline.rows.flatMap(({blocks}) => blocks.filter((block) => block.followed === microbatch));
   return way.sort((one, other) => one.start - other.start || one.end - other.end);

@@ -1,4 +1,4 @@
-"""Data: what the page's modules are told of timelines: every number and name in it comes from here."""
+"""Data: the data of a page. Every number and name that its modules show comes from here. Must not contain: HTML."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTENTS = list(Content)
 
 
 def page_data(timelines: tuple[Timeline, ...], unit: Unit) -> dict[str, Any]:
-    """What a page says of timelines, as values of JSON."""
+    """The data of a page for `timelines`, as JSON values."""
     chunks = max(map(num_chunks, timelines))
     return {
         "unit": unit.name,
@@ -37,7 +37,7 @@ def page_data(timelines: tuple[Timeline, ...], unit: Unit) -> dict[str, Any]:
 
 
 def _kind(kind: Kind, chunks: int) -> dict[str, Any]:
-    """`passes` says whether other stages wait for it, `single` whether it is of one microbatch alone."""
+    """`passes`: whether other stages wait for it. `single`: whether it belongs to one microbatch alone."""
     flow = DATAFLOW[kind]
     return {
         "name": flow.name,
@@ -74,7 +74,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
 
 
 def _row(row: Row) -> dict[str, Any]:
-    """The actions with their times, and the indices of the two halves of each pair."""
+    """The actions with their times, and the indices of both actions of each pair."""
     index = {span.action: position for position, span in enumerate(row)}
     pairs = [(index[span.action], index[span.partner]) for span in row if span.partner in index]
     return {
@@ -85,8 +85,8 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _causes(timeline: Timeline, row: Sequence[Cause]) -> Iterator[tuple[int, ...]]:
-    """Of each span that began after something else than the one before it on its stream: its index; rank and index of
-    what it began after, unless it began at once; content, stage and microbatch of the value that it waited for, if any.
+    """For each span whose cause is not the span before it on its stream: its index; rank and index of the span that it
+    started after, unless it started at once; content, stage and microbatch of the value that it waited for, if any.
     """
     before: dict[Stream, Span] = {}
     for index, (span, after, value) in enumerate(row):
@@ -98,7 +98,7 @@ def _causes(timeline: Timeline, row: Sequence[Cause]) -> Iterator[tuple[int, ...
 
 
 def _place(timeline: Timeline, span: Span) -> tuple[int, int]:
-    """The rank that ran a span, and its index in the rank's row."""
+    """The rank of a span, and its index in the rank's row."""
     row = timeline.rows[span.rank]
     index = bisect_left(row, span.start, key=attrgetter("start"))
     while row[index] is not span:
@@ -107,7 +107,7 @@ def _place(timeline: Timeline, span: Span) -> tuple[int, int]:
 
 
 def _levels(timeline: Timeline) -> dict[float, str]:
-    """The amounts that any rank keeps at any time, and how they are written."""
+    """All amounts that a rank keeps at some time, and their text."""
     curves = (timeline.memory(rank) for rank in range(len(timeline.rows)))
     amounts = dict.fromkeys((0.0, *(amount for curve in curves for _, amount in curve)))
     counted = "" if timeline.saved_bytes else f" {unit_of(timeline)}"
@@ -115,6 +115,6 @@ def _levels(timeline: Timeline) -> dict[float, str]:
 
 
 def _short(number: float) -> float:
-    """A number in as few letters as nine digits take."""
+    """A number, rounded to nine digits and written in as few characters as possible."""
     rounded = float(f"{number:.9g}")
     return int(rounded) if rounded.is_integer() else rounded

@@ -1,4 +1,4 @@
-/* Geometry: from times and ranks to places on a canvas, and back. What must not live here: the canvas itself. */
+/* Geometry: from times and ranks to places on a canvas, and back. Must not contain: the canvas itself. */
 
 export const AXIS = 24; // pixels, the height of the axis
 const SPACE = 1; // pixels between the lanes of a rank
@@ -23,17 +23,17 @@ export function blockAt(lane, time, slack) {
     ?? near.find((block) => block.start - slack <= time && time <= block.end + slack) ?? null;
 }
 
-/** The block of a lane that runs when another one starts, or that did before. */
+/** The block of a lane that runs when `block` starts, or else the last one before. */
 export function nearest(lane, block) {
   return lane[Math.max(lastAt(lane.length, (at) => lane[at].start, block.start), 0)];
 }
 
-/** The step of a curve that holds at `time`; undefined before the first one. */
+/** The step of a curve at `time`; undefined before the first one. */
 export function stepAt(curve, time) {
   return curve[lastAt(curve.length, (at) => curve[at].time, time)];
 }
 
-/** Those of `count` items that a view shows: the index of the first, and the one after the last. */
+/** The items that a view shows, of `count`: the index of the first, and the one after the last. */
 export function shown(count, timeOf, view) {
   return [Math.max(lastAt(count, timeOf, view.first), 0), lastAt(count, timeOf, view.last) + 1];
 }
@@ -63,7 +63,7 @@ export function layOut(timeline, view, width, {left, right}) {
   return place;
 }
 
-/** What lies `y` below the top of the lanes: a rank, and the index of a lane, or null where its memory is. */
+/** The rank at `y` below the top of the lanes, and the index of its lane there, or null where its memory is. */
 export function laneAt(place, y) {
   const rank = Math.floor(y / place.pitch);
   const below = y - rank * place.pitch;
@@ -77,7 +77,7 @@ function roundStep(least) {
   return [1, 2, 5, 10].map((digit) => digit * power).find((step) => step >= least * (1 - 1e-9));
 }
 
-/** The times that an axis names, each with its number: a time is multiplied by `factor`. */
+/** The times on an axis, each with its text: the time multiplied by `factor`. */
 export function ticks(view, width, factor) {
   const step = roundStep(((view.last - view.first) * factor * 72) / width);
   const from = Math.ceil((view.first * factor) / step - 1e-9);

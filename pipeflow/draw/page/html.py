@@ -1,5 +1,5 @@
-"""html: timelines as one page that needs nothing else. What it looks like and does is in the files beside this one;
-here they become one file.
+"""html: timelines as one page that loads nothing. Its look and behaviour are in the files beside this one, which are
+joined into one file here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ from pipeflow.draw.times import Unit
 def html(
     timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: float = 1.0, critical_path: bool = False
 ) -> str:
-    """A page with the timelines above each other on one time scale: it zooms, says of every block what it waited for,
-    shows the critical path, and follows a microbatch through the ranks. One file, without a network.
+    """The timelines as the text of an HTML page, one above the other on one time scale. The page zooms, shows for every
+    block what it waited for, marks the critical path, and follows a microbatch through the ranks. It is one file and
+    needs no network.
 
-    With `critical_path` that is marked as the page opens. All timelines are in the same unit of time; times are
-    written multiplied by `factor` and followed by `unit`.
-    Raises UsageError when there is no timeline.
+    Args:
+        timelines: one timeline or several, in the same unit of time.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`.
+        critical_path: whether the critical path is marked when the page opens.
+
+    Raises UsageError for an empty sequence of timelines.
     """
     drawn = several(timelines)
     times = Unit(unit, factor)
@@ -52,7 +56,7 @@ def html(
 
 @cache
 def _program() -> str:
-    """What the page runs."""
+    """The script of the page."""
     return bundle("main", lambda name: _file(f"{name}.js"))
 
 
@@ -61,13 +65,13 @@ def _file(name: str) -> str:
 
 
 def _policy(script: str) -> str:
-    """The page loads nothing, and runs no script but its own."""
+    """The content security policy: the page loads nothing, and runs no script but its own."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
 def _as_script_text(data: object) -> str:
-    """JSON in which nothing can end the element that holds it."""
+    """JSON in which no text can end the element that holds it."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

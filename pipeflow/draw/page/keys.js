@@ -1,4 +1,4 @@
-/* Keys: from block to block, and what a key does to a page. */
+/* Keys: what each key does to a page, and moving from block to block. */
 
 import {nearest} from "./geometry.js";
 import {speak, tellBlock} from "./tip.js";
@@ -11,7 +11,7 @@ const STEPS = {
   Home: (timeline, _, view) => firstShown(timeline, view),
 };
 
-/** What another rank runs when a block starts: on the same stream, if it runs anything there. */
+/** The block of another rank when this block starts: on the same stream if that has any. */
 function onRank(row, block) {
   return row && nearest(row.lanes[block.lane].length ? row.lanes[block.lane] : row.lanes[0], block);
 }
@@ -21,7 +21,7 @@ function firstShown(timeline, view) {
   return blocks && (blocks.find((block) => block.end > view.first) ?? blocks[0]);
 }
 
-/** Moves the focus to a block, brings it into view, and says what it is. */
+/** Moves the focus to a block, brings it into view, and describes it. */
 function focusOn(page, chart, block) {
   if (!block) return;
   const {view} = page;
@@ -39,7 +39,7 @@ function focusOn(page, chart, block) {
   speak(page.data, block);
 }
 
-/** What the keys do: the chart that has the focus, if one has, changes what some of them do. */
+/** The effect of each key. Some depend on the chart that has the focus. */
 function does(page, chart, event, letGo) {
   const found = {
     "+": () => page.zoom(1 / 1.5), "=": () => page.zoom(1 / 1.5), "-": () => page.zoom(1.5), _: () => page.zoom(1.5),
@@ -61,7 +61,7 @@ function does(page, chart, event, letGo) {
   return found;
 }
 
-/** Lets keys change a page; `letGo` is what Escape does besides. */
+/** Lets keys change a page. Escape also calls `letGo`. */
 export function listenToKeys(page, letGo) {
   window.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;

@@ -1,4 +1,4 @@
-/* Main: the page of the data that stands in the document, which listens to its reader. */
+/* Main: makes the page from the data in the document, and lets keys and pointers change it. */
 
 import {read} from "./data.js";
 import {listenToKeys} from "./keys.js";

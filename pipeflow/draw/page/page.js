@@ -1,5 +1,5 @@
-/* Page: the timelines in it, what of them is seen and what is marked. What must not live here: how it looks, and which
- * pointers and keys change it. */
+/* Page: its timelines, the part of them in view, and the marks. Must not contain: how it looks, and which pointers and
+ * keys change it. */
 
 import {prepared, scheme} from "./canvas.js";
 import {wayOf} from "./data.js";
@@ -9,18 +9,18 @@ import {saidTime, saidWay} from "./words.js";
 
 export const by = (id) => document.getElementById(id);
 
-/** What is marked: the critical path, or the `way` of a microbatch. */
+/** The marks: the critical path, or the `way` of a microbatch. */
 class Marks {
   path = false;
   way = null;
 
-  /** Whether something is marked, and a block is no part of it. */
+  /** Whether something else than this block is marked. */
   dims(block) {
     if (!this.path && this.way === null) return false;
     return !(this.path && block.critical) && (this.way === null || block.followed !== this.way);
   }
 
-  /** From each of some blocks to the next one that others wait for, or that is on a critical path which is marked. */
+  /** Links from each block to the next one that others wait for, or that is on a marked critical path. */
   steps(blocks) {
     const chain = blocks.filter((block) => (block.critical && this.path) || block.kind.passes);
     return chain.slice(1).map((block, index) => [chain[index], block]);
@@ -41,7 +41,7 @@ class Chart {
     Object.assign(this, {timeline, element, cursor: over("cursor"), pointed: over("pointed"), focused: over("focused")});
   }
 
-  /** Puts one of the frames around a block, as far as it is in view. */
+  /** Puts a frame around the visible part of a block. */
   frame(over, block) {
     const {place} = this;
     const first = block && Math.max(place.x(block.start), place.left);
@@ -53,7 +53,7 @@ class Chart {
     Object.assign(over.style, {left: `${left}px`, top: `${top}px`, width: `${end - first + 3}px`, height: `${height + 4}px`});
   }
 
-  /** Whether a lane was too dense for blocks. */
+  /** Whether any lane was too dense for blocks. */
   paint({data, view, marks, density, margins}, colours) {
     const {timeline, element} = this;
     const wide = element.clientWidth;
@@ -70,10 +70,10 @@ class Chart {
   }
 }
 
-/** A page of the data that `read` gives. */
+/** A page for the data that `read` returns. */
 export class Page {
   marks = new Marks();
-  density = null; // of the printer; null on the screen
+  density = null; // pixel density of the printer; null on the screen
   #waiting = false;
 
   constructor(data) {
@@ -104,7 +104,7 @@ export class Page {
     by("view").textContent = `${first} to ${last}${dense ? "; colours are mixed where blocks are too small" : ""}`;
   }
 
-  /** Shows from `first` on for `length`, within the step. */
+  /** Shows the time from `first` on for `length`, within the step. */
   show(first, length) {
     const span = Math.min(Math.max(length, this.narrowest), this.horizon);
     this.view.first = Math.min(Math.max(first, 0), this.horizon - span);
@@ -116,13 +116,13 @@ export class Page {
     this.show(0, this.horizon);
   }
 
-  /** Makes what is seen `factor` times as long, `time` staying where it is. */
+  /** Makes the visible time `factor` times as long; `time` stays where it is. */
   zoom(factor, time = (this.view.first + this.view.last) / 2) {
     const span = Math.min(Math.max(this.length * factor, this.narrowest), this.horizon);
     this.show(time - ((time - this.view.first) * span) / this.length, span);
   }
 
-  /** Moves what is seen by a part of its length. */
+  /** Moves the view by a part of its length. */
   move(part) {
     this.show(this.view.first + part * this.length, this.length);
   }
@@ -132,7 +132,7 @@ export class Page {
     this.repaint();
   }
 
-  /** Follows a microbatch through the ranks; none when it is null. */
+  /** Follows a microbatch through the ranks; null: none. */
   follow(microbatch) {
     this.marks.way = microbatch;
     by("forget").hidden = microbatch === null;

@@ -1,4 +1,4 @@
-/* Paint: one timeline on its two canvases, the axis and the lanes. What must not live here: what pointers and keys do. */
+/* Paint: one timeline on its two canvases, the axis and the lanes. Must not contain: what pointers and keys do. */
 
 import {FONT, arrow, fillBlock, frame, mixed, within} from "./canvas.js";
 import {outline, shown, ticks} from "./geometry.js";
@@ -17,7 +17,7 @@ export function paintAxis(context, data, place, view, colours) {
   context.fillText("peak", place.left + place.width + place.right - 2, 15);
 }
 
-/** Lanes without anything on them, with their names and peaks. */
+/** Empty lanes with their names and peaks. */
 export function paintGround(context, data, timeline, place, view, colours) {
   context.fillStyle = colours.grid;
   for (const {time} of ticks(view, place.width, data.factor)) {
@@ -39,8 +39,8 @@ export function paintGround(context, data, timeline, place, view, colours) {
   }
 }
 
-/** All lanes: those that are too dense for blocks as the mean colour of what runs in each column of pixels.
- * Whether there are any of these. */
+/** Paints all lanes: those too dense for blocks as the mean colour of each column of pixels. Returns whether there are
+ * any of these. */
 export function paintLanes(context, timeline, place, view, marks, colours) {
   const ratio = context.getTransform().a;
   let dense = false;
@@ -87,7 +87,7 @@ function isFirstHalf(block) {
   return block.partner !== null && block.index < block.partner.index;
 }
 
-/** The microbatch, in the middle of what is seen of its block. */
+/** The microbatch, in the middle of the visible part of its block. */
 function paintNumber(context, block, left, width, place, colours) {
   const [first, end] = [Math.max(left, place.left), Math.min(left + width, place.left + place.width)];
   const text = String(block.microbatch);
@@ -111,7 +111,7 @@ function paintColumns(context, blocks, place, {height}, marks, colours) {
   context.drawImage(strip, place.left, place.y(blocks[0]), place.width, height);
 }
 
-/** What a rank keeps, as a hill; of steps closer than a pixel, the highest. */
+/** The memory that a rank keeps, as a filled curve; of steps closer than a pixel, the highest. */
 function paintMemory(context, timeline, {rank, curve}, place, view, colours) {
   const floor = rank * place.pitch + place.floor;
   const y = (amount) => floor - ((place.memory - 2) * amount) / (timeline.highest || 1);
@@ -138,7 +138,7 @@ function paintMemory(context, timeline, {rank, curve}, place, view, colours) {
   paintPeak(context, curve, place, y);
 }
 
-/** A dot where a rank first keeps the most. */
+/** A dot where a rank first reaches its peak. */
 function paintPeak(context, curve, place, y) {
   const peak = curve.reduce((most, step) => (step.amount > most.amount * (1 + 1e-9) ? step : most));
   context.beginPath();
@@ -146,7 +146,7 @@ function paintPeak(context, curve, place, y) {
   context.fill();
 }
 
-/** Arrows from block to block, where they are on different ranks. */
+/** Arrows between blocks on different ranks. */
 export function paintLinks(context, links, place, colour, width) {
   const size = place.lanes[0].height < 13 ? 4 : 7;
   within(context, [place.left, 0, place.width, place.height], () => {

@@ -1,9 +1,9 @@
-/* Pointers: what they point at, and how the wheel, drags, pinches and clicks change a page. */
+/* Pointers: what lies under them, and how the wheel, drags, pinches and clicks change a page. */
 
 import {blockAt, laneAt} from "./geometry.js";
 import {tellBlock, tellMemory, tellNothing} from "./tip.js";
 
-/** What lies under a point of the window: a time, a row if it is in the lanes, and the block if there is one. */
+/** What lies under the pointer: a time, a row if it is within the lanes, and the block if there is one. */
 function under(page, chart, event) {
   const box = chart.lanes.getBoundingClientRect();
   const {place, timeline} = chart;
@@ -15,7 +15,7 @@ function under(page, chart, event) {
   return {time, row, lane, block: lane === null ? null : blockAt(row.lanes[lane], time, slack)};
 }
 
-/** Says what lies under the pointer, and shows its time on all lanes. */
+/** Describes what lies under the pointer, and shows its time on all lanes. */
 function point(page, chart, event) {
   const {time, row, lane, block} = under(page, chart, event);
   for (const {cursor, place} of page.charts) {
@@ -28,13 +28,13 @@ function point(page, chart, event) {
   else tellNothing();
 }
 
-/** Lets go of what was pointed at. */
+/** Hides the marks of the pointer. */
 export function unpoint(page) {
   tellNothing();
   for (const chart of page.charts) chart.cursor.hidden = chart.pointed.hidden = true;
 }
 
-/** The wheel scrolls the page. With Ctrl it zooms around the pointer: a pinch of a touchpad is told in that way, in
+/** The wheel scrolls the page. With Ctrl it zooms around the pointer; a pinch on a touchpad comes as such events, in
  * small steps. Sideways, or with Shift, it moves along the lanes. */
 function turn(page, chart, event) {
   const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) || event.shiftKey;
@@ -55,7 +55,7 @@ function pinch(page, chart, before, now, other) {
   page.move((middle(before).clientX - middle(now).clientX) / chart.place.width);
 }
 
-/** Follows the microbatch of the block under the pointer; none when it is followed already, or when there is no block. */
+/** Follows the microbatch of the block under the pointer; none if it is followed already, or if there is no block. */
 function select(page, chart, event) {
   const {block} = under(page, chart, event);
   if (block) chart.focus = block;
@@ -63,7 +63,7 @@ function select(page, chart, event) {
   point(page, chart, event);
 }
 
-/** Without a button a pointer points; with one it drags; two pinch; one that has not moved selects. */
+/** Without a button a pointer points, with one it drags, two pinch, and one that has not moved selects. */
 function listenToDrags(page, chart) {
   const {lanes} = chart;
   const down = new Map(); // the pointers that are down, where they were last

@@ -15,7 +15,7 @@ from pipeflow.draw.times import Unit
 
 
 def measures_table(timelines: tuple[Timeline, ...], unit: Unit) -> str:
-    """A line a timeline."""
+    """A table with one line per timeline."""
     rows = [
         (
             heading(timeline),
@@ -33,7 +33,7 @@ def measures_table(timelines: tuple[Timeline, ...], unit: Unit) -> str:
 
 
 def ranks_table(timeline: Timeline, unit: Unit) -> str:
-    """Of every rank when it computes, when what runs beside that ends, and the most that it keeps."""
+    """A table with one line per rank: when it computes, when its other streams end, and its peak."""
     drawn, most = all_lanes(timeline), peaks(timeline)
     rows = [
         (lanes[0].name, *_computing(lanes[0].row, unit), *_ends(lanes[1:], unit), amount_text(timeline, peak))
@@ -46,8 +46,8 @@ def ranks_table(timeline: Timeline, unit: Unit) -> str:
 
 
 def _computing(row: Row, unit: Unit) -> list[str]:
-    """How many computations there are, when the first one starts and the last one ends, how long they take and what
-    is between them.
+    """The number of computations, the start of the first, the end of the last, their total time, and the idle time
+    between them.
     """
     first, last = (row[0].start, row[-1].end) if row else (0.0, 0.0)
     busy = sum(span.end - span.start for span in row)

@@ -1,4 +1,4 @@
-/* Tip: the box beside the pointer that says what is there, and the text that is read aloud. */
+/* Tip: the box beside the pointer that describes what is there, and the text that is read aloud. */
 
 import {by} from "./page.js";
 import {facts, saidMemory, sentences, spoken} from "./words.js";
@@ -18,7 +18,7 @@ function described(data, block) {
   return [title, list, ...rest];
 }
 
-/** Shows the tip beside a point of the window, where it does not hide it. */
+/** Shows the tip beside a point of the window, without hiding that point. */
 function tell(content, x, y) {
   const tip = by("tip");
   tip.replaceChildren(...content);

@@ -1,8 +1,8 @@
-/* Words: what there is to say of a block, of memory and of a microbatch. The sentences are Python's. */
+/* Words: the texts about a block, about memory and about a microbatch. The sentences come from Python. */
 
 import {stepAt} from "./geometry.js";
 
-/** A sentence of Python's, with values for the names in it. */
+/** A sentence from Python, with values for the names in it. */
 function filled(sentence, values) {
   return sentence.replace(/\{(\w+)\}/g, (_, name) => values[name]);
 }
@@ -13,7 +13,7 @@ export function saidTime(data, time) {
   return data.unit ? `${number} ${data.unit}` : String(number);
 }
 
-/** What there is to know of a block, as (name, text). */
+/** The facts about a block, as (name, text). */
 export function facts(data, block) {
   return [
     ["stage", `${block.stage} (chunk ${block.chunk} of its rank)`],
@@ -33,12 +33,12 @@ function cause({sentences, contents}, {action, rank, after, value}) {
   return filled(sentences.waited, {action, rank, value: said, source: after.rank});
 }
 
-/** For how long its rank computed nothing before a block; what runs beside computations leaves its rank to them. */
+/** How long its rank computed nothing before a block; 0 for blocks beside the computations. */
 function idleBefore(block) {
   return block.lane ? 0 : Math.max(block.start - (block.before ? block.before.end : 0), 0);
 }
 
-/** What a block waited for, and what else there is to say, as sentences. */
+/** Sentences about a block: what it waited for, its pair, the critical path. */
 export function sentences(data, block) {
   const idle = idleBefore(block);
   const stood = idle > data.shortest * 1e-6 ? `; rank ${block.rank} stood idle for ${saidTime(data, idle)}` : "";
@@ -48,20 +48,20 @@ export function sentences(data, block) {
   return found;
 }
 
-/** All of it as one text, to be read aloud. */
+/** The facts and sentences as one text, to be read aloud. */
 export function spoken(data, block) {
   const told = facts(data, block).map(([name, text]) => `${name} ${text}`);
   return [`${block.action}, ${block.kind.name}, ${told.join(", ")}.`, ...sentences(data, block)].join(" ");
 }
 
-/** What a rank keeps at a time, which is rounded to what a pixel can tell. */
+/** What a rank keeps at a time, which is rounded to the precision of a pixel. */
 export function saidMemory(data, timeline, row, time, view) {
   const step = 10 ** Math.floor(Math.log10((view.last - view.first) / 1000));
   const kept = stepAt(row.curve, time)?.text ?? timeline.levels[0][1];
   return `rank ${row.rank} keeps ${kept} at ${saidTime(data, Math.round(time / step) * step)}`;
 }
 
-/** When a microbatch begins and ends, in each timeline: `ways` are its blocks there. */
+/** When a microbatch begins and ends in each timeline; `ways` has its blocks per timeline. */
 export function saidWay(data, microbatch, ways) {
   const times = ways.filter((way) => way.length).map((way) => {
     const end = Math.max(...way.map((block) => block.end));

@@ -1,1 +1,1 @@
-"""Drawings for a terminal, and as plain text."""
+"""Drawings for a terminal, with colours or as plain text."""

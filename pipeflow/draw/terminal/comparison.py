@@ -1,4 +1,4 @@
-"""Comparison: two timelines above each other on one time scale: a plan and what happened, or two plans."""
+"""Comparison: two timelines on one time scale, such as a plan and a measured step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from pipeflow.draw.times import Unit
 @final
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Draws two timelines above each other, each as a `Gantt` with its own measures, on the same time scale.
+    """Draws two timelines one above the other on the same time scale, each as a `Gantt` with its own measures. For
+    rich's `print`.
 
-    Both must be in the same unit of time: simulate the plan under the costs that were measured. Each is titled by what
-    it is, and before that by the word that `titles` has for it.
+    Attributes:
+        first, second: the timelines, in the same unit of time: simulate the plan under the measured costs.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`.
+        titles: words before the two headings.
+        memory: whether to draw the memory of each rank.
     """
 
     first: Timeline

@@ -1,4 +1,4 @@
-"""Gantt: a timeline, planned or measured, on a terminal or as plain text."""
+"""Gantt: a timeline, planned or measured, in a terminal or as plain text."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from pipeflow.draw.times import Unit, axis
 @final
 @dataclass(frozen=True, slots=True)
 class Gantt:
-    """Draws a timeline with one line a rank, time from left to right, scaled to the width there is; and, with `memory`,
-    a line below it for what the rank keeps for its backwards: bars or, in plain text, a digit where the amount changes.
-    What runs beside the computations, as gradient reductions do, has a line of its own, named by its stream.
+    """Draws a timeline with one line per rank, time from left to right, scaled to the width of the terminal. For rich's
+    `print`; a notebook shows it as the picture of `svg`.
 
-    Where there are colours, hue is the kind of action, shade the chunk and the number the microbatch; where
-    there are none, letters say the same. Below stand makespan, bubble and peak activations.
+    With colours, the hue is the kind of action, the shade is the chunk and the number is the microbatch. Without
+    colours, letters show the same. What runs beside the computations, such as gradient reductions, has a line of its
+    own, named by its stream. Makespan, bubble and peak activations are written below.
 
-    Times are written multiplied by `factor` and followed by `unit`: for a timeline in seconds,
-    `unit="ms", factor=1000`. A notebook shows it as the picture that `svg` draws.
+    Attributes:
+        timeline: the timeline.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`: for a timeline in seconds,
+            `unit="ms", factor=1000`.
+        memory: whether to draw, below each rank, what it keeps for its backwards: bars or, in plain text, a digit in
+            each column in which the amount changes.
 
     >>> from pipeflow import make_schedule, simulate
     >>> timeline = simulate(make_schedule("1f1b", ranks=2, microbatches=3))
@@ -69,7 +73,7 @@ def stacked(
     *,
     memory: bool,
 ) -> Iterator[Text]:
-    """Timelines above each other on one time scale, each with its title, and one legend below."""
+    """Timelines one above the other on one time scale, each with its title, with one legend below."""
     timelines = same_memory(timelines)
     painter = painter_for(max(map(num_chunks, timelines)), console, options)
     kept = memory_of(timelines) if memory else None
@@ -92,13 +96,13 @@ def stacked(
 
 
 def painter_for(chunks: int, console: Console, options: ConsoleOptions) -> Painter:
-    """Colours where the console has them, else letters."""
+    """`Colours` if the console has colours, otherwise `Letters`."""
     plain = console.color_system is None or console.no_color or options.ascii_only
     return Letters(chunks) if plain else Colours(chunks, few=console.color_system in ("standard", "windows"))
 
 
 def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept: Memory | None) -> Iterator[Text]:
-    """Per rank a line of computations, one for each stream beside them and, with memory, one of what is kept."""
+    """Per rank, a line for its computations, one for each other stream and, with memory, one for what it keeps."""
     makespan = timeline.makespan
     width = round_half_up(makespan * scale)
     labels = iter(_labels(timeline, kept))
@@ -113,7 +117,7 @@ def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept:
 
 
 def _flowed(items: Iterable[list[Painted]], width: int, *, gap: int = 3) -> Iterator[Text]:
-    """The items, `gap` columns apart, in as few lines as hold them whole."""
+    """The items, `gap` columns apart, in as few lines as possible. No item is split."""
     line = Text()
     for item in items:
         text = Text.assemble(*item)
@@ -125,7 +129,7 @@ def _flowed(items: Iterable[list[Painted]], width: int, *, gap: int = 3) -> Iter
 
 
 def _labels(timeline: Timeline, kept: Memory | None) -> Iterator[str]:
-    """What stands before each line."""
+    """The label before each line."""
     for rank, of_rank in enumerate(lanes(timeline)):
         yield from (lane.name for lane in of_rank)
         if kept is not None:
@@ -135,6 +139,6 @@ def _labels(timeline: Timeline, kept: Memory | None) -> Iterator[str]:
 def _line(*parts: str | tuple[str, str]) -> Text:
     line = Text.assemble(*parts, no_wrap=True, overflow="crop")
     last = parts[-1]
-    if isinstance(last, str) or not last[1].startswith("on "):  # a blank on a colour is seen
+    if isinstance(last, str) or not last[1].startswith("on "):  # blanks with a background are visible
         line.rstrip()
     return line

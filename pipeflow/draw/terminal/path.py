@@ -1,4 +1,4 @@
-"""The critical path in few lines: what the makespan consists of, rank by rank, what repeats said once."""
+"""The critical path in a few lines: the parts of the makespan, rank by rank, with repetitions folded."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ from pipeflow.draw.painters import Painter
 from pipeflow.draw.terminal.gantt import painter_for
 from pipeflow.draw.times import Unit
 
-SHOWN = 4  # actions of one stretch that are written out
+SHOWN = 4  # how many actions of one stretch are written out
 
 
 class Stretch(NamedTuple):
-    """Actions of the path that follow each other on one rank. The first one began `wait` after what it waited for."""
+    """Actions of the path that follow each other on one rank.
+
+    Attributes:
+        causes: the actions with their causes, in order.
+        wait: how long after its cause the first action started.
+    """
 
     causes: tuple[Cause, ...]
     wait: float
@@ -40,7 +45,7 @@ class Stretch(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """What the first action waited for."""
+        """The value or action that the first action waited for, as text."""
         _, after, value = self.causes[0]
         if after is None:
             return ""
@@ -48,15 +53,19 @@ class Stretch(NamedTuple):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What it has in common with the same stretch for other microbatches."""
+        """A key that is equal for the same stretch of another microbatch."""
         return self.rank, self.reason, tuple((action.kind, action.stage) for action in self.actions)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """Lists the chain of actions that the makespan consists of: no action of it could begin before the one before it
-    had ended. Shortening anything else leaves the makespan as it is.
+    """Lists the chain of actions that makes up the makespan: each of them could start only when the one before it had
+    ended. Shortening any other action leaves the makespan as it is. For rich's `print`.
+
+    Attributes:
+        timeline: the timeline.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`.
     """
 
     timeline: Timeline
@@ -88,7 +97,7 @@ class CriticalPath:
         return start, wait if stretch.wait else "", stretch.reason, str(stretch.rank), _runs(stretch, painter)
 
 
-Row = tuple[str, str, str, str, Text]  # all but the last are aligned
+Row = tuple[str, str, str, str, Text]  # all but the last one are aligned
 
 
 def _line(row: Row, widths: list[int], style: str) -> Text:
@@ -100,7 +109,7 @@ def _line(row: Row, widths: list[int], style: str) -> Text:
 
 
 def stretches(timeline: Timeline) -> list[Stretch]:
-    """The critical path, cut where it goes from rank to rank."""
+    """The critical path, cut where it changes rank."""
     found, least = [], 1e-9 * timeline.makespan
     for _, causes in groupby(critical_path(timeline), key=lambda cause: cause.span.rank):
         chain = tuple(causes)
@@ -111,8 +120,12 @@ def stretches(timeline: Timeline) -> list[Stretch]:
 
 
 class Fold(NamedTuple):
-    """Stretches that are written out, and how many `times` they come again, alike but for the microbatches; `last` is
-    the last action of them all.
+    """Stretches that are written out once.
+
+    Attributes:
+        stretches: the stretches.
+        times: how many times they repeat, with other microbatches.
+        last: the last action of all repetitions.
     """
 
     stretches: tuple[Stretch, ...]
@@ -121,7 +134,7 @@ class Fold(NamedTuple):
 
 
 def folded(path: list[Stretch]) -> Iterator[Fold]:
-    """The path, what repeats said once."""
+    """The path with repetitions folded."""
     shapes = [stretch.shape for stretch in path]
     position = 0
     while position < len(path):
@@ -132,7 +145,7 @@ def folded(path: list[Stretch]) -> Iterator[Fold]:
 
 
 def _repeats(shapes: list[tuple[object, ...]], start: int) -> tuple[int, int]:
-    """The period that begins at `start`, and how often it comes again: the one that saves the most lines."""
+    """The period that starts at `start`, and how often it repeats: the one that saves the most lines."""
     best = (1, 0)
     for period in range(1, min(12, (len(shapes) - start) // 2) + 1):
         times = 0

@@ -1,4 +1,4 @@
-"""Scatter: named points in a plane in which less is better on both axes, on a terminal or as plain text."""
+"""Scatter: named points on two axes, where less is better on both, in a terminal or as plain text."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from pipeflow.draw.plane import Axis, Point, front, place_labels
 @final
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Draws points with their names, as high as it takes to name them all. Points of one place share it. Those on the
-    front are marked.
+    """Draws named points, as high as needed to name all of them. Points at one place share it. Pareto-optimal points
+    are marked. For rich's `print`.
+
+    Attributes:
+        points: the points.
+        x, y: the axes.
     """
 
     points: Sequence[Point]
@@ -41,7 +45,7 @@ class Scatter:
             yield Text(f"without a name: {', '.join(nameless)}")
 
     def _plotted(self, width: int, height: int, marks: tuple[str, str]) -> tuple[list[Text], list[str]]:
-        """The plot, `height` rows high, and the names that found no room in it."""
+        """The plot, `height` rows high, and the names that have no room in it."""
         ticks = self.y.ticks(max(point.y for point in self.points), height // 2)
         across = self.x.ticks(max(point.x for point in self.points), width // 12)
         margin = max(len(self.y.text(tick)) for tick in ticks) + 2
@@ -92,7 +96,7 @@ FRONT, REST = "bold green", "blue"
 
 
 def _put(line: Text, column: int, text: str, style: str) -> None:
-    """Writes over what stands in a line from `column` on."""
+    """Overwrites a line with `text` from `column` on."""
     head, rest = line[:column], line[column + len(text) :]
     line.plain = ""
     line.append_text(head).append(text, style).append_text(rest)

@@ -1,4 +1,4 @@
-"""Table: rows of numbers under titles, the best of each column marked."""
+"""Table: rows of numbers under titles, with the best of each column marked."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from rich.text import Text
 from pipeflow.core.text import printable
 
 BEST = "bold green"
-GAP = 2  # between columns, the mark of a cell included
+GAP = 2  # columns between two cells, including the mark of the first
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The first column is text, the others are numbers as text. `best` holds the (row, column) of cells that are
-    marked: with a star everywhere, and in colour where there is colour. A title may have several lines. Columns that
-    do not fit beside the others stand below them, with the first column again.
+    """A table whose first column is text and whose other columns are numbers. For rich's `print`. Columns that do not
+    fit the width are drawn below, with the first column again.
+
+    Attributes:
+        titles: the title of each column; it may have several lines.
+        rows: the cells, as text.
+        best: the (row, column) of the cells to mark: with a star, and in colour if there are colours.
     """
 
     titles: Sequence[str]
@@ -50,7 +54,7 @@ class Table:
 
 
 def _groups(widths: list[int], room: int) -> list[list[int]]:
-    """The columns that stand beside each other: the first one, and as many others as there is room for."""
+    """The columns that are drawn beside each other: the first one, and as many others as fit."""
     groups: list[list[int]] = [[0]]
     for column in range(1, len(widths)):
         taken = widths[0] + sum(GAP + widths[other] for other in groups[-1][1:])
@@ -61,7 +65,7 @@ def _groups(widths: list[int], room: int) -> list[list[int]]:
 
 
 def _line(cells: list[tuple[str, int, str, str]]) -> Text:
-    """From (text, width, style, mark): the first to the left, the others to the right."""
+    """A line of cells (text, width, style, mark): the first aligned left, the others right."""
     (first, width, style, _), *others = cells
     line = Text(no_wrap=True, overflow="ignore").append(first.ljust(width), style)
     for text, width, style, mark in others:

@@ -1,4 +1,4 @@
-"""Text: a small planned timeline as text that never changes its form, for docstrings and messages."""
+"""Text: a small simulated timeline as text in a fixed form, for docstrings and messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pipeflow.draw.pieces import Piece, pieces, round_half_up, shortest
 
 
 def picture(timeline: Timeline) -> str:
-    """One line a rank, in which the shortest span is as wide as its label and a blank, whatever that makes of
-    the whole; so it is for small schedules with regular costs. `Gantt` scales to a given width.
+    """The timeline as text, one line per rank. The shortest span is as wide as its label and a blank, whatever the
+    total width, so this is for small schedules with regular costs. `Gantt` scales to a given width.
 
-    A letter is the kind, a number the microbatch, lower case the second chunk, a dot a unit of idle time:
+    The letter is the kind, the number the microbatch, lower case the second chunk, a dot one unit of idle time:
 
     >>> from pipeflow import make_schedule, simulate
     >>> print(picture(simulate(make_schedule("1f1b", ranks=2, microbatches=2))))
