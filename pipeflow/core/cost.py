@@ -80,7 +80,7 @@ class CostModel:
         stages = len(self.forward)
         for name, numbers in self._per_stage():
             if len(numbers) != stages:
-                raise UsageError(f"costs are per stage: {name} has {len(numbers)} of them, forward {stages}")
+                raise UsageError(f"costs are per stage: {name} has length {len(numbers)}, forward has length {stages}")
             for stage, number in enumerate(numbers):
                 _require_cost(f"{name} of stage {stage}", number)
         for route, number in self.route_bytes.items():

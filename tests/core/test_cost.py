@@ -109,7 +109,7 @@ def test_what_was_planned_for_reductions_is_measured_of_the_plan(name: str) -> N
 def test_any_kind_and_any_kept_content_may_have_a_price() -> None:
     priced = CostModel((1, 1), (1, 1), (1, 1), times={Kind.F: (9, 9)}, kept_bytes={Content.SAVED: (2, 3)})
     assert priced.duration(Kind.F, 0) == 1  # it has an argument of its own
-    with pytest.raises(UsageError, match="times of W has 1 of them, forward 2"):
+    with pytest.raises(UsageError, match="times of W has length 1, forward has length 2"):
         CostModel((1, 1), (1, 1), (1, 1), times={Kind.W: (1,)})
     with pytest.raises(UsageError, match="kept_bytes of deferred of stage 1 must be finite and not negative, got -1"):
         CostModel((1, 1), (1, 1), (1, 1), kept_bytes={Content.DEFERRED: (1, -1)})

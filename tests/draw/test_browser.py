@@ -168,7 +168,7 @@ def test_a_block_that_is_pointed_at_says_what_it_is_and_what_it_waited_for(page:
     assert f"end{cause.span.end * 2:g} ms" in tip
     assert f"duration{(cause.span.end - cause.span.start) * 2:g} ms" in tip
     assert "stage1 (chunk 0 of its rank)microbatch0rank1" in tip
-    assert f"{cause}; rank 1 stood idle for {idle * 2:g} ms." in tip
+    assert f"{cause}; rank 1 was idle for {idle * 2:g} ms." in tip
 
 
 @pytest.mark.parametrize("name", ["transfers", "measured", "pairs", "overlapping"])

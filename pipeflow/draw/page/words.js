@@ -41,7 +41,7 @@ function idleBefore(block) {
 /** Sentences about a block: what it waited for, its pair, the critical path. */
 export function sentences(data, block) {
   const idle = idleBefore(block);
-  const stood = idle > data.shortest * 1e-6 ? `; rank ${block.rank} stood idle for ${saidTime(data, idle)}` : "";
+  const stood = idle > data.shortest * 1e-6 ? `; rank ${block.rank} was idle for ${saidTime(data, idle)}` : "";
   const found = [`${cause(data, block)}${stood}.`];
   if (block.partner) found.push(`Overlapped with ${block.partner.action}.`);
   if (block.critical) found.push("On the critical path.");
