@@ -12,10 +12,10 @@ from pipeflow.core.timeline import Timeline
 
 
 def measured_costs(timeline: Timeline) -> CostModel:
-    """The costs that a timeline shows. Per stage it is the mean time of its actions. The latency is the median time
-    that an idle rank waited for a value after it was made. The time of a whole backward is divided between its halves
-    in the proportion of the backwards that ran in halves, or equally if there are none. Of the ranks that reduce a
-    stage together, the last one to start waits least, so its time is the cost of the reduction.
+    """The costs that a timeline shows. The time of an action is the mean over the actions of its kind and stage. The
+    latency is the median time that an idle rank waited for a value after it was made. The time of a whole backward is
+    divided between its halves in the proportion of the backwards that ran in halves, or equally if there are none. Of
+    the ranks that reduce a stage together, the last one to start waits least, so its time is the cost of the reduction.
     """
     times: dict[tuple[Kind, int], list[float]] = {}
     for span in timeline:
