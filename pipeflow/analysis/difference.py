@@ -1,5 +1,4 @@
-"""Difference: what differs between two schedules of one placement, rank by rank. Must not contain: sentences about it.
-"""
+"""Difference: what differs between two schedules of one placement, rank by rank. Must not contain: sentences."""
 
 from __future__ import annotations
 

@@ -60,8 +60,7 @@ def _computations(row: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def _beside(row: tuple[Entry, ...]) -> dict[int, list[Compute]]:
-    """Per position among the computations, the actions of other streams that are started after the computation there.
-    """
+    """Per position among the computations, the actions of other streams to start after the computation there."""
     beside: dict[int, list[Compute]] = defaultdict(list)
     computed = -1
     for entry in row:

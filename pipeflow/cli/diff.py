@@ -1,5 +1,4 @@
-"""`pipeflow diff`: two schedules, or a plan and a measured step: what moved, how the measures change, and both drawn.
-"""
+"""`pipeflow diff`: two schedules, or a plan and a measured step: the moves, the measures, and both drawn."""
 
 from __future__ import annotations
 

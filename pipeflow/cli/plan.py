@@ -38,9 +38,7 @@ def add_to(commands: Commands) -> None:
     _add_sizes(command)
     _add_schedule(command)
     _add_layout(command)
-    command.add_argument(
-        "--flops", type=float, metavar="X", help="FLOP/s of one device; gives times in seconds"
-    )
+    command.add_argument("--flops", type=float, metavar="X", help="FLOP/s of one device; gives times in seconds")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
 

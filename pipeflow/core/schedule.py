@@ -1,5 +1,4 @@
-"""Schedule: which rank computes what, in which order. Must not contain: when actions run, and who sends what to whom.
-"""
+"""Schedule: which rank computes what, in which order. Must not contain: times, and who sends what to whom."""
 
 from __future__ import annotations
 

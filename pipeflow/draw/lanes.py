@@ -48,8 +48,7 @@ def all_lanes(timeline: Timeline) -> list[list[Lane]]:
 
 
 def lanes(timeline: Timeline) -> list[list[Lane]]:
-    """The result of `all_lanes` without streams on which nothing takes time. The lane of the computations always stays.
-    """
+    """The result of `all_lanes` without streams on which nothing takes time, except the computations."""
     ranks = all_lanes(timeline)
     timed = {lane.stream for rank in ranks for lane in rank if any(span.end > span.start for span in lane.row)}
     return [[lane for lane in rank if lane.stream in timed | {Stream.COMPUTE}] for rank in ranks]

@@ -93,7 +93,7 @@ class Letters:
             last = self.joint if piece.joined else " "
             yield text[: piece.width].ljust(piece.width - 1, "-").ljust(piece.width, last), ""
 
-    about_mixtures: ClassVar[str] = "Each column holds several actions and shows the letter of one of them, in turn."
+    about_mixtures: ClassVar[str] = "Columns hold several actions and show the letter of one of them, in turn."
 
     def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
         if mixture.shown is None:
@@ -167,8 +167,8 @@ class Colours:
     @property
     def about_mixtures(self) -> str:
         if self.few:
-            return "Each column holds several actions and shows the colour of one of them, in turn."
-        return "Each column holds several actions and shows their average colour, greyer where idle."
+            return "Columns hold several actions and show the colour of one of them, in turn."
+        return "Columns hold several actions and show their average colour, greyer where idle."
 
     def mixture(self, mixture: Mixture, stream: Stream) -> Painted:
         text = " " if stream is Stream.COMPUTE else BAR

@@ -54,8 +54,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def front(points: Iterable[Point]) -> list[Point]:
-    """The Pareto-optimal points, from left to right: no other point is at least as good on both axes and better on one.
-    """
+    """The Pareto-optimal points, from left to right: no other point is as good on both axes and better on one."""
     best: list[Point] = []
     for point in sorted(points, key=lambda point: (point.x, point.y)):
         if not best or point.y < best[-1].y - 1e-9 or (point.x, point.y) == best[-1][1:]:

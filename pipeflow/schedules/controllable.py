@@ -1,5 +1,4 @@
-"""Controllable memory: a building block, repeated for each microbatch, whose offsets set how many activations are kept.
-"""
+"""Controllable memory: a building block, repeated per microbatch, whose offsets set how many activations are kept."""
 
 from __future__ import annotations
 

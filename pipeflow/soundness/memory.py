@@ -1,5 +1,4 @@
-"""Memory: where a schedule keeps more activations than a rank may. It is counted from the order alone, without times.
-"""
+"""Memory: where a schedule keeps more activations than a rank may. Must not contain: times."""
 
 from __future__ import annotations
 

@@ -62,10 +62,16 @@ def test_bytes_are_said_where_they_are_known(capsys: pytest.CaptureFixture[str])
         (json.dumps(SOUND | {"times": [1, 2]}), "times must be an object with a list per stage for some of F, B, "),
         (json.dumps(SOUND | {"times": {"X": [1, 2]}}), "times must be an object with a list per stage for some of F"),
         (json.dumps(SOUND | {"kept_bytes": {"saved": 1}}), "kept_bytes of saved must be a list with one number per"),
-        (json.dumps(SOUND | {"forward": [1]}), "costs are per stage: backward_input has length 2, forward has length 1"),
+        (
+            json.dumps(SOUND | {"forward": [1]}),
+            "costs are per stage: backward_input has length 2, forward has length 1",
+        ),
         (json.dumps(SOUND | {"forward": [1, "2"]}), "forward of stage 1 must be a number, got '2'"),
         (json.dumps(SOUND | {"forward": [1, -2]}), "forward of stage 1 must be finite and not negative, got -2.0"),
-        (json.dumps(SOUND | {"saved_bytes": [1]}), "costs are per stage: saved_bytes has length 1, forward has length 2"),
+        (
+            json.dumps(SOUND | {"saved_bytes": [1]}),
+            "costs are per stage: saved_bytes has length 1, forward has length 2",
+        ),
         (json.dumps(SOUND | {"latency": -1}), "latency must be finite and not negative, got -1.0"),
         (json.dumps(SOUND | {"latency": [1]}), "latency must be a number, got [1]"),
         (json.dumps(SOUND | {"overlap": 2}), "overlap is a share of the shorter half"),

@@ -36,7 +36,7 @@ def test_what_is_too_dense_for_blocks_has_average_colours_and_a_line_says_so() -
     whole = draw(Gantt(planned("interleaved-1f1b", 4, 200), memory=False), colours="truecolor").splitlines()
     assert [len(re.findall("48;2;", line)) > 60 for line in whole if "rank " in line] == [True] * 4
     lines = draw(Gantt(timeline, memory=False), colours="truecolor").splitlines()
-    assert lines[-1] == "Each column holds several actions and shows their average colour, greyer where idle."
+    assert lines[-1] == "Columns hold several actions and show their average colour, greyer where idle."
     row = next(line for line in lines if "rank 1" in line)
     colours = [tuple(map(int, found)) for found in re.findall(r"48;2;(\d+);(\d+);(\d+)", row)]
     steady = colours[5:-5]
@@ -46,7 +46,7 @@ def test_what_is_too_dense_for_blocks_has_average_colours_and_a_line_says_so() -
         assert all(abs(colour[part] - wanted) < 10 for colour in steady)  # a steady state has one colour: no moire
     for shown in (draw(Gantt(timeline)), draw(Gantt(timeline), colours="standard")):
         assert shown.splitlines()[-1].endswith("that of one of them, each in turn.")
-    assert "Each column holds" not in draw(Gantt(planned()))
+    assert "Columns hold" not in draw(Gantt(planned()))
 
 
 def slower(timeline: Timeline, factor: float) -> Timeline:
@@ -203,7 +203,7 @@ def test_a_comparison_says_the_measures_of_both() -> None:
     assert "makespan 195 ms  bubble 20.0%  peak activations 4 on every rank" in lines
     assert lines[-2:] == [
         "F forward   B backward   . idle   1-4 activations kept",
-        "Each column holds several actions and shows the letter of one of them, in turn.",
+        "Columns hold several actions and show the letter of one of them, in turn.",
     ]
 
 
