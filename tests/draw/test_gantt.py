@@ -45,7 +45,7 @@ def test_what_is_too_dense_for_blocks_has_average_colours_and_a_line_says_so() -
         wanted = (forward[part] + 2 * backward[part]) / 3
         assert all(abs(colour[part] - wanted) < 10 for colour in steady)  # a steady state has one colour: no moire
     for shown in (draw(Gantt(timeline)), draw(Gantt(timeline), colours="standard")):
-        assert shown.splitlines()[-1].endswith("that of one of them, each in turn.")
+        assert shown.splitlines()[-1].endswith("of one of them, in turn.")
     assert "Columns hold" not in draw(Gantt(planned()))
 
 
