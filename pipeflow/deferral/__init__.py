@@ -1,1 +1,3 @@
-"""Weight gradients for later: layers that leave them, and what they leave. Knows neither schedules nor ranks."""
+"""Deferred weight gradients: the layers that defer them, and the products to compute later. Knows neither schedules nor
+ranks.
+"""

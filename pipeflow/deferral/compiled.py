@@ -1,5 +1,5 @@
-"""Compiled code that defers: a backend of torch.compile whose backwards leave weight gradients to a Deferral. What must
-not live here: how a backward is split, and which modules are compiled.
+"""Compiled code that defers: a backend of torch.compile whose backwards leave weight gradients to a Deferral. Must not
+contain: how a backward is split, and which modules are compiled.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pipeflow.deferral.products import Deferral, Deferred, has_hooks
 
 
 class DeferringBackend:
-    """A backend of torch.compile: "inductor" with its options, or "aot_eager". What is called within `deferring` leaves
-    the gradients of weights, which are parameters of two dimensions or more, to a Deferral. Those of others, such as
-    biases and norms, are sums that are computed with the input's gradient.
+    """A backend of torch.compile: "inductor" with its options, or "aot_eager". Code called inside `deferring` leaves
+    the gradients of weights, which are parameters with two or more dimensions, to a Deferral. Gradients of other
+    parameters, such as biases and norms, are computed with the input's gradient, because they are only sums.
     """
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class DeferringBackend:
 
     @contextmanager
     def deferring(self, deferral: Deferral) -> Iterator[None]:
-        """Within, what this thread calls hands its weight gradients to `deferral`."""
+        """Inside, compiled code that this thread calls hands its weight gradients to `deferral`."""
         before, self._now.deferral = self._now.deferral, deferral
         try:
             yield
@@ -42,7 +42,7 @@ class DeferringBackend:
             self._now.deferral = before
 
     def __call__(self, graph: GraphModule, examples: Sequence[Any]) -> Code:
-        """The compiled graph, as torch.compile asks for it."""
+        """Compiles a graph, as torch.compile requests."""
         places = [index for index, example in enumerate(examples) if waits(example)]
         compiled = self._compile(graph, examples, _Splitter(graph, examples, places), self._options)
         now = self._now
@@ -62,16 +62,14 @@ class DeferringBackend:
 
 @cache
 def deferring_backend(name: str, options: tuple[tuple[str, Any], ...]) -> DeferringBackend:
-    """The backend of that name with these options: one for all modules and threads, which share its code where they are
-    alike.
+    """The backend with this name and these options. All modules and threads use one, so that modules that are alike
+    share code.
     """
     return DeferringBackend(name, dict(options))
 
 
 class CompiledCall:
-    """What stands in a module for its own call, where it was compiled: calls the compiled code, whose weight gradients
-    go to `deferral` where its backend defers.
-    """
+    """The compiled call of a module. If its backend defers, weight gradients go to `deferral`."""
 
     def __init__(self, module: nn.Module, code: Code, backend: DeferringBackend | None, deferral: Deferral) -> None:
         self._module = module
@@ -80,34 +78,34 @@ class CompiledCall:
         self._deferral = deferral
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """As the module's."""
+        """Calls the compiled module."""
         if self._backend is None:
             return self._code(self._module, *arguments, **keywords)
         with self._backend.deferring(self._deferral):
             return self._code(self._module, *arguments, **keywords)
 
     def waits(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient of a parameter of the module is left for later."""
+        """Returns True if the gradient of this parameter of the module is deferred."""
         return self._backend is not None and waits(parameter)
 
 
 @runtime_checkable
 class Opaque(Protocol):
-    """A layer that torch.compile may not see into, since it waits for other ranks."""
+    """A layer that torch.compile may not trace, because it waits for other ranks."""
 
     @property
     def compiles(self) -> bool:
-        """Whether it does."""
+        """True if it can be traced after all."""
         ...
 
     def leave_eager(self) -> None:
-        """Has compiled code call it as it is."""
+        """Makes compiled code call the layer uncompiled."""
         ...
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile was called with a module, by whomever."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # where it keeps what it wrapped
+    """Returns True if torch.compile was applied to the module, by any code."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # the wrapped module
 
 
 class _Now(local):
@@ -115,19 +113,19 @@ class _Now(local):
 
 
 def waits(parameter: object) -> bool:
-    """Whether a parameter's gradient is left for later in compiled code."""
+    """Returns True if compiled code defers the gradient of the parameter."""
     return type(parameter) is nn.Parameter and parameter.requires_grad and parameter.dim() >= 2
 
 
 class DeferredParameters(NamedTuple):
-    """What a call hands to its function. A tuple, so that no parameter is part of the graph."""
+    """The weights of a call and their Deferral. A tuple, so that no parameter is part of the graph."""
 
     deferral: Deferral
     parameters: list[nn.Parameter]
 
 
 class _Weights(Function):
-    """Stands for the weights in the graph, and gets from the compiled backward what makes their gradients."""
+    """Stands for the weights in the graph, and receives the parts of their gradients from the compiled backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, deferred: DeferredParameters) -> tuple[Tensor, ...]:
@@ -142,8 +140,8 @@ class _Weights(Function):
 
 
 class CompiledProduct(Deferred):
-    """The weight gradients of one call of compiled code: of each parameter its gradient or, for the first of those that
-    are left for later, a Late.
+    """The weight gradients of one call of compiled code: each is a gradient or, for the first of the deferred ones, a
+    Late.
     """
 
     __slots__ = ("_gradients", "_weights")
@@ -154,12 +152,12 @@ class CompiledProduct(Deferred):
 
     @property
     def weights(self) -> Sequence[nn.Parameter]:
-        """All of them."""
+        """All weights."""
         return self._weights
 
     @property
     def has_hooks(self) -> bool:
-        """Whether one of the weights has some."""
+        """True if a weight has hooks."""
         return any(map(has_hooks, self._weights))
 
     def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -174,11 +172,11 @@ class CompiledProduct(Deferred):
         return found
 
 
-_LATE = "_pipeflow_late"  # the attribute of a gradient that holds what makes it
+_LATE = "_pipeflow_late"  # the attribute of a gradient that holds its Late
 
 
 class Late:
-    """What makes gradients in a second half: its code, and of the weights' places those that it computes."""
+    """Computes gradients in a second half: its code, and the places of the weights whose gradients it computes."""
 
     __slots__ = ("_arguments", "_code", "_places")
 
@@ -189,7 +187,7 @@ class Late:
 
     @torch.no_grad()
     def compute(self) -> dict[int, Tensor]:
-        """The gradients, none of which shares memory with another, by the weights' places."""
+        """The gradients by the weights' places; no two of them share memory."""
         arguments, self._arguments = self._arguments, []
         found: dict[int, Tensor] = {}
         seen: set[int] = set()
@@ -200,18 +198,18 @@ class Late:
 
 
 class _Splitter:
-    """Compiles the backward of a graph: in two halves, where it returns the gradients of the graph's inputs in their
-    order.
+    """Compiles the backward of a graph in two halves, if the backward returns the gradients of the graph's inputs in
+    their order.
 
     Args:
-        graph: that was given to a backend.
+        graph: the graph that was given to the backend.
         examples: its inputs.
-        places: those of them that are weights.
+        places: the indices of those inputs that are weights.
     """
 
     def __init__(self, graph: GraphModule, examples: Sequence[Any], places: Sequence[int]) -> None:
         before = len(list(graph.parameters())) + len(list(graph.buffers()))
-        self._weights = {before + index: place for place, index in enumerate(places)}  # by their place in the results
+        self._weights = {before + index: place for place, index in enumerate(places)}  # by index in the results
         self._shapes = {before + index: examples[index].shape for index in places}
 
     def __call__(self, backward: GraphModule, examples: Sequence[Any], compiler: Compiler) -> Code:
@@ -231,7 +229,9 @@ class _Splitter:
         return list(looks) if all(look.shape == self._shapes[index] for index, look in looks.items()) else []
 
     def _joined(self, halves: Halves, first: Code, second: Code) -> Code:
-        """The backward. It returns nothing for weights but, in the place of the first one, what holds a Late."""
+        """The backward as one function. It returns nothing for weights except, in the place of the first one, a tensor
+        that carries a Late.
+        """
         places = [self._weights[index] for index in halves.late]
         count = len(results_of(halves.of_inputs)) - (len(halves.examples) - len(halves.kept))
         carrier, look = halves.late[0], results_of(halves.of_weights)[0].meta["val"]

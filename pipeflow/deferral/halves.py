@@ -1,5 +1,5 @@
-"""Halves: a compiled backward as two graphs, one for the gradients of inputs and one for those of weights. What
-must not live here: who compiles them, and when either runs.
+"""Halves: splits a compiled backward into two graphs, one for the gradients of inputs and one for those of weights.
+Must not contain: how they are compiled, and when they run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class Halves(NamedTuple):
     """The two graphs of a backward.
 
     Attributes:
-        of_inputs: takes what the whole backward takes and returns what it returns, with None in the places of `late`,
+        of_inputs: takes the arguments of the whole backward and returns its results, with None in the places of `late`,
             then the values that the other half needs.
         of_weights: takes the arguments `kept` of the backward, then those values; returns the results `late`.
-        kept: which arguments of the backward the second half needs.
-        late: which results of the backward are left to the second half.
-        examples: what stands for the arguments of the second half while it is compiled.
+        kept: indices of the backward's arguments that the second half needs.
+        late: indices of the backward's results that the second half computes.
+        examples: example arguments of the second half for its compilation.
     """
 
     of_inputs: GraphModule
@@ -32,13 +32,13 @@ class Halves(NamedTuple):
 
 
 def halves_of(backward: GraphModule, wanted: Collection[int], arguments: Sequence[Any]) -> Halves | None:
-    """Splits a backward so that those of its results `wanted` that the others do not need are left to the second half.
-    None where there are none.
+    """Splits a backward so that the second half computes those results in `wanted` that no other result needs. Returns
+    None if there are none.
 
     Args:
-        backward: a graph of operators, as AOTAutograd makes it. It is left as it is.
-        wanted: positions of results.
-        arguments: what stands for the arguments of the backward while it is compiled.
+        backward: a graph of operators, as AOTAutograd makes it; it is not changed.
+        wanted: indices of results.
+        arguments: example arguments of the backward.
     """
     nodes = list(backward.graph.nodes)
     places = [node for node in nodes if node.op == "placeholder"]
@@ -75,8 +75,8 @@ def results_of(graph: GraphModule) -> list[Any]:
 
 
 def _ancestors(results: Iterable[Node], until: Collection[Node] = ()) -> set[Node]:
-    """The nodes from which `results` follow, these among them. The walk ends at the tensors and arguments in `until`;
-    numbers, such as sizes, and attributes of the graph are found again instead.
+    """The nodes that `results` depend on, including themselves. The walk stops at tensors and arguments in `until`;
+    numbers, such as sizes, and attributes of the graph are computed again instead.
     """
     found: set[Node] = set()
     ahead = list(results)
@@ -94,7 +94,7 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _graph(backward: GraphModule, results: Sequence[Any], taken: Sequence[Node] | None = None) -> GraphModule:
-    """What of the backward computes `results`, from its own arguments, or from the nodes `taken`."""
+    """The part of the backward that computes `results`, from its own arguments or from the nodes `taken`."""
     made, copies = Graph(), dict[Node, Node]()
     for node in taken or ():
         copies[node] = made.placeholder(node.name)

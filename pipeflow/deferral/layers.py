@@ -1,5 +1,5 @@
-"""Layers that defer: torch's own, whose backward returns the input's gradient and hands the rest to a Deferral. What
-must not live here: how a product is computed, and which layers of a module are made to defer.
+"""Layers that defer: torch's own layers with a backward that returns the input's gradient and hands the weight's
+product to a Deferral. Must not contain: how a product is computed, and which layers of a module are made to defer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipeflow.deferral.products import ConvolutionProduct, Deferral, Deferred, E
 
 
 class DeferredWeights(NamedTuple):
-    """What a forward hands to its function beside the input. A tuple, so that no parameter is part of the graph."""
+    """The weights that a forward passes to its function. A tuple, so that no parameter is part of the graph."""
 
     deferral: Deferral
     weight: nn.Parameter
@@ -28,20 +28,20 @@ class DeferredWeights(NamedTuple):
 
 
 class Deferring(nn.Module):
-    """A stock layer that defers. Only its class is another: copies and pickles of it are the stock layer."""
+    """A stock layer that defers. Only its class differs: copies and pickles of it are the stock layer."""
 
     stock: ClassVar[type[nn.Module]]
     deferral: Deferral | None = None
 
     def deferred_parameters(self) -> list[nn.Parameter]:
-        """Those whose gradients go to the Deferral."""
+        """The parameters whose gradients go to the Deferral."""
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         if weight is None or not weight.requires_grad:
             return []
         return [weight] if bias is None or not bias.requires_grad else [weight, bias]
 
     def _deferred_weights(self) -> DeferredWeights | None:
-        """None unless there will be a backward, and it is autograd's own."""
+        """The deferred weights, or None unless there will be a backward by autograd itself."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return None
         if torch._C._get_tracing_state():
@@ -57,7 +57,7 @@ class Deferring(nn.Module):
     def _get_name(self) -> str:
         return self.stock.__name__
 
-    def __prepare_scriptable__(self) -> Deferring:  # torch.jit.script asks
+    def __prepare_scriptable__(self) -> Deferring:  # called by torch.jit.script
         if "stock" in vars(type(self)):
             raise UsageError(
                 f"a {self._get_name()} that defers its weight gradient, as in a Pipeline's chunk, cannot be scripted: "
@@ -66,13 +66,13 @@ class Deferring(nn.Module):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if "stock" not in vars(type(self)):  # a class that something else made of this one, like a parametrization
+        if "stock" not in vars(type(self)):  # a class derived from this one, for example by a parametrization
             return super().__reduce_ex__(protocol)
         return object.__new__, (self.stock,), {name: value for name, value in vars(self).items() if name != "deferral"}
 
 
 class DeferringLinear(Deferring, nn.Linear):
-    """An nn.Linear whose weight's and bias's gradients can wait."""
+    """An nn.Linear that defers the gradients of its weight and bias."""
 
     stock = nn.Linear
 
@@ -96,7 +96,8 @@ class _DeferringConvolution(Deferring, nn.modules.conv._ConvNd):
         return output if batched else output.squeeze(0)
 
     def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """The input, and the zeros that the convolution itself still adds on both sides of each dimension."""
+        """The input, padded if needed, and the zeros that the convolution itself adds on both sides of each dimension.
+        """
         if self.padding_mode == "zeros" and not isinstance(self.padding, str):
             return input, self.padding
         ends = self._reversed_padding_repeated_twice  # left, right of the last dimension, then of the one before
@@ -107,19 +108,19 @@ class _DeferringConvolution(Deferring, nn.modules.conv._ConvNd):
 
 
 class DeferringConv1d(_DeferringConvolution, nn.Conv1d):
-    """An nn.Conv1d whose weight's and bias's gradients can wait."""
+    """An nn.Conv1d that defers the gradients of its weight and bias."""
 
     stock = nn.Conv1d
 
 
 class DeferringConv2d(_DeferringConvolution, nn.Conv2d):
-    """An nn.Conv2d whose weight's and bias's gradients can wait."""
+    """An nn.Conv2d that defers the gradients of its weight and bias."""
 
     stock = nn.Conv2d
 
 
 class DeferringEmbedding(Deferring, nn.Embedding):
-    """An nn.Embedding whose weight's gradient can wait."""
+    """An nn.Embedding that defers the gradient of its weight."""
 
     stock = nn.Embedding
 
@@ -185,7 +186,7 @@ class _Embedding(Function):
 
 
 def _begin(ctx: Any, input: Tensor, deferred: DeferredWeights) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Saves what the backward needs; returns what the forward computes with."""
+    """Saves what the backward needs; returns the operands of the forward."""
     ctx.deferred = deferred
     operands = lowered(input, deferred.weight, deferred.bias)
     ctx.save_for_backward(*operands[:2])
@@ -193,13 +194,13 @@ def _begin(ctx: Any, input: Tensor, deferred: DeferredWeights) -> tuple[Tensor, 
 
 
 def _own(output: Tensor) -> Tensor:
-    """The same values as no view, since torch refuses to write in place to a view that a function returns."""
+    """The same values, but not as a view, since torch forbids writing in place to a view that a function returns."""
     return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
 
 def lowered(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in autocast's dtype, where that is on."""
-    # Cast here: autocast would keep its cast of the weight, made without a graph, for other users of the weight.
+    """The operands in autocast's dtype, if autocast is on."""
+    # Cast here: autocast would cache its cast of the weight, made without a graph, for other uses of the weight.
     device = input.device.type
     enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if enabled and input.dtype is not torch.float64 and not input.is_complex():
@@ -209,14 +210,14 @@ def lowered(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 
 def hand_over(ctx: Any, product: Deferred) -> None:
-    """Gives the product away, if this backward is one that leaves gradients in parameters.
+    """Hands the product to the Deferral, if this backward accumulates gradients in parameters.
 
-    Raises UsageError when the backward is itself to be differentiated.
+    Raises UsageError if the backward itself must be differentiated.
     """
     if torch.is_grad_enabled():
         raise UsageError(
             "a backward with create_graph=True cannot run through a layer that defers its weight gradient: "
-            "make the layer an instance of a subclass of its own, which is left as it is"
+            "make the layer an instance of your own subclass, which does not defer"
         )
     if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):  # not in torch.autograd.grad
         ctx.deferred.deferral.take(product)

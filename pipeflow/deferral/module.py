@@ -1,5 +1,5 @@
-"""Deferring weight gradients: one call makes the layers of a module leave them for later, so that a backward B can
-run as its two halves, I and W. What must not live here: when either runs.
+"""Deferring weight gradients: one call makes the layers of a module defer them, so that a backward B can run as its two
+halves, I and W. Must not contain: when the halves run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Deferrable", "Deferral", "defer_weight_gradients"]
 
 @runtime_checkable
 class Deferrable(Protocol):
-    """A layer that hands products to its `deferral`, which is given to it here."""
+    """A layer that hands products to its `deferral`, which `defer_weight_gradients` sets."""
 
     deferral: Deferral | None
 
@@ -30,18 +30,22 @@ class Deferrable(Protocol):
 
 
 def defer_weight_gradients(module: nn.Module, deferral: Deferral | None = None) -> Deferral:
-    """Makes every nn.Linear, nn.Conv1d, nn.Conv2d and nn.Embedding in `module`, and every layer that is Deferrable,
-    hand its weight gradients to the Deferral that is returned.
+    """Makes layers of `module` hand their weight gradients to a Deferral, which is returned.
 
-    Left as they are: subclasses of these layers, layers with a forward of their own or whose weight is not a plain
-    floating-point parameter (a parametrization, a DTensor), embeddings with `sparse` or `max_norm`. Such a layer's
-    weight gradient is part of I, and `Deferral.remaining` names it; so is that of a module that torch.compile
-    compiled. Hooks of a parameter run once per backward, with W or at the end of B. torch.autograd.grad leaves
-    parameters alone as ever, but cannot ask for a deferred one, nor for a graph of the backward.
+    These layers are every nn.Linear, nn.Conv1d, nn.Conv2d and nn.Embedding, and every layer that is Deferrable. Not
+    changed are subclasses of these classes, layers with their own forward or whose weight is not a plain floating-point
+    parameter (a parametrization, a DTensor), and embeddings with `sparse` or `max_norm`. I computes the weight gradient
+    of such a layer, and `Deferral.remaining` names it; the same holds for modules that torch.compile compiled. Hooks of
+    a parameter run once per backward, with W or at the end of B. torch.autograd.grad does not touch parameters, as
+    usual, but cannot compute the gradient of a deferred one, nor a graph of the backward.
 
-    Calling it again is harmless: the same layers keep their Deferral, and a layer that is also part of another
-    module goes to the last caller's; a backward of the other module then computes that layer's gradient at once. With
-    the `deferral` of an earlier call, layers that have replaced others since hand their gradients to that one.
+    It may be called again: layers keep their Deferral, except that a layer which is also part of another module goes to
+    the last caller's; a backward of the other module then computes that layer's gradient at once.
+
+    Args:
+        module: the module whose layers defer.
+        deferral: the result of an earlier call for the same module, which then also receives gradients of layers that
+            were replaced since. By default a new one.
     """
     layers = [layer for layer in map(_prepared, module.modules()) if layer is not None]
     deferral = deferral or _given_to_just(layers) or Deferral(module)
@@ -58,7 +62,7 @@ def defer_weight_gradients(module: nn.Module, deferral: Deferral | None = None) 
 
 
 def _late(module: nn.Module, layers: list[Deferrable]) -> set[int]:
-    """The ids of the parameters whose gradients are left for later."""
+    """The ids of the parameters whose gradients are deferred."""
     late = {id(parameter) for layer in layers for parameter in layer.deferred_parameters()}
     for compiled in filter(is_compiled, module.modules()):
         call, inside = compiled._compiled_call_impl, list(compiled.parameters())
@@ -87,7 +91,7 @@ _DEFERRING = {
 
 
 def _prepared(layer: nn.Module) -> Deferrable | None:
-    """The layer, if it defers; a stock one is made to."""
+    """The layer if it defers, after making a stock layer do so; otherwise None."""
     deferring = _DEFERRING.get(type(layer))
     if deferring is not None and _is_stock(layer):
         layer.__class__ = deferring
@@ -95,7 +99,7 @@ def _prepared(layer: nn.Module) -> Deferrable | None:
 
 
 def _is_stock(layer: nn.Module) -> bool:
-    """Whether the layer computes as its class says, with a weight whose gradient is one product."""
+    """Returns True if the layer has the forward of its class, and a weight whose gradient is one product."""
     weight = layer._parameters.get("weight")
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.layout is not torch.strided:
         return False

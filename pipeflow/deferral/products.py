@@ -1,5 +1,5 @@
-"""Weight-gradient products: what the backward of a layer leaves for W, how it is added to a parameter's gradient, and
-the Deferral that runs it now or keeps it. What must not live here: the layers that make products.
+"""Products: the weight gradients that the backward of a layer leaves for W, how they are added to a parameter's
+gradient, and the Deferral that runs them at once or stores them. Must not contain: the layers that make products.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pipeflow.core.errors import UsageError
 
 
 class Deferred(ABC):
-    """Weight gradients that are computed later. Called once: adds them to the parameters', and lets go of what they are
-    made of.
+    """Weight gradients that are computed later. Calling it, once, adds them to the parameters' gradients and frees its
+    tensors.
     """
 
     __slots__ = ()
@@ -27,12 +27,12 @@ class Deferred(ABC):
     @property
     @abstractmethod
     def weights(self) -> Sequence[nn.Parameter]:
-        """The parameters whose hooks are to see the whole gradient of a backward."""
+        """The parameters whose hooks must see the whole gradient of a backward."""
 
     @property
     @abstractmethod
     def has_hooks(self) -> bool:
-        """Whether something is to be called with one of the gradients."""
+        """True if hooks must be called with one of the gradients."""
 
     @abstractmethod
     def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -44,7 +44,7 @@ class Deferred(ABC):
 
 
 class Product(Deferred):
-    """The gradient of one layer's weight, and of its bias, from one call of the layer. `gradient` is that of the
+    """The gradients of one layer's weight and bias from one call of the layer. `gradient` is the gradient of the
     layer's output.
     """
 
@@ -64,11 +64,11 @@ class Product(Deferred):
 
     @property
     def has_hooks(self) -> bool:
-        """Whether the weight or the bias has some."""
+        """True if the weight or the bias has hooks."""
         return has_hooks(self.weight) or (self.bias is not None and has_hooks(self.bias))
 
     def release(self) -> tuple[Tensor, Tensor]:
-        """The input and the gradient, no longer held. Raises UsageError where either was overwritten since."""
+        """Returns the input and the gradient and frees them here. Raises UsageError if either was overwritten since."""
         input, gradient = self.input, self.gradient
         del self.input, self.gradient
         if self.versions != (input._version, gradient._version):
@@ -80,7 +80,7 @@ class Product(Deferred):
 
 
 class LinearProduct(Product):
-    """`gradient` is a matrix here: one row per row of the input."""
+    """The product of a linear layer. `gradient` is a matrix with a row per row of the input."""
 
     __slots__ = ()
 
@@ -101,11 +101,11 @@ class LinearProduct(Product):
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         input, gradient = self.release()
-        return gradient.t(), input.reshape(gradient.shape[0], input.shape[-1]).conj()  # itself, unless it is complex
+        return gradient.t(), input.reshape(gradient.shape[0], input.shape[-1]).conj()  # the same tensor unless complex
 
 
 class ConvolutionProduct(Product):
-    """`geometry`: what torch.convolution takes after the bias."""
+    """The product of a convolution. `geometry` is the arguments of torch.convolution after the bias."""
 
     __slots__ = ("geometry",)
 
@@ -122,7 +122,7 @@ class ConvolutionProduct(Product):
 
     def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
         input, gradient = self.release()
-        weight = self.weight.detach().to(gradient.dtype)  # for its shape and layout
+        weight = self.weight.detach().to(gradient.dtype)  # only its shape and layout are used
         outputs = None if self.bias is None else [gradient.shape[1]]
         wanted = (False, True, self.bias is not None)
         _, of_weight, of_bias = torch.ops.aten.convolution_backward(
@@ -132,7 +132,7 @@ class ConvolutionProduct(Product):
 
 
 class EmbeddingProduct(Product):
-    """`input` holds the indices. Rows of `padding_index` get no gradient; -1 for none."""
+    """The product of an embedding. `input` is the indices. Row `padding_index` gets no gradient; -1 stands for none."""
 
     __slots__ = ("padding_index", "scale_by_frequency")
 
@@ -150,8 +150,8 @@ class EmbeddingProduct(Product):
 
 
 class Hooked:
-    """The products of one backward whose parameters have hooks. Called once: gives each parameter their sum, so that
-    its hooks run once, as torch runs them.
+    """The products of one backward whose parameters have hooks. Calling it, once, gives each parameter their sum, so
+    that its hooks run once, as in torch.
     """
 
     __slots__ = ("__weakref__", "products")
@@ -170,8 +170,8 @@ class Hooked:
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Adds `gradient`, which nobody else holds, to the parameter's. Autograd does so where it could make a difference:
-    it runs hooks, and knows how the first gradient of a parameter must be laid out.
+    """Adds `gradient`, which must have no other users, to the parameter's. Uses autograd where it makes a difference:
+    it runs hooks, and knows the memory layout of a parameter's first gradient.
     """
     grad = parameter.grad
     if has_hooks(parameter):
@@ -185,29 +185,31 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _takes_products(grad: Tensor | None, parameter: nn.Parameter, gradient: Tensor) -> TypeGuard[Tensor]:
-    """Whether a product with `gradient` may be added to the parameter's `grad` while it is computed."""
+    """Returns True if a product with `gradient` may be added to the parameter's `grad` while it is computed."""
     if grad is None or grad.dtype is not gradient.dtype or grad.requires_grad or grad.layout is not torch.strided:
         return False
     return not has_hooks(parameter)
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether something is called with the parameter's gradient, or once it was added."""
+    """Returns True if the parameter has hooks on its gradient, or hooks that run after accumulation."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class Deferral:
-    """Where the layers of one stage hand their products. While `queue` is None a product runs at once, as in a whole
-    backward B; set to a list it collects them: setting it before a backward and resetting it after makes that
-    backward an I, and calling the products in order is its W. Gradients have the same bits either way, but for a
-    parameter that is also used outside of the layers that defer: the other part of its gradient is then added first.
-    Where parameters have hooks, a whole backward runs the products at its end.
+    """Receives the weight-gradient products of the layers of one stage.
+
+    While `queue` is None a product runs at once, as in a whole backward B. If `queue` is a list, products are appended
+    to it. To run a backward as I, set `queue` before it and reset it after it; calling the products in order is its W.
+    Gradients have the same bits either way, except for a parameter that is also used outside the layers that defer: the
+    other part of its gradient is then added first. If parameters have hooks, a whole backward runs the products at its
+    end.
 
     Attributes:
-        queue: where products go, in the order of the backward; None to run each at once.
-        deferred: the parameters whose gradients are products, by name, with their numbers of elements.
-        remaining: the other parameters that want a gradient: they get it inside I.
-        module: whose layers they are, as long as it lives.
+        queue: list of products in the order of the backward; None to run each product at once.
+        deferred: numbers of elements of the parameters whose gradients are products, by name.
+        remaining: the same for other trainable parameters, whose gradients I computes.
+        module: weak reference to the module of the layers.
     """
 
     __slots__ = ("_hooked", "anchor", "deferred", "module", "num_layers", "queue", "remaining")
@@ -219,11 +221,11 @@ class Deferral:
         self.deferred: Mapping[str, int] = {}
         self.remaining: Mapping[str, int] = {}
         self.num_layers = 0
-        # Stands for the weights in the graph: their own hooks would run on the None that a deferring layer returns.
+        # Stands for the weights in the graph, because their hooks would run on the None that a deferring layer returns.
         self.anchor = torch.empty(0, requires_grad=True)
 
     def take(self, product: Deferred) -> None:
-        """Runs or keeps `product`; called inside a backward."""
+        """Runs or stores `product`; called during a backward."""
         queue = self.queue
         if product.has_hooks:
             self._require_whole(product)
@@ -234,13 +236,13 @@ class Deferral:
             queue.append(product)
 
     def _require_whole(self, product: Deferred) -> None:
-        """Raises UsageError where autograd gives the weight another part of its gradient in the same backward."""
+        """Raises UsageError if autograd adds another part to the weight's gradient in the same backward."""
         for weight in product.weights:
             if torch._C._will_engine_execute_node(get_gradient_edge(weight).node):
                 raise UsageError(
                     f"{self._name_of(weight)} has hooks, and is used by a layer that defers its weight gradient "
-                    "and by other code, so that no hook would see its whole gradient: make the layer an instance of a "
-                    "subclass of its own, which is left as it is"
+                    "and by other code, so that no hook would see its whole gradient: make the layer an instance of "
+                    "your own subclass, which does not defer"
                 )
 
     def _name_of(self, parameter: nn.Parameter) -> str:
@@ -249,7 +251,7 @@ class Deferral:
         return next((repr(name) for name, each in named if each is parameter), "a parameter of no module")
 
     def _hooked_products(self) -> Hooked:
-        """Those of the backward that runs; they are run at its end, or by its W."""
+        """The products of the current backward with hooks; they run at its end, or in its W."""
         backward = torch._C._current_graph_task_id()
         hooked = self._hooked.get(backward)
         if hooked is None:
@@ -262,5 +264,5 @@ class Deferral:
 
     def __str__(self) -> str:
         late, early = sum(self.deferred.values()), sum(self.remaining.values())
-        text = f"{late} of {late + early} elements of weight gradients are deferred, {len(self.deferred)} parameters"
-        return f"{text}; not: {', '.join(self.remaining)}" if self.remaining else text
+        text = f"{late} of {late + early} elements of weight gradients are deferred ({len(self.deferred)} parameters)"
+        return f"{text}; not deferred: {', '.join(self.remaining)}" if self.remaining else text

@@ -1,1 +1,2 @@
-"""This process among the others: its place, what connects it to them, and what they tell each other when one fails."""
+"""This process among the others: its place, its connections to other ranks, and how failures are reported to all ranks.
+"""

@@ -1,4 +1,4 @@
-"""Aside: a call that may block in C++, where nothing interrupts it, on a thread that can be left behind."""
+"""Aside: runs a call that may block in C++, where nothing can interrupt it, on a thread that can be abandoned."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ T = TypeVar("T")
 
 
 def aside(function: Callable[[], T], name: str) -> Future[T]:
-    """Calls `function` on a thread of that name; the future has what it returns or raises. Whoever no longer wants
-    that just drops the future: the thread is a daemon, so it does not keep the process from ending.
+    """Calls `function` on a new thread called `name` and returns a future of its result or exception.
+
+    A caller that no longer needs the result drops the future. The thread is a daemon, so it does not keep the process
+    alive.
     """
     future: Future[T] = Future()
 

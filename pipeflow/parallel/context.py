@@ -1,5 +1,5 @@
-"""Context: this process's place among the others. The one state that the package keeps, as torch keeps its default
-process group: what floors above keep per rank hangs on it.
+"""Context: this process's place among the others. It is the only global state of the package, comparable to torch's
+default process group; other packages store their state per rank here.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from pipeflow.parallel.transport.subset import Subset
 
 @dataclass(eq=False)
 class Context:
-    """This process's place, and what connects it to the others.
+    """The place of this process in the world, and its connections to other ranks.
 
     Attributes:
-        rank: in the world.
-        layout: how the world's ranks are laid out.
-        device: where this process computes.
-        world: the transport of all ranks.
-        transport: that of this rank's pipeline.
-        tensor: the group that holds the other parts of the same layers.
-        data: the group that holds the same weights for other data.
-        alarm: tells every rank of a failure on one.
+        rank: rank in the world.
+        layout: the sizes of the world's dimensions (data, pipeline, tensor).
+        device: the device on which this process computes.
+        world: the transport that connects all ranks.
+        transport: the transport that connects the ranks of this rank's pipeline.
+        tensor: the group of ranks that hold the other parts of the same layers.
+        data: the group of ranks that hold the same weights and process other data.
+        alarm: reports a failure on one rank to all ranks.
     """
 
     rank: int
@@ -84,9 +84,10 @@ class Context:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The layout as torch's libraries want it: dimensions "data", "pipeline", "tensor". Ranks ask together the
-        first time. Raises UsageError where torch.distributed was not initialized, as in threads, or in a
-        world of one without torchrun.
+        """The layout as a `DeviceMesh` for torch's libraries, with dimensions "data", "pipeline" and "tensor".
+
+        All ranks must read it together the first time. Raises UsageError if torch.distributed is not initialized: when
+        ranks are threads, or in a world of one process without torchrun.
         """
         if not dist.is_initialized():
             raise UsageError("a device mesh needs torch.distributed: start processes, or call init_process_group first")
@@ -95,21 +96,21 @@ class Context:
         return DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "pipeline", "tensor"))
 
     def close(self) -> None:
-        """Gives the channels back; `launch` may then be called again. Every rank closes its own."""
+        """Closes the connections of this rank; `launch` may then be called again. Each rank closes its own."""
         self.world.close()
         _SCOPES.drop(self)
 
 
 @dataclass(eq=False)
 class _Scope:
-    """What a thread sees: its context, and what is kept beside it."""
+    """The state that a thread sees: its context, and the values stored with it."""
 
     context: Context | None = None
     kept: dict[str, Any] = field(default_factory=dict)
 
 
 class _Scopes:
-    """The process's scope, which every thread sees that has none of its own."""
+    """The scope of the process, used by every thread that has no scope of its own."""
 
     def __init__(self) -> None:
         self.process = _Scope()
@@ -132,9 +133,7 @@ _SCOPES = _Scopes()
 
 
 def current_context() -> Context:
-    """The context of this process, or of this thread where each rank is a thread. Raises UsageError when there is
-    none.
-    """
+    """The context of this process, or of this thread if ranks are threads. Raises UsageError if there is none."""
     context = context_if_launched()
     if context is None:
         raise UsageError("there is no context: call pipeflow.launch(pipeline=...) first")
@@ -142,31 +141,32 @@ def current_context() -> Context:
 
 
 def context_if_launched() -> Context | None:
-    """Like `current_context`, but None where nothing was launched: then this process is a world of one. Raises
-    UsageError on a thread without a context while others have one.
+    """Like `current_context`, but None if nothing was launched: this process is then a world of one.
+
+    Raises UsageError on a thread without a context while other threads have one.
     """
     context = _SCOPES.current().context
     if context is None and _SCOPES.open:
         raise UsageError(
-            "this thread has no context: the ranks of this process are threads, and this is none of them. On a rank's "
-            "thread, wrap what this one runs: pipeflow.parallel.context.in_this_context(function)"
+            "this thread has no context: the ranks of this process are threads, and this thread is not one of them. On "
+            "a rank's thread, wrap the function to run here: pipeflow.parallel.context.in_this_context(function)"
         )
     return context
 
 
 def is_launched() -> bool:
-    """Whether this thread has a context."""
+    """Returns True if this thread has a context."""
     return _SCOPES.current().context is not None
 
 
 def set_context(context: Context) -> None:
-    """Makes `context` this thread's; for launchers whose ranks are threads."""
+    """Sets the context of this thread. For launchers whose ranks are threads."""
     _SCOPES.open.add(context)
     _SCOPES.of_thread.set(_Scope(context))
 
 
 def set_process_context(context: Context) -> None:
-    """Makes `context` the one of every thread that has none of its own."""
+    """Sets the context of every thread that has none of its own."""
     _SCOPES.open.add(context)
     _SCOPES.process = _Scope(context)
 
@@ -176,7 +176,7 @@ R = TypeVar("R")
 
 
 def in_this_context(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, run with the caller's context on whichever thread calls it. Only needed where ranks are threads."""
+    """Wraps `function` so that it runs with the caller's context on any thread. Only needed if ranks are threads."""
     scope = _SCOPES.current()
 
     def run(*arguments: P.args, **keywords: P.kwargs) -> R:
@@ -187,19 +187,24 @@ def in_this_context(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def kept(key: str) -> Any:
-    """What `keep` kept under `key` for this rank, or None. Before any launch, for the process. Raises UsageError as
-    `current_context` does on a thread that is no rank.
+    """The value that `keep` stored under `key` for this rank, or None. Before any launch, values belong to the process.
+
+    Raises UsageError on a thread that is not a rank, like `current_context`.
     """
     return _kept().get(key)
 
 
 def keep(key: str, value: object) -> None:
-    """Keeps `value` as long as the context lives, for every thread of this rank. Raises UsageError like `kept`."""
+    """Stores `value` under `key` for all threads of this rank, until the context is closed. Raises UsageError like
+    `kept`.
+    """
     _kept()[key] = value
 
 
 def keeping(key: str, make: Callable[[], object]) -> AbstractContextManager[None]:
-    """Inside, on whichever thread it is entered, that thread alone is of this rank and finds `make()` under `key`."""
+    """Returns a context manager for any thread: inside it, that thread alone belongs to this rank and finds `make()`
+    under `key`.
+    """
     context, others = _SCOPES.current().context, _kept()
 
     @contextmanager

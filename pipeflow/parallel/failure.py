@@ -1,4 +1,4 @@
-"""Failure: how an error on one rank becomes the same error on every rank, and how the next step starts afresh."""
+"""Failure: raises an error of one rank on every rank, and prepares the next step after it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipeflow.core.errors import Failure, PipeflowError, PipelineError
 from pipeflow.parallel.transport.protocol import Transport
 from pipeflow.parallel.transport.work import LinkError
 
-_SLOWER = 10.0  # times
+_SLOWER = 10.0  # factor of the timeout
 
 
 class ActionError(Exception):
-    """Carries an error, its cause, out of the action that it happened in."""
+    """An error inside an action: `__cause__` is the error, `action` the action in which it happened."""
 
     def __init__(self, action: Action) -> None:
         super().__init__(str(action))
@@ -25,20 +25,20 @@ class ActionError(Exception):
 
 
 class Holder(Protocol):
-    """Whatever holds on to a transport's channels."""
+    """An object that holds channels of a transport."""
 
     def forget(self) -> None:
-        """Drops them: they are broken."""
+        """Drops the channels, because they are broken."""
 
 
 class Alarm:
-    """What the ranks tell each other when something goes wrong; one for a whole world.
+    """Reports failures between the ranks of a world; there is one per world.
 
     Args:
-        transport: of the world; it spreads the failure.
+        transport: the transport of the world, which spreads the failure.
 
     Attributes:
-        holders: asked to forget the transport's channels when they are to be closed.
+        holders: objects that are asked to drop the transport's channels before these are closed.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -49,12 +49,13 @@ class Alarm:
 
     @contextmanager
     def raised_everywhere(self, call: object = "") -> Iterator[None]:
-        """What all ranks do together: an error in it, on any rank, is raised on every rank. `call` says, as a string,
-        what this rank was asked to do, for the error that tells that ranks were asked different things.
+        """Wraps a call that all ranks make together: an error in it on any rank is raised on every rank.
 
-        Where it happened, pipeflow's own errors and an interruption pass as they are, with every other error as
-        the cause of a PipelineError; all other ranks raise that PipelineError. After one, the next use starts
-        afresh; but when a rank died there is no next one.
+        `call`, as a string, describes this rank's call. It appears in the error if ranks make different calls.
+
+        On the rank where the error happened, pipeflow's own errors and interruptions are raised unchanged; any other
+        error becomes the cause of a PipelineError. All other ranks raise that PipelineError. The next call then starts
+        afresh, unless a rank died: then every further call raises the same error.
         """
         if self._dead is not None:
             raise PipelineError(self._dead)
@@ -79,7 +80,7 @@ class Alarm:
             transport.patience, transport.call = outside
 
     def expect_slow(self) -> None:
-        """Has the others wait ten times as long for this rank in the call that it makes: it compiles first."""
+        """Makes other ranks wait ten times as long for this rank in the current call, because it compiles first."""
         self._transport.patience = self._transport.timeout * _SLOWER
 
     def _locate(self, error: BaseException) -> Failure:
@@ -99,5 +100,5 @@ def _reason(error: BaseException) -> str:
 
 
 def _trace(error: BaseException) -> str:
-    """The origin's traceback, for those who cannot see it; what pipeflow says itself needs none."""
+    """The traceback of the failing rank, for the other ranks; pipeflow's own errors need none."""
     return "" if isinstance(error, PipeflowError) else "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""Launch: how a process finds the others and its place among them."""
+"""Launch: connects this process to the others and finds its place among them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pipeflow.parallel.transport.protocol import Transport
 
 T = TypeVar("T")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OF_TORCH = timedelta(minutes=30)  # for the collectives of torch's own groups, as torch has it
+_OF_TORCH = timedelta(minutes=30)  # torch's default for the collectives of its own groups
 
 
 def launch(
@@ -41,23 +41,25 @@ def launch(
     timeout: float = 60.0,
     device: torch.device | str | None = None,
 ) -> Context:
-    """Joins this process to the others and returns its place, which all of its threads see. Tensor ranks are
-    neighbours, then come the ranks of a pipeline; what is left of the world are replicas, for data parallelism.
+    """Connects this process to the others and returns its context, which all of its threads see.
+
+    The world is arranged as replicas x pipeline x tensor: tensor ranks are neighbours, then come the ranks of a
+    pipeline; any further processes become data-parallel replicas.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initializes
-    torch.distributed's default process group unless that was done, for a world of one process, too. Without that
+    torch.distributed's default process group unless this was done before, also for a world of one process. Without that
     environment, this process is a world of its own and needs no process group.
 
     Args:
-        pipeline: ranks of a pipeline; by default there is one pipeline, through the whole world.
-        tensor: processes that share every layer.
-        timeout: seconds that launch waits for all ranks to come, and after which a wait gives up for another rank that
-            makes the same call; ten times as long where it may have to compile first. A rank that is between calls,
-            as in a long upload of its own, is waited for as long as its process answers.
-        device: by default this process's own GPU where there is one, else the CPU.
+        pipeline: number of ranks in a pipeline; by default all ranks form one pipeline.
+        tensor: number of processes that share every layer.
+        timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call; ten times
+            as long if that rank may have to compile first. There is no limit for a rank between calls, for example
+            during a long upload, as long as its process answers.
+        device: device of this process; by default its own GPU if there is one, else the CPU.
 
-    Raises UsageError, before any process group exists, when the world does not fit, and PipelineError that names the
-    ranks that do not come.
+    Raises UsageError, before any process group exists, if the world size does not fit, and PipelineError, naming the
+    missing ranks, if not all ranks launch in time.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     layout = Layout.of(world_size, pipeline, tensor)
@@ -81,7 +83,7 @@ def _device() -> torch.device:
 
 
 def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> DistributedTransport:
-    """Meets the other processes; rank 0 has the coordinator, to which all others connect."""
+    """Connects to the other processes; rank 0 runs the coordinator, to which all ranks connect."""
     coordinators: list[Coordinator] = []
 
     def tell(address: str) -> tuple[bytes, str, int]:
@@ -111,8 +113,8 @@ def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> D
 
 
 def _initialize(rank: int, world_size: int, device: torch.device, timeout: float, then: Callable[[str], T]) -> T:
-    """Makes torch's default process group unless there is one. Returns what `then` makes of the address of rank 0's
-    machine, having spoken to the other ranks by that group.
+    """Makes torch's default process group unless there is one, and returns `then(address)`, where `address` is that of
+    rank 0's machine; `then` may use the group.
     """
     if dist.is_initialized():
         return then(_address_of_rank_0(rank, world_size))
@@ -124,7 +126,7 @@ def _initialize(rank: int, world_size: int, device: torch.device, timeout: float
     def meet() -> T:
         dist.init_process_group(backend, store=found.store, rank=rank, world_size=world_size, timeout=patience)
         result = then(found.address)
-        dist.all_reduce(torch.zeros(1, device="cpu"))  # which no rank passes before all have come so far
+        dist.all_reduce(torch.zeros(1, device="cpu"))  # no rank passes this before all have reached it
         come(found.store, rank)
         return result
 
@@ -140,7 +142,7 @@ def _initialize(rank: int, world_size: int, device: torch.device, timeout: float
 
 
 def _address_of_rank_0(rank: int, world_size: int) -> str:
-    """Where all ranks reach rank 0's machine, which may know its own name as a loopback address alone."""
+    """The address at which all ranks reach rank 0's machine, which may know its own name as a loopback address only."""
     named = os.environ.get("MASTER_ADDR") or (socket.gethostname() if rank == 0 else "")
     seen = [torch.zeros(64, dtype=torch.uint8, device="cpu") for _ in range(world_size)]
     body = resolve(named).encode() if named else b""
@@ -151,7 +153,7 @@ def _address_of_rank_0(rank: int, world_size: int) -> str:
 
 
 def _told_by_rank_0(secret: bytes, address: str, port: int) -> tuple[bytes, str, int]:
-    """What rank 0 passed, on all ranks: by torch's group and not by its store, which anybody can read."""
+    """Rank 0's arguments, on all ranks: sent through torch's group rather than its store, which anybody can read."""
     told = torch.zeros(256, dtype=torch.uint8, device="cpu")
     body = json.dumps([secret.hex(), address, port]).encode()
     told[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)

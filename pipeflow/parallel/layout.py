@@ -1,5 +1,5 @@
-"""Layout: which rank of the world is where. Tensor ranks are neighbours, then come those of a pipeline, then the
-replicas. Plain numbers; what connects the ranks is elsewhere.
+"""Layout: maps ranks of the world to places. Tensor ranks are neighbours, then come the ranks of a pipeline, then the
+replicas. Must not contain: connections between ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A world of `data` replicas of pipelines of `pipeline` ranks, each of them `tensor` processes.
+    """The sizes of a world: `data` replicas of a pipeline of `pipeline` ranks, each of which is `tensor` processes.
+
+    Attributes:
+        pipeline: number of ranks in a pipeline.
+        tensor: number of processes that share every layer.
+        data: number of replicas.
 
     >>> Layout(pipeline=2, tensor=2, data=2).place(5)
     Place(data=1, pipeline=0, tensor=1)
@@ -36,9 +41,10 @@ class Layout:
 
     @classmethod
     def of(cls, world_size: int, pipeline: int | None = None, tensor: int = 1) -> Layout:
-        """The layout of a world: as many replicas as it holds; by default a single one, of all its processes.
+        """The layout of a world of `world_size` processes, with as many replicas as fit. By default there is one
+        replica, a pipeline through all processes.
 
-        Raises UsageError when the world is no multiple of what one replica needs.
+        Raises UsageError if `world_size` is not a multiple of the size of one replica.
         """
         require_positive(tensor=tensor)
         pipeline = max(1, world_size // tensor) if pipeline is None else pipeline
@@ -57,30 +63,30 @@ class Layout:
         return self.pipeline * self.tensor * self.data
 
     def place(self, rank: int) -> Place:
-        """Where `rank` of the world is."""
+        """The place of world rank `rank`."""
         replica, within = divmod(rank, self.pipeline * self.tensor)
         return Place(replica, *divmod(within, self.tensor))
 
     def rank(self, place: Place) -> int:
-        """The rank of the world that is at `place`."""
+        """The world rank at `place`."""
         return (place.data * self.pipeline + place.pipeline) * self.tensor + place.tensor
 
     def pipeline_ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the world that are in one pipeline with `rank`, in order of their stages."""
+        """The world ranks in the same pipeline as `rank`, in pipeline order."""
         place = self.place(rank)
         return tuple(self.rank(place._replace(pipeline=index)) for index in range(self.pipeline))
 
     def replica_ranks(self, rank: int) -> range:
-        """Those that hold one copy of the whole model together."""
+        """The world ranks that together hold the same copy of the whole model as `rank`."""
         size = self.pipeline * self.tensor
         return range(rank // size * size, (rank // size + 1) * size)
 
     def tensor_ranks(self, rank: int) -> tuple[int, ...]:
-        """Those that hold the other parts of the same layers."""
+        """The world ranks that hold the parts of the same layers as `rank`."""
         place = self.place(rank)
         return tuple(self.rank(place._replace(tensor=index)) for index in range(self.tensor))
 
     def data_ranks(self, rank: int) -> tuple[int, ...]:
-        """Those that hold the same weights for other data."""
+        """The world ranks that hold the same weights as `rank`, one per replica."""
         place = self.place(rank)
         return tuple(self.rank(place._replace(data=index)) for index in range(self.data))

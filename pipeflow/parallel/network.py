@@ -1,4 +1,4 @@
-"""Network: which address of this machine the other ranks reach."""
+"""Network: finds the address of this machine that other ranks can reach."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from contextlib import suppress
 
 
 def resolve(host: str) -> str:
-    """The address that this machine knows `host` by. Raises OSError."""
+    """The address of `host` as this machine resolves it. Raises OSError."""
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it is reached from its own machine alone."""
+    """Returns True if `address` can be reached from its own machine only."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def reachable(seen: Sequence[str]) -> str:
-    """Of what the machines call one of them, what all of them reach: no loopback address, unless they all do so."""
+    """The first address of `seen` that is no loopback address, or the first of all if each is one. `seen` are the
+    addresses that the machines know one machine by.
+    """
     return next((address for address in seen if not is_loopback(address)), seen[0])
 
 
 def address_towards(address: str) -> str:
-    """This machine's own address on the way to another, or to itself. Sends nothing."""
+    """This machine's own address on the route to `address`, which may be itself. Sends nothing."""
     if is_loopback(address):
         return address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -37,8 +39,9 @@ def address_towards(address: str) -> str:
 
 
 def use_interface_of(address: str) -> None:
-    """Has torch's own gloo groups use the interface of `address`, too, unless GLOO_SOCKET_IFNAME says another: they
-    would take that of the machine's name, which on many machines is 127.0.1.1.
+    """Makes torch's own gloo groups use the network interface of `address`, unless GLOO_SOCKET_IFNAME is set.
+
+    By default they use the interface of the machine's name, which is 127.0.1.1 on many machines.
     """
     name = "lo" if is_loopback(address) and sys.platform == "linux" else _interface(address)
     if name is not None:
@@ -46,7 +49,7 @@ def use_interface_of(address: str) -> None:
 
 
 def _interface(address: str) -> str | None:
-    """What Linux calls the interface that has this IPv4 address."""
+    """The name that Linux gives to the interface with this IPv4 address."""
     if sys.platform != "linux" or ":" in address:
         return None
     import fcntl

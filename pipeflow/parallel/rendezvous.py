@@ -1,5 +1,5 @@
-"""Rendezvous: how the processes of a job find each other, on the store that torchrun's environment names. Each life of
-a job has a name of its own, so that processes that torchrun restarts do not meet what their predecessors left there.
+"""Rendezvous: lets the processes of a job find each other through the store that torchrun's environment names. Every
+start of a job has its own name, so processes that torchrun restarts do not read what earlier ones left in the store.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from pipeflow.core.errors import Failure, PipelineError, UsageError
 from pipeflow.parallel.aside import aside
 from pipeflow.parallel.network import is_loopback, reachable, resolve
 
-_PAUSE = 0.01  # seconds between two looks
+_PAUSE = 0.01  # seconds between two checks
 _MARGIN = 1.0  # seconds by which rank 0 decides earlier than the others
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the ranks have found: a store for this life of the job, and the address of rank 0's machine."""
+    """The result of a rendezvous: a store for this start of the job, and the address of rank 0's machine."""
 
     store: dist.Store
     address: str
 
 
 def find_each_other(rank: int, size: int, timeout: float) -> Found:
-    """Returns when all ranks have come. Raises PipelineError, naming those that have not, after `timeout` seconds,
-    and UsageError where the environment does not say where to meet.
+    """Waits until all ranks have joined.
+
+    Raises PipelineError, naming the missing ranks, after `timeout` seconds, and UsageError if the environment does not
+    name the store.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
-        raise UsageError("a world of several processes needs MASTER_ADDR and MASTER_PORT, as torchrun sets") from None
+        raise UsageError("a world of several processes needs MASTER_ADDR and MASTER_PORT; torchrun sets them") from None
     meeting = aside(lambda: _Meeting(host, port, rank, size, timeout).hold(), "pipeflow rendezvous")
     if not wait([meeting], timeout + 2 * _MARGIN).done:  # torch's stores may wait forever for one that hangs
         raise did_not_come([0], timeout)
@@ -49,13 +51,14 @@ def find_each_other(rank: int, size: int, timeout: float) -> Found:
 
 
 def come(store: dist.Store, rank: int) -> None:
-    """This rank has come through launch, or is to be told why it has not: either way it is there."""
+    """Records that rank `rank` is present: `launch` succeeded there, or it is about to raise an error."""
     with suppress(dist.DistError):
         store.set(f"after/{rank}", "")
 
 
 def missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
-    """The ranks that have not come, after something went wrong, by that time of the monotonic clock."""
+    """The ranks that, after a failure, have not called `come` before `until`, a time of the monotonic clock in seconds.
+    """
 
     def look() -> list[int]:
         try:
@@ -73,29 +76,29 @@ def missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
 
 
 def did_not_come(ranks: Sequence[int], seconds: float) -> PipelineError:
-    """The error that names them."""
+    """A PipelineError that names the missing ranks."""
     listed = "it" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     reason = (
-        f"{listed} did not come within {seconds:g} s of launch: see that rank's own output, and whether its machine "
-        "reaches MASTER_ADDR; launch(timeout=) says how long to wait"
+        f"{listed} did not come within {seconds:g} s of launch: check that rank's own output, and that its machine "
+        "reaches MASTER_ADDR; launch(timeout=) sets how long to wait"
     )
     return PipelineError(Failure(ranks[0], reason))
 
 
 class _Meeting:
-    """One rank's part in it."""
+    """One rank's part of the rendezvous."""
 
     def __init__(self, host: str, port: int, rank: int, size: int, timeout: float) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
-        self.seen = resolve(host)  # what this machine calls rank 0's
+        self.seen = resolve(host)  # rank 0's machine, as this machine resolves it
         self.ticket = secrets.token_hex(8)
         self.store = self._join(host, port)
 
     def _join(self, host: str, port: int) -> dist.Store:
-        """The store of torchrun, or one that rank 0 serves."""
+        """The store of torchrun, or a store that rank 0 serves."""
         patience = timedelta(seconds=self.timeout)
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         options: dict[str, Any] = {"is_master": serves, "wait_for_workers": False, "timeout": patience}
@@ -116,7 +119,7 @@ class _Meeting:
             raise did_not_come([0], self.timeout) from None
 
     def _call(self) -> Found:
-        """Rank 0 names the life, waits for the others, and says who is there."""
+        """Run on rank 0: names this start of the job, waits for the others, and publishes who is present."""
         life, absent = self.ticket, list(range(1, self.size))
         self.store.set("pipeflow/life", life)
         while absent and time.monotonic() < self.deadline:
@@ -135,7 +138,9 @@ class _Meeting:
         return self._found(life, address, absent)
 
     def _answer(self) -> Found:
-        """What lies there may be of an earlier life: it does not know this rank's ticket."""
+        """Run on all other ranks. Entries of an earlier start of the job may be in the store; they lack this rank's
+        ticket.
+        """
         life = ""
         while time.monotonic() < self.deadline + _MARGIN:
             if self.store.check(["pipeflow/life"]):
@@ -164,8 +169,8 @@ def _absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
 
 
 def _listen(host: str, address: str, port: int) -> socket.socket:
-    """Where `host` is, and nowhere else; where this machine knows its own name as a loopback address, which others do
-    not, everywhere.
+    """Listens at the address of `host` alone, or at all addresses if this machine resolves its own name to a loopback
+    address, which other machines do not.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     hidden = is_loopback(address) and host not in (address, "localhost")

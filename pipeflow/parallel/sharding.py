@@ -1,5 +1,5 @@
-"""Split: how parameters and buffers lie over the ranks, as the layers that hold them say it, or torch's DTensor does.
-Norms, ties, reductions and checkpoints ask here; nobody else knows which layer splits what.
+"""Sharding: how parameters and buffers are distributed over ranks, according to the layers that hold them or to torch's
+DTensor. Norms, ties, reductions and checkpoints ask here; no other code knows which layer splits what.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from pipeflow.parallel.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A parameter or buffer of which every tensor rank holds an equal part along `dim`, one after the other. `size` is
-    that of the whole along `dim`, without what was padded at its end to make the parts equal.
+    """A parameter or buffer that is split along `dim`: tensor ranks hold equal parts, in rank order.
 
-    Where the whole is several blocks along `dim`, such as query, key and value, `blocks` has their sizes; then a rank's
-    part is a part of each of them, one after the other, without padding.
+    Attributes:
+        dim: the dimension that is split.
+        size: size of the whole along `dim`, without the padding at its end that makes the parts equal.
+        blocks: sizes along `dim` of the blocks of a packed weight, such as query, key and value. A rank then holds a
+            part of each block, one after the other, without padding. Empty if the weight is one block.
     """
 
     dim: int
@@ -30,12 +32,12 @@ class Split:
     blocks: tuple[int, ...] = ()
 
     def unpadded(self, part: Tensor, rank: int) -> Tensor:
-        """What of tensor rank `rank`'s part is no padding, in the memory where it lies."""
+        """The part of tensor rank `rank` without padding, as a view of `part`."""
         length = part.shape[self.dim]
         return part.narrow(self.dim, 0, min(length, max(0, self.size - rank * length)))
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole, without padding, of the parts of all tensor ranks."""
+        """The whole tensor without padding, made of the parts of all tensor ranks in rank order."""
         if not self.blocks:
             return torch.cat(list(parts), self.dim).narrow(self.dim, 0, self.size)
         sizes = [block // len(parts) for block in self.blocks]
@@ -45,25 +47,25 @@ class Split:
 
 @runtime_checkable
 class Divided(Protocol):
-    """A layer that knows how its own parameters lie over the tensor ranks."""
+    """A layer that knows how its own parameters are split over the tensor ranks."""
 
     def splits(self) -> Mapping[str, Split]:
-        """Those that are split, by name, and buffers that are; of all others every rank has the whole."""
+        """The split of each parameter or buffer that is split, by name; every rank holds all others whole."""
 
     def partial_gradients(self) -> Collection[str]:
-        """The names of whole parameters whose gradient on one rank is its part of a sum over the tensor ranks."""
+        """Names of whole parameters whose gradient on each rank must be summed over the tensor ranks."""
 
 
 @runtime_checkable
 class Individual(Protocol):
-    """A layer with buffers that are every tensor rank's own, like the first index of its part of a vocabulary."""
+    """A layer with buffers that differ between tensor ranks, such as the first index of a part of a vocabulary."""
 
     def own_buffers(self) -> Collection[str]:
-        """Their names. What follows from the layout is no part of a checkpoint: register them with persistent=False."""
+        """Names of these buffers. Checkpoints must not contain them: register them with persistent=False."""
 
 
 def splits_of(module: nn.Module) -> dict[int, Split]:
-    """The split parameters and buffers of `module` and its children, by their id."""
+    """The splits of the parameters and buffers of `module` and its children, by the id of the tensor."""
     return {
         id(_tensor_of(layer, name)): split
         for layer in _layers(module, Divided)
@@ -72,12 +74,12 @@ def splits_of(module: nn.Module) -> dict[int, Split]:
 
 
 def own_buffers_of(module: nn.Module) -> set[int]:
-    """The ids of the buffers of `module` and its children that are every tensor rank's own."""
+    """The ids of the buffers of `module` and its children that differ between tensor ranks."""
     return {id(layer.get_buffer(name)) for layer in _layers(module, Individual) for name in layer.own_buffers()}
 
 
 def partial_in(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `module` whose gradients are to be summed over the tensor ranks, each once."""
+    """The parameters of `module` whose gradients must be summed over the tensor ranks, each once."""
     found = {
         id(layer.get_parameter(name)): layer.get_parameter(name)
         for layer in _layers(module, Divided)
@@ -92,7 +94,7 @@ def _layers(module: nn.Module, protocol: type) -> Iterator[Any]:
 
 @lru_cache(maxsize=1024)
 def _keeps(kind: type, protocol: type) -> bool:
-    """Remembered per class: to ask takes a tenth of a millisecond, and a norm asks of every layer in every step."""
+    """Cached per class: a check takes a tenth of a millisecond, and a norm checks every layer in every step."""
     return issubclass(kind, protocol)
 
 
@@ -103,25 +105,26 @@ def _tensor_of(layer: nn.Module, name: str) -> Tensor:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether torch knows of parts of it on other ranks."""
+    """Returns True if the tensor is a DTensor, of which other ranks may hold parts."""
     return isinstance(tensor, DTensor)
 
 
 def entries_of(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The entries of a parameter's gradient that this rank holds, those of a sparse one alone."""
+    """The entries of a parameter's gradient that this rank holds; of a sparse gradient, its values only."""
     local = local_part(settled(gradient, parameter))
     return local.coalesce().values() if local.is_sparse else local
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the memory where it lies."""
+    """The part of a tensor that this rank holds, sharing its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_first_holder(tensor: Tensor, layout: Layout, rank: int, *, is_split: bool) -> bool:
-    """Whether `rank`, this one, is the lowest of the ranks that hold the same part of a tensor. One that `is_split` is
-    so over the tensor ranks; a DTensor over the ranks of its mesh.
+    """Returns True if `rank`, which must be this rank, is the lowest of the ranks that hold the same part of a tensor.
+
+    A tensor with `is_split` is split over the tensor ranks, a DTensor over the ranks of its mesh.
     """
     spread = {rank}
     if isinstance(tensor, DTensor):
@@ -135,7 +138,7 @@ def is_first_holder(tensor: Tensor, layout: Layout, rank: int, *, is_split: bool
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that lies over the ranks as `tensor` does, of which this rank holds `part`."""
+    """A tensor distributed over the ranks like `tensor`, of which this rank holds `part`."""
     if not isinstance(tensor, DTensor):
         return part
     shape, stride = tensor.shape, tensor.stride()
@@ -143,8 +146,9 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def settled(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient that lies over the ranks as its parameter does; where it came as parts of a sum, these are added up.
-    The ranks that hold the parameter call it together.
+    """The gradient, distributed over the ranks like its parameter; partial sums are added up.
+
+    All ranks that hold the parameter must call this together.
     """
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(placements=parameter.placements)

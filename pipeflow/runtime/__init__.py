@@ -1,1 +1,1 @@
-"""The engine: runs a schedule. A Schedule is handed in; nothing here knows any schedule by name."""
+"""The engine, which runs schedules. A schedule is an argument; the engine knows no schedule by name."""

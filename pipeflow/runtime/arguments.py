@@ -1,5 +1,5 @@
-"""Arguments: whether a Pipeline can be made of what it was given. A rank's chunks must fit the schedule, and all ranks
-must have been given the same.
+"""Arguments: checks the arguments of a Pipeline. A rank's chunks must fit the schedule, and all ranks must have been
+given the same arguments.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pipeflow.stages.stage import ModuleStage
 
 
 class Arguments(NamedTuple):
-    """What one rank was given, as the others are told."""
+    """The arguments of one rank, which it sends to the others."""
 
-    schedule: tuple[str, Placement, int, float]  # its name, placement, microbatches and digest
-    tensor: tuple[tuple[int | None, ...], torch.dtype] | None  # the shape and dtype of what passes between stages
+    schedule: tuple[str, Placement, int, float]  # name, placement, microbatches and digest
+    tensor: tuple[tuple[int | None, ...], torch.dtype] | None  # shape and dtype of activations
     cost: str
     overlap: bool
     routes: Routes
-    names: Names  # the entries that its stages take
+    names: Names  # of the entries that its stages take
 
     @classmethod
     def of(
@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
         routes: Routes,
         takes: Names,
     ) -> Arguments:
-        """Those of this rank."""
+        """The arguments of this rank."""
         told = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
         tensor = None if promise is None else (promise.shape, promise.dtype)
         return cls(told, tensor, repr(cost), overlaps, routes, takes)
@@ -58,12 +58,12 @@ _CALLED = {
     "overlap": "overlap",
     "routes": "routes",
 }
-"""What must be the same on all ranks, and what users call it."""
+"""The fields that must be the same on all ranks, and their names for users."""
 
 
 def compare(everyone: Sequence[Arguments]) -> Names:
-    """The names of the entries that the stages of all ranks take. Raises UsageError, the same one on every rank, unless
-    all ranks were given the same.
+    """The names of the entries that the stages of all ranks take. Raises the same UsageError on every rank unless all
+    ranks were given the same arguments.
     """
     for field, called in _CALLED.items():
         given = [getattr(arguments, field) for arguments in everyone]
@@ -74,27 +74,30 @@ def compare(everyone: Sequence[Arguments]) -> Names:
 
 
 def promised(shape: Sequence[int | None] | None, dtype: torch.dtype) -> Promise | None:
-    """What is said of the activations, if anything. Raises UsageError for a shape that cannot be."""
+    """The promised shape and dtype of activations; None if `shape` is None. Raises UsageError if an entry other than
+    the first is None.
+    """
     if shape is None:
         return None
     if None in shape[1:]:
-        raise UsageError(f"tensor_shape may have None as its first entry alone, the microbatch's size, got {shape}")
+        raise UsageError(f"only the first entry of tensor_shape, the microbatch's size, may be None, got {shape}")
     return Promise(tuple(shape), dtype)
 
 
 def routed(
     chunks: nn.ModuleList, routes: Iterable[tuple[int, int]] | None, schedule: Schedule, promise: Promise | None
 ) -> Routes:
-    """The routes of a pipeline: those given, or those that its stages were planned with. Raises UsageError for what is
-    none, and beside a shape of all that passes.
+    """The routes of a pipeline: those given, or those with which its stages were planned.
+
+    Raises UsageError for a pair that is no route, and if there are routes although `tensor_shape` was given.
     """
     if routes is None:
         routes = next((chunk.routes for chunk in chunks if isinstance(chunk, ModuleStage)), ())
     found = routes_among(schedule.placement.num_stages, routes)
     if found and promise is not None:
         raise UsageError(
-            "tensor_shape says what one stage sends to the next, not what passes on routes: leave it None, so that "
-            "headers tell the shapes"
+            "tensor_shape is the shape between neighbouring stages, and does not fit routes: leave it None, so that "
+            "shapes are sent along in headers"
         )
     return found
 
@@ -102,7 +105,7 @@ def routed(
 def fitting_stages(
     chunks: nn.ModuleList, schedule: Schedule, context: Context, stages: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """The stages that this rank holds. Raises UsageError when schedule, ranks and chunks do not fit."""
+    """The stages that this rank holds. Raises UsageError if schedule, ranks and chunks do not fit."""
     ranks, rank = schedule.placement.num_ranks, context.pipeline_rank
     if ranks != context.pipeline_size:
         raise UsageError(f"schedule {schedule.name!r} is for {ranks} ranks, the pipeline has {context.pipeline_size}")

@@ -1,4 +1,4 @@
-"""backward: the gradients of a loss that was computed by calling the stages by hand. What must not live here: the step
+"""backward: the gradients of a loss that the caller computed by calling the stages itself. Must not contain: the step
 of a schedule.
 """
 
@@ -13,22 +13,24 @@ from pipeflow.runtime.pipeline import Pipeline
 
 
 def backward(loss: Tensor, model: Pipeline, *, reduce: bool = True, gradient_scale: float = 1.0) -> None:
-    """Adds the gradients of `loss` to `.grad`, as `execute_pipeline` does, where one rank has all stages of the model
-    and called them itself. Every rank of the world calls it together, each with the mean loss of its own samples; each
-    replica counts alike.
+    """Adds the gradients of `loss` to `.grad`, like `execute_pipeline`, if one rank has all stages and has called them
+    itself.
+
+    All ranks of the world call it together, each with the mean loss of its own samples. All replicas have the same
+    weight.
 
     Args:
-        loss: a scalar, computed from `model.chunks`.
+        loss: a scalar tensor computed from `model.chunks`.
         model: the Pipeline.
-        reduce, gradient_scale: as `execute_pipeline` takes them.
+        reduce, gradient_scale: as in `execute_pipeline`.
 
-    Raises UsageError where the pipeline has several ranks, PipelineError as `execute_pipeline` does.
+    Raises UsageError if the pipeline has several ranks, and PipelineError like `execute_pipeline`.
     """
     with model.alarm.raised_everywhere():
         placement, gradients = model.schedule.placement, model.gradients
         if placement.num_ranks > 1:
             raise UsageError(
-                f"this rank has a part of the model only, its pipeline has {placement.num_ranks} ranks: "
+                f"this rank has a part of the model only, since its pipeline has {placement.num_ranks} ranks: "
                 "train it with execute_pipeline"
             )
         gradients.prepare()

@@ -1,5 +1,5 @@
-"""Buffers that stages of several ranks have: of a whole module that was cut, one that several stages use. What must not
-live here: parameters, whose ties are in gradients/.
+"""Buffers that stages of several ranks use, in a whole module that was cut. Must not contain: parameters, whose ties
+are in gradients/.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pipeflow.stages.stage import ModuleStage
 
 
 def ranks_of_buffers(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """By the id of each such buffer of this rank, the ranks of the pipeline that have it."""
+    """Maps the id of each such buffer of this rank to the pipeline ranks that have it."""
     if not isinstance(model, Pipeline):
         return {}
     placement = model.schedule.placement

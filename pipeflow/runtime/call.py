@@ -1,4 +1,4 @@
-"""Call: what a rank was asked to do in a step, as a number that ranks can compare, and in words."""
+"""Call: the arguments of a step, as a number that ranks can compare, and in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeflow.core.schedule import Schedule
 
 
 class Call(NamedTuple):
-    """What `execute_pipeline` was asked for, but for the batch. All ranks must be asked the same."""
+    """The arguments of `execute_pipeline`, except the batch. They must be the same on all ranks."""
 
     training: bool
     reduce: bool
@@ -20,7 +20,7 @@ class Call(NamedTuple):
 
     @property
     def number(self) -> float:
-        """What tells it from others, but for the schedule and the scale."""
+        """A number that encodes the flags, but not the schedule and the scale."""
         return float(sum(int(asked is True) << position for position, asked in enumerate(self[:_FLAGS])))
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
 
 def in_words(number: float) -> str:
-    """The call of this number, in words."""
+    """Describes in words the call that has this number."""
     training, *asked = (bool(int(number) >> position & 1) for position in range(_FLAGS))
     names = Call._fields[1:_FLAGS]
     others = [f"{name}={value}" for name, value in zip(names, asked, strict=True) if value != _USUAL[name]]

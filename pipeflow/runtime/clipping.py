@@ -1,4 +1,4 @@
-"""Clipping: what the norm of a model's gradients says to an optimizer that scales them itself."""
+"""Clipping: passes the norm of a model's gradients to an optimizer that scales them itself."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch.utils.weak import TensorWeakRef
 
 
 class Clipping:
-    """Left by `clip_grad_norm_` for an optimizer that scales the gradients of `parameters` in float32, in its step,
-    such as MasterWeights: clipping leaves those gradients as they are.
+    """The result of `clip_grad_norm_` for an optimizer that scales the gradients of `parameters` in float32 in its
+    step, such as MasterWeights; `clip_grad_norm_` then leaves those gradients unchanged.
 
     Attributes:
-        norm: of the gradients of the coming step; None when nobody asked.
-        factor: what they are to be multiplied by.
+        parameters: the parameters whose gradients the optimizer scales.
+        norm: norm of the gradients of the next step; None if it was not computed.
+        factor: factor by which the optimizer must multiply the gradients.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -24,13 +25,13 @@ class Clipping:
         self._seen: list[tuple[TensorWeakRef, int]] = []  # the gradients that were clipped, with their versions
 
     def add(self, norm: Tensor, factor: float) -> None:
-        """Clips by `factor`, on top of what `pending` says."""
+        """Stores the norm, and clips by `factor` in addition to `pending`."""
         self.norm, self.factor = norm, self.pending * factor
         self._seen = [(TensorWeakRef(gradient), gradient._version) for gradient in self._gradients()]
 
     @property
     def pending(self) -> float:
-        """What the gradients that are there now are to be multiplied by, since they were clipped already."""
+        """The factor by which the current gradients must still be multiplied because they were clipped before."""
         if self.factor == 1:
             return 1.0
         now = self._gradients()
@@ -44,6 +45,6 @@ class Clipping:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def taken(self) -> tuple[Tensor | None, float]:
-        """The norm and the factor, for one step."""
+        """Returns the norm and the factor for one step, and resets both."""
         norm, factor, self.norm, self.factor, self._seen = self.norm, self.factor, None, 1.0, []
         return norm, factor

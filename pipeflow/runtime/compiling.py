@@ -1,5 +1,5 @@
-"""Compiling: which modules of a rank's stages torch.compile is to compile, and how. What must not live here: what
-becomes of the compiled code's weight gradients.
+"""Compiling: chooses the modules of a rank's stages that torch.compile compiles, and the options. Must not contain: how
+weight gradients of compiled code are deferred.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pipeflow.stages.plan import Plan
 from pipeflow.stages.stage import ModuleStage
 
 _CUDA_GRAPHS = "triton.cudagraphs"  # inductor's option
-_VARIANTS = 64  # of code, for modules that differ, in training or not, and for other sizes; torch's limit is 8
+_VARIANTS = 64  # of code: for different modules, modes (training or not) and sizes; torch's limit is 8
 
 
 @dataclass(frozen=True, slots=True)
 class Compiling:
-    """How modules are compiled: the arguments of torch.compile.
+    """Arguments of torch.compile, which have the same meaning here.
 
-    Raises UsageError for what torch.compile does not know, and for CUDA graphs.
+    Raises UsageError for values that torch.compile does not know, and for options that use CUDA graphs.
     """
 
     backend: str | Callable[..., Any]
@@ -39,31 +39,35 @@ class Compiling:
 
     def __post_init__(self) -> None:
         if isinstance(self.backend, str) and self.backend not in (known := torch._dynamo.list_backends(())):
-            raise UsageError(f"torch.compile has no backend {self.backend!r}, but {', '.join(map(repr, known))}")
+            raise UsageError(f"torch.compile has no backend {self.backend!r}; it has {', '.join(map(repr, known))}")
         if self.mode is not None and self.options is not None:
             raise UsageError("torch.compile takes a mode or options, not both")
         options, name = self.inductor_options(), f"mode={self.mode!r}" if self.mode else f"options={self.options}"
         if self.backend == "cudagraphs" or options.get(_CUDA_GRAPHS):
             raise UsageError(
                 f"{'the backend cudagraphs' if self.backend == 'cudagraphs' else name} uses CUDA graphs, which return "
-                "their outputs in the same memory each time, while a stage keeps those of several microbatches: "
+                "their outputs in the same memory each time, but a stage keeps outputs of several microbatches: "
                 'use mode="max-autotune-no-cudagraphs" or "default"'
             )
         if self.backend == "aot_eager" and options:
-            raise UsageError(f"{name} is for the backend inductor, and has no meaning for aot_eager")
+            raise UsageError(f"{name} works with the backend inductor only, not with aot_eager")
 
     def inductor_options(self) -> dict[str, Any]:
-        """Those of inductor, with what the mode stands for. Raises UsageError for what inductor does not know."""
+        """Options of inductor, including those that the mode stands for. Raises UsageError for an unknown mode or
+        option.
+        """
         modes = torch._inductor.list_mode_options()
         if self.mode is not None and self.mode not in modes:
-            raise UsageError(f"torch.compile has no mode {self.mode!r}, but {', '.join(map(repr, modes))}")
+            raise UsageError(f"torch.compile has no mode {self.mode!r}; it has {', '.join(map(repr, modes))}")
         if self.backend == "inductor" and (unknown := set(self.options or ()) - set(torch._inductor.list_options())):
             raise UsageError(f"inductor has no option {min(unknown)!r}: torch._inductor.list_options() lists them")
         return {**modes.get(self.mode or "default", {}), **(self.options or {})}
 
     def compile(self, stages: Iterable[Stage], plan: Plan | None, *, blocks: bool) -> None:
-        """Compiles the blocks of stages, or whole ones, when they are next called. What was compiled before is compiled
-        anew. Modules that are alike share their code.
+        """Compiles the blocks of stages, or whole stages if `blocks` is False, when they are next called.
+
+        Modules that were compiled before are compiled anew. Modules that are alike share their code. `plan` is the plan
+        of a Pipeline made by `from_module`, else None.
 
         Raises UsageError for a module that cannot be compiled.
         """
@@ -86,12 +90,12 @@ class Compiling:
             if isinstance(layer, Opaque) and not layer.compiles:
                 if self.fullgraph:
                     raise UsageError(
-                        f"{name} waits for other ranks, and stays as it is between compiled parts: use fullgraph=False"
+                        f"{name} waits for other ranks, so it cannot be part of a full graph: use fullgraph=False"
                     )
                 layer.leave_eager()
 
     def _code(self, backend: str | Callable[..., Any], modules: int) -> Callable[..., Any]:
-        """The code of all modules; which of them differ torch.compile finds out."""
+        """The code of all modules; torch.compile finds out which of them differ."""
         own = backend is not self.backend
         limit: Any = {"recompile_limit": max(_VARIANTS, 8 * modules)}
         code: Callable[..., Any] = torch.compile(
@@ -111,19 +115,19 @@ def _call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
 
 
 def chosen_of(stage: Stage, plan: Plan | None, *, blocks: bool) -> dict[str, nn.Module]:
-    """What is compiled of a stage, by name: its blocks, which are the children of outermost lists that have children of
-    their own, or else all of it.
+    """The modules of a stage to compile, by name: its blocks, which are the children of outermost lists and have
+    children of their own; without such blocks, the whole stage, by the name "".
 
-    Raises UsageError for a stage of a whole module that is to be compiled whole, and for modules that were compiled
-    before.
+    Raises UsageError for a stage of `from_module` that is to be compiled whole, and for modules that are already
+    compiled.
     """
     module = stage.module
     if isinstance(module, ModuleStage):
         assert plan is not None
         if not blocks:
             raise UsageError(
-                f"stage {stage.index} cannot be compiled whole, since it ends the module's forward on the way: "
-                "compile its blocks, with blocks=True"
+                f"stage {stage.index} cannot be compiled whole, because it runs only a part of the module's "
+                "forward: compile its blocks, with blocks=True"
             )
         found = module.blocks(plan)
         found = _of_several_layers(found) or found
@@ -133,7 +137,7 @@ def chosen_of(stage: Stage, plan: Plan | None, *, blocks: bool) -> dict[str, nn.
     for name, each in found.items():
         for inner, child in each.named_modules(prefix=name):
             if is_compiled(child) and not isinstance(child._compiled_call_impl, CompiledCall):
-                raise UsageError(f"{inner or 'the stage'} is compiled already: leave it to Pipeline.compile")
+                raise UsageError(f"{inner or 'the stage'} is compiled already: leave compilation to Pipeline.compile")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Devices: a rank's modules are where the rank computes."""
+"""Devices: makes sure that a rank's modules are on the device of the rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pipeflow.core.errors import UsageError
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Moves `module` from the CPU to `device`. A module of which some is on the meta device stays as it is: it has to
-    be made first (`to_empty`).
+    """Moves `module` from the CPU to `device`. A module with tensors on the meta device is left unchanged; call
+    `to_empty` on it first.
 
-    Raises UsageError for what is on another device.
+    Raises UsageError if a tensor is on another device.
     """
     found = {tensor.device for _, tensor in _tensors(module)} - {_exactly(device)}
     if torch.device("meta") in found:
@@ -30,7 +30,7 @@ def place(module: nn.Module, device: torch.device) -> None:
 
 
 def require_placed(module: nn.Module, device: torch.device) -> None:
-    """Raises UsageError unless all of `module` is on `device`."""
+    """Raises UsageError unless all tensors of `module` are on `device`."""
     for name, tensor in _tensors(module):
         if tensor.device == _exactly(device):
             continue
@@ -48,5 +48,5 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _exactly(device: torch.device) -> torch.device:
-    """The device with its number, as tensors say it: "cuda" is the current one."""
+    """The device with its index, as tensors report it: "cuda" is the current one."""
     return torch.empty(0, device=device).device

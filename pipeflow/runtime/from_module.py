@@ -1,5 +1,5 @@
-"""From a whole module to a rank's part of a Pipeline: its stages, split over the tensor ranks, their ties, and the loss
-that the module makes.
+"""Makes a rank's part of a Pipeline from a whole module: its stages, split over the tensor ranks, their ties, and the
+module's own loss.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pipeflow.tensor.sharded import shard
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a Pipeline is made of.
+    """The parts of which a Pipeline is made.
 
     Attributes:
-        chunks: this rank's stages.
-        plan: of the example batch.
-        read: takes a batch apart into entries and labels.
-        criterion: the module's own loss, where it makes one.
-        weigh: what that is the mean over; None for samples.
+        chunks: stages of this rank.
+        plan: plan of the example batch.
+        read: function that splits a batch into entries and labels.
+        criterion: the module's own loss; None if it computes none.
+        weigh: function that gives the weight of a microbatch in the loss; None for its number of samples.
     """
 
     chunks: nn.ModuleList
@@ -53,7 +53,7 @@ class Parts:
     weigh: Callable[..., float] | None
 
     def priced(self, cost: CostModel | None) -> CostModel | None:
-        """The cost model with the bytes that pass between the stages, where it has none."""
+        """The cost model, with the bytes that pass between the stages added if it has none."""
         if cost is None or cost.activation_bytes:
             return cost
         plan, last = self.plan, len(self.plan.stages) - 1
@@ -73,17 +73,17 @@ def parts_of(
     autocast: torch.dtype | None,
     rules: Sequence[Rule],
 ) -> Parts:
-    """This rank's parts; all ranks make theirs together.
+    """This rank's parts; all ranks make theirs together. Arguments are those of `Pipeline.from_module`.
 
-    Raises UsageError for a module that cannot be cut so, for an example batch that cannot be split, and where the ranks
-    were given unlike ones.
+    Raises UsageError for a module that cannot be cut, for an example batch that cannot be split, and if the ranks were
+    given different modules, examples or cuts.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"from_module takes an nn.Module, got {type(module).__name__}")
     compiled = next((name or "the module" for name, each in module.named_modules() if is_compiled(each)), None)
     if compiled is not None:
         raise UsageError(
-            f"{compiled} is compiled, which no copy of it would be: compile the stages, by Pipeline.compile"
+            f"{compiled} is compiled, but its copies in stages would not be: compile the stages with Pipeline.compile"
         )
     placement, device = schedule.placement, context.device
     planner = Planner(module, placement.num_stages, device=device, cuts=cuts, blocks=blocks, placement=placement)
@@ -110,16 +110,16 @@ def parts_of(
 def _sized(
     plan: Plan, planner: Planner, module: nn.Module, entries: dict[str, Any], rules: Sequence[Rule], ranks: int
 ) -> Plan:
-    """The plan with the sizes that tensors have on one of several tensor ranks: a bias that has an entry per head is
-    split as the heads are. The same on every rank. Where that cannot be found out beforehand, they count as whole;
-    transfers go by headers.
+    """The plan with the sizes that tensors have on one of several tensor ranks; for example, a bias with an entry per
+    head is split like the heads. The same on every rank. If the sizes cannot be found beforehand, those of whole
+    tensors are used; transfers use headers anyway.
     """
     if ranks == 1:
         return plan
-    last = Unconnected(ranks - 1, ranks)  # others than the first log nothing
+    last = Unconnected(ranks - 1, ranks)  # only the first rank logs
     try:
         return plan.sized_by(planner.trace_of(module, entries, partial(shard, rules=rules, group=last)))
-    except Exception:  # what is wrong with the rules is said where the stages are split
+    except Exception:  # splitting the stages raises errors about the rules
         return plan
 
 
@@ -128,14 +128,14 @@ def _require_same(plan: Plan, context: Context) -> None:
     for rank, its in enumerate(everyone):
         if its != everyone[0]:
             raise UsageError(
-                f"rank {rank} was given another module, example or cuts than rank 0: its stages would receive and own "
-                "other tensors"
+                f"rank {rank} was given another module, example or cuts than rank 0, so its stages would receive and "
+                "own other tensors: pass the same on every rank"
             )
 
 
 def _tie(module: nn.Module, plan: Plan, placement: Placement, rank: int) -> None:
-    """Ties what several stages own, and what has several names where the names will part: on the meta device, which
-    each place of a parameter leaves by itself.
+    """Ties parameters that several stages own. On the meta device, also ties a parameter that has several names, since
+    each place of a parameter leaves that device separately.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):

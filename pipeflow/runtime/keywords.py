@@ -1,4 +1,4 @@
-"""Keywords: which entries of a batch a module takes by name. What must not live here: the entries themselves."""
+"""Keywords: which entries of a batch a module takes by name. Must not contain: the entries themselves."""
 
 from __future__ import annotations
 
@@ -12,20 +12,25 @@ from pipeflow.core.route import Routes, sources_of
 from pipeflow.runtime.names import uncompiled
 
 Names = frozenset[str] | None
-"""Names of entries; None for any."""
+"""Names of entries; None stands for all names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keywords:
-    """The entries of a batch that a module takes by name: `names`, or where these are None all but `positional`."""
+    """The entries of a batch that a module takes by name.
+
+    Attributes:
+        names: names of the entries; None if it takes any except `positional`.
+        positional: names of parameters that are filled by position.
+    """
 
     names: Names
     positional: frozenset[str]
 
     @classmethod
     def of(cls, module: nn.Module, *, inputs: int) -> Keywords:
-        """Those of `module.forward`, or of what was compiled; its first parameters are none of them when they hold so
-        many outputs of earlier stages.
+        """The keywords of `module.forward` (of the original module if it is compiled), without the first `inputs`
+        parameters, which receive outputs of earlier stages.
         """
         parameters = list(signature(uncompiled(module).forward).parameters.values())
         first = [parameter for parameter in parameters[:inputs] if parameter.kind in _BY_POSITION]
@@ -43,11 +48,11 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def names_taken(stages: Mapping[int, nn.Module], routes: Routes) -> Names:
-    """The names of the entries that `stages`, by their indices, take."""
+    """The names of the entries that any of `stages` takes; `stages` are modules by stage index."""
     return union(Keywords.of(module, inputs=len(sources_of(stage, routes))).names for stage, module in stages.items())
 
 
 def union(names: Iterable[Names]) -> Names:
-    """All of them together."""
+    """The union of several sets of names; None if one of them is None."""
     known = list(names)
     return None if None in known else frozenset().union(*(each for each in known if each is not None))

@@ -1,5 +1,5 @@
-"""The loss of a step, and the agreement of all ranks that ends it: which part of the whole batch a replica has, what
-the mean loss is, and whether all ranks did the same.
+"""The loss of a step, and the agreement of all ranks that ends it: the replica's share of the whole batch, the mean
+loss, and the check that all ranks did the same.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Told(NamedTuple):
-    """What a rank tells all others of its step, in float64: as many numbers whatever the step, so that ranks that do
-    different things can still tell.
+    """One rank's row in the agreement, as float64. Its length is the same for every step, so that ranks that do
+    different things still understand each other.
     """
 
     call: float  # Call.number
     schedule: float  # a digest
     samples: float  # of its batch
-    batch: float  # a digest of its content; nan where it is not told
-    dtype: float = -1.0  # of the loss: an index; -1 where there is none to tell
+    batch: float  # a digest of its content; nan if unknown
+    dtype: float = -1.0  # of the loss, as an index; -1 if there is no loss to send
     weight: float = 0.0  # of its replica's batch
     loss: float = 0.0  # its replica's mean
-    change: float = 0.0  # of its parameters, since the ranks compared theirs
+    change: float = 0.0  # of its parameters since the ranks last compared theirs
     gradient_scale: float = 1.0
 
 
 class Agreed(NamedTuple):
-    """What all ranks know when a step ends: the loss where it is to be known, the largest change of parameters, and how
-    many samples all replicas had.
+    """The result of the agreement: the loss if it is known here, the largest change of parameters, and the number of
+    samples over all replicas.
     """
 
     loss: Tensor | None
@@ -49,8 +49,8 @@ class Agreed(NamedTuple):
 
 
 def share_of(results: Results, context: Context) -> float:
-    """What makes the average over the replicas that of their samples: this replica's weight in the whole batch, as a
-    multiple of an equal share. Told to each other by the ranks that have the last stage.
+    """The factor that makes the average over the replicas an average over samples: this replica's weight in the whole
+    batch, as a multiple of an equal share. The ranks that have the last stage exchange their weights.
     """
     if not results.weights:
         return 1.0
@@ -65,10 +65,10 @@ def share_of(results: Results, context: Context) -> float:
 
 
 def agree(told: Told, results: Results, context: Context, last: Sequence[int], *, everywhere: bool) -> Agreed:
-    """Ends a step: no rank goes on before all have come this far. The loss is known on the ranks that have the last
-    stage, or `everywhere`. `last` are these ranks, in the pipeline.
+    """Ends a step: no rank goes on before all have reached it.
 
-    Raises UsageError, on all ranks, when they did different things, or when nothing in the batch counts.
+    The loss is known on the ranks that have the last stage, which are `last` in the pipeline, or on all ranks if
+    `everywhere`. Raises UsageError on all ranks if they did different things, or if nothing in the batch counts.
     """
     loss = None
     if results.weights:
@@ -117,8 +117,8 @@ def require_alike(rows: Sequence[Told], context: Context) -> None:
 
 
 def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> Tensor | None:
-    """The batch's mean loss, summed in microbatch order. Where two ranks have the last stage, each for half of the
-    microbatches, they tell each other theirs.
+    """The batch's mean loss, summed in microbatch order. If two ranks have the last stage, each for half of the
+    microbatches, they exchange their losses.
     """
     if len(last) == 1:
         return results.loss()
@@ -132,7 +132,7 @@ def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> 
 
 
 def _mean(rows: Sequence[Told], context: Context) -> Tensor | None:
-    """Of all replicas, each counted by its weight; None where nobody has one."""
+    """The mean over the replicas, each counted by its weight; None if no replica has a loss."""
     size = len(rows) // context.data.size
     replicas = [rows[first : first + size] for first in range(0, len(rows), size)]
     told = [row for replica in replicas for row in [each for each in replica if each.dtype >= 0][:1]]
@@ -150,6 +150,6 @@ def _mean(rows: Sequence[Told], context: Context) -> Tensor | None:
 
 
 def _require_some(weights: Sequence[float]) -> None:
-    """Raises UsageError where the weights of all replicas sum to nothing."""
+    """Raises UsageError if the weights of all replicas sum to zero."""
     if not sum(weights):
-        raise UsageError("the microbatches of all replicas weigh nothing together: no label of this batch counts")
+        raise UsageError("the weights of all microbatches sum to zero: no label of this batch counts")

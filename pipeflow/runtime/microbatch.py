@@ -1,6 +1,4 @@
-"""Microbatches: how a batch is split, and how outputs are put together again. The only file that looks into the
-structure of what users pass in.
-"""
+"""Microbatches: splits batches and merges outputs. Only this file looks into the structure of what users pass in."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from pipeflow.core.errors import UsageError
 
-DIGESTED = 1024  # entries of a row that ranks compare
+DIGESTED = 1024  # entries of a row that enter a digest
 
 
 class Whole:
@@ -40,31 +38,38 @@ def _is_whole(tree: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch, to be split into microbatches of `sizes` samples; tensors go to `device` with that."""
+    """One batch, which `split` divides into microbatches.
+
+    Attributes:
+        inputs, labels: trees of tensors and other objects.
+        sizes: number of samples in each microbatch.
+        device: device to which `split` moves tensors.
+        leaves: inputs that require gradients: each part of the batch, and the leaf that a microbatch uses instead.
+    """
 
     inputs: object
     labels: object
     sizes: list[int]
     device: torch.device
-    leaves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of what trains: a part, and the leaf it became
+    leaves: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # of inputs that require gradients
 
     @property
     def named(self) -> dict[str, object]:
-        """The entries that go to every stage by name: those of dict inputs."""
+        """The entries of dict inputs, which stages receive by name; empty for other inputs."""
         return self.inputs if isinstance(self.inputs, dict) else {}
 
     def require_taken(self, names: frozenset[str]) -> None:
-        """Raises UsageError for tensors of dict inputs that are not among `names`, those that stages take."""
+        """Raises UsageError for tensors of dict inputs whose names are not in `names`, the names that stages take."""
         for name in self.named.keys() - names:
             if any(isinstance(leaf, Tensor | Whole) for leaf in tree_leaves(self.named[name], _is_whole)):
                 raise UsageError(
-                    f"no stage takes the batch's entry {name!r}: stages take {sorted(names)}; name it in the forward "
-                    "of a stage, or leave it out of the inputs"
+                    f"no stage takes the batch's entry {name!r}: stages take {sorted(names)}; make it a parameter of "
+                    "a stage's forward, or remove it from the inputs"
                 )
 
     def split(self, tree: object) -> list[Any]:
-        """A part of the batch per microbatch: tensors along dim 0; Whole entries, what has no dimension and what is no
-        tensor, whole. Tensors that want a gradient are leaves of each microbatch's own graph.
+        """Splits a tree into one part per microbatch. Tensors are split along dim 0; Whole entries, scalars and other
+        objects are passed whole. Tensors that require a gradient become leaves of each microbatch's own graph.
         """
         leaves, spec = tree_flatten(tree, _is_whole)
         parts = [self._parts(leaf) for leaf in leaves]
@@ -91,8 +96,8 @@ class Batch:
         return leaf
 
     def digest(self) -> float:
-        """A number that follows from the first and the last row of every tensor; nan where one is in memory that would
-        have to be waited for, or of a type that only torch reads.
+        """A digest of the first and the last row of every tensor. It is nan if a tensor is not in CPU memory, or has a
+        dtype that only torch can read.
         """
         digest = 0
         for leaf in tree_leaves((self.inputs, self.labels), _is_whole):
@@ -106,16 +111,17 @@ class Batch:
         return float(digest)
 
     def backward(self) -> None:
-        """After all microbatches: takes the gradients of what wants one on into the graphs that made it."""
+        """After all microbatches: passes gradients of the inputs on into the graphs that made these inputs."""
         reached = [(part, leaf.grad) for part, leaf in self.leaves if leaf.grad is not None]
         if reached:
             torch.autograd.backward([part for part, _ in reached], [gradient for _, gradient in reached])
 
 
 def as_pair(batch: object) -> tuple[object, object]:
-    """A batch as inputs and labels. Raises UsageError when it is no such pair."""
+    """A batch as inputs and labels. Raises UsageError if it is not such a pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise UsageError(f"a batch is (inputs, labels), got {type(batch).__name__}; without labels pass (inputs, None)")
+        kind = type(batch).__name__
+        raise UsageError(f"a batch must be (inputs, labels), got {kind}; without labels pass (inputs, None)")
     inputs, labels = batch
     return inputs, labels
 
@@ -126,11 +132,14 @@ def next_batch(
     device: torch.device,
     read: Callable[[object], tuple[object, object]] = as_pair,
 ) -> Batch:
-    """Takes one batch off `data_iter`, which `read` makes `(inputs, labels)`, for microbatches as `torch.tensor_split`
-    makes them (13 samples into 6 = 3,2,2,2,2,2), or for as many microbatches as it has samples where these are fewer.
+    """Takes one batch off `data_iter` and prepares to split it into microbatches. `read` turns it into `(inputs,
+    labels)`.
 
-    Raises UsageError when the iterator is none or is empty, when the batch is no such pair, and when its tensors
-    differ in dim 0 or have no samples.
+    Sizes are those of `torch.tensor_split` (13 samples into 6: 3,2,2,2,2,2). A batch with fewer samples than
+    `microbatches` gets one microbatch per sample.
+
+    Raises UsageError if `data_iter` is not an iterator or has ended, if the batch is not such a pair, and if its
+    tensors differ in dim 0 or have no samples.
     """
     if not isinstance(data_iter, Iterator):
         raise UsageError(f"data_iter must be an iterator, got {type(data_iter).__name__}: pass iter(loader)")
@@ -143,8 +152,8 @@ def next_batch(
     if len(lengths) != 1:
         found = f"differ in dim 0: {sorted(lengths)}" if lengths else "are missing"
         raise UsageError(
-            f"the tensors of a batch {found}; every one needs one entry per sample along dim 0, or to be wrapped "
-            "in pipeflow.Whole"
+            f"the tensors of a batch {found}; each needs one entry per sample along dim 0, or must be "
+            "wrapped in pipeflow.Whole"
         )
     [samples] = lengths
     if not samples:
@@ -156,8 +165,8 @@ def next_batch(
 
 
 def merge(outputs: list[object]) -> object:
-    """The microbatches' outputs as one: tensors concatenated along dim 0 (those without one, stacked), anything
-    else as a list.
+    """The outputs of all microbatches as one: tensors are concatenated along dim 0 (scalars are stacked), other objects
+    become a list.
     """
     flattened = [tree_flatten(output) for output in outputs]
     columns = zip(*(leaves for leaves, _ in flattened), strict=True)
@@ -172,7 +181,7 @@ def _merge_leaf(column: list[object]) -> object:
 
 
 def snapshot(tree: object) -> object:
-    """The same tree, its tensors without their history; copied where they may be written to later."""
+    """The same tree with detached tensors, which are copied if they may be overwritten later."""
     return tree_map(lambda leaf: _snapshot(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -181,8 +190,8 @@ def _snapshot(tensor: Tensor) -> Tensor:
 
 
 def may_be_overwritten(tensor: Tensor) -> bool:
-    """Whether its memory may be written to after a stage has returned it, as a static buffer's is: it was before, or
-    belongs to no graph and something else holds it, too.
+    """Returns True if the tensor's memory may be overwritten after a stage has returned it, as that of a static buffer:
+    it was written in place before, or it belongs to no graph and something else holds its memory, too.
     """
     if tensor.is_inference() or tensor._version:
         return True
@@ -190,22 +199,22 @@ def may_be_overwritten(tensor: Tensor) -> bool:
 
 
 def _holders(tensor: Tensor) -> int:
-    """How many tensors have its memory, this one among them."""
+    """The number of tensors that share its memory, including itself."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # the look itself holds it, too
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` holds it, too
 
 
 def loss_weights(
     labels: list[object], sizes: list[int], weigh: Callable[..., float] | None
 ) -> tuple[list[float], float]:
-    """Per microbatch, its part of the batch's mean loss: by samples, or by `weigh(labels)`, like a count of tokens. And
-    what the whole batch weighs: where that is nothing, no microbatch has a part.
+    """The weight of each microbatch in the batch's mean loss, and the total weight of the batch.
 
-    Raises UsageError for a weight that is negative or no number.
+    Weights are fractions of the total, by number of samples or by `weigh(labels)`, such as a number of tokens. If the
+    total is zero, they are all zero. Raises UsageError for a weight that is negative or not finite.
     """
     weights = [float(weigh(part)) for part in labels] if weigh else [float(size) for size in sizes]
     for microbatch, weight in enumerate(weights):
         if not 0 <= weight < float("inf"):
-            raise UsageError(f"weigh(labels) gave {weight} for microbatch {microbatch}: a weight is 0 or more")
+            raise UsageError(f"weigh(labels) gave {weight} for microbatch {microbatch}: a weight must be 0 or more")
     total = sum(weights)
     return [weight / total if total else 0.0 for weight in weights], total

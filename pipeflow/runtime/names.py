@@ -1,4 +1,4 @@
-"""Names under torch.compile: what a module and its tensors are called, whether or not it has wrapped them."""
+"""Names: the names of a module and its tensors, whether or not torch.compile has wrapped them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COMPILED = "_orig_mod"  # the attribute in which torch.compile keeps the module 
 
 
 def plain_name(name: str) -> str:
-    """The name within the module that was compiled.
+    """The name in the original module, without the prefixes that torch.compile adds.
 
     >>> plain_name("_orig_mod.block3._orig_mod.weight")
     'block3.weight'
@@ -19,13 +19,13 @@ def plain_name(name: str) -> str:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that torch.compile wrapped; `module` itself where it did not."""
+    """The module that torch.compile wrapped, or `module` itself if it is not wrapped."""
     inner: nn.Module = getattr(module, COMPILED, module)
     return inner
 
 
 def name_in_module(name: str, prefix: str, cut: Collection[str]) -> str:
-    """The name without the first of the prefixes `cut` that it has behind `prefix`.
+    """The name without the first prefix in `cut` that follows `prefix` in it.
 
     >>> name_in_module("model.chunks.1.layers.3.weight", "model", {"chunks.1."})
     'model.layers.3.weight'

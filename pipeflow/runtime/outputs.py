@@ -1,4 +1,4 @@
-"""Outputs: what the last stage made, for the ranks that hold it, put together from its microbatches."""
+"""Outputs: puts the last stage's outputs together from its microbatches, on the ranks that hold that stage."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from pipeflow.runtime.program.transfers import Release
 
 
 def merged(results: Results, transport: Transport, last: Sequence[int], stage: int) -> object:
-    """The last stage's outputs as one; None where they are not kept. `last` are the ranks that have the last `stage`:
-    two of them give each other what each has.
+    """The merged outputs of the last stage, or None if they are not kept.
+
+    `last` are the ranks that hold the last stage, whose index is `stage`. If there are two, they exchange their
+    outputs.
     """
     if not results.keep_outputs:
         return None

@@ -1,4 +1,4 @@
-"""Pipeline: this rank's part of the model under a schedule, and the one call that runs it."""
+"""Pipeline: this rank's part of the model under a schedule, and `execute_pipeline`, which runs it."""
 
 from __future__ import annotations
 
@@ -42,56 +42,61 @@ LOG = logging.getLogger("pipeflow")
 
 
 class Pipeline(nn.Module):
-    """This rank's stages, and the schedule that they run unless a step is given another. Its parameters, `zero_grad`
-    and `state_dict` are as of any module; it is run by `execute_pipeline`, not called. All ranks make theirs together.
+    """This rank's stages of a model, and the schedule that runs them. All ranks must make their Pipelines together.
+
+    Parameters, `zero_grad` and `state_dict` work as in any module. A Pipeline is not called; `execute_pipeline` runs
+    it.
 
     Args:
         chunks: this rank's module, or an nn.ModuleList of its modules, one per stage of
             `schedule.placement.stages_of(rank)`, in that order.
-        schedule: the same on every rank; it is verified here. `execute_pipeline` takes others of its placement.
-        criterion: `criterion(output, labels)` gives the mean loss of a microbatch, a scalar. Needed to train. Where it
-            is a module, the ranks that have the last stage hold it as `criterion`: its parameters are the Pipeline's.
-        tensor_shape: the shape of what passes between stages, one tensor, its first entry the microbatch's size. With
-            None as that entry it follows from each batch, in training and in evaluation; ranks compare the batch's size
-            where it is another than before. None for the whole when the shape is not known, differs between stages, or
-            is a tree of tensors: then headers tell it, as they do where a batch is evaluated and the first entry is a
-            number.
-        tensor_dtype: its dtype; without meaning when `tensor_shape` is None.
-        weigh: `weigh(labels)` gives the weight of a microbatch in the batch's mean loss, such as its number of
+        schedule: the schedule of the steps, the same on every rank; it is verified here. `execute_pipeline` accepts
+            other schedules of the same placement.
+        criterion: `criterion(output, labels)` returns the mean loss of a microbatch, a scalar tensor. Needed for
+            training. If it is a module, the ranks that have the last stage hold it as `criterion`, so its parameters
+            belong to the Pipeline.
+        tensor_shape: shape of the tensor that passes between stages, with the microbatch's size as first entry; this
+            saves a header per message. If the first entry is None, the size follows from each batch, in training and in
+            evaluation. Leave `tensor_shape` None if the shape varies, differs between stages, or a tree of tensors is
+            passed: shapes are then sent along in headers. If the first entry is a number, evaluation uses headers, too.
+        tensor_dtype: dtype of that tensor; ignored if `tensor_shape` is None.
+        weigh: `weigh(labels)` returns the weight of a microbatch in the batch's mean loss, such as its number of
             tokens; by default its number of samples.
-        stages: the stages that `chunks` were built for, checked against the schedule's placement.
-        overlap: `overlap(forward, backward)` runs a pair of the schedule: it calls both, each once, in any order, on
-            any thread or stream, and returns when both are done. Without it a forward runs before its backward.
-        autocast: the dtype of a torch.autocast under which stages and criterion run.
-        gradient_dtype: in which gradients are added up over microbatches and ranks, where a parameter's own dtype is
-            narrower, such as torch.float32 for a model in bfloat16; `.grad` is left in it, for MasterWeights to step
-            with. By default the parameter's own. Under fully_shard its MixedPrecisionPolicy says it.
-        cost: what the stages and links take, in one unit: where a link's latency is long, receives are posted earlier
-            by it, into more buffers, so that no transfer waits for its receiver. By default links take no time.
-        routes: pairs of stages (from, to), not neighbours, of which the first hands tensors to the second, as skip
-            connections do. A stage at which routes begin returns a tuple: what the next stage gets, then what goes on
-            each route, in the order of the stages; one at which routes end takes arguments in the same order: what the
-            stage before handed on, then what came on each route. Between two ranks it is sent once, without passing
-            through others; on one rank it stays in memory. Stages that `from_module` made know theirs.
+        stages: indices of the stages that `chunks` were built for, to check them against the schedule's placement.
+        overlap: `overlap(forward, backward)` runs a pair of the schedule. It must call both functions, each once, in
+            any order, on any thread or stream, and return when both are done. By default a forward runs before its
+            backward.
+        autocast: dtype of a torch.autocast in which stages and criterion run; by default there is none.
+        gradient_dtype: dtype in which gradients are added up over microbatches and ranks, for parameters of a narrower
+            dtype; for example torch.float32 for a model in bfloat16. `.grad` keeps this dtype, for MasterWeights to
+            step with. By default the dtype of the parameter. With fully_shard, set its MixedPrecisionPolicy instead.
+        cost: times of stages and links, in one unit. If a link has a long latency, receives are posted earlier by it,
+            into more buffers, so that no transfer waits for its receiver. By default links take no time.
+        routes: pairs of stages (from, to) that are not neighbours, of which the first passes tensors to the second,
+            like skip connections. A stage where routes begin returns a tuple: the value for the next stage, then the
+            value for each route, in the order of the destinations. A stage where routes end takes arguments in the same
+            order: the value of the previous stage, then the value of each route. Between two ranks a value is sent once
+            and directly; on one rank it stays in memory. Stages made by `from_module` have their own routes.
 
     Attributes:
-        loss_scale: what the gradients of a step are multiplied by, so that those of half precision do not vanish.
-        clippings: what clipping leaves to optimizers that scale gradients themselves.
-        cut: what `from_module` planned: per stage, what it receives, sends and owns; None for other Pipelines.
+        loss_scale: factor of the gradients of a step, which keeps gradients in half precision from underflowing.
+        clippings: clipping factors for optimizers that scale the gradients themselves.
+        cut: the plan of `from_module`: what each stage receives, sends and owns. None for other Pipelines.
 
-    Chunks and criterion are moved to `context.device`; what is on the meta device is to have been made before the first
-    step. What every replica, or every tensor rank, holds whole is made the same here: as on the first of them.
+    Chunks and criterion are moved to `context.device`. Modules on the meta device must be given memory and values
+    before the first step. Weights that replicas or tensor ranks hold in full are made equal here, with the values of
+    the first of these ranks.
 
-    Where the schedule is bidirectional, each stage is on two ranks: their weights are made the same here, those of
-    the lower rank, and each step sums their gradients.
+    In a bidirectional schedule each stage is on two ranks. Their weights are made equal here, with the values of the
+    lower rank, and each step sums their gradients.
 
-    Weight gradients of stock linear, convolution and embedding layers wait for W where the schedule splits backwards;
-    all others come with I. `deferrals` has, per stage, which are which; the log "pipeflow" is told of the others.
+    If the schedule splits backwards, W computes the weight gradients of stock linear, convolution and embedding layers,
+    and I computes all others. `deferrals` lists both for each stage; the logger "pipeflow" reports the others.
 
-    Chunks may be copied, averaged, traced and exported as ever, and be compiled or scripted before they come here; a
+    Chunks may be copied, averaged, traced and exported, and may be compiled or scripted before they are passed in; a
     Pipeline itself cannot be copied.
 
-    Raises UsageError when the chunks, the schedule and the ranks do not fit each other.
+    Raises UsageError if the chunks, the schedule and the ranks do not fit each other.
     """
 
     def __init__(
@@ -129,7 +134,7 @@ class Pipeline(nn.Module):
             self.criterion = criterion if has_loss and isinstance(criterion, nn.Module) else None
             place(self, context.device)
             modules = dict(zip(own, self.chunks, strict=True))
-            owners: dict[int, nn.Module] = dict(modules)  # of parameters, by the stage that has their gradients
+            owners: dict[int, nn.Module] = dict(modules)  # of parameters, by the stage that computes their gradients
             if self.criterion is not None:
                 owners[own[-1]] = nn.ModuleList([modules[own[-1]], self.criterion])
             promise = promised(tensor_shape, tensor_dtype)
@@ -171,40 +176,43 @@ class Pipeline(nn.Module):
         cost: CostModel | None = None,
         rules: Sequence[Rule] = DEFAULT_RULES,
     ) -> Self:
-        r"""A Pipeline of any module, whose own forward each stage runs: calls that earlier stages have made are
-        replaced by what these sent, and the forward ends after the stage's last block. What a stage receives, sends and
-        owns is found by following its tensors on fake ones, for each new shape of a microbatch once.
+        r"""Makes a Pipeline from a whole module. Each stage runs the module's own forward.
+
+        In the forward of a stage, calls that belong to earlier stages are replaced by the tensors received from them,
+        and the forward ends after the stage's last block. What a stage receives, sends and owns is found by running
+        the forward on fake tensors, once for each new shape of a microbatch.
 
         Args:
-            module: the whole of it, on the CPU or the meta device, alike on every rank. The Pipeline shares the
-                parameters that this rank owns; let go of the module to free the others.
-            schedule: as for a Pipeline.
-            example: a batch, of which the first microbatch is traced: a dict of the forward's keywords, labels among
-                them, or `(inputs, labels)`, where inputs are such a dict, the first argument, or a tuple of all.
-                `execute_pipeline` takes batches of these forms, and of other shapes.
-            cuts: "uniform" has as many blocks in each stage; a list of numbers, one a block, is their costs, which are
-                balanced; a list of names says after which blocks to cut, with `:k` for the k-th call of a module.
-            blocks: after what may be cut: a class or its name, or names of modules. By default the children of
-                outermost nn.ModuleLists; without any, of nn.ModuleDicts, or else of nn.Sequentials.
-            criterion: as for a Pipeline. Without, the loss is the module's own: its output, if a scalar, or `.loss`
-                of it.
-            weigh: as for a Pipeline. Without, the module's own loss counts by the labels that are not -100, where it
-                is a mean over these.
-            overlap, autocast, gradient_dtype: as for a Pipeline.
-            cost: as for a Pipeline; without `activation_bytes` it gets those that the stages send.
-            rules: which layers the tensor ranks share, and how; a rule of your own comes first, as in
-                `rules=[Rule("attention", r"attn\.qkv", parts=3), *DEFAULT_RULES]`. With () all layers stay whole, and
+            module: the whole module, on the CPU or the meta device, the same on every rank. The Pipeline shares the
+                parameters that this rank owns; delete the module to free the others.
+            schedule: as in `Pipeline`.
+            example: a batch, whose first microbatch is traced: a dict of the forward's keywords including labels, or
+                `(inputs, labels)`, where inputs are such a dict, the first argument, or a tuple of all arguments.
+                `execute_pipeline` then takes batches of these forms, also with other shapes.
+            cuts: where to cut. "uniform", the default, distributes the blocks evenly; a list of numbers, one per
+                block, gives the costs of the blocks, which are balanced; a list of names gives the blocks after which
+                to cut, with `:k` for the k-th call of a module.
+            blocks: modules after which a cut is possible: a class or its name, or names of modules. By default the
+                children of outermost nn.ModuleLists; without any, those of nn.ModuleDicts, or else of nn.Sequentials.
+            criterion: as in `Pipeline`. By default the module's own loss: its output if that is a scalar, or the
+                output's `.loss`.
+            weigh: as in `Pipeline`. By default, if the module's own loss is a mean over the labels that are not -100,
+                the number of these labels.
+            overlap, autocast, gradient_dtype: as in `Pipeline`.
+            cost: as in `Pipeline`; if it has no `activation_bytes`, those of the plan are used.
+            rules: which layers are split over the tensor ranks, and how. Put your own rules first, as in
+                `rules=[Rule("attention", r"attn\.qkv", parts=3), *DEFAULT_RULES]`. With () no layer is split, and
                 all tensor ranks compute the same.
 
-        Parameters keep the names that they have in `module`, here and in checkpoints. Those that several stages need
-        are tied. Those that none needs belong to the last stage. A buffer is stored by the first stage that needs it.
+        Parameters keep their names in `module`, here and in checkpoints. Parameters that several stages need are tied;
+        parameters that no stage needs belong to the last one. A buffer is stored by the first stage that needs it.
 
-        Tensor ranks go on from the state in which the first of them has torch's default generators, so that stock
-        dropout drops the same on all.
+        torch's default random generators on all tensor ranks are set to the state of the first of them, so that stock
+        dropout drops the same entries on all.
 
         Raises UsageError for a module that cannot be cut, naming the submodule and the reason, for fewer blocks than
         stages, for an example that cannot be split, for a rule of your own that matches nothing, and for a tensor size
-        that does not divide heads or a width.
+        that does not divide the heads or a width.
         """
         context = current_context()
         with context.alarm.raised_everywhere():
@@ -228,7 +236,9 @@ class Pipeline(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; the parameters of one that `from_module` cut have the names that they have there."""
+        """Like `nn.Module.named_parameters`; parameters of a module that `from_module` cut keep their names in that
+        module.
+        """
         cut = {f"chunks.{index}." for index, chunk in enumerate(self.chunks) if isinstance(chunk, ModuleStage)}
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield name_in_module(name, prefix, cut), parameter
@@ -243,19 +253,19 @@ class Pipeline(nn.Module):
         fullgraph: bool = False,
         dynamic: bool | None = None,
     ) -> None:
-        """Has torch.compile compile this rank's stages when they are next called. Every rank calls it.
+        """Compiles this rank's stages with torch.compile when they are next called. Every rank must call it.
 
         Args:
-            blocks: compile the blocks of a stage one by one, which share their code where they are alike: the children
-                of its outermost lists of modules, or what `from_module` took for blocks. Otherwise each stage is
-                compiled whole, which takes longer and cannot be had for stages of `from_module`.
-            backend, mode, options, fullgraph, dynamic: as torch.compile takes them.
+            blocks: compile the blocks of a stage one by one, so that equal blocks share their code. Blocks are the
+                children of the stage's outermost lists of modules, or the blocks of `from_module`. With False each
+                stage is compiled whole, which takes longer and is not possible for stages of `from_module`.
+            backend, mode, options, fullgraph, dynamic: as in torch.compile.
 
-        A compiled backward is split into I and W with the backends "inductor" and "aot_eager": W computes the gradients
-        of parameters of two dimensions or more. With others all of a block's gradients come with I.
+        With the backends "inductor" and "aot_eager" a compiled backward is split into I and W: W computes the gradients
+        of parameters with two or more dimensions. With other backends I computes all gradients of a block.
 
         Raises UsageError for a mode with CUDA graphs, for a stage that is cut within a block, and for modules that are
-        compiled already.
+        already compiled.
         """
         with self.alarm.raised_everywhere():
             compiling = Compiling(backend, mode, options, fullgraph, dynamic)
@@ -264,20 +274,20 @@ class Pipeline(nn.Module):
 
     @property
     def deferrals(self) -> dict[int, Deferral]:
-        """Per stage of this rank, which weight gradients can wait for W, and which come with I."""
+        """For each stage of this rank, which weight gradients are computed in W and which in I."""
         return {index: stage.deferral for index, stage in self.runner.stages.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuses: what connects a rank to the others has no copy."""
+        """Raises UsageError: the connections of a rank cannot be copied."""
         raise UsageError(
             "a Pipeline cannot be copied or pickled: copy its chunks, as with copy.deepcopy(model.chunks) or "
             "AveragedModel(model.chunks), and make a Pipeline of the copy on every rank"
         )
 
     def forward(self, *_: object, **__: object) -> None:
-        """Refuses: a rank holds a part of the model only."""
+        """Raises UsageError: a rank holds only a part of the model."""
         raise UsageError(
-            "a Pipeline is not called: run it with pipeflow.execute_pipeline(data_iter, model) on every rank"
+            "a Pipeline cannot be called: run it with pipeflow.execute_pipeline(data_iter, model) on every rank"
         )
 
 
@@ -293,39 +303,40 @@ def execute_pipeline(
     schedule: Schedule | None = None,
     gradient_scale: float = 1.0,
 ) -> Output:
-    """Runs one step: takes one batch, runs the schedule, leaves the gradients of the batch's mean loss in `.grad`,
-    added to what was there. Every rank makes the same call; all ranks of one replica have the same batch in their
-    iterators, and the batch is those of all replicas together.
+    """Runs one step: takes a batch, runs the schedule, and adds the gradients of the batch's mean loss to `.grad`.
+
+    Every rank makes the same call. All ranks of a replica must have the same batch in their iterators; the mean is over
+    the batches of all replicas.
 
     Args:
-        data_iter: yields `(inputs, labels)`. Tensors are split into microbatches along dim 0, but for what is
-            wrapped in `pipeflow.Whole`. Entries of dict `inputs` reach every stage as the keywords it names; other
-            `inputs` are the first stage's argument. Where inputs want a gradient, each rank gives them the part that
-            its own stages make.
+        data_iter: iterator of `(inputs, labels)`. Tensors are split into microbatches along dim 0; entries wrapped in
+            `pipeflow.Whole` are not split. If `inputs` is a dict, each stage receives the entries that its `forward`
+            has parameters for; otherwise `inputs` is the first stage's argument. If inputs require gradients, each rank
+            gives them the part that its own stages compute.
         model: this rank's Pipeline.
-        forward_only: evaluate: no graph is built, no gradient touched; labels may be None when there is no loss. A
-            batch of fewer samples than the schedule has microbatches is run as that many microbatches.
-        return_outputs: keep the last stage's outputs, for `Output.outputs`.
-        broadcast_loss: tell the loss to every rank.
-        trace: measure the step, for `Output.timeline`.
-        reduce: average the gradients over the replicas. Without, each keeps adding up its own, until a step that
-            reduces takes all along: accumulation over several calls.
-        schedule: what to run in this step, by default the Pipeline's: any sound schedule of its placement, with any
-            number of microbatches. Programs are compiled when a schedule first comes, for training and evaluation
-            apart, and the 16 that were used last are kept.
-        gradient_scale: the gradients of this call are multiplied by it, but not its loss: 1 / n makes the sum over n
-            calls the gradient of their mean loss. The same on every rank.
+        forward_only: evaluate only: no graph is built and no gradient changes. Labels may be None if no loss is needed.
+            If a batch has fewer samples than the schedule has microbatches, each sample becomes a microbatch.
+        return_outputs: return the last stage's outputs in `Output.outputs`.
+        broadcast_loss: return the loss on every rank.
+        trace: measure the step and return `Output.timeline`.
+        reduce: average the gradients over the replicas. With False each replica accumulates its own gradients, until a
+            step that reduces averages them all: gradient accumulation over several calls.
+        schedule: schedule of this step; by default that of the Pipeline. It must be sound and have the same placement;
+            its number of microbatches may differ. Programs are compiled when a schedule is first used, separately for
+            training and evaluation; the 16 most recently used ones are kept.
+        gradient_scale: factor of the gradients of this call, but not of its loss, the same on every rank. With 1 / n,
+            the sum over n calls is the gradient of their mean loss.
 
     Raises:
-        UsageError: for a batch, a schedule, an output or a loss that does not fit, on the rank that noticed; on every
-            rank when the ranks made different calls.
-        PipelineError: on every rank, naming the origin, when anything failed on any rank. Gradients are undefined
-            then; the next step is as good as a fresh one, unless a rank died.
+        UsageError: if a batch, a schedule, an output or a loss does not fit, on the rank that noticed it; if the ranks
+            made different calls, on every rank.
+        PipelineError: on every rank, naming the rank where the error began, if anything failed on any rank. Gradients
+            are then undefined. The next step works again, unless a rank died.
     """
     if not isinstance(model, Pipeline):
         raise UsageError(f"execute_pipeline runs a pipeflow.Pipeline, got {type(model).__name__}")
     if not forward_only and not torch.is_grad_enabled():
-        raise UsageError("gradients are switched off here: pass forward_only=True to evaluate")
+        raise UsageError("gradients are disabled here: pass forward_only=True to evaluate")
     if not isinstance(schedule, Schedule | None):
         raise UsageError(
             f"schedule must be a pipeflow.Schedule, got {type(schedule).__name__}: make_schedule({schedule!r}, ...)"
@@ -341,5 +352,5 @@ def execute_pipeline(
 def _under_autocast(
     dtype: torch.dtype | None, device: torch.device
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes a function run under torch.autocast; without a dtype, leaves it as it is."""
+    """A decorator that runs a function under torch.autocast, or leaves it unchanged if `dtype` is None."""
     return (lambda function: function) if dtype is None else torch.autocast(device.type, dtype)

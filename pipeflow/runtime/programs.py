@@ -1,5 +1,5 @@
-"""Programs: what the steps of a pipeline run on this rank, compiled when a schedule first comes in such a step. What
-must not live here: batches and losses.
+"""Programs: the compiled programs of a pipeline on this rank. A program is compiled when a schedule is first used. Must
+not contain: batches and losses.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from pipeflow.runtime.program.payload import Promise
 from pipeflow.runtime.stage import Stage
 from pipeflow.soundness.schedule import verify
 
-KEPT = 16  # compiled programs of one pipeline, those that were used last
+KEPT = 16  # compiled programs of one pipeline, the most recently used ones
 
 
 class Mode(NamedTuple):
-    """How a schedule is run: with how many of its microbatches, with backwards or without, averaged or not."""
+    """The way to run a schedule: the number of microbatches, with or without backwards, with or without averaging over
+    replicas.
+    """
 
     microbatches: int
     training: bool
@@ -36,8 +38,8 @@ class Mode(NamedTuple):
 
 
 class Runnable(NamedTuple):
-    """A schedule as this rank runs it, the number that stands for it where ranks compare theirs, and the order in which
-    the ranks reduce their stages.
+    """A compiled schedule of this rank, with a digest of the schedule that ranks compare, and the order in which each
+    rank reduces its stages.
     """
 
     schedule: Schedule
@@ -48,7 +50,8 @@ class Runnable(NamedTuple):
 
 
 class Programs:
-    """The programs of one pipeline on this rank, by the value of their schedule and their mode; `KEPT` of them."""
+    """The programs of one pipeline on this rank, by schedule and mode. Keeps the `KEPT` programs that were used last.
+    """
 
     def __init__(
         self,
@@ -69,18 +72,19 @@ class Programs:
         self._overlap = overlap
         self._cost = cost
         self._routes = routes
-        self._kept: list[Runnable] = []  # the one used last first
+        self._kept: list[Runnable] = []  # the most recently used one first
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def clear(self) -> None:
-        """Drops them all: they hold on to the transport's channels."""
+        """Drops all programs, because they hold channels of the transport."""
         self._kept.clear()
 
     def get(self, schedule: Schedule, mode: Mode) -> Runnable:
-        """What runs `schedule` in this mode. Raises UsageError for a schedule that is not sound, whose placement is
-        another one, or that has no backwards to train with.
+        """The program for `schedule` in this mode, compiled on first use.
+
+        Raises UsageError for a schedule that is not sound, has another placement, or has no backwards when training.
         """
         for position, kept in enumerate(self._kept):
             if kept.mode == mode and (kept.schedule is schedule or kept.schedule == schedule):
@@ -100,7 +104,7 @@ class Programs:
         ran = ran.first(mode.microbatches)
         if self._overlap is None:
             ran = ran.without_pairs()
-        holds = self._promise is not None and (mode.training or self._promise.is_open)  # for any batch to evaluate, too
+        holds = self._promise is not None and (mode.training or self._promise.is_open)  # open: any batch size
         return compile_program(
             lower(ran, self._cost, self._routes)[self._context.transport.rank],
             schedule=ran,
@@ -115,7 +119,7 @@ class Programs:
         )
 
     def _training(self, schedule: Schedule, *, reduce: bool) -> Schedule:
-        """The schedule with the reductions that there are to be."""
+        """The schedule with the reductions that the step needs."""
         if schedule.is_forward_only:
             raise UsageError(f"schedule {schedule.name!r} has no backwards: pass forward_only=True")
         if not reduce:
@@ -125,7 +129,7 @@ class Programs:
 
 
 def require_sound(schedule: Schedule, placement: Placement) -> None:
-    """Raises UsageError unless `schedule` is a sound one for stages that lie as in `placement`."""
+    """Raises UsageError unless `schedule` has this placement, and ScheduleError unless it is sound."""
     if schedule.placement != placement:
         raise UsageError(
             f"schedule {schedule.name!r} has another placement than this Pipeline's stages: "
@@ -136,6 +140,6 @@ def require_sound(schedule: Schedule, placement: Placement) -> None:
 
 
 def digest_of(schedule: Schedule) -> float:
-    """A number that follows from the schedule's value, exact in float64."""
+    """A digest of the schedule, a number that float64 represents exactly."""
     value = repr((schedule.name, schedule.placement, schedule.num_microbatches)) + schedule.to_csv()
     return float(int.from_bytes(hashlib.sha256(value.encode()).digest()[:6]))

@@ -1,5 +1,5 @@
-"""Stage: one piece of the model, the entries that it is called with, and where its weight gradients wait. What must not
-live here: when it runs, and where its input comes from.
+"""Stage: one piece of the model, the entries that it is called with, and its deferred weight gradients. Must not
+contain: when a stage runs, and where its input comes from.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ from pipeflow.runtime.microbatch import Batch
 
 
 class Stage:
-    """A module, prepared for split backwards, how it is called, and per microbatch of the step that runs, the keywords
-    for it. With `watched`, the generator of that device is watched in its calls.
+    """A module that is prepared for split backwards, with its keywords for each microbatch of the current step.
+
+    Args:
+        index: index of the stage.
+        module: the stage's module.
+        call: function that runs the module; by default the module itself.
+        watched: a device whose random generator is watched during calls; None to watch none.
+        routes: routes of the pipeline, which determine the number of positional arguments.
     """
 
     def __init__(
@@ -41,21 +47,21 @@ class Stage:
 
     @property
     def draws(self) -> bool:
-        """Whether a forward has ever drawn from torch's own generator, as far as it was watched."""
+        """True if a watched forward has ever drawn from torch's own generator."""
         return self._watched is not None and self._watched.draws
 
     def defer(self) -> None:
-        """Makes the layers defer that have come into the module since."""
+        """Makes layers that were added to the module later defer their weight gradients, too."""
         defer_weight_gradients(self.module, self.deferral)
 
     def load(self, batch: Batch) -> None:
-        """Keeps, per microbatch, the entries that the module takes."""
+        """Stores, per microbatch, the entries that the module takes."""
         self.keywords = batch.split({name: entry for name, entry in batch.named.items() if name in self.takes})
 
 
 class WatchedCall:
-    """A call that notes whether it ever draws from the generator of `device`. Draws of other threads meanwhile count,
-    too.
+    """A function that records whether it ever draws from the generator of `device`. Draws of other threads in the
+    meantime count, too.
     """
 
     def __init__(self, call: Callable[..., Any], device: torch.device) -> None:

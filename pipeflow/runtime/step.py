@@ -1,4 +1,4 @@
-"""The step: one batch through the program of a schedule, from the iterator to what the caller gets."""
+"""The step: one batch through the program of a schedule, from the iterator to the caller's result."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from pipeflow.runtime.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a step gives.
+    """The result of a step.
 
     Attributes:
-        loss: the mean loss of the batch, those of all replicas together, a scalar tensor, on the last stage's ranks (a
-            bidirectional schedule has two); elsewhere None unless broadcast.
-        outputs: the last stage's outputs, its microbatches put together along dim 0; None unless asked for, and on
-            other ranks.
-        timeline: every rank's measured spans, in seconds; None unless traced.
-        losses: by microbatch, the mean losses of those that this rank computed, scalars.
-        samples: how many the batch had, those of all replicas together.
+        loss: mean loss of the batch over all replicas, a scalar tensor. None on ranks without the last stage, unless
+            `broadcast_loss` was set. In a bidirectional schedule, two ranks have the last stage.
+        outputs: the last stage's outputs, concatenated along dim 0 over the microbatches. None unless `return_outputs`
+            was set, and on ranks without the last stage.
+        timeline: measured spans of every rank, in seconds. None unless `trace` was set.
+        losses: mean loss, a scalar tensor, of each microbatch whose loss this rank computed, by the microbatch's index.
+        samples: number of samples in the batch over all replicas.
     """
 
     loss: Tensor | None
@@ -51,7 +51,7 @@ class Runner:
     """Runs the steps of one pipeline on this rank.
 
     Attributes:
-        read: takes what the iterator yields apart into inputs and labels.
+        read: function that splits a batch of the iterator into inputs and labels.
     """
 
     def __init__(
@@ -72,21 +72,23 @@ class Runner:
         self.programs = programs
         self.criterion = criterion
         self.weigh = weigh
-        self.taken = taken  # the names of the entries that stages of any rank take; None for any
+        self.taken = taken  # names of the entries that stages of any rank take; None if they take all
         self.read: Callable[[object], tuple[object, object]] = as_pair
         self._runs = False
         self._last_stage = placement.num_stages - 1
         self._last_ranks = placement.ranks_of(self._last_stage)
 
     def forget(self) -> None:
-        """Drops the compiled programs and what is under way, which hold on to the transport's channels."""
+        """Drops compiled programs and work under way, because they hold channels of the transport."""
         self.programs.clear()
         self.gradients.forget()
 
     def step(self, data_iter: Iterator[object], call: Call, loss_scale: float) -> Output:
-        """Runs one step; all ranks call it together. Raises UsageError within a step, and as `execute_pipeline`."""
+        """Runs one step; all ranks call it together. Raises UsageError if a step is already running, and the errors of
+        `execute_pipeline`.
+        """
         if self._runs:
-            raise UsageError("execute_pipeline was called within a step of the same Pipeline: its stages run already")
+            raise UsageError("execute_pipeline was called within a step of the same Pipeline: call it between steps")
         self._runs = True
         try:
             return self._step(data_iter, call, loss_scale)
@@ -95,15 +97,17 @@ class Runner:
 
     @property
     def is_running(self) -> bool:
-        """Whether a step is under way."""
+        """True while a step is under way."""
         return self._runs
 
     def infer(self, data_iter: Iterator[object], schedule: Schedule) -> object:
-        """The outputs of a batch, on the ranks that have the last stage; None on others. The ranks of one pipeline call
-        it together, and agree on nothing at the end. Raises UsageError within a step.
+        """Returns the outputs of a batch on the ranks that have the last stage, and None on others.
+
+        The ranks of one pipeline call it together; it ends without an agreement. Raises UsageError if a step is
+        running.
         """
         if self._runs:
-            raise UsageError("a forward was asked for within a step of the same Pipeline: its stages run already")
+            raise UsageError("a forward was requested within a step of the same Pipeline: run it between steps")
         call = Call(
             training=False, reduce=False, return_outputs=True, broadcast_loss=False, trace=False, schedule=schedule
         )
@@ -124,8 +128,8 @@ class Runner:
     def _step(self, data_iter: Iterator[object], call: Call, loss_scale: float) -> Output:
         if call.training and self.criterion is None:
             raise UsageError(
-                "training needs a loss: give the Pipeline a criterion (or from_module an example with the labels from "
-                "which the module computes a loss itself), or pass forward_only=True"
+                "training needs a loss: give the Pipeline a criterion (or give from_module an example with labels, "
+                "from which the module computes its own loss), or pass forward_only=True"
             )
         self.gradients.prepare()
         batch, runnable = self._start(data_iter, call)
@@ -145,7 +149,8 @@ class Runner:
             change=self.gradients.change,
             gradient_scale=call.gradient_scale,
         )
-        outputs = merged(results, self.transport, self._last_ranks, self._last_stage)  # may fail, so before all agree
+        # merging may fail, so it must come before the agreement
+        outputs = merged(results, self.transport, self._last_ranks, self._last_stage)
         loss, change, samples = agree(told, results, self.context, self._last_ranks, everywhere=call.broadcast_loss)
         if change:
             self.gradients.renew(change, reduce=call.reduce)
@@ -165,7 +170,7 @@ class Runner:
         if call.training and microbatches < schedule.num_microbatches:
             raise UsageError(
                 f"a batch of {microbatches} samples cannot fill {schedule.num_microbatches} microbatches: use fewer "
-                "microbatches, as with execute_pipeline(..., schedule=)"
+                "microbatches, for example by execute_pipeline(..., schedule=)"
             )
         return batch, self.programs.get(schedule, Mode(microbatches, call.training, call.training and call.reduce))
 
@@ -179,7 +184,7 @@ class Runner:
         self.gradients.end(reduce=runnable.mode.reduce)
 
     def _load(self, compiled: Compiled, batch: Batch, call: Call) -> None:
-        """Splits the batch, and puts its microbatches where the operations look for them."""
+        """Splits the batch and puts its microbatches where the operations read them."""
         for stage in self.stages.values():
             stage.load(batch)
         if 0 in self.stages and not isinstance(batch.inputs, dict):
@@ -193,7 +198,7 @@ class Runner:
                 results.weights, results.weight = loss_weights(results.labels, batch.sizes, self.weigh)
 
     def _unload(self, compiled: Compiled) -> None:
-        """Lets go of the batch and of what was made of it."""
+        """Frees the batch and everything made from it."""
         compiled.results.clear()
         compiled.positionals[:] = [()] * len(compiled.positionals)
         for stage in self.stages.values():

@@ -1,6 +1,4 @@
-"""Trace: what really happened, as a Timeline. A traced step wraps its computations; an untraced one knows nothing
-of this.
-"""
+"""Trace: measures a step as a Timeline. A traced step wraps its computations; an untraced step has no overhead."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from pipeflow.runtime.program.pairs import Both
 
 
 class Timed(Compute):
-    """A computation that notes when it started and ended: by the clock on a CPU, by events on a GPU, whose
-    computations run on after the call.
+    """A computation that records its start and end: by the clock on a CPU, by events on a GPU, whose computations
+    continue after the call.
     """
 
     __slots__ = ("compute", "end", "on_gpu", "start")
@@ -54,8 +52,8 @@ class Timed(Compute):
 
 
 class TimedBeside(Operation):
-    """What runs beside computations, noting when it started, and when what it started was done: a thread waits for
-    that.
+    """An operation beside the computations that records its start and the end of the work it started, for which a
+    thread waits.
     """
 
     __slots__ = ("beside", "device", "end", "start", "thread")
@@ -75,7 +73,7 @@ class TimedBeside(Operation):
     def _wait(self, works: list[Work]) -> None:
         on_gpu = self.device.type == "cuda"
         with suppress(Exception), torch.cuda.device(self.device) if on_gpu else nullcontext():
-            for work in works:  # an error is raised where the step waits, too
+            for work in works:  # the step waits for the same work and raises its error
                 work.wait()
             if on_gpu:
                 torch.cuda.current_stream().synchronize()
@@ -100,9 +98,10 @@ class Trace:
         )
 
     def timeline(self, name: str, placement: Placement) -> Timeline:
-        """Every rank's spans in seconds since rank 0 started the step, the same on every rank.
+        """The spans of every rank in seconds since rank 0 started the step; the same on every rank.
 
-        Ranks on one machine share its clock; those on other machines count from the moment at which all started.
+        Ranks on rank 0's machine share its clock; ranks on other machines count from the moment at which all ranks
+        started.
         """
         host, mine = socket.gethostname(), sorted(self._spans() + self._beside(), key=attrgetter("start"))
         everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine))
@@ -118,7 +117,7 @@ class Trace:
                 one.thread.join()
         spans: list[Span] = []
         free: defaultdict[Stream, float] = defaultdict(float)
-        for one in timed:  # one after the other, as when simulated: what began behind another shares its time
+        for one in timed:  # one after the other, as in a simulation, although they may overlap in time
             action = one.beside.action
             stream = DATAFLOW[action.kind].stream
             start = max(one.start - self.zero, free[stream])
@@ -153,7 +152,7 @@ def _timed(operation: Operation, device: torch.device) -> Operation:
 
 
 def _spans(compute: Compute, rank: int, start: float, end: float) -> list[Span]:
-    """One span; two for a pair, whose halves nobody can tell apart: half of the time each."""
+    """One span, or two for a pair: its halves cannot be told apart, so each gets half of the time."""
     if not isinstance(compute, Both):
         return [Span(compute.action, rank, start, end)]
     forward, backward, middle = compute.forward.action, compute.backward.action, (start + end) / 2

@@ -1,3 +1,3 @@
-"""Any module as the stages of a pipeline: where it can be cut, what each stage receives, sends and owns, and the stages
-themselves, which run the module's own forward. What must not live here: ranks, schedules and losses' weights in a step.
+"""Stages of any module: where it can be cut, what each stage receives, sends and owns, and the stages themselves, which
+run the module's own forward. Must not contain: ranks, schedules, and weights of losses in a step.
 """

@@ -1,5 +1,5 @@
-"""Blocks: the calls after which a forward can be cut, and the choice among them. What must not live here: what a cut
-means for the stages on its two sides.
+"""Blocks: the calls after which a forward can be cut, and the choice of cuts among them. Must not contain: what a cut
+means for the stages around it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pipeflow.planning.partition import partition_balanced
 from pipeflow.stages.trace import Call, Trace
 
 Blocks = str | type[nn.Module] | Sequence[str] | None
-"""What counts as a block: a class or its name, names of modules, or None for the usual rule."""
+"""The blocks: a class or its name, names of modules, or None for the default rule."""
 
 Cuts = str | Sequence[str] | Sequence[float] | None
-"""Where to cut: "uniform" (None is the same), a cost per block, or the names of the blocks before the cuts."""
+"""Where to cut: "uniform" or None, a cost per block, or the names of the blocks before the cuts."""
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def blocks_of(trace: Trace, module: nn.Module, blocks: Blocks) -> list[Call]:
     """The calls after which the forward can be cut, in order. By default those of the children of outermost
-    nn.ModuleLists, or where none of these is called of nn.ModuleDicts, or else of nn.Sequentials.
+    nn.ModuleLists; if none is called, of nn.ModuleDicts, or else of nn.Sequentials.
 
-    Raises UsageError where there is none.
+    Raises UsageError if there are none.
     """
     if blocks is not None:
         found = _outermost(trace, _named(module, blocks))
@@ -41,12 +41,12 @@ def blocks_of(trace: Trace, module: nn.Module, blocks: Blocks) -> list[Call]:
             return found
     raise UsageError(
         f"there is no place to cut a {type(module).__name__}: its forward calls no children of an nn.ModuleList or "
-        'nn.Sequential; say which modules are its blocks, as with blocks="TransformerLayer", their class'
+        'nn.Sequential; name the class of its blocks, as in blocks="TransformerLayer"'
     )
 
 
 def listed(module: nn.Module) -> set[str]:
-    """The names of the children of outermost nn.ModuleLists, or where there are none of nn.ModuleDicts, or else of
+    """The names of the children of outermost nn.ModuleLists; if there are none, of nn.ModuleDicts, or else of
     nn.Sequentials.
     """
     return next((found for kind in _LISTS if (found := _children(module, kind))), set())
@@ -64,11 +64,11 @@ def _named(module: nn.Module, blocks: str | type[nn.Module] | Sequence[str]) -> 
 
 
 def _children(module: nn.Module, kind: type[nn.Module], prefix: str = "") -> set[str]:
-    """The names of what outermost lists hold; of a list in a list, what that one holds."""
+    """The names of the children of outermost lists; for a list in a list, those of the inner one."""
     found: set[str] = set()
     is_list = isinstance(module, kind)
     if isinstance(module, ParametrizationList):
-        return found  # which makes one weight
+        return found  # its children make one weight
     for name, child in module.named_children():
         full = f"{prefix}.{name}".lstrip(".")
         if is_list and not isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -87,7 +87,7 @@ def _outermost(trace: Trace, names: Collection[str]) -> list[Call]:
 
 
 def labels_of(calls: Sequence[Call]) -> list[str]:
-    """What users call calls: the module's name; where a module is called several times, with `:0`, `:1`, ..."""
+    """The names of calls for users: the module's name, followed by `:0`, `:1`, ... if it is called several times."""
     times = Counter(call.name for call in calls)
     seen: Counter[str] = Counter()
     labels = []
@@ -98,20 +98,20 @@ def labels_of(calls: Sequence[Call]) -> list[str]:
 
 
 def choose(trace: Trace, blocks: Sequence[Call], stages: int, cuts: Cuts) -> list[Call]:
-    """The last block of every stage but the last one.
+    """The last block of every stage except the last one.
 
-    Raises UsageError for fewer blocks than stages, a cost for each block of another number of them, and names that
-    are not those of calls, in their order.
+    Raises UsageError if there are fewer blocks than stages, if the number of costs is not the number of blocks, and if
+    names are not those of calls in their order.
     """
     listed: list[Any] | None = None if cuts is None or isinstance(cuts, str) else list(cuts)
     if listed is None and cuts not in (None, "uniform"):
-        raise UsageError(f'cuts is "uniform", a cost per block or a list of names, got {cuts!r}')
+        raise UsageError(f'cuts must be "uniform", a cost per block or a list of names, got {cuts!r}')
     if listed is not None and all(isinstance(cut, str) for cut in listed) and (listed or stages == 1):
         return _by_name(trace, blocks, stages, [str(cut) for cut in listed])
     if len(blocks) < stages:
         raise UsageError(
             f"{len(blocks)} blocks cannot fill {stages} stages ({', '.join(labels_of(blocks))}): use fewer stages, or "
-            "say with blocks= which smaller modules to cut between"
+            "choose smaller blocks with blocks="
         )
     costs = [1.0] * len(blocks) if listed is None else [float(cost) for cost in listed]
     if len(costs) != len(blocks):
@@ -133,5 +133,5 @@ def _by_name(trace: Trace, blocks: Sequence[Call], stages: int, cuts: Sequence[s
     chosen = [by_label[cut] for cut in cuts]
     for before, after in pairwise(chosen):
         if after.exit <= before.exit:
-            raise UsageError(f"cuts are in the order of the forward, but {after.name!r} ends before {before.name!r}")
+            raise UsageError(f"cuts must follow the order of the forward: {after.name!r} ends before {before.name!r}")
     return chosen

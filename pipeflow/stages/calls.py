@@ -1,5 +1,5 @@
-"""Calls of modules, watched: while a watcher is installed, each call of a module goes to it first, and it decides what
-becomes of the call. What must not live here: the decisions.
+"""Calls: while a watcher is installed, each call of a watched module goes to it first, and it decides what to do. Must
+not contain: these decisions.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ _KEY = "_pipeflow_watched"
 
 
 def _set_class(module: nn.Module, to: type[nn.Module]) -> None:
-    object.__setattr__(module, "__class__", to)  # that of nn.Module looks for parameters first
+    object.__setattr__(module, "__class__", to)  # nn.Module's own looks for parameters first
 
 
 class Watcher(Protocol):
-    """Gets the calls of watched modules."""
+    """Receives the calls of watched modules."""
 
     def called(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Called in place of the module `name`; `call` is the module's own `__call__`. Returns the call's output."""
+        """Called instead of the module `name`; `call` is the module's own `__call__`. Returns the output of the call.
+        """
 
 
 class Replayer(Watcher, Protocol):
-    """Can also say what the forward of a module returns, while it has its hooks run: `replayed` holds that, alone."""
+    """A watcher that can also set the output of a module's forward while its hooks run: the only entry of `replayed`.
+    """
 
     replayed: list[Any]
 
@@ -43,10 +45,11 @@ class _Swallow(nn.Module):
 
 @contextmanager
 def watched(modules: Mapping[str, nn.Module], watcher: Watcher, replayed: Collection[str] = ()) -> Iterator[None]:
-    """Sends this thread's calls of `modules` to `watcher`. Each has another class meanwhile, so that what a class puts
-    around its own `__call__`, such as activation checkpointing, lies within the call. Other threads call the modules
-    as ever: a backward that recomputes a forward does so. Of those whose names are `replayed` the watcher, a Replayer,
-    can say what their forward returns.
+    """Sends this thread's calls of `modules` to `watcher`.
+
+    Meanwhile each module has another class, so that wrappers around the `__call__` of its own class, such as activation
+    checkpointing, run within the watched call. Other threads call the modules as usual, for example in a backward that
+    recomputes a forward. For modules named in `replayed`, the watcher, a Replayer, can set the output of their forward.
 
     Raises UsageError for a module whose class cannot be replaced.
     """
@@ -70,7 +73,9 @@ def watched(modules: Mapping[str, nn.Module], watcher: Watcher, replayed: Collec
 
 
 def _forget_own_forward(module: nn.Module, plain: Any) -> None:
-    """Takes an attribute `forward` off a module that is no other than its class's: what has wrapped it leaves that."""
+    """Removes the attribute `forward` of a module if it is the forward of its class; code that wraps and restores a
+    forward leaves such an attribute.
+    """
     own = getattr(vars(module).get("forward"), "__func__", None)
     if own is not None and getattr(own, "__wrapped__", own) in (plain.forward, vars(plain).get("forward")):
         del vars(module)["forward"]
@@ -78,7 +83,7 @@ def _forget_own_forward(module: nn.Module, plain: Any) -> None:
 
 @cache
 def _watched_class(plain: Any, *, is_replayed: bool) -> type[nn.Module]:
-    """A class like `plain`, a class of modules, whose calls go to the watcher."""
+    """A subclass of `plain`, a class of modules, whose calls go to the watcher."""
     own_call: Any = plain.__call__
 
     def call(self: nn.Module, *arguments: Any, **keywords: Any) -> Any:
@@ -103,7 +108,7 @@ def _watched_class(plain: Any, *, is_replayed: bool) -> type[nn.Module]:
 
 
 def _call_plainly(module: nn.Module, plain: type[nn.Module], *arguments: Any, **keywords: Any) -> Any:
-    """Calls a compiled module, unwatched meanwhile: torch.compile would compile it once more for its other class."""
+    """Calls a compiled module with its own class: torch.compile would compile it again for the other class."""
     watched_class = type(module)
     _set_class(module, plain)
     try:

@@ -1,5 +1,5 @@
-"""Copies of a module: its structure, with other tensors in the places of its own. A fake copy has shapes but no memory;
-that of a stage has the parameters that the stage owns, and ghosts in the place of the others.
+"""Copies of a module: its structure with other tensors. A fake copy has shapes but no memory; the copy of a stage has
+the parameters that the stage owns, and ghosts in place of the others.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Places = list[tuple[nn.Module, str]]
 
 
 class Fakes:
-    """A copy of a module on `device` whose parameters are fake, and whose buffers are real but for those on the meta
-    device; and which sources, as bits from the second on, stand for them.
+    """A copy of a module on `device` whose parameters are fake. Buffers are real, unless they are on the meta device.
+    Each parameter and buffer is a source with a bit of its own, from the second bit on.
 
     Attributes:
-        mode: of the fake tensors.
+        mode: mode of the fake tensors.
         module: the copy.
-        parameters: their names, in the order of their sources.
-        buffers: likewise; their sources follow those of the parameters.
+        parameters: names of the parameters, in the order of their sources.
+        buffers: names of the buffers; their sources follow those of the parameters.
 
     Raises UsageError for a module that cannot be copied, or that has parameters without a shape.
     """
@@ -54,21 +54,21 @@ class Fakes:
         self.buffers = list(buffers)
 
     def fake(self, like: Tensor) -> Tensor:
-        """A fake tensor on the device, of this one's shape, strides and dtype."""
+        """A fake tensor on the device with the shape, strides and dtype of `like`."""
         with self.mode:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 
     def sources(self) -> dict[str, int]:
-        """The bit of every parameter and buffer."""
+        """The bit of every parameter and buffer, by name."""
         return {name: 2 << index for index, name in enumerate([*self.parameters, *self.buffers])}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those of the copy, by name."""
+        """The parameters and buffers of the copy, by name."""
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     @property
     def of_buffers(self) -> int:
-        """The bits of those buffers that have values."""
+        """The bits of buffers that have values."""
         bits, found = self.sources(), 0
         for name, buffer in self.module.named_buffers():
             found |= bits[name] * (type(buffer) is Tensor)
@@ -80,31 +80,31 @@ class Fakes:
         return ((1 << len(self.parameters)) - 1) << 1
 
     def owners(self, sources: int) -> list[str]:
-        """The names of the parameters and buffers among sources."""
+        """The names of the parameters and buffers in `sources`."""
         return [name for name, bit in self.sources().items() if bit & sources]
 
 
 def _unchanged(module: nn.Module, name: str, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """In place of a module's own `_apply`: a forward may convert what needs no conversion."""
+    """Replaces a module's own `_apply`: a forward may call a conversion that changes nothing."""
     for tensor in module.parameters(recurse):
         if function(tensor).dtype is not tensor.dtype:
             raise UsageError(
-                f"{name or 'the module'} converts its parameters from {tensor.dtype} when it is called, which a stage "
-                "that has them cannot know: convert them before"
+                f"{name or 'the module'} converts its parameters from {tensor.dtype} when it is called, which stages "
+                "cannot take into account: convert them before"
             )
     return module
 
 
 class Ghosts:
-    """The places of parameters that a stage does not own: attributes that tell shape, dtype and device and have the
-    memory of one element. Reading their values gives nan, or 0 where there is none.
+    """The places of parameters that a stage does not own. A ghost is an attribute with a shape, dtype and device and
+    the memory of one element; its values are nan, or 0 if the dtype has no nan.
     """
 
     def __init__(self) -> None:
         self._places: list[tuple[nn.Module, str]] = []
 
     def haunt(self, module: nn.Module, device: torch.device) -> None:
-        """Takes the tensors that are no nn.Parameter out of the parameters of `module` and its children."""
+        """Moves tensors that are no nn.Parameter from the parameters of `module` and its children to attributes."""
         for owner in module.modules():
             for name, parameter in list(owner._parameters.items()):
                 if parameter is not None and not isinstance(parameter, nn.Parameter):
@@ -116,25 +116,27 @@ class Ghosts:
                 vars(owner)["parameters"] = partial(_iterate, mine)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Moves or converts them, as nn.Module._apply does parameters."""
+        """Moves or converts the ghosts, as nn.Module._apply does with parameters."""
         for owner, name in self._places:
             ghost: Tensor = vars(owner)[name]
             vars(owner)[name] = function(ghost.as_strided((), ())).detach().expand(ghost.shape)
 
 
 def ghost(like: Tensor, device: torch.device) -> Tensor:
-    """One of the shape and dtype of a tensor."""
+    """A ghost with the shape and dtype of `like`."""
     return dead(like.shape, like.dtype, device)
 
 
 def dead(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor whose values nobody needs, with the memory of one element."""
+    """A tensor whose values are never used, with the memory of one element."""
     value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 def stage_copy(module: nn.Module, owned: set[str], device: torch.device) -> tuple[nn.Module, Ghosts]:
-    """A copy that has the very parameters whose names are `owned`, the module's buffers, and ghosts elsewhere."""
+    """A copy that shares the parameters named in `owned` and the buffers of the module, with ghosts in place of other
+    parameters.
+    """
     instead: dict[int, Tensor] = {id(tensor): tensor for tensor in [*module.buffers(), *_loose(module)]}
     for name, parameter in module.named_parameters():
         instead[id(parameter)] = parameter if name in owned else ghost(parameter, device)
@@ -144,17 +146,18 @@ def stage_copy(module: nn.Module, owned: set[str], device: torch.device) -> tupl
 
 
 def copied(module: nn.Module, instead: Mapping[int, Tensor]) -> nn.Module:
-    """A deep copy with other tensors in the places of those with these ids. Raises UsageError where it has none."""
+    """A deep copy in which tensors with the given ids are replaced. Raises UsageError if the module cannot be copied.
+    """
     try:
         return copy.deepcopy(module, dict(instead))
     except Exception as error:
         raise UsageError(
-            f"the module, a {type(module).__name__}, cannot be copied, as with copy.deepcopy: {error}"
+            f"the module, a {type(module).__name__}, cannot be copied by copy.deepcopy: {error}"
         ) from error
 
 
 def _loose(module: nn.Module) -> list[Tensor]:
-    """Tensors that are plain attributes."""
+    """Tensors that are plain attributes of modules."""
     return [value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor)]
 
 

@@ -1,5 +1,5 @@
-"""Entries: a batch by the names of a forward's parameters, in which every stage takes it, and how the forward is called
-with them.
+"""Entries: a batch as a dict by the names of a forward's parameters, which is the form that every stage takes, and the
+arguments made from it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.
 
 
 class Stateful(ABC):
-    """An entry that a stage keeps up from one forward to the next, such as a cache of keys and values, or that grows
-    with it. The forward is planned with another value than the one that it runs with, so one plan serves all of them.
-    To be split over microbatches it is a node of torch's pytrees.
+    """An entry that a stage keeps and updates from one forward to the next, such as a cache of keys and values, or an
+    entry that grows with it. The forward is planned with a different value than it runs with, so that one plan serves
+    all forwards. To be split over microbatches, it must be a node of torch's pytrees.
     """
 
     @property
     @abstractmethod
     def key(self) -> Hashable:
-        """What plans depend on."""
+        """The properties on which plans depend."""
 
     @abstractmethod
     def planned(self) -> object:
-        """A value to plan with, of this forward alone; made afresh at each call."""
+        """A new value for planning, made at each call."""
 
     @abstractmethod
     def own(self, stage: int) -> object:
-        """The value that a stage runs with."""
+        """The value with which stage `stage` runs."""
 
 
 class Entries:
@@ -52,10 +52,11 @@ class Entries:
         self._takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
 
     def of(self, batch: object) -> tuple[dict[str, Any], object]:
-        """The entries of a batch, and its labels: of a mapping of the forward's keywords, `labels` among them; or of
-        `(inputs, labels)`, where inputs are such a mapping, the first argument, or a tuple of all arguments.
+        """The entries of a batch, and its labels.
 
-        Raises UsageError for another batch, and for what the forward does not take.
+        A batch is a mapping of the forward's keywords including `labels`, or `(inputs, labels)`, where inputs are such
+        a mapping, the first argument, or a tuple of all arguments. Raises UsageError for another batch, and for entries
+        that the forward does not take.
         """
         if isinstance(batch, Mapping):
             entries = dict(batch)
@@ -67,7 +68,7 @@ class Entries:
                 entries.setdefault(LABELS, labels)
         else:
             raise UsageError(
-                f"a batch is a dict of the keywords of {self._module}.forward, or (inputs, labels), got "
+                f"a batch must be a dict of the keywords of {self._module}.forward, or (inputs, labels), got "
                 f"{type(batch).__name__}"
             )
         if not self._takes(LABELS):
@@ -80,7 +81,7 @@ class Entries:
         return entries, labels
 
     def arguments(self, entries: Mapping[str, Any]) -> Batch:
-        """What the forward is called with."""
+        """The arguments of the forward for these entries."""
         rest = dict(entries)
         first = [rest.pop(name) for name in self._by_position_only if name in rest]
         if self._takes_more and (more := [name for name in rest if name.isdigit()]):

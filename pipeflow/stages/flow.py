@@ -1,5 +1,5 @@
-"""Flow: from which parameters, buffers and received values each tensor of a forward is computed, without memory or
-arithmetic for what depends on any of them. What must not live here: module calls.
+"""Flow: finds from which parameters, buffers and received values each tensor of a forward is computed, without memory
+or arithmetic for tensors that depend on any of them. Must not contain: module calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 RANDOM = 1
-"""The source of what is drawn at random."""
+"""The source of random numbers."""
 
 _MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default
 
@@ -31,7 +31,7 @@ _LIKE = {
     *("aten.rand_like", "aten.randn_like", "aten.randint_like"),
     *("aten.new_zeros", "aten.new_ones", "aten.new_empty", "aten.new_full", "aten.new_empty_strided"),
 }
-"""Operators whose result has the shape of their argument, and nothing of its values."""
+"""Operators whose result depends on the shape of their argument, but not on its values."""
 _INDEXING = {
     torch.ops.aten.index.Tensor,
     torch.ops.aten.index_put.default,
@@ -39,32 +39,34 @@ _INDEXING = {
     torch.ops.aten._unsafe_index.Tensor,
 }
 _COUNTED = {"aten.nll_loss_forward": 1, "aten.nll_loss2d_forward": 1}
-"""Losses that count their targets, and the argument that these are."""
+"""Losses that count their targets, with the position of the targets among the arguments."""
 
 
 class Flow(TorchDispatchMode):
-    """Runs the operators of a forward on fake tensors, and keeps per storage the set of sources that flowed into it: an
-    integer with a bit per source. What is computed from the batch alone is computed really, so a forward may decide by
-    it. Tensors that share memory share their sources.
+    """Runs the operators of a forward on fake tensors, and records for each storage the set of sources that flowed into
+    it, as an integer with a bit per source.
+
+    Tensors that depend on the batch alone are really computed, so a forward may branch on them. Tensors that share
+    memory share their sources.
 
     Args:
-        fakes: the mode of the fake parameters.
-        real: the sources, as bits, that have values: those of buffers.
-        draw: what single random numbers are taken to be, so that it can be told whether a forward decides by them.
-        guess: where the shape of a result depends on values that are not known, whether these are taken to be other
-            than zero, so that the result is as long as it can be; and where such a value is read, whether it is zero.
-            So a forward that goes through what is there, and stops when a value says so, goes through all.
+        fakes: mode of the fake parameters.
+        real: bits of the sources that have values, which are buffers.
+        draw: value to use for a single random number, to find out whether a forward branches on it.
+        guess: how to treat values that are not known. If True, values that determine a shape are taken as nonzero, so
+            that the result has its largest size, and values that are read are taken as zero; if False, the opposite. So
+            a forward that loops over entries until a value says stop visits all of them.
 
     Attributes:
-        where: the number of the call in which operators run, kept by the watcher of calls.
-        clock: counts the entries into calls and the exits from them, kept likewise.
-        born: by storage, the call in which it was made.
-        uses: by storage and call, when the storage was last read there, where that is not the call that made it.
-        written: the storages that were written to in place.
-        decided: the calls that read a number that was drawn at random.
-        guesses: the calls in which values were guessed, and at which clock first.
-        targets: how many targets count, of each loss that counts its targets and whose targets are in the batch.
-        is_live: whether draws are this stage's own: others are sources.
+        where: index of the call in which operators run, set by the watcher of calls.
+        clock: number of entries into and exits from calls, set likewise.
+        born: the call in which each storage was made.
+        uses: for each storage and call other than the one that made it, when it was last read there.
+        written: storages that were written to in place.
+        decided: calls that read a random number.
+        guesses: calls in which values were guessed, with the first time.
+        targets: for each loss that counts its targets and whose targets are in the batch, how many targets count.
+        is_live: True while random numbers belong to this stage; before, they count as a source.
     """
 
     def __init__(self, fakes: FakeTensorMode, real: int = 0, *, draw: float = 0.0, guess: bool = True) -> None:
@@ -74,9 +76,9 @@ class Flow(TorchDispatchMode):
         self._draw = draw
         self._guess = guess
         self._host = host_random_state()
-        self._guessed: set[int] = set()  # storages of tensors that have values, but guessed ones
+        self._guessed: set[int] = set()  # storages of tensors with guessed values
         self._sources: dict[int, int] = {}
-        self._alive: dict[int, Any] = {}  # storages, so that none is taken for another one in its place
+        self._alive: dict[int, Any] = {}  # storages, kept so that no new one can have the same key
         self.where = 0
         self.clock = 0
         self.born: dict[int, int] = {}
@@ -88,13 +90,13 @@ class Flow(TorchDispatchMode):
         self.is_live = False
 
     def mark(self, tensor: Tensor, sources: int) -> int:
-        """Adds to the sources of the tensor's storage, whose key is returned."""
+        """Adds sources to the tensor's storage and returns its key."""
         key = self.key(tensor)
         self._sources[key] = self._sources.get(key, 0) | sources
         return key
 
     def key(self, tensor: Tensor) -> int:
-        """What stands for the memory of a tensor."""
+        """A number that stands for the memory of a tensor."""
         try:
             storage: Any = tensor.untyped_storage()
             key: int = storage._cdata
@@ -104,11 +106,11 @@ class Flow(TorchDispatchMode):
         return key
 
     def sources_of(self, key: int) -> int:
-        """Those of what has this memory."""
+        """The sources of the storage with this key."""
         return self._sources.get(key, 0)
 
     def sources(self, tree: object) -> int:
-        """Those of all tensors in a tree."""
+        """The sources of all tensors in a tree."""
         found = 0
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor):
@@ -169,8 +171,8 @@ class Flow(TorchDispatchMode):
         return output
 
     def _guessing(self, func: Any, args: Any, kwargs: Any, unknown: Exception) -> Any:
-        """The result of an operator that asks for values of fake tensors: what it makes of ones or of zeros instead.
-        Raises `unknown` where it makes nothing of them.
+        """The result of an operator that needs values of fake tensors, computed on ones or zeros instead. Raises
+        `unknown` if it fails on these, too.
         """
         guess = not self._guess if func is torch.ops.aten._local_scalar_dense.default else self._guess
         try:
@@ -191,7 +193,7 @@ class Flow(TorchDispatchMode):
         return func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
 
     def _guess_at(self, output: object) -> None:
-        """Keeps the values of whole numbers that were guessed: it is by these that a forward decides."""
+        """Keeps the guessed values of whole numbers, because a forward branches on them."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
                 self._guessed.add(self.key(leaf))
@@ -203,7 +205,7 @@ class Flow(TorchDispatchMode):
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
     def _without_masks(self, indices: list[Any]) -> list[Any]:
-        """Indices with the places of masks that have values, so that the length of the result is known."""
+        """The indices with known masks replaced by positions, so that the length of the result is known."""
         found: list[Any] = []
         for index in indices:
             is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
@@ -232,7 +234,7 @@ class Flow(TorchDispatchMode):
 
 
 def host_random_state() -> object:
-    """That of the generators of Python and NumPy, of which models make tensors, too."""
+    """The state of the generators of Python and NumPy, from which models draw, too."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return random.getstate()
@@ -246,7 +248,7 @@ def _shapes(output: object) -> list[Any]:
 
 @cache
 def _written_by(func: Any) -> tuple[int | str, ...]:
-    """The arguments that an operator writes to: positions, or names of keywords."""
+    """The arguments that an operator writes to, as positions or names of keywords."""
     return tuple(
         argument.name if argument.kwarg_only else index
         for index, argument in enumerate(func._schema.arguments)
@@ -255,7 +257,7 @@ def _written_by(func: Any) -> tuple[int | str, ...]:
 
 
 def _draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers: one with a probability of 0 does not."""
+    """Returns True if an operator draws random numbers; with a probability of 0 it does not."""
     position = _drawing(func)
     if position is None:
         return False

@@ -1,4 +1,4 @@
-"""The loss that a module computes itself, and what its mean is over: which of the labels count."""
+"""The loss that a module computes itself, and which labels its mean is over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeflow.core.errors import UsageError
 
 IGNORED = -100
-"""The label that losses of torch leave out."""
+"""The label that torch's losses ignore by default."""
 
 
 def loss_in(output: object) -> Tensor | None:
@@ -27,19 +27,22 @@ def loss_in(output: object) -> Tensor | None:
 
 
 def own_loss(output: object, labels: object) -> Tensor:
-    """As a criterion. Raises UsageError where there is none."""
+    """The module's own loss as a criterion. Raises UsageError if there is none."""
     loss = loss_in(output)
     if loss is None:
         raise UsageError(
-            f"the module returned a {type(output).__name__} without a loss: pass from_module(criterion=...), or give "
-            "batches the labels from which it computes one"
+            f"the module returned a {type(output).__name__} without a loss: pass from_module(criterion=...), or "
+            "include the labels in batches from which it computes one"
         )
     return loss
 
 
 def weigh_by_labels(targets: Sequence[int], labels: object) -> partial[float] | None:
-    """What the mean in a module's own loss is over, if it is over labels: found by comparing how many `targets` its
-    losses counted with how many `labels` there were, of which none was IGNORED. None for the samples.
+    """The function that weighs a microbatch if the module's own loss is a mean over labels; None if it is a mean over
+    samples.
+
+    It is found by comparing how many `targets` the losses counted with the number of `labels`, none of which may be
+    IGNORED.
     """
     if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
         return None
@@ -50,14 +53,16 @@ def weigh_by_labels(targets: Sequence[int], labels: object) -> partial[float] | 
 
 
 def _count(labels: object, *, skipped: int) -> float:
-    """How many labels count, without the first `skipped` ones of each sequence, which a language model predicts not."""
+    """The number of labels that count, without the first `skipped` ones of each sequence, which a language model does
+    not predict.
+    """
     if not isinstance(labels, Tensor):
         return 1.0
     return float((labels[:, skipped:] != IGNORED).sum())
 
 
 def all_counted(labels: object) -> object:
-    """Labels of which none is IGNORED, for a trace."""
+    """The labels with IGNORED ones replaced, for a trace."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype is torch.bool or not labels.numel():
         return labels
     return torch.where(labels == IGNORED, labels.max().clamp(min=0), labels)

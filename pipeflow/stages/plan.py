@@ -1,5 +1,5 @@
-"""Plan: what each stage of a forward receives, sends and owns, and its script; found by running each stage on fake
-tensors, from the last to the first, and asking what flowed into the tensors that it has to make.
+"""Plan: what each stage of a forward receives, sends and owns, and its script. Found by running the stages on fake
+tensors, from the last to the first, and recording which sources flow into their outputs.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pipeflow.stages.ways import Ways, lay
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One stage, for batches of certain shapes.
+    """The plan of one stage, for batches of certain shapes.
 
     Attributes:
-        script: what it does at which calls.
-        receives: what it needs of earlier stages.
-        makes: what it makes that later stages need.
-        owned: the parameters that flow into what it makes; in the plan of a first batch also those that flow into
-            nothing.
-        buffers: the buffers that do, and those that it writes to.
-        is_empty: whether it does nothing, since the forward leaves out its blocks and all before them, as the encoder's
-            where what they make is given.
+        script: what the stage does at each call.
+        receives: tensors that it needs from earlier stages.
+        makes: tensors that it makes for later stages.
+        owned: parameters that flow into its output; in the plan of a first batch, the last stage also owns parameters
+            that flow into nothing.
+        buffers: buffers that flow into its output, and buffers that it writes to.
+        is_empty: True if it does nothing, because the forward skips its blocks and all before them, as an encoder's are
+            skipped if its output is given.
     """
 
     script: Script
@@ -51,15 +51,15 @@ _EMPTY = StagePlan(Script(Node(), frozenset()), (), (), frozenset(), frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All stages, for batches of certain shapes.
+    """The plan of all stages, for batches of certain shapes.
 
     Attributes:
-        stages: in order.
+        stages: plans of the stages, in order.
         trace: the forward that was cut.
-        cuts: the last block of every stage but the last one and those that are empty.
+        cuts: the last block of every stage except the last one and empty ones.
         ways: what passes to and from each stage.
-        routes: those on which something passes, for batches of any shapes.
-        sizes: the bytes of what passes, where a rank has a part of it.
+        routes: the routes that are used, for batches of any shapes.
+        sizes: sizes in bytes of tensors of which a tensor rank has only a part.
     """
 
     stages: tuple[StagePlan, ...]
@@ -70,24 +70,24 @@ class Plan:
     sizes: Mapping[Value, int] = field(default_factory=dict)
 
     def look(self, value: Value) -> Look:
-        """What a value between stages looks like."""
+        """The properties of a tensor between stages."""
         return self.trace.look(value.call, value.leaf)
 
     @property
     def sent_bytes(self) -> tuple[int, ...]:
-        """Per stage, the bytes that it hands to others for a microbatch; its gradients take as many. What goes to a
-        stage of its own rank stays in memory.
+        """For each stage, the bytes that it sends for a microbatch; its gradients have the same size. Includes tensors
+        for other stages of its own rank, which stay in memory.
         """
         stages = enumerate(self.ways)
         return tuple(sum(self.bytes_between(stage, target) for target in ways.gives) for stage, ways in stages)
 
     def bytes_between(self, source: int, target: int) -> int:
-        """The bytes that pass from one stage to another for a microbatch."""
+        """The bytes that pass from stage `source` to stage `target` for a microbatch."""
         given = self.ways[source].gives[target]
         return sum(self.sizes[value] if value in self.sizes else self.look(value).nbytes for value in given)
 
     def sized_by(self, trace: Trace) -> Plan:
-        """The same plan with the sizes that tensors have in the forward of one rank's part of the module, if that made
+        """The same plan with the tensor sizes of `trace`, the forward of one rank's part of the module, if both made
         the same calls.
         """
         if trace.calls_in_order() != self.trace.calls_in_order():
@@ -96,7 +96,7 @@ class Plan:
         return replace(self, sizes={value: local.look(value).nbytes for value in passing})
 
     def describe(self) -> list[tuple[Any, ...]]:
-        """Plain data that is the same where two plans are."""
+        """Plain data that is equal for equal plans."""
         names = [call.name for call in self.trace.calls]
         return [
             (
@@ -116,13 +116,12 @@ def make_plan(
     placement: Placement,
     routes: Routes | None,
 ) -> Plan:
-    """The plan of a trace that is cut after the calls `cuts`, of which the first ones may be None; `batch` makes a new
-    copy of the batch of the trace. Tensors pass between stages on `routes`, or without these on the best ones for the
-    `placement`.
+    """The plan of a trace that is cut after the calls `cuts`, of which the first ones may be None.
 
-    Raises UsageError where a cut would change what the module computes.
+    `batch` makes a new copy of the batch of the trace. Tensors pass between stages on `routes`; if these are None, on
+    the best routes for the `placement`. Raises UsageError if a cut would change what the module computes.
     """
-    wanted: tuple[Value, ...] = ()  # by later stages
+    wanted: tuple[Value, ...] = ()  # needed by later stages
     stages: list[StagePlan] = []
     made, replays = [cut for cut in cuts if cut is not None], False
     for start, end in reversed(list(pairwise([None, *made, None]))):
@@ -144,7 +143,9 @@ def make_plan(
 
 
 def completed(plan: Plan, fakes: Fakes, also: Plan | None) -> Plan:
-    """A plan whose stages own what they need in `also` as well. What no stage needs belongs to the last one."""
+    """The plan, whose stages own in addition what they need in `also`. Parameters and buffers that no stage needs
+    belong to the last one.
+    """
     parts = zip(plan.stages, (plan if also is None else also).stages, strict=True)
     stages = [replace(one, owned=one.owned | two.owned, buffers=one.buffers | two.buffers) for one, two in parts]
     owned = frozenset(fakes.parameters).difference(*(stage.owned for stage in stages))
@@ -161,9 +162,9 @@ def _require_no_leak(trace: Trace, fakes: Fakes, start: Call | None, *, replays:
             continue
         if not (replays and any(leak.key in call.storages for call in trace.seen_in(maker))):
             raise UsageError(
-                f"{maker.name} hands a tensor to {reader.name or 'the module itself'} beside its output, as through a "
-                f"list, a cache or an attribute, so the forward cannot be cut after {start.name}, between the two: "
-                "switch off what it is for, or choose other cuts"
+                f"{maker.name} passes a tensor to {reader.name or 'the module itself'} outside its output, "
+                f"through a list, a cache or an attribute, so the forward cannot be cut after {start.name}, between "
+                "the two: switch that feature off, or choose other cuts"
             )
 
 
@@ -174,8 +175,8 @@ def _require_known(trace: Trace, start: Call | None) -> None:
 
 
 def _is_free(trace: Trace, call: Call, fakes: Fakes) -> bool:
-    """Whether a call, or one around it, computes from the batch and from buffers alone, so that every stage can do it
-    again.
+    """Returns True if a call, or one around it, computes from the batch and from buffers alone, so that every stage can
+    repeat it.
     """
     while call.index:
         looks = call.looks.values()
@@ -186,8 +187,8 @@ def _is_free(trace: Trace, call: Call, fakes: Fakes) -> bool:
 
 
 class _Stage:
-    """The stage from after call `start`, or from the beginning, to call `end`, or to the end; `replays` says whether
-    those who collect tensors from calls see also those that are replaced.
+    """The stage from after call `start`, or from the beginning, to call `end`, or to the end. With `replays`, code that
+    collects tensors from calls also sees the calls that are replaced.
     """
 
     def __init__(
@@ -258,7 +259,7 @@ class _Stage:
             return tensor.requires_grad_() * 1 if look.requires_grad else tensor
 
     def _made(self, run: Run, output: object, flow: Flow) -> list[tuple[str, Look, Look]]:
-        """What the stage made: what it is, what it looks like here, and what it looked like in the trace."""
+        """The tensors that the stage made: for each its description, its properties here, and those in the trace."""
         if self.end is not None:
             calls = self.trace.calls
             return [
@@ -269,15 +270,15 @@ class _Stage:
         same = here.spec == there.spec and mine.keys() == its.keys()
         if not same or any(mine[leaf].shape != its[leaf].shape for leaf in mine):
             raise UsageError(
-                f"cut after {self.start and self.start.name}, the module returns something else than as a whole "
-                f"({len(mine)} tensors, not {len(its)}): what it collects from blocks beside their outputs, such as "
-                "all hidden states or caches, is not there; switch that off"
+                f"cut after {self.start and self.start.name}, the module no longer returns the same "
+                f"({len(mine)} tensors, not {len(its)}): tensors that it collects from blocks, such as all hidden "
+                "states or caches, are missing; switch that off"
             )
         return [("the module's output", mine[leaf], its[leaf]) for leaf in mine]
 
     def _check(self, made: Sequence[tuple[str, Look, Look]], bits: dict[Value, int]) -> int:
-        """The sources of all that the stage makes. Raises UsageError where something that flowed into it in the whole
-        forward does not so here.
+        """The sources of everything that the stage makes. Raises UsageError if a source that flows into it in the whole
+        forward does not do so here.
         """
         found = 0
         for what, here, there in made:
@@ -288,19 +289,20 @@ class _Stage:
                     through |= self.trace.look(*value).sources
             if here.sources & RANDOM:
                 raise UsageError(
-                    f"{what} depends on numbers that the forward draws before {self.start and self.start.name} ends, "
-                    "outside of the blocks: every stage would draw others; draw them in a module, whose output is sent"
+                    f"{what} depends on random numbers that the forward draws before {self.start and self.start.name} "
+                    "ends, outside the blocks, so every stage would draw different ones: draw them in a module, "
+                    "whose output is sent"
                 )
             if missing := self.fakes.owners(there.sources & ~through & self.fakes.of_parameters):
                 raise UsageError(
                     f"cut after {self.start and self.start.name}, {what} no longer depends on {missing[0]}: its module "
-                    "hands on something beside its output, as by writing to its input or to an attribute; return it"
+                    "passes something on outside its output, by writing to its input or to an attribute; return it"
                 )
         return found
 
     def _require_gradients(self, used: Collection[Value]) -> None:
-        """Raises UsageError where a reentrant checkpoint, which recomputes all that its arguments lead to, would take
-        over the gradient of something that was received.
+        """Raises UsageError if a reentrant checkpoint, which recomputes everything behind its arguments, would take the
+        gradient of a received tensor.
         """
         calls = self.trace.calls
         for value in used:
@@ -308,8 +310,8 @@ class _Stage:
             others = {self.trace.look(*other).storage for other in used if other.call != value.call}
             if call.checkpoint == "reentrant" and call.given & others:
                 raise UsageError(
-                    f"{call.name} lies within a reentrant checkpoint, and both what it takes and what it returns are "
-                    f"needed after {self.start and self.start.name}: checkpoint with use_reentrant=False, or cut "
+                    f"{call.name} lies within a reentrant checkpoint, and both its input and its output are needed "
+                    f"after {self.start and self.start.name}: checkpoint with use_reentrant=False, or cut "
                     "elsewhere"
                 )
 
@@ -349,7 +351,7 @@ class _Stage:
         return node
 
     def _names(self) -> frozenset[str]:
-        """The modules in the script, and those within which any of these is called: turns are counted in a call."""
+        """The modules in the script, and those that call any of these, because turns are counted within a call."""
         names: set[str] = set()
         pending = [self.root]
         while pending:
@@ -385,4 +387,4 @@ class _FakeRun(Run):
 
 
 def _never(value: Value, look: Look) -> Tensor:
-    raise AssertionError("a run on fake tensors has all of them")
+    raise AssertionError("a run on fake tensors has all values")

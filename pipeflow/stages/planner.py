@@ -1,4 +1,4 @@
-"""Planner: the plans of one module by the shapes of its batches, each made when such a batch first comes."""
+"""Planner: the plans of one module by the shapes of its batches. Each plan is made when the first such batch comes."""
 
 from __future__ import annotations
 
@@ -31,19 +31,17 @@ _ALMOST_ONE = 1 - 2**-24
 
 
 class Planner:
-    """Of one module, for so many stages.
+    """Makes and keeps the plans of one module for a number of stages.
 
     Args:
-        module: the whole of it. It is copied without memory, and never run or changed.
-        stages: how many.
-        device: where the stages will run.
-        cuts: where to cut; see `pipeflow.stages.blocks`.
-        blocks: what counts as a block; likewise.
-        placement: of the stages on ranks, by which the ways of what passes between stages are chosen. By default each
-            stage is on a rank of its own.
+        module: the whole module. It is copied without memory, and never run or changed.
+        stages: number of stages.
+        device: device on which the stages will run; by default the CPU.
+        cuts, blocks: where to cut; see `pipeflow.stages.blocks`.
+        placement: ranks of the stages, by which routes are chosen. By default each stage is on its own rank.
 
     Attributes:
-        entries: how the module's forward takes a batch.
+        entries: the parameters of the module's forward.
     """
 
     def __init__(
@@ -70,9 +68,10 @@ class Planner:
         return self
 
     def plan(self, entries: Mapping[str, Any], like: nn.Module | None = None) -> Plan:
-        """The plan for a microbatch of these entries, for `like`, the module or a copy of it, in training or not.
+        """The plan for a microbatch with these entries. `like`, the module or a copy of it, determines training or
+        evaluation.
 
-        Raises UsageError where the module cannot be cut, or not as it was for the first batch.
+        Raises UsageError if the module cannot be cut, or not in the same way as for the first batch.
         """
         key = self._key(entries, self._fakes.module.training if like is None else like.training)
         plan = self._plans.get(key)
@@ -88,13 +87,13 @@ class Planner:
         return plan
 
     def blocks(self) -> list[str]:
-        """The names of the blocks after which the first batch's forward could be cut."""
+        """The names of the blocks after which the first batch's forward can be cut."""
         assert self._first is not None
         trace = self._first.trace
         return list(dict.fromkeys(call.name for call in blocks_of(trace, self._fakes.module, self._blocks)))
 
     def trace_of(self, module: nn.Module, entries: Mapping[str, Any], change: Callable[[nn.Module], None]) -> Trace:
-        """The forward of a copy of `module` without memory, as `change` changes it."""
+        """The forward of a copy of `module` without memory, after `change` was applied to the copy."""
         with _ONE_AT_A_TIME, warnings.catch_warnings(), _without_cached_casts():
             warnings.simplefilter("ignore")
             fakes = Fakes(module, self._fakes.device)
@@ -103,8 +102,8 @@ class Planner:
             return record(fakes, self.entries.arguments(tree_map(_copied, dict(entries))))
 
     def _in_training(self, entries: Mapping[str, Any], first: Plan) -> Plan | None:
-        """The plan by which a module that is being evaluated will be trained, if it can be: it may need more
-        parameters, such as the embedding of what is masked.
+        """The training plan of a module that is in evaluation, or None: it may need more parameters, such as an
+        embedding for masked entries.
         """
         module = self._fakes.module
         if module.training:
@@ -115,14 +114,14 @@ class Planner:
         try:
             return self._made(entries, first.trace)
         except UsageError:
-            return None  # which it will say when it is trained
+            return None  # training it will raise the error
         finally:
             self._first = None
             for each, mode in zip(module.modules(), modes, strict=True):
                 each.training = mode
 
     def _made(self, entries: Mapping[str, Any], known: Trace | None = None) -> Plan | None:
-        """The plan, or None where the same parameters flow into what each call returns as in a `known` trace."""
+        """The plan, or None if the same parameters flow into the output of each call as in the trace `known`."""
 
         def batch() -> Batch:
             plain = {name: each.planned() if isinstance(each, Stateful) else each for name, each in entries.items()}
@@ -146,8 +145,8 @@ class Planner:
         return [(call.name, call.turn, [look.sources & mine for look in call.looks.values()]) for call in trace.calls]
 
     def _made_afresh(self, trace: Trace) -> bool:
-        """Whether the copy of the module was made again, since the first trace filled what may be a cache: if it is one
-        that the module's class has, other than the module, whoever comes first fills it, and there is no leak any more.
+        """Copies the module again, and returns True, if the first trace may have filled a cache: a cache of the
+        module's class is filled by whoever comes first, and afterwards there is no leak.
         """
         module, unknown = self._module(), self._fakes.of_parameters | RANDOM
         if module is None or all(leak.sources & unknown for leak in trace.leaks):
@@ -165,14 +164,14 @@ class Planner:
             raise UsageError(f"{error}. {decides(_OWN)}") from error
 
     def _trace(self, batch: Callable[[], Batch]) -> Trace:
-        """Raises UsageError for a forward that decides by random numbers which modules it calls."""
+        """Raises UsageError for a forward that chooses the modules that it calls by random numbers."""
         trace = record(self._fakes, batch())
         if trace.decided:
             other = record(self._fakes, batch(), draw=_ALMOST_ONE)
             if trace.calls_in_order() != other.calls_in_order():
                 name = trace.calls[trace.decided[0]].name or "the module"
                 raise UsageError(
-                    f"{name} decides by a random number which modules it calls (LayerDrop, stochastic depth), so "
+                    f"{name} chooses by a random number which modules it calls (LayerDrop, stochastic depth), so "
                     "stages cannot know what the others do: set its probability to 0"
                 )
         return trace
@@ -200,8 +199,8 @@ def _set_modes(module: nn.Module, like: nn.Module) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings of models, which will give them when they run, and without what torch logs of an operator
-    that fails on fake tensors, which is raised as well.
+    """Suppresses warnings of models, which they repeat when they run, and torch's logs of operators that fail on fake
+    tensors, which raise errors as well.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
@@ -215,7 +214,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _own_random_numbers() -> Iterator[None]:
-    """Leaves the generators of Python and NumPy as they were: models draw masks of training from them."""
+    """Restores the generators of Python and NumPy, because models draw training masks from them."""
     numpy: Any = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
     try:
@@ -228,7 +227,7 @@ def _own_random_numbers() -> Iterator[None]:
 
 @contextmanager
 def _without_cached_casts() -> Iterator[None]:
-    """Has autocast convert a weight each time, so that it is seen to."""
+    """Makes autocast convert a weight each time, so that every conversion is seen."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -238,8 +237,8 @@ def _without_cached_casts() -> Iterator[None]:
 
 
 def _same_calls(trace: Trace, first: Plan) -> list[Call | None]:
-    """The calls after which `first` was cut; None of the first ones that are not made. Raises UsageError where later
-    ones are not made.
+    """The calls after which `first` was cut, with None for first ones that are skipped. Raises UsageError if later ones
+    are skipped.
     """
     calls, before = trace.calls[1:], first.trace.calls[1:]
     by_label = dict(zip(labels_of(calls), calls, strict=True))
@@ -256,9 +255,7 @@ def _same_calls(trace: Trace, first: Plan) -> list[Call | None]:
 
 
 def _require_same_guesses(trace: Trace, fakes: Fakes, cuts: Sequence[Call], batch: Callable[[], Batch]) -> None:
-    """Raises UsageError where values that were guessed decide what happens before the last cut, but for what happens
-    within a call.
-    """
+    """Raises UsageError if guessed values decide what happens before the last cut, except within a call."""
     if not trace.guesses or not cuts:
         return
     other = record(fakes, batch(), guess=False)
@@ -273,7 +270,7 @@ def _require_same_guesses(trace: Trace, fakes: Fakes, cuts: Sequence[Call], batc
 
 
 def _outside_guesses(trace: Trace) -> list[Call]:
-    """The calls but for those within a call in which values were guessed."""
+    """The calls, except those within a call in which values were guessed."""
     within = [index for index in trace.guesses if index]
     return [
         call

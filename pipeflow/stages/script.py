@@ -1,7 +1,7 @@
-"""Script: what a stage does at which calls of the module's forward, and one run of it. Calls before the stage's cut are
-replaced by what was received, or by tensors that nobody reads; calls whose outputs are sent are kept; after the last
-one the forward is stopped. Where hooks of a replaced module collect what it returned, they see what was received. What
-must not live here: how a script is found.
+"""Script: what a stage does at each call of the module's forward, and one run of it. Calls before the stage's cut are
+replaced by received tensors, or by tensors that are never read; outputs to send are kept; after the last call the
+forward is stopped. If hooks of a replaced module collect its output, they see the received tensors. Must not contain:
+how a script is found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeflow.stages.trace import Batch, Call, Look, Returned, Unknown
 
 
 class Value(NamedTuple):
-    """A tensor between stages: a leaf of what a call of a trace returned; or, below 0, of what it was given."""
+    """A tensor between stages: leaf `leaf` of the output of call `call` of a trace; if negative, of its arguments."""
 
     call: int
     leaf: int
@@ -29,15 +29,16 @@ class Value(NamedTuple):
 
 @dataclass(slots=True)
 class Node:
-    """What to do at a call, and at those within it, by name and turn.
+    """The instructions for a call and for the calls within it, which are found by name and turn.
 
     Attributes:
-        call: of the trace.
-        is_replaced: whether the module is not called.
-        replays: calls within it, itself among them, whose hooks have to see what they returned though it is replaced.
-        keeps: the leaves of its output, and of its arguments, that are sent.
-        ends: whether the forward is stopped after it.
-        stops: whether the forward is stopped before it, since the last call lay within a checkpoint.
+        call: the call in the trace.
+        inner: nodes of the calls within it.
+        is_replaced: True if the module is not called.
+        replays: calls within it, possibly itself, whose hooks must see their output although the module is replaced.
+        keeps: leaves of its output, and of its arguments, that are sent.
+        ends: True if the forward stops after it.
+        stops: True if the forward stops before it, because the last call was within a checkpoint.
     """
 
     call: Call | None = None
@@ -51,15 +52,15 @@ class Node:
 
 @dataclass(slots=True)
 class Script:
-    """What a stage does.
+    """The instructions for a stage.
 
     Attributes:
-        root: of its nodes.
-        names: the modules whose calls must be seen.
-        replayed: those among them whose hooks are run without them.
-        written: the values that are written to in place, which need memory of their own.
-        writes_batch: whether the forward writes to the batch.
-        wraps: whether it puts other forwards in the place of its modules', which a stopped one does not take back.
+        root: root of its nodes.
+        names: names of the modules whose calls must be seen.
+        replayed: names of those whose hooks run without them.
+        written: values that are written to in place, which need memory of their own.
+        writes_batch: True if the forward writes to the batch.
+        wraps: True if the forward replaces forwards of its modules; a stopped forward does not restore them.
     """
 
     root: Node
@@ -71,19 +72,19 @@ class Script:
 
 
 class Stopped(BaseException):
-    """Ends a forward after a stage's last call. No Exception, which forwards may catch."""
+    """Ends a forward after a stage's last call. It is not an Exception, because forwards may catch those."""
 
 
 class Run:
     """One forward of a stage.
 
     Args:
-        script: of the stage.
-        received: the values that came from other stages.
-        make: makes a tensor that nobody reads, of a certain look.
+        script: script of the stage.
+        received: values from other stages.
+        make: function that makes a tensor with certain properties whose values are never read.
 
     Attributes:
-        kept: the values that were made to be sent.
+        kept: values to send.
     """
 
     def __init__(self, script: Script, received: Mapping[Value, Tensor], make: Callable[[Value, Look], Tensor]) -> None:
@@ -97,7 +98,7 @@ class Run:
         self.kept: dict[Value, Tensor] = {}
 
     def forward(self, module: nn.Module, modules: Mapping[str, nn.Module], batch: Batch) -> Any:
-        """Runs `module` on a batch; what it returns, or None where it was stopped."""
+        """Runs `module` on a batch. Returns its output, or None if it was stopped."""
         self._modules = modules
         with watched(modules, self, self._script.replayed), _own_forwards(module, self._script.wraps):
             try:
@@ -106,7 +107,7 @@ class Run:
                 return None
 
     def called(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Does at a call what the script says."""
+        """Handles a call as the script says."""
         turn = self._turns.get(name, 0)
         self._turns[name] = turn + 1
         node = self._node.inner.get((name, turn)) or Node()
@@ -129,7 +130,7 @@ class Run:
     def _keep(self, call: Call, leaves: Sequence[int], output: object, given: object) -> None:
         found, returned = tree_leaves(output), call.returned
         if returned is None or len(found) != len(returned.leaves):
-            raise UsageError(f"{call.name} returned another tree than when its forward was traced")
+            raise UsageError(f"{call.name} returned a different structure than when its forward was traced")
         arguments = tree_leaves(given) if min(leaves) < 0 else []
         for leaf in leaves:
             self.kept[Value(call.index, leaf)] = found[leaf] if leaf >= 0 else arguments[-1 - leaf]
@@ -142,7 +143,7 @@ class Run:
         return output
 
     def _instead(self, call: Call, tree: Returned | None) -> Any:
-        """A tree like what a call returned, or was given, of what was received."""
+        """A tree like the output of a call, or its arguments, made of received tensors."""
         assert tree is not None
         leaves: list[Any] = []
         for index, leaf in enumerate(tree.leaves):
@@ -155,15 +156,15 @@ class Run:
         return leaves[0] if tree.is_bare else tree_unflatten(leaves, tree.spec)
 
     def _replay(self, call: Call, output: Any) -> None:
-        """Shows the hooks of a module, or what its forward was wrapped in, a call that is not made."""
+        """Shows a call that is not made to the hooks of a module, or to the wrapper of its forward."""
         arguments, keywords = self._instead(call, call.arguments)
         self.replayed.append(output)
         self._modules[call.name]._call_impl(*arguments, **keywords)
         if self.replayed:
             self.replayed.clear()
             raise UsageError(
-                f"something else was put in the place of the forward of {call.name}, so what others collect from its "
-                "calls cannot be handed on: cut elsewhere"
+                f"the forward of {call.name} was replaced, so tensors that hooks collect from its calls cannot be "
+                "passed on: cut elsewhere"
             )
 
     def _tensor(self, value: Value, look: Look, call: Call) -> Tensor:
@@ -171,7 +172,7 @@ class Run:
         if received is None:
             return self._make(value, look)
         if call.checkpoint == "reentrant" and received.requires_grad:
-            # A view with a graph: torch detaches what else a reentrant checkpoint returns without such an input.
+            # A view with a graph: otherwise torch detaches what a reentrant checkpoint returns.
             with torch.enable_grad():
                 return received.view_as(received)
         return received
@@ -179,7 +180,7 @@ class Run:
 
 @contextmanager
 def _own_forwards(module: nn.Module, wraps: bool) -> Iterator[None]:
-    """Takes away, at the end, what was put in the place of its modules' forwards meanwhile."""
+    """At the end, restores forwards of modules that were replaced inside."""
     before = {each: vars(each).get("forward") for each in module.modules()} if wraps else {}
     try:
         yield
@@ -192,11 +193,11 @@ def _own_forwards(module: nn.Module, wraps: bool) -> Iterator[None]:
 
 
 class _Absent:
-    """In place of something that an earlier stage returned and that is no tensor. Using it is an error."""
+    """Stands for an object that an earlier stage returned and that is no tensor. Using it raises UsageError."""
 
     def __init__(self, module: str, kind: str) -> None:
         self.__dict__["_said"] = (
-            f"{module} returned a {kind}, of which a later stage needs something: it can receive tensors alone; "
+            f"{module} returned a {kind} that a later stage needs, but stages receive tensors only: "
             "register its class with torch.utils._pytree, or cut elsewhere"
         )
 

@@ -23,20 +23,20 @@ _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 class ModuleStage(nn.Module):
     """Stage `index` of a module. Its parameters, buffers and children are those of the whole module that it owns, under
-    the names that they have there.
+    the same names.
 
     Args:
-        module: the whole of it; the stage shares the parameters that it owns, and the buffers.
-        index: of the stage.
-        planner: of the module, which has planned a first batch.
-        plan: that of the first batch.
-        device: where it will run.
+        module: the whole module; the stage shares its buffers and the parameters that it owns.
+        index: index of the stage.
+        planner: planner of the module, which has planned a first batch.
+        plan: plan of the first batch.
+        device: device on which the stage runs.
     """
 
     def __init__(self, module: nn.Module, index: int, planner: Planner, plan: Plan, device: torch.device) -> None:
         super().__init__()
         root, self._ghosts = stage_copy(module, set(plan.stages[index].owned), device)
-        vars(self)["_root"] = root  # not a child: its own children are this module's
+        vars(self)["_root"] = root  # not a child: its children are this module's children
         vars(self).update({name: vars(root)[name] for name in _SHARED})
         self.index = index
         self.routes = plan.routes
@@ -44,7 +44,7 @@ class ModuleStage(nn.Module):
         self.training = root.training
         self._planner = planner
         self._places: dict[frozenset[str], list[tuple[str, dict[str, Any], str]]] = {}
-        self._dead: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}  # that nobody reads
+        self._dead: dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor] = {}  # never read
         self.shared_buffers = _store_used(root, index, plan)
 
     @property
@@ -56,20 +56,21 @@ class ModuleStage(nn.Module):
     def blocks(self, plan: Plan) -> dict[str, nn.Module]:
         """The module's blocks, by name.
 
-        Raises UsageError where the stage runs a part of one of them.
+        Raises UsageError if the stage runs only a part of one of them.
         """
         names = self._planner.blocks()
         for watched in sorted(plan.stages[self.index].script.names):
             if within := next((name for name in names if watched.startswith(f"{name}.")), None):
                 raise UsageError(
-                    f"{within} cannot be compiled, since stage {self.index} replaces or sends what {watched} within it "
-                    "returns: cut after whole blocks, or say with blocks= which smaller modules are blocks"
+                    f"{within} cannot be compiled, since stage {self.index} replaces or sends the output of {watched} "
+                    "within it: cut after whole blocks, or choose smaller blocks with blocks="
                 )
         return {name: self.root.get_submodule(name) for name in names}
 
     def forward(self, *received: Any, **entries: Any) -> Any:
-        """From what earlier stages sent, one argument each, and the entries of a microbatch, to what is sent to a later
-        one: a tensor or a tuple of tensors; a tuple of these where there are several; or to what the module returns.
+        """Takes what earlier stages sent, one argument each, and the entries of a microbatch. Returns what is sent to
+        later stages: a tensor or a tuple of tensors, or a tuple of these for several stages. The last stage returns the
+        module's output.
         """
         plan = self._planner.plan(entries, self.root)
         stage = plan.stages[self.index]
@@ -115,14 +116,14 @@ class ModuleStage(nn.Module):
         call = plan.trace.calls[value.call]
         if value not in run.kept:
             raise UsageError(
-                f"stage {self.index} did not call {call.name}, which it did when the forward was traced: the forward "
-                "decides by values what it calls, so it cannot be cut there"
+                f"stage {self.index} did not call {call.name}, unlike when the forward was traced: the forward "
+                "branches on values, so it cannot be cut there"
             )
         tensor = run.kept[value]
         is_lost = torch.is_grad_enabled() and plan.look(value).requires_grad and not tensor.requires_grad
         if call.checkpoint == "reentrant" and is_lost and any(each.requires_grad for each in self.parameters()):
             raise UsageError(
-                f"{call.name} lies within a reentrant checkpoint, out of which no gradient is to be had: cut "
+                f"{call.name} lies within a reentrant checkpoint, and no gradient flows into one: cut "
                 "elsewhere, or checkpoint with use_reentrant=False"
             )
         return tensor
@@ -136,7 +137,7 @@ class ModuleStage(nn.Module):
         return {name: modules[key] for name, modules, key in self._places[names]}
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of the whole module, whose forward asks for it."""
+        """Sets the mode of the whole module, which its forward reads."""
         super().train(mode)
         self.root.training = mode
         return self
@@ -148,7 +149,7 @@ class ModuleStage(nn.Module):
 
 
 def _without(kept: list[object], output: object) -> object:
-    """An output without what the stage keeps."""
+    """An output without the objects that the stage keeps."""
     return tree_map(lambda leaf: None if any(leaf is each for each in kept) else leaf, output)
 
 
@@ -166,8 +167,8 @@ def _place(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def _store_used(root: nn.Module, index: int, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Leaves buffers out of the state_dict that the stage does not use. Returns those that others use, too, with the
-    stages that do.
+    """Removes buffers that the stage does not use from the state_dict. Returns the buffers that other stages use, too,
+    with the stages.
     """
     shared = {}
     for name, _ in root.named_buffers():

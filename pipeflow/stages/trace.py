@@ -1,4 +1,4 @@
-"""Trace: every module call of one forward, in order, with what it returned and where that came from."""
+"""Trace: every module call of one forward, in order, with its output and the sources of that output."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ from pipeflow.stages.flow import Flow
 from pipeflow.stages.loss import loss_in
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a module is called with: positional arguments and keywords."""
+"""The arguments of a module: positional ones and keywords."""
 
 
 class Look(NamedTuple):
-    """What a tensor looks like; `sources` flowed into it, and `storage` stands for its memory."""
+    """The properties of a tensor.
+
+    Attributes:
+        shape, stride, dtype, requires_grad: as in torch.
+        sources: bits of the sources that flowed into it.
+        storage: a number that stands for its memory.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,19 +42,19 @@ class Look(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size when it is sent."""
+        """Its size in bytes when it is sent."""
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
     @classmethod
     def of(cls, tensor: Tensor, flow: Flow) -> Look:
-        """What `tensor` looks like."""
+        """The properties of `tensor`."""
         stride = tensor.stride() if tensor.layout is torch.strided else ()
         shape, sources, storage = tuple(tensor.shape), flow.sources(tensor), flow.key(tensor)
         return cls(shape, tuple(stride), tensor.dtype, tensor.requires_grad, sources, storage)
 
 
 class Unknown(NamedTuple):
-    """A leaf that is neither a tensor nor a plain value."""
+    """A leaf that is neither a tensor nor a plain value. `kind` is the name of its class."""
 
     kind: str
 
@@ -58,24 +64,24 @@ Leaf = Look | Unknown | Any
 
 
 class Returned(NamedTuple):
-    """What a call returned: a tree, whose leaves are Looks, plain values and what is Unknown."""
+    """The output of a call: a tree whose leaves are Looks, plain values and Unknowns."""
 
     spec: TreeSpec
     leaves: list[Leaf]
 
     @classmethod
     def of(cls, output: object, flow: Flow) -> Returned:
-        """Takes an output apart."""
+        """Describes an output."""
         leaves, spec = tree_flatten(output)
         return cls(spec, [_leaf(leaf, flow) for leaf in leaves])
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is no tree but a leaf."""
+        """True if it is a single leaf and not a tree."""
         return self.spec.is_leaf()
 
     def looks(self) -> dict[int, Look]:
-        """The tensors among the leaves."""
+        """The tensors among the leaves, by index."""
         return {index: leaf for index, leaf in enumerate(self.leaves) if isinstance(leaf, Look)}
 
 
@@ -87,10 +93,21 @@ def _leaf(leaf: object, flow: Flow) -> Leaf:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call of a module: the `turn`-th one of this module within the call `parent`. `enter` and `exit` count entries
-    and exits of all calls; `checkpoint` says in which kind of activation checkpoint it lies. `given` has the storages
-    of its arguments. `seen_by` are others than its caller that see it: forward hooks, by their code, or what was put in
-    the place of the module's forward, which `is_wrapped` tells. `arguments` are kept of such a call alone.
+    """A call of a module.
+
+    Attributes:
+        index: index of the call in the trace.
+        name: name of the module.
+        turn: number of earlier calls of this module within the call `parent`.
+        parent: index of the surrounding call.
+        enter, exit: times of entry and exit, counted in entries and exits of all calls.
+        checkpoint: the kind of activation checkpoint around it, "reentrant" or "plain"; None without one.
+        given: storages of its arguments.
+        arguments: its arguments, if `seen_by` is not empty.
+        seen_by: code that sees the call beside its caller: forward hooks, or a replacement of the module's forward.
+        is_wrapped: True if the module's forward was replaced.
+        returned: its output.
+        turns: number of calls of each module within it.
     """
 
     index: int
@@ -109,30 +126,30 @@ class Call:
 
     @property
     def looks(self) -> dict[int, Look]:
-        """The tensors that it returned."""
+        """The tensors that it returned, by index of the leaf."""
         return {} if self.returned is None else self.returned.looks()
 
     @property
     def returns(self) -> frozenset[int]:
-        """The storages of what it returned."""
+        """The storages of the tensors that it returned."""
         return frozenset(look.storage for look in self.looks.values())
 
     @property
     def storages(self) -> frozenset[int]:
-        """The storages of what it returned and was given."""
+        """The storages of its output and of its arguments."""
         given = [] if self.arguments is None else self.arguments.looks().values()
         return self.returns.union(look.storage for look in given)
 
     def look(self, leaf: int) -> Look:
-        """A tensor that it returned, or where `leaf` is below zero, one that it was given: -1 is the first one."""
+        """A tensor that it returned, or, if `leaf` is negative, one of its arguments: -1 is the first one."""
         tree = self.returned if leaf >= 0 else self.arguments
         assert tree is not None
         return tree.looks()[leaf if leaf >= 0 else -1 - leaf]
 
 
 class Leak(NamedTuple):
-    """A tensor of storage `key` that was made inside call `maker` and read in call `reader` at `clock`, though it was
-    not returned; `sources` flowed into it.
+    """A tensor of storage `key` that was made inside call `maker` and read in call `reader` at time `clock`, although
+    it was not returned; `sources` flowed into it.
     """
 
     maker: int
@@ -144,15 +161,15 @@ class Leak(NamedTuple):
 
 @dataclass
 class Trace:
-    """A forward. Call 0 is that of the whole module.
+    """The record of a forward. Call 0 is the call of the whole module.
 
     Attributes:
-        calls: in the order in which they were entered.
-        leaks: tensors that calls handed on beside their outputs.
-        decided: the calls that read a number that was drawn at random.
-        guesses: the calls that decided by a value that depends on parameters, and when they did first.
-        targets: how many targets count, of each loss that counts its targets.
-        makes_loss: whether there is a loss in what the module returned.
+        calls: all calls, in order of entry.
+        leaks: tensors that calls passed on outside their outputs.
+        decided: calls that read a random number.
+        guesses: calls that branched on a value that depends on parameters, with the first time that they did.
+        targets: for each loss that counts its targets, how many targets count.
+        makes_loss: True if the module returned a loss.
     """
 
     calls: list[Call]
@@ -164,35 +181,35 @@ class Trace:
 
     @property
     def returned(self) -> Returned:
-        """What the module returned."""
+        """The output of the module."""
         returned = self.calls[0].returned
         assert returned is not None
         return returned
 
     def is_within(self, inner: int, outer: int) -> bool:
-        """Whether call `inner` is `outer` or happened inside it."""
+        """Returns True if call `inner` is `outer` or happened inside it."""
         while inner > outer:
             inner = self.calls[inner].parent
         return inner == outer
 
     def look(self, call: int, leaf: int) -> Look:
-        """A tensor that a call returned, or was given; see `Call.look`."""
+        """A tensor that a call returned or was given; see `Call.look`."""
         return self.calls[call].look(leaf)
 
     def seen_in(self, outer: Call) -> list[Call]:
-        """The calls within `outer`, itself among them, that others than their callers may see, as their hooks do."""
+        """The calls within `outer`, including itself, that code beside their callers may see, such as hooks."""
         return [call for call in self.calls if call.seen_by and self.is_within(call.index, outer.index)]
 
     def collected(self, start: Call) -> list[Call]:
-        """The calls up to the end of `start` that collectors see, in the order of their ends."""
+        """The calls up to the end of `start` that collectors see, in order of exit."""
         found = [call for call in self.calls if call.exit <= start.exit]
         found = [call for call in found if not call.seen_by.isdisjoint(self.collectors)]
         return sorted(found, key=lambda call: call.exit)
 
     @cached_property
     def collectors(self) -> frozenset[object]:
-        """Who may collect tensors from calls: those who see one whose tensors are read later beside what is returned,
-        or are returned by a call around it.
+        """Code that may collect tensors from calls: it sees a call whose tensors are later read outside its output, or
+        returned by a surrounding call.
         """
         leaked = {leak.key for leak in self.leaks}
         found: set[object] = set()
@@ -206,7 +223,7 @@ class Trace:
         return frozenset(found)
 
     def calls_in_order(self) -> list[tuple[int, str, int]]:
-        """Every call by its parent, its name and its turn."""
+        """Parent, name and turn of every call."""
         return [(call.parent, call.name, call.turn) for call in self.calls]
 
 
@@ -220,7 +237,7 @@ class Recorder:
         self._current = 0
 
     def called(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Records one call, and runs it."""
+        """Records a call and runs it."""
         outer = self.calls[self._current]
         turn = outer.turns.get(name, 0)
         outer.turns[name] = turn + 1
@@ -241,12 +258,12 @@ class Recorder:
         return output
 
     def end(self, output: object) -> None:
-        """After the call of the whole module."""
+        """Ends the record after the call of the whole module."""
         self.calls[0].exit, self.calls[0].returned = self._tick(), Returned.of(output, self.flow)
 
     @property
     def current(self) -> str:
-        """The module whose call runs."""
+        """The name of the module whose call runs."""
         return self.calls[self._current].name
 
     def _enter(self, index: int) -> None:
@@ -258,8 +275,10 @@ class Recorder:
 
 
 def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0, guess: bool = True) -> Trace:
-    """Runs the forward of `fakes` on a batch, whose tensors must not be needed elsewhere. `draw` and `guess` are those
-    of Flow. With the guess that is not the usual one, a forward that fails is recorded up to there.
+    """Runs the forward of `fakes` on a batch, whose tensors may be modified.
+
+    `draw` and `guess` are the arguments of Flow. With `guess=False`, a forward that raises UsageError is recorded up to
+    that point.
     """
     flow = Flow(fakes.mode, fakes.of_buffers, draw=draw, guess=guess)
     bits = fakes.sources()
@@ -279,7 +298,7 @@ def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0, guess: bool = True)
 
 
 class Located(Protocol):
-    """Knows in which module a forward is, and what flows there."""
+    """Knows in which module a forward is, and its Flow."""
 
     flow: Flow
 
@@ -288,7 +307,7 @@ class Located(Protocol):
 
 
 class explained:  # noqa: N801  # used like a function, as contextlib's are
-    """Explains what goes wrong in a forward on fake tensors, and says in which module."""
+    """Context manager that adds the name of the module to errors of a forward on fake tensors, and explains them."""
 
     def __init__(self, where: Located) -> None:
         self._where = where
@@ -308,20 +327,20 @@ class explained:  # noqa: N801  # used like a function, as contextlib's are
 
 
 def decides(where: str, how: str = "") -> str:
-    """An error about a forward that cannot be known."""
+    """The text of an error about a forward that cannot be known in advance."""
     return (
-        f"{where} decides by the values of a tensor that depends on parameters{how}, so what it does is not known "
+        f"{where} branches on the values of a tensor that depends on parameters{how}, so its calls are not known "
         "before it runs: the module cannot be cut there"
     )
 
 
 def _code(function: object) -> object:
-    """What is the same for all functions that one place in a program makes."""
+    """A key that is the same for all functions made by one place in a program."""
     return getattr(function, "__code__", type(function))
 
 
 def _leaks(calls: list[Call], flow: Flow) -> list[Leak]:
-    """Tensors that calls hand on beside what they return."""
+    """Tensors that calls pass on outside their outputs."""
     returned = [{look.storage for look in call.looks.values()} for call in calls]
     found = []
     for (key, reader), clock in flow.uses.items():
@@ -343,7 +362,7 @@ def _ancestors(calls: list[Call], index: int) -> set[int]:
 
 
 def _checkpoint() -> str | None:
-    """The kind of activation checkpoint within which this is called: "reentrant" or "plain"."""
+    """The kind of activation checkpoint around the caller: "reentrant", "plain" or None."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not record.__code__:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
@@ -352,5 +371,5 @@ def _checkpoint() -> str | None:
             while outer is not None and not inside and outer.f_code.co_filename == frame.f_code.co_filename:
                 inside, outer = outer.f_code.co_name == "forward", outer.f_back
             return "reentrant" if inside else "plain"
-        frame = frame.f_back  # type: ignore[assignment]  # None at the outermost one
+        frame = frame.f_back  # type: ignore[assignment]  # None at the outermost frame
     return None

@@ -1,5 +1,5 @@
-"""Ways: from which stage to which the tensors between stages pass, so that none is sent twice to a rank, or to one that
-has no use for it. What must not live here: which stage needs what.
+"""Ways: the stages through which tensors pass, so that no rank receives a tensor twice, or one that it does not need.
+Must not contain: which stage needs which tensor.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pipeflow.stages.script import Value
 
 
 class Ways(NamedTuple):
-    """What passes to and from one stage.
+    """The tensors that pass to and from one stage.
 
     Attributes:
-        takes: per stage from which it receives something, what, in the order of its inputs.
-        gives: per stage to which it sends something, what, in the order of its outputs.
+        takes: for each stage from which it receives, the tensors, in the order of its inputs.
+        gives: for each stage to which it sends, the tensors, in the order of its outputs.
     """
 
     takes: Mapping[int, tuple[Value, ...]]
@@ -26,7 +26,7 @@ class Ways(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """The ways of all stages, and the routes that they pass on."""
+    """The ways of all stages, and the routes that they use."""
 
     ways: tuple[Ways, ...]
     routes: Routes
@@ -38,8 +38,8 @@ def lay(
     placement: Placement,
     routes: Routes | None,
 ) -> Laid:
-    """The ways of what each stage makes for later ones, and needs of earlier ones. Without `routes` these follow;
-    with them, what passes on no route is handed on by stages between.
+    """The ways of the tensors that each stage makes for later ones, and needs from earlier ones. If `routes` is None,
+    the best routes are chosen; otherwise tensors without a route pass through the stages between.
     """
     passing: dict[tuple[int, int], set[Value]] = defaultdict(set)
     for maker, values in enumerate(makes):

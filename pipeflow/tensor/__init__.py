@@ -1,7 +1,4 @@
-"""Tensor parallelism in one dimension: layers of which every rank of a group holds a part.
-
-Names are Megatron's.
-"""
+"""Tensor parallelism in one dimension: layers of which every rank of a group holds a part. Names are Megatron's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Change: what becomes of a layer, and small questions about names and modules that finding changes asks."""
+"""Change: the planned change of a layer, and small queries about names and modules that are used to find changes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ADAPTED = re.compile(r"(?P<site>.+)\.(base_layer|lora_(?P<factor>[AB])\.[^.]+)"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module and where it is.
+    """A module and its place in the model.
 
     Attributes:
-        name: its full one.
-        module: itself.
-        around: the module that has it, that of the outermost is itself. What belongs to a LoRA adapter has the place of
-            the layer that the adapter stands for.
-        site: the name that layer rules match: its own, or that of the layer which the adapter stands for.
-        factor: "A" or "B" for the factors of an adapter, of which the first is applied first.
+        name: full name of the module.
+        module: the module.
+        around: the module that contains it; the outermost module contains itself. Modules of a LoRA adapter have the
+            place of the layer that the adapter replaces.
+        site: the name that rules for layers match: its own, or that of the layer that its adapter replaces.
+        factor: "A" or "B" for the first and second factor of an adapter, else empty.
     """
 
     name: str
@@ -34,19 +34,19 @@ class Place:
     factor: str
 
     def full(self, leaf: str) -> str:
-        """The full name of what the module has."""
+        """The full name of `leaf`, an attribute of the module."""
         return f"{self.name}.{leaf}" if self.name else leaf
 
 
 @dataclass(slots=True)
 class Change:
-    """What becomes of a layer.
+    """The planned change of a layer.
 
     Attributes:
-        place: of the layer.
-        rule: what is done with it.
-        parts: the sizes of what it computes in one.
-        shared: of these, the ones that several ranks share, and how many share one.
+        place: place of the layer.
+        rule: the rule that applies.
+        parts: sizes of the blocks of a packed layer.
+        shared: for each block whose heads several ranks share, by index, how many ranks share a head.
     """
 
     place: Place
@@ -64,12 +64,12 @@ class Change:
 
     @property
     def dimension(self) -> int:
-        """Along which its weight is split."""
+        """The dimension along which its weight is split."""
         return int((self.rule.kind == "row") != is_conv1d(self.layer))
 
 
 def places_in(modules: Sequence[nn.Module]) -> Iterator[Place]:
-    """All modules, each once, but for those that torch's attention computes without calling them."""
+    """All modules, each once, except the children of nn.MultiheadAttention, which are not called."""
     seen: set[int] = set()
     for root in modules:
         for name, module in root.named_modules():
@@ -84,11 +84,11 @@ def places_in(modules: Sequence[nn.Module]) -> Iterator[Place]:
 
 
 def integers_of(module: nn.Module) -> dict[str, int]:
-    """Its own attributes that are integers."""
+    """The module's own integer attributes."""
     return {name: each for name, each in vars(module).items() if isinstance(each, int) and not isinstance(each, bool)}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Its own parameters, and the tensors that stand in the places of those that another stage has."""
+    """The module's own parameters, and the tensors that stand for parameters of another stage."""
     own = {name: each for name, each in module._parameters.items() if each is not None}
     return own | {name: each for name, each in vars(module).items() if isinstance(each, Tensor) and each.dim()}

@@ -1,4 +1,4 @@
-"""Classifiers: the last linear layer, split so that any number of classes will do."""
+"""Classifiers: the last linear layer of a model, split so that any number of classes is possible."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from pipeflow.tensor.regions import gather_from_tensor_region
 
 
 class Classifier(SplitLinear):
-    """A linear layer with whole logits (..., num_classes) on every rank, split by rows: any number of classes.
+    """A linear layer that is split by rows and returns whole logits (..., num_classes) on every rank.
 
-    Takes (..., in_features), the same on every rank, or with `input_is_parallel` each rank's (..., in_features / T).
+    The input is (..., in_features), the same on every rank.
 
     Args:
-        weight: this rank's part (num_classes, in_features / T), to share it with a HiddenParallelEmbedding.
-        group: by default the tensor group of the context, and without a launch the group of one.
+        in_features, num_classes, bias: sizes and bias of the whole layer, as in nn.Linear; any number of classes.
+        weight: this rank's weight (num_classes, in_features / T), to share it with a HiddenParallelEmbedding; T is the
+            number of tensor ranks. By default a new one.
+        input_is_parallel: the input is this rank's part (..., in_features / T).
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError when the tensor size does not divide in_features, or `weight` has another shape.
+    Raises UsageError if T does not divide in_features, or `weight` has another shape.
     """
 
     def __init__(
@@ -57,17 +61,22 @@ class Classifier(SplitLinear):
 
 
 class VocabParallelClassifier(SplitLinear):
-    """A linear layer whose classes are split: each rank gives its logits (..., ceil(num_classes / T)), those of
-    padding, at the end of the last ranks, being -inf; with `gather_output` all num_classes of them on every rank.
+    """A linear layer whose classes are split: each rank returns logits (..., ceil(num_classes / T)), where T is the
+    number of tensor ranks. Logits of padding, at the end of the last ranks, are -inf.
 
-    Takes (..., in_features), the same on every rank; with `sequence_parallel` this rank's piece (batch, sequence / T,
-    in_features), as a ColumnParallelLinear does.
+    The input is (..., in_features), the same on every rank.
 
     Args:
-        weight: this rank's part (ceil(num_classes / T), in_features), to share it with a VocabParallelEmbedding.
-        group: by default the tensor group of the context, and without a launch the group of one.
+        in_features, num_classes, bias: sizes and bias of the whole layer, as in nn.Linear; any number of classes.
+        weight: this rank's weight (ceil(num_classes / T), in_features), to share it with a VocabParallelEmbedding. By
+            default a new one.
+        gather_output: return all num_classes logits on every rank.
+        sequence_parallel: the input is this rank's piece (batch, sequence / T, in_features), as in
+            ColumnParallelLinear.
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError when `weight` has another shape.
+    Raises UsageError if `weight` has another shape.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""Layers that a stock layer becomes where it stands: its class is changed; names, hooks and its places in
-the model stay. What must not live here: which layer becomes what.
+"""Layers into which stock layers are converted in place: the class changes; names, hooks and places in the model stay.
+Must not contain: the choice of layers to convert.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pipeflow.tensor.regions import gather_from_tensor_region, scatter_to_tensor
 
 
 class AnyColumnLinear(ColumnParallelLinear):
-    """A ColumnParallelLinear that takes the whole input or, by its width, a part of it.
+    """A ColumnParallelLinear that takes the whole input or, recognized by its width, a part of it.
 
     Attributes:
-        parts: the sizes of several things that it computes in one, of each of which a rank has its part.
-        shared: of those that several ranks share, because there are fewer of them than ranks, how many ranks share one:
-            each computes its part, and gets the whole of the one that it shares.
+        parts: sizes of the blocks of a packed layer, each of which is split.
+        shared: for each block that several ranks share because it has fewer heads than ranks, by its index, how many
+            ranks share a head. Each rank computes its part and then gathers the whole head.
     """
 
     parts: tuple[int, ...]
@@ -46,7 +46,7 @@ class AnyColumnLinear(ColumnParallelLinear):
 
 
 def shared_among(output: Tensor, parts: tuple[int, ...], shared: Mapping[int, int], group: Group) -> Tensor:
-    """This rank's part of each of `parts`, or where several ranks share one, the whole of that."""
+    """This rank's part of each block in `parts`; of a block that several ranks share, the head that it shares."""
     if not shared:
         return output
     pieces = list(output.split([part // group.size for part in parts], -1))
@@ -56,14 +56,14 @@ def shared_among(output: Tensor, parts: tuple[int, ...], shared: Mapping[int, in
 
 
 class AnyRowLinear(RowParallelLinear):
-    """A RowParallelLinear that takes its part of the input or, by its width, the whole."""
+    """A RowParallelLinear that takes its part of the input or, recognized by its width, the whole input."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(_part_of(input, self.in_features, self.group))
 
 
 class ColumnConv1D(TensorLayer):
-    """The Conv1D of GPT-2, a linear layer whose weight is (in, out), of which each rank has some of the outputs."""
+    """The Conv1D of GPT-2, a linear layer whose weight is (in, out). Each rank has some of the outputs."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -83,7 +83,7 @@ class ColumnConv1D(TensorLayer):
 
 
 class RowConv1D(ColumnConv1D):
-    """As ColumnConv1D, of which each rank has some of the inputs. The whole bias is added after the sum."""
+    """Like ColumnConv1D, but each rank has some of the inputs. The bias is added after the sum."""
 
     def forward(self, x: Tensor) -> Tensor:
         part = _part_of(x, self.in_features, self.group)
@@ -98,7 +98,7 @@ def _part_of(input: Tensor, features: int, group: Group) -> Tensor:
 
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
-    """How many inputs and outputs the whole of a linear layer has."""
+    """The numbers of inputs and outputs of the whole linear layer."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     weight: Tensor = module.weight  # type: ignore[assignment]  # that of a Conv1D
@@ -106,17 +106,17 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it computes as nn.Linear does: it is one, or of a class that is tried."""
+    """Returns True if the module computes the same as nn.Linear: it is one, or its class was tried."""
     return isinstance(module, nn.Linear) and _computes_linear(type(module))  # type: ignore[arg-type]  # types are hashable
 
 
 @lru_cache(maxsize=1024)
 def _computes_linear(kind: type[nn.Linear]) -> bool:
-    """Tries the forward of a class on numbers of its own, with a bias and without."""
+    """Tries the forward of a class on random numbers, with a bias and without."""
     if kind.forward is nn.Linear.forward:
         return True
     if kind.__init__ is not nn.Linear.__init__:
-        return False  # it may have more than a weight and a bias
+        return False  # it may have more parameters than a weight and a bias
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     for bias in (True, False):
@@ -128,18 +128,18 @@ def _computes_linear(kind: type[nn.Linear]) -> bool:
             input = draw(4, 5, 3)
             if not torch.allclose(probe(input), functional.linear(input, probe.weight, probe.bias)):
                 return False
-        except Exception:  # it computes something else, whatever that is
+        except Exception:  # it computes something else
             return False
     return True
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is a Conv1D of GPT-2, which several libraries have."""
+    """Returns True if the module is a Conv1D of GPT-2, which several libraries have."""
     return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether it computes as nn.Embedding does, and has no options that a part of an embedding cannot keep."""
+    """Returns True if the module computes the same as nn.Embedding and has no options that a split embedding lacks."""
     if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
         return False
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
@@ -148,7 +148,7 @@ def is_embedding(module: nn.Module) -> bool:
 def become_linear(
     module: nn.Module, kind: str, parts: tuple[int, ...], shared: Mapping[int, int], group: Group
 ) -> TensorLayer:
-    """Makes an nn.Linear or a Conv1D that of `kind`, without its parameters, which are to be cut."""
+    """Converts an nn.Linear or a Conv1D to the layer of `kind`. Its parameters must be cut afterwards."""
     if is_conv1d(module):
         inputs, outputs = sizes_of(module)
         made: type[TensorLayer] = RowConv1D if kind == "row" else ColumnConv1D
@@ -166,7 +166,7 @@ def become_linear(
 
 
 def become_embedding(module: nn.Module, group: Group) -> TensorLayer:
-    """Makes an nn.Embedding one of which each rank has some of the rows; without its parameter, which is to be cut."""
+    """Converts an nn.Embedding to one of which each rank has some of the rows. Its parameter must be cut afterwards."""
     return _become(module, VocabParallelEmbedding, group, sequence_parallel=False)
 
 

@@ -1,4 +1,5 @@
-"""Cross entropy of logits that are split over the vocabulary. Two collectives, none in the backward.
+"""Cross entropy of logits that are split over the vocabulary, with two collectives in the forward and none in the
+backward.
 
 Source: Shoeybi et al., arXiv 1909.08053, section 3 (the loss is computed on the split logits).
 """
@@ -21,7 +22,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class VocabParallelCrossEntropy(TensorLayer):
-    """nn.CrossEntropyLoss of each rank's logits: `vocab_parallel_cross_entropy` with these arguments."""
+    """nn.CrossEntropyLoss of split logits. Arguments are those of `vocab_parallel_cross_entropy`."""
 
     def __init__(
         self,
@@ -57,11 +58,11 @@ class VocabParallelCrossEntropy(TensorLayer):
     def from_native_module(
         cls, module: nn.CrossEntropyLoss, group: Group | None = None, *, vocab_size: int | None = None
     ) -> Self:
-        """The loss of `module` on split logits. Raises UsageError for one with weights of classes."""
+        """The loss of `module` on split logits. Raises UsageError for a loss with class weights."""
         if not isinstance(module, nn.CrossEntropyLoss):
             raise UsageError(f"{cls.__name__} is made from an nn.CrossEntropyLoss, got {type(module).__name__}")
         if module.weight is not None:
-            raise UsageError(f"{cls.__name__} knows no weights of classes: make the loss without")
+            raise UsageError(f"{cls.__name__} has no class weights: make the loss without them")
         options: dict[str, Any] = {name: getattr(module, name) for name in _OPTIONS}
         return cls(vocab_size=vocab_size, group=group, **options).train(module.training)
 
@@ -70,9 +71,11 @@ class VocabParallelCrossEntropy(TensorLayer):
 
 
 class CrossEntropy(VocabParallelCrossEntropy):
-    """nn.CrossEntropyLoss of logits that are whole or split over the vocabulary: the last dimension are the classes.
-    Logits of vocab_size columns are whole, of ceil(vocab_size / T) split; anything else is refused. Without a
-    vocab_size they are taken as whole.
+    """nn.CrossEntropyLoss of logits whose last dimension is the classes, whole or split over the tensor ranks.
+    Arguments are those of `vocab_parallel_cross_entropy`.
+
+    Logits with vocab_size columns are whole; with ceil(vocab_size / T) columns they are split. Other sizes raise
+    UsageError. Without vocab_size, logits are treated as whole.
     """
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -96,14 +99,16 @@ def vocab_parallel_cross_entropy(
     """The cross entropy of split logits, the same on every rank, in float32 (float64 for float64 logits).
 
     Args:
-        logits: this rank's (..., C), as a VocabParallelClassifier gives them. They are not written to.
-        labels: (...), the same on every rank, from 0 to vocab_size - 1, or `ignore_index`.
-        vocab_size: without the padding at the end, which gets no probability; C x T unless given.
-        label_smoothing: the share of the probability that is spread over the vocab_size classes.
-        reduction: "mean" over the labels that are not ignored (nan when all are), "sum", or "none" for one per label.
-        group: by default the tensor group of the context, and without a launch the group of one.
+        logits: this rank's logits (..., C), as returned by VocabParallelClassifier. They are not modified.
+        labels: labels (...), the same on every rank, from 0 to vocab_size - 1, or `ignore_index`.
+        vocab_size: number of classes without the padding at the end, which gets no probability; by default C x T, where
+            T is the number of tensor ranks.
+        label_smoothing: share of the probability that is spread over all classes, from 0 to 1.
+        ignore_index: label that does not count.
+        reduction: "mean" over the labels that count (nan if there are none), "sum", or "none" for a loss per label.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError for other labels (on a GPU the device's assertion fails), and for shapes that do not fit.
+    Raises UsageError for other labels (on a GPU a device assertion fails instead), and for shapes that do not fit.
     """
     _require_options(label_smoothing, reduction)
     group = group_of(group)
@@ -128,7 +133,7 @@ def vocab_parallel_cross_entropy(
 def whole_cross_entropy(
     logits: Tensor, labels: Tensor, label_smoothing: float, ignore_index: int, reduction: Reduction
 ) -> Tensor:
-    """The loss by torch, of whole logits whose last dimension are the classes."""
+    """The loss computed by torch, for whole logits whose last dimension is the classes."""
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
     loss = functional.cross_entropy(_precise(logits).reshape(-1, logits.shape[-1]), labels.flatten(), **options)
     return loss.view(labels.shape) if reduction == "none" else loss
@@ -146,7 +151,7 @@ def _precise(logits: Tensor) -> Tensor:
 
 
 class _CrossEntropy(Function):
-    """Per label: log sum exp - (1 - s) x its logit - s x the mean logit, s being the smoothing."""
+    """Per label: log sum exp - (1 - s) x its logit - s x the mean logit, where s is the smoothing."""
 
     @staticmethod
     def forward(

@@ -1,5 +1,5 @@
-"""How sizes are divided over tensor ranks, and how a full weight is cut into its parts. Plain numbers and slices; no
-layer, no communication.
+"""Division: how sizes are divided over tensor ranks, and how a full weight is cut into parts. Must not contain: layers
+and communication; these are plain numbers and slices.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ LOG = logging.getLogger("pipeflow")
 
 
 def divide(layer: str, name: str, size: int, parts: int) -> int:
-    """The size of each of `parts` equal parts. Raises UsageError, naming `layer` and what is split (`name`), where it
-    does not come out even.
+    """The size of each of `parts` equal parts of `size`.
+
+    Raises UsageError if `parts` does not divide `size`; the error names `layer` and what is split (`name`).
 
     >>> divide("attention", "heads", 12, 4)
     3
@@ -33,7 +34,7 @@ def divide(layer: str, name: str, size: int, parts: int) -> int:
 
 
 def divide_padded(layer: str, name: str, size: int, group: Group) -> int:
-    """The rows of each rank, the last ranks' padded at their end, as torch.chunk would cut them. Logged once."""
+    """The number of rows on each rank, rounded up; the parts of the last ranks are padded at their end. Logged once."""
     rows = -(-size // group.size)
     if rows * group.size > size and group.rank == 0:
         LOG.info("%s pads %s=%d to %d: %d rows on each of %d", layer, name, size, rows * group.size, rows, group.size)
@@ -41,7 +42,7 @@ def divide_padded(layer: str, name: str, size: int, group: Group) -> int:
 
 
 def real_rows(size: int, rows: int, rank: int) -> int:
-    """How many of the `rows` of `rank` are not padding, when the whole has `size`."""
+    """The number of rows of rank `rank`, out of `rows`, that are not padding, if the whole tensor has `size` rows."""
     return min(rows, max(0, size - rank * rows))
 
 
@@ -54,7 +55,8 @@ def whole_shape(part: Tensor, split: Split | None) -> tuple[int, ...]:
 
 
 def cut(whole: Tensor, split: Split | None, group: Group) -> Tensor:
-    """This rank's part of `whole`: a contiguous copy, with zeros where it is padded. No split: a copy of all of it."""
+    """This rank's part of `whole` as a contiguous copy, with zeros for padding. Without a split, a copy of all of it.
+    """
     whole = whole.detach()
     if split is None or group.size == 1:
         return whole.clone()
@@ -74,7 +76,9 @@ def cut(whole: Tensor, split: Split | None, group: Group) -> Tensor:
 def adopt(
     layer: nn.Module, native: Mapping[str, nn.Parameter | None], splits: Mapping[str, Split], group: Group
 ) -> None:
-    """Gives `layer` this rank's part of the full parameters of a stock layer, by name; those that are None it lacks."""
+    """Gives `layer` this rank's part of each full parameter of a stock layer, by name; parameters that are None are
+    skipped.
+    """
     for name, whole in native.items():
         if whole is not None:
             part = nn.Parameter(cut(whole, splits.get(name), group), requires_grad=whole.requires_grad)
@@ -82,8 +86,8 @@ def adopt(
 
 
 def require_indices(indices: Tensor, size: int, what: str) -> None:
-    """Raises UsageError unless all of `indices` are from 0 to `size` - 1; on a GPU, which is not waited for, the
-    device's own assertion fails instead.
+    """Raises UsageError unless all `indices` are from 0 to `size` - 1. On a GPU a device assertion fails instead, so
+    that the host does not wait.
     """
     if indices.device.type == "cpu":
         if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < size):

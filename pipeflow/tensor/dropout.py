@@ -1,4 +1,4 @@
-"""Dropout whose masks agree over the tensor ranks, or differ, as its input does."""
+"""Dropout whose masks are the same on all tensor ranks, or different, like its input."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from pipeflow.tensor.random import current_tracker
 
 
 class Dropout(TensorLayer):
-    """nn.Dropout for an input that is the same on every rank, which then gets the same mask; or, with
-    `parallel_input`, for one of which each rank has its part (of the heads, the hidden dimension or the sequence),
-    which gets a mask of its own.
+    """nn.Dropout with a mask that is the same on every tensor rank, or with its own mask on each.
 
-    Masks are drawn from the current RandomTracker. Without one, a group of one draws from torch's default generator.
+    Masks are drawn from the current RandomTracker. Without a tracker, a group of one rank draws from torch's default
+    generator.
 
     Args:
-        group: by default the tensor group of the context, and without a launch the group of one.
+        p, inplace: as in nn.Dropout.
+        parallel_input: True if each rank has its part of the input (of the heads, the hidden dimension or the
+            sequence), which gets its own mask. False if the input, and so the mask, is the same on every rank.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError in training without `manual_seed`, when there is more than one rank, and when torch's checkpoint
-    computes it again: only `pipeflow.tensor.checkpoint` replays a tracker.
+    Raises UsageError in training without `manual_seed` if there are several ranks, and if torch's checkpoint recomputes
+    it: only `pipeflow.tensor.checkpoint` replays a tracker.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Dropout(TensorLayer):
 
     @property
     def compiles(self) -> bool:
-        """Not where it draws, which is from generators of its own."""
+        """False if it draws masks, since it uses its own generators."""
         return self.p == 0
 
     def forward(self, input: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ class Dropout(TensorLayer):
             return functional.dropout(input, self.p, inplace=self.inplace)
         if torch._C._current_graph_task_id() != -1 and not tracker.is_replay:  # inside a backward
             raise UsageError(
-                f"{self._get_name()} was computed again in a backward with another mask than the first: use "
+                f"{self._get_name()} was recomputed in a backward with another mask than the first: use "
                 "pipeflow.tensor.checkpoint, which replays its masks, instead of torch.utils.checkpoint"
             )
         kept = 1 - self.p
@@ -69,7 +71,8 @@ class Dropout(TensorLayer):
 
     @classmethod
     def from_native_module(cls, module: nn.Dropout, group: Group | None = None, **options: Any) -> Self:
-        """A layer that drops as `module` does. `options` are those of this class."""
+        """A layer with the probability of `module`, which is not changed. `options` are other arguments of this class.
+        """
         if not isinstance(module, nn.Dropout):
             raise UsageError(f"{cls.__name__} is made from an nn.Dropout, got {type(module).__name__}")
         return cls(module.p, module.inplace, group=group, **options).train(module.training)

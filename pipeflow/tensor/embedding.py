@@ -1,4 +1,4 @@
-"""Embeddings split over the tensor ranks: by vocabulary, or by hidden dimension."""
+"""Embeddings that are split over the tensor ranks, by vocabulary or by hidden dimension."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from pipeflow.tensor.regions import (
 
 
 class SplitEmbedding(DeferringTensorLayer):
-    """The parameter of an embedding of which each rank has a part, drawn as nn.Embedding draws the whole. Abstract.
+    """Abstract base class of embeddings of which each rank has a part, with the initial values of nn.Embedding.
 
     Attributes:
-        num_embeddings, embedding_dim, padding_idx: of the whole layer; the entry of padding_idx gets no gradient.
+        num_embeddings, embedding_dim: sizes of the whole layer.
+        padding_idx: index whose entry gets no gradient, or None.
     """
 
     weight: nn.Parameter
@@ -45,14 +46,14 @@ class SplitEmbedding(DeferringTensorLayer):
         self.num_embeddings, self.embedding_dim = sizes
         if padding_idx is not None:
             if not -self.num_embeddings <= padding_idx < self.num_embeddings:
-                raise UsageError(f"padding_idx={padding_idx} is none of {self.num_embeddings} embeddings")
+                raise UsageError(f"padding_idx={padding_idx} is out of range for {self.num_embeddings} embeddings")
             padding_idx %= self.num_embeddings
         self.padding_idx = padding_idx
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the full weight from torch's default generator, as nn.Embedding does, and keeps this rank's part."""
+        """Draws the full weight from torch's default generator, like nn.Embedding, and keeps this rank's part."""
         draw_part_(self.weight, Tensor.normal_, split=self.splits()["weight"], rank=self.group.rank)
         padding = self._local_padding()
         if padding is not None:
@@ -65,14 +66,15 @@ class SplitEmbedding(DeferringTensorLayer):
 
     @classmethod
     def from_native_module(cls, module: nn.Embedding, group: Group | None = None, **options: Any) -> Self:
-        """This rank's part of `module`, which is left as it is, with its dtype, device, mode and requires_grad.
-        `options` are those of this class. Raises UsageError as the class does, and for max_norm, sparse or
-        scale_grad_by_freq, which a part of an embedding cannot keep.
+        """This rank's part of `module`, which is not changed, with its dtype, device, mode and requires_grad.
+
+        `options` are other arguments of this class. Raises UsageError like the class, and for max_norm, sparse and
+        scale_grad_by_freq, which a split embedding does not support.
         """
         if not isinstance(module, nn.Embedding):
             raise UsageError(f"{cls.__name__} is made from an nn.Embedding, got {type(module).__name__}")
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-            raise UsageError(f"{cls.__name__} knows no max_norm, sparse or scale_grad_by_freq: make the layer without")
+            raise UsageError(f"{cls.__name__} has no max_norm, sparse or scale_grad_by_freq: leave them out")
         given: dict[str, Any] = {"padding_idx": module.padding_idx, "dtype": module.weight.dtype, "device": "meta"}
         layer = cls(module.num_embeddings, module.embedding_dim, group=group, **given | options)
         adopt(layer, module._parameters, layer.splits(), layer.group)
@@ -85,16 +87,19 @@ class SplitEmbedding(DeferringTensorLayer):
 
 
 class VocabParallelEmbedding(SplitEmbedding):
-    """An embedding of which each rank has ceil(num_embeddings / T) rows, padded at the end. Takes indices of any shape,
-    the same on every rank, and gives (..., embedding_dim) on every rank: a sum to which one rank contributes.
+    """An embedding of which each rank has ceil(num_embeddings / T) rows, padded at the end, where T is the number of
+    tensor ranks.
 
-    With `sequence_parallel` it takes (batch, sequence) and gives this rank's piece (batch, sequence / T,
-    embedding_dim).
+    The input is indices of any shape, the same on every rank; the output is (..., embedding_dim), summed over the
+    ranks.
 
     Args:
-        group: by default the tensor group of the context, and without a launch the group of one.
+        num_embeddings, embedding_dim, padding_idx: as in nn.Embedding, for the whole layer.
+        sequence_parallel: return this rank's piece (batch, sequence / T, embedding_dim) for an input (batch, sequence).
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError for an index that is none of the vocabulary's (on a GPU, the device's assertion fails).
+    Raises UsageError for an index outside the vocabulary; on a GPU a device assertion fails instead.
     """
 
     def __init__(
@@ -138,13 +143,17 @@ class VocabParallelEmbedding(SplitEmbedding):
 
 
 class HiddenParallelEmbedding(SplitEmbedding):
-    """An embedding of which each rank has embedding_dim / T columns. Takes indices of any shape, the same on every
-    rank, and gives (..., embedding_dim) on every rank, gathered.
+    """An embedding of which each rank has embedding_dim / T columns, where T is the number of tensor ranks.
+
+    The input is indices of any shape, the same on every rank; the output is (..., embedding_dim), gathered on every
+    rank.
 
     Args:
-        group: by default the tensor group of the context, and without a launch the group of one.
+        num_embeddings, embedding_dim, padding_idx: as in nn.Embedding, for the whole layer.
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError when the tensor size does not divide embedding_dim, and for an index as VocabParallelEmbedding.
+    Raises UsageError if T does not divide embedding_dim, and for an index like VocabParallelEmbedding.
     """
 
     def __init__(
@@ -170,7 +179,7 @@ class HiddenParallelEmbedding(SplitEmbedding):
 
 
 def look_up(layer: SplitEmbedding, indices: Tensor, padding: int | None) -> Tensor:
-    """Rows of this rank's weight; the gradient of row `padding` is left out."""
+    """Rows of this rank's weight; row `padding` gets no gradient."""
     deferred = layer._deferred_weights()
     if deferred is None:
         return functional.embedding(indices, layer.weight, padding)

@@ -1,4 +1,4 @@
-"""Collectives of a group along any dimension, started and finished apart. Tensors only: no autograd."""
+"""Collectives of a group along any dimension, started and finished separately. Must not contain: autograd."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.group import Group
 
 Finish = Callable[[], Tensor]
-"""Waits for a collective under way, and gives its result."""
+"""Waits for a collective under way and returns its result."""
 
 
 def start_sum(group: Group, tensor: Tensor) -> Finish:
-    """Starts to compute the sum over the ranks of `tensor`, which is the caller's own and is written to."""
+    """Starts the sum of `tensor` over the ranks. The tensor must belong to the caller; it may be overwritten."""
     total = _plain(tensor)
     work = group.all_reduce(_numbers(total))
 
@@ -27,7 +27,7 @@ def start_sum(group: Group, tensor: Tensor) -> Finish:
 
 
 def start_gather(group: Group, part: Tensor, dim: int) -> Finish:
-    """Starts to collect every rank's `part`, one after the other along `dim`."""
+    """Starts to concatenate every rank's `part` along `dim`."""
     dim %= part.dim()
     part = _plain(part)
     whole = part.new_empty(group.size, *part.shape)
@@ -42,8 +42,8 @@ def start_gather(group: Group, part: Tensor, dim: int) -> Finish:
 
 
 def start_sum_scatter(group: Group, whole: Tensor, dim: int) -> Finish:
-    """Starts to compute this rank's piece, along `dim`, of the sum over the ranks of `whole`. Raises UsageError when
-    it has no equal pieces.
+    """Starts the sum of `whole` over the ranks, of which this rank gets its piece along `dim`. Raises UsageError if it
+    cannot be split evenly.
     """
     dim %= whole.dim()
     length = piece_length(whole, dim, group.size)
@@ -59,12 +59,12 @@ def start_sum_scatter(group: Group, whole: Tensor, dim: int) -> Finish:
 
 
 def summed(group: Group, tensor: Tensor) -> Tensor:
-    """The sum over the ranks, in a tensor of its own."""
+    """The sum over the ranks, in a new tensor."""
     return start_sum(group, tensor.clone(memory_format=torch.contiguous_format))()
 
 
 def gathered(group: Group, part: Tensor, dim: int) -> Tensor:
-    """Every rank's `part`, one after the other along `dim`."""
+    """Every rank's `part`, concatenated along `dim`."""
     return start_gather(group, part, dim)()
 
 
@@ -74,13 +74,13 @@ def sum_scattered(group: Group, whole: Tensor, dim: int) -> Tensor:
 
 
 def piece(group: Group, whole: Tensor, dim: int) -> Tensor:
-    """A copy of this rank's piece, along `dim`, of what all ranks have. Raises UsageError for no equal pieces."""
+    """A copy of this rank's piece of `whole` along `dim`. Raises UsageError if it cannot be split evenly."""
     length = piece_length(whole, dim, group.size)
     return whole.narrow(dim, group.rank * length, length).clone(memory_format=torch.contiguous_format)
 
 
 def piece_length(whole: Tensor, dim: int, pieces: int) -> int:
-    """The length of each of equal pieces along `dim`. Raises UsageError where they are not."""
+    """The length of each of `pieces` equal pieces along `dim`. Raises UsageError if it cannot be split evenly."""
     length = whole.shape[dim]
     if length % pieces:
         raise UsageError(
@@ -91,7 +91,7 @@ def piece_length(whole: Tensor, dim: int, pieces: int) -> int:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor contiguous, with no conjugate or sign left to apply: it is sent as it lies in memory."""
+    """The tensor, contiguous and with conjugation and sign applied, because its memory is sent as it is."""
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 

@@ -1,4 +1,4 @@
-"""Found: all that rules change in a module, found and checked before anything is changed."""
+"""Found: finds and checks everything that rules change in a module, before anything is changed."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from pipeflow.tensor.table import DEFAULT_RULES
 from pipeflow.tensor.told import Argument, Crossing, Told
 
 LOG = logging.getLogger("pipeflow")
-_SPLIT_FACTOR = {"column": ("", "B"), "attention": ("", "B"), "row": ("", "A")}  # the other one is whole
+_SPLIT_FACTOR = {"column": ("", "B"), "attention": ("", "B"), "row": ("", "A")}  # the other factor stays whole
 _LAYERS: tuple[Kind, ...] = ("column", "attention", "row", "vocabulary", "head", "whole")
 
 
 @dataclass(slots=True)
 class Found:
-    """What the rules change in modules for so many ranks.
+    """The changes that `rules` make in `modules` for `ranks` tensor ranks.
 
     Attributes:
-        layers: that become others.
-        parameters: of which each rank has a part; None for those whose gradient is one.
-        crossings: modules with arguments to split, and whether their output is summed.
-        integers: attributes, and what they become.
-        configs: modules that get a config of their own with other integers.
+        layers: layers to replace.
+        parameters: parameters to split, with their place, name and split; the split is None for those whose gradient is
+            a part of a sum.
+        crossings: modules with arguments to split, and whether to sum their output.
+        integers: integer attributes with their new values.
+        configs: modules that get their own config, with its new integers.
 
-    Raises UsageError for a rule of a user's own that matches nothing, and for a number of ranks that does not divide
-    heads or a width.
+    Raises UsageError for a user's rule that matches nothing, and if `ranks` does not divide the heads or a width.
     """
 
     modules: Sequence[nn.Module]
@@ -84,8 +84,8 @@ class Found:
                 and (is_linear(place.module) or is_conv1d(place.module))
             ):
                 self._doubts[place.name] = (
-                    f"its outputs are in an order that is not known of a {type(place.around).__name__}: say it with "
-                    "pipeflow.tensor.Rule"
+                    f"the order of its outputs is not known for a {type(place.around).__name__}: add a "
+                    "pipeflow.tensor.Rule for it"
                 )
             return
         self._covered.add(id(place.module))
@@ -97,7 +97,7 @@ class Found:
         if not fits or rule.kind == "whole" or isinstance(place.module, TensorLayer):
             if rule not in DEFAULT_RULES and rule.kind != "whole" and next(place.module.children(), None) is None:
                 raise UsageError(
-                    f"{rule} matches {place.name}, which is a {type(place.module).__name__} that it cannot split"
+                    f"{rule} matches {place.name}, but it cannot split a {type(place.module).__name__}"
                 )
             return
         outputs = sizes_of(place.module)[1] if rule.kind in ("column", "attention") else 0
@@ -111,7 +111,9 @@ class Found:
         return rule
 
     def _settle(self, places: Sequence[Place]) -> set[int]:
-        """Leaves out what had better stay whole, until nothing more does; the ids of the attentions that are left."""
+        """Leaves out layers that must stay whole, until no more are found. Returns the ids of the attentions that
+        remain.
+        """
         while True:
             before = len(self.layers)
             self._keep_whole_together(places)
@@ -121,7 +123,7 @@ class Found:
                 return attentions
 
     def _keep_whole_together(self, places: Sequence[Place]) -> None:
-        """Leaves those layers whole that share their weight with one that stays so or is split in another way."""
+        """Leaves layers whole that share their weight with a layer that stays whole or is split in another way."""
         while True:
             ways: dict[int, set[int | None]] = defaultdict(set)
             by_layer = {id(change.layer): change for change in self.layers}
@@ -146,13 +148,13 @@ class Found:
                     Attention(place, own, self._covers, self.rules, self.ranks).settle()
                 except Doubt as doubt:
                     if any(change.rule not in DEFAULT_RULES for change in own):
-                        continue  # a user's own rule, and so the user's word
+                        continue  # a user's own rule is trusted
                     del by_owner[id(place.module)]
                     self._leave(place, str(doubt))
         return set(by_owner)
 
     def _leave(self, place: Place, reason: str) -> None:
-        """Leaves an attention whole, with all within it: it may use the weight of a layer that it does not call."""
+        """Leaves an attention and everything in it whole, since it may use weights of layers that it does not call."""
         inner = set(map(id, place.module.modules()))
         self._doubts[place.name] = reason
         self.layers = [each for each in self.layers if id(each.layer) not in inner]
@@ -161,9 +163,7 @@ class Found:
         return id(place.module) in self._covered or rule_of_tensor(self.rules, place, leaf) is not None
 
     def _keep_unequal(self, places: Sequence[Place]) -> None:
-        """Leaves columns whole that are not as wide as what takes them in the same module, or so many times as wide as
-        they have parts.
-        """
+        """Leaves columns whole whose width, times their number of parts, does not match the rows of the same module."""
         rows: dict[int, set[int]] = defaultdict(set)
         for change in self.layers:
             if change.rule.kind == "row":
@@ -182,14 +182,14 @@ class Found:
 
     def _unequal(self, change: Change, taken: set[int]) -> str | None:
         if not taken.intersection(change.parts):
-            return f"its outputs are not {len(change.parts)} times what is taken of them"
+            return f"its outputs are not {len(change.parts)} times the inputs of the layer after it"
         inputs = sizes_of(change.layer)[0]
         for inner in places_in([change.place.around]):
             for leaf, tensor in tensors_of(inner.module).items():
                 is_between = taken.intersection(tensor.shape) and inputs not in tensor.shape
                 place = replace(inner, name=f"{change.place.site.rpartition('.')[0]}.{inner.name}")
                 if is_between and not self._covers(place, leaf):
-                    return f"no rule says how {place.full(leaf)} goes with its outputs"
+                    return f"no rule says how {place.full(leaf)} is split along with its outputs"
         return None
 
     def _is_sum(self, place: Place) -> bool:
@@ -200,7 +200,7 @@ class Found:
         for inner, leaf in leaves:
             if inner.module is not place.module or self._part_of(place, leaf) is None:
                 if leaves and rule not in DEFAULT_RULES:
-                    raise UsageError(f"{rule} matches {place.name}, and no rule splits {leaf} of it")
+                    raise UsageError(f"{rule} matches {place.name}, but no rule splits its {leaf}")
                 return False
         return bool(leaves)
 
@@ -229,7 +229,7 @@ class Found:
             self.configs.append((place.module, found))
 
     def _divided(self, place: Place, full: str, value: int, rule: Rule) -> int:
-        """What becomes of an integer."""
+        """The new value of an integer."""
         owners = (place.module, place.around)
         shared = [change.shared for change in self.layers if change.place.around in owners]
         sharing = max([1, *(ranks for each in shared for ranks in each.values())])
@@ -251,7 +251,7 @@ class Found:
             if rule in DEFAULT_RULES and not (is_sum or (is_inside if rule.kind == "partial" else is_near)):
                 continue
             if not place.name:
-                raise UsageError(f"{rule} matches {leaf} of the module itself: put it in a module within")
+                raise UsageError(f"{rule} matches {leaf} of the outermost module: move it into a submodule")
             if leaf in place.module._parameters:
                 self.parameters.append((place, leaf, self._split(place, leaf, tensor, rule)))
 
@@ -286,7 +286,7 @@ class Found:
             self._require(part, f"the number of outputs of {change.name}")
 
     def _require(self, number: int, what: str) -> None:
-        """Raises UsageError unless the tensor size divides a number."""
+        """Raises UsageError unless the tensor size divides `number`."""
         if number % self.ranks:
             sizes = ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
             raise UsageError(
@@ -303,5 +303,5 @@ class Found:
 
 
 def _is_own_column(change: Change) -> bool:
-    """Whether a user's own rule splits a layer by columns, which may be heads, too."""
+    """True if a user's own rule splits a layer by columns, which may be heads, too."""
     return change.rule.kind == "column" and change.rule not in DEFAULT_RULES

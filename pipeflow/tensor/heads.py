@@ -1,5 +1,5 @@
-"""Heads: whether an attention can be split over the tensor ranks, and which ranks share heads of key and value. What is
-not certain to be right is not split: an attention that would silently compute something else is worse than a whole one.
+"""Heads: decides whether an attention can be split over the tensor ranks, and which ranks share heads of key and value.
+An attention is split only if it is certain to compute the same, because a wrong result would go unnoticed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SIZES = (
 _COUNTS = re.compile(r"head|group")
 
 
-class Doubt(Exception):  # noqa: N818  # a reason to leave something whole; no user sees it as an error
-    """Why an attention stays whole."""
+class Doubt(Exception):  # noqa: N818  # a reason to leave an attention whole, not an error for users
+    """The reason why an attention stays whole."""
 
 
 @dataclass(slots=True)
@@ -37,11 +37,11 @@ class Attention:
     """A module with layers of query, key and value.
 
     Attributes:
-        place: of the module.
-        changes: those of its layers of query, key and value.
-        covered: whether a rule says what becomes of a parameter of a module within.
-        rules: all of them.
-        ranks: how many share it.
+        place: place of the module.
+        changes: changes of its layers of query, key and value.
+        covered: function that returns True if a rule covers a parameter of a module within.
+        rules: all rules.
+        ranks: number of tensor ranks.
     """
 
     place: Place
@@ -51,14 +51,14 @@ class Attention:
     ranks: int
 
     def settle(self) -> None:
-        """Tells the layers which of their parts are shared by how many ranks.
+        """Sets for each layer which of its parts are shared, and by how many ranks.
 
-        Raises Doubt where it is not certain that the ranks' parts compute what the whole does, and UsageError for a
-        number of ranks that does not divide the heads.
+        Raises Doubt if it is not certain that the ranks' parts compute the same as the whole, and UsageError if the
+        number of ranks does not divide the heads.
         """
         size = self._head_size()
         if size is None:
-            raise Doubt("no attribute of it tells how many heads it has, or how large they are")
+            raise Doubt("none of its attributes says how many heads it has, or how large they are")
         self._require_known_counts()
         self._require_covered(size)
         units = [
@@ -88,15 +88,15 @@ class Attention:
         return None
 
     def _units(self, change: Change, index: int, size: int) -> int:
-        """How many heads, or groups of heads that lie together, a part of a layer has."""
+        """The number of heads, or of groups of heads that lie together, in a part of a layer."""
         together, part = change.rule.together, change.parts[index]
         if isinstance(together, str):
             number = vars(self.place.module).get(together)
             if not isinstance(number, int) or part % number:
-                raise Doubt(f"{change.name} has {part} outputs, and {together} is {number}")
+                raise Doubt(f"{change.name} has {part} outputs, but {together} is {number}")
             return number
         if part % (size * together):
-            raise Doubt(f"{change.name} has {part} outputs, which are not heads of {size}")
+            raise Doubt(f"{change.name} has {part} outputs, which cannot be divided into heads of size {size}")
         return part // (size * together)
 
     def _require_known_counts(self) -> None:
@@ -108,27 +108,29 @@ class Attention:
             full = self.place.full(name)
             counts = first_match(self.rules, full, ("attribute",), self.place.module) is not None
             if counts and config_rule(self.rules, self.place.full(f"config.{name}"), self.place.module) is None:
-                raise Doubt(f"it reads {name} of its config, of which all modules have one")
+                raise Doubt(f"it reads {name} from its config, which all modules share")
 
     def _require_covered(self, size: int) -> None:
         for inner in places_in([self.place.module]):
             place = replace(inner, name=self.place.full(inner.name) if inner.name else self.place.name)
             for leaf, tensor in tensors_of(place.module).items():
                 if not self.covered(place, leaf):
-                    raise Doubt(f"no rule says how {place.full(leaf)} goes with heads")
+                    raise Doubt(f"no rule says how {place.full(leaf)} is split along with heads")
                 rule = rule_of_tensor(self.rules, place, leaf)
                 if rule is not None and rule.kind == "partial" and tensor.dim() and tensor.shape[-1] != size:
                     raise Doubt(f"{place.name} is as wide as all heads together, so a rank cannot compute it alone")
 
 
 def rule_of_tensor(rules: Sequence[Rule], place: Place, leaf: str) -> Rule | None:
-    """The rule for a parameter itself, if there is one."""
+    """The rule for a parameter itself, or None."""
     of_leaf = first_match(rules, place.full(leaf), ("parameter", "partial"), place.module)
     return of_leaf or first_match(rules, place.name, ("partial",), place.around)
 
 
 def read_of_config(module: nn.Module) -> list[str]:
-    """What the methods of a module, but for its constructor, read of its config, as far as their code tells."""
+    """The integers that the methods of a module, except its constructor, read from its config, according to their
+    bytecode.
+    """
     config = getattr(module, "config", None)
     if config is None:
         return []
@@ -139,11 +141,11 @@ def read_of_config(module: nn.Module) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _attributes_read(kind: type[nn.Module]) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that a class reads of `.config`, and those that it reads of anything."""
+    """The names that a class reads from `.config`, and those that it reads from any object."""
     of_config: set[str] = set()
     of_any: set[str] = set()
     for base in kind.__mro__:
-        for name, method in list(vars(base).items()):  # which other threads may add to
+        for name, method in list(vars(base).items()):  # a copy, since other threads may add to it
             if base.__module__.startswith("torch.") or name == "__init__" or not inspect.isfunction(method):
                 continue
             last = ""
@@ -156,7 +158,9 @@ def _attributes_read(kind: type[nn.Module]) -> tuple[frozenset[str], frozenset[s
 
 
 def _undivided(name: str, number: int, ranks: int, whole: Sequence[int], shared: Sequence[int]) -> UsageError:
-    """`whole` are numbers that every size has to divide, `shared` those that it has to divide or be a multiple of."""
+    """The error that lists possible tensor sizes: they must divide all of `whole`, and divide or be a multiple of each
+    of `shared`.
+    """
     sizes = [
         size
         for size in range(1, max([*whole, number]) + 1)

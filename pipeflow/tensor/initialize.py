@@ -1,5 +1,5 @@
-"""First values that do not depend on the tensor size: every rank draws the full weight, block by block, and keeps its
-part. What must not live here: which distribution a layer has.
+"""Initial values that do not depend on the tensor size: every rank draws the full weight block by block and keeps its
+part. Must not contain: the distributions of particular layers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from pipeflow.tensor.division import whole_shape
 from pipeflow.tensor.layer import TensorLayer
 
 Draw = Callable[[Tensor], object]
-"""Fills a tensor in place with values that are independent of each other and of its shape."""
+"""Fills a tensor in place with values that do not depend on each other or on its shape."""
 
 Fill = Callable[[str, Tensor, Generator], object]
-"""Fills a block of the full parameter of that name in place, drawing from the generator, as a Draw does."""
+"""Fills a block of the full parameter of the given name in place, like a Draw, with numbers from the generator."""
 
 _BLOCK = 2**24  # elements
-_GRAIN = 16  # torch draws normal numbers in sixteens: blocks of whole ones take the numbers that one draw would
+_GRAIN = 16  # torch draws normal numbers in groups of 16, so blocks of whole groups get the numbers of one draw
 
 
 @torch.no_grad()
 def draw_part_(part: Tensor, draw: Draw, *, split: Split | None, rank: int) -> None:
-    """Fills `part` with what `rank` holds of the full tensor; padding gets zeros, a meta tensor nothing.
+    """Fills `part` with the part of `rank` of a full tensor that `draw` fills. Padding becomes zero; a meta tensor is
+    skipped.
 
-    On the CPU a generator gives the numbers that one draw of the full tensor would take from it, and is left where
-    that would leave it. Needs a block of 64 MiB (of float32) beside the part.
+    On the CPU, numbers and the final state of the generator are those of one draw of the full tensor. Needs a block of
+    64 MiB (of float32) in addition to the part.
     """
     if part.is_meta:
         return
@@ -48,15 +49,18 @@ def draw_part_(part: Tensor, draw: Draw, *, split: Split | None, rank: int) -> N
 
 @torch.no_grad()
 def initialize_(module: nn.Module, fill: Fill, *, seed: int, prefix: str = "") -> None:
-    """Fills the parameters of `module`, whichever layers hold them, with values that depend only on `seed` and on
-    their names: not on the tensor size, the device, or what else was drawn. For layers made on the meta device, after
-    `to_empty`; a rank allocates a block beside its parts, and draws only the blocks of rows that it holds some of.
+    """Fills the parameters of `module` with values that depend only on `seed` and on their names, not on the tensor
+    size, the device, or earlier draws.
+
+    For layers that were made on the meta device, after `to_empty`. A rank allocates one block in addition to its parts,
+    and draws only blocks of which it holds some rows.
 
     Args:
+        module: module to fill; its layers may be of any class.
         fill: called as `fill(name, block, generator)` with a block of rows of the full parameter, on the CPU.
-        seed: the same on every rank.
-        prefix: the name of `module` in the whole model, as for `nn.Module.named_parameters`, so that the layers of
-            different pipeline stages differ and stay what they are under another number of stages.
+        seed: seed, the same on every rank.
+        prefix: name of `module` in the whole model, as in `nn.Module.named_parameters`, so that layers of different
+            pipeline stages get different values, which do not depend on the number of stages.
     """
     places = {
         id(layer.get_parameter(name)): (split, layer.group.rank)
@@ -81,8 +85,7 @@ def _fill_part(part: Tensor, fill: Fill, name: str, seed: int, split: Split | No
 
 
 def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """From where to where the rows of each block of a full tensor go. A last block too small to stand alone joins
-    the one before.
+    """Start and end of each block of rows of a full tensor. A last block that is too small is joined to the one before.
     """
     rows = shape[0]
     step = max(1, _BLOCK // max(1, prod(shape[1:])) // _GRAIN) * _GRAIN
@@ -99,7 +102,9 @@ def _overlap(part: Tensor, start: int, stop: int, rank: int) -> range:
 
 
 def _keep(part: Tensor, block: Tensor, start: int, split: Split | None, rank: int) -> None:
-    """Copies out of a block, which starts at row `start` of the full tensor, what belongs to the part of `rank`."""
+    """Copies the entries that belong to the part of `rank` out of a block that starts at row `start` of the full
+    tensor.
+    """
     if split is None:
         part[start : start + len(block)] = block
     elif split.dim == 0:

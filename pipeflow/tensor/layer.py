@@ -1,5 +1,5 @@
-"""What all layers here have in common: the group they are split over, how their parameters lie over it, and how
-weight gradients are left for later. No layer of its own.
+"""The common parts of all layers here: their group, how their parameters are split, and how they defer weight
+gradients. Must not contain: layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeflow.parallel.transport.group import Alone, Group
 
 
 def group_of(group: Group | None) -> Group:
-    """The group itself; for None the tensor group of the context, and without a launch the group of one."""
+    """`group` itself; if it is None, the tensor group of the context, or a group of one rank without a launch."""
     if group is not None:
         return group
     context = context_if_launched()
@@ -26,7 +26,7 @@ def group_of(group: Group | None) -> Group:
 
 
 class Membership:
-    """Holds a group, whose channels cannot be copied: the copy of a layer is in the same group."""
+    """Holds a group, whose channels cannot be copied: a copied layer stays in the same group."""
 
     __slots__ = ("group",)
 
@@ -38,15 +38,15 @@ class Membership:
 
 
 class TensorLayer(nn.Module):
-    """A layer of a tensor-parallel model. How parameters are split is said here, not on them, so that it outlives
-    `to_empty` and whatever else replaces a parameter.
+    """Base class of tensor-parallel layers. The layer, not the parameter, knows how a parameter is split, so this
+    survives `to_empty` and anything else that replaces a parameter.
     """
 
     _membership: Membership
     _eager: Callable[..., Any] | None = None
 
     def join(self, group: Group | None) -> Group:
-        """Makes the layer one of `group`; None is as for `group_of`. Before the layer has parameters."""
+        """Sets the group of the layer; None is handled by `group_of`. Call it before the layer has parameters."""
         self._membership = Membership(group_of(group))
         return self.group
 
@@ -56,42 +56,42 @@ class TensorLayer(nn.Module):
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile sees what the layer does, which waits for no other rank then."""
+        """True if torch.compile can compile the layer, because it waits for no other rank."""
         return self.group.size == 1
 
     def leave_eager(self) -> None:
-        """Has compiled code call this layer as it is."""
+        """Makes compiled code call this layer uncompiled."""
         self._eager = _call_eagerly()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """As any module's."""
+        """Calls the module."""
         if self._eager is not None and torch.compiler.is_compiling():
             return self._eager(self, *arguments, **keywords)
         return super().__call__(*arguments, **keywords)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies defer nothing until they are told to."""
+        """Leaves the Deferral out: copies defer nothing until they are told to."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
         return {name: value for name, value in state.items() if name not in ("deferral", "_eager")}
 
     def splits(self) -> Mapping[str, Split]:
-        """Of this layer's own parameters those that are split, by name."""
+        """The splits of this layer's own parameters, by name; parameters that are not split are left out."""
         return {}
 
     def _get_name(self) -> str:
         return type(self).__name__
 
     def partial_gradients(self) -> Collection[str]:
-        """The names of whole parameters whose gradient on one rank is its part of a sum over the ranks."""
+        """Names of whole parameters whose gradient on each rank must be summed over the ranks."""
         return ()
 
 
 @cache
 def _call_eagerly() -> Callable[..., Any]:
-    """A module's call, at which compiled code ends. The same one for all layers, which may share that code."""
+    """A module's call that ends compiled code. It is the same object for all layers, so that they can share code."""
     call: Callable[..., Any] = torch.compiler.disable(nn.Module.__call__, reason="a tensor-parallel layer")
     return call
 
 
 class DeferringTensorLayer(TensorLayer, Deferring):
-    """A layer whose weight gradient is a product that a Deferral can take."""
+    """A tensor-parallel layer whose weight gradient is a product that a Deferral can take."""

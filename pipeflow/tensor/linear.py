@@ -1,5 +1,5 @@
-"""Linear layers split by columns or by rows, and what both share with the classifiers. How their products run, and
-what is exchanged when, is in matmul.
+"""Linear layers that are split by columns or by rows, and the base class that they share with the classifiers. Must not
+contain: their products and collectives, which are in matmul.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pipeflow.tensor.regions import gather_from_tensor_region, scatter_to_tensor
 
 
 class SplitLinear(DeferringTensorLayer):
-    """The parameters of a linear layer of which each rank has a part, drawn as nn.Linear draws the whole. Abstract.
+    """Abstract base class of linear layers of which each rank has a part, with the initial values of nn.Linear.
 
     Attributes:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: sizes of the whole layer.
     """
 
     weight: nn.Parameter
@@ -39,7 +39,9 @@ class SplitLinear(DeferringTensorLayer):
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
-        """Makes the parameters: from the whole's (in, out), this rank's weight or its shape, and its bias' size."""
+        """Makes the parameters, from the whole layer's (in, out), this rank's weight or its shape, and the size of the
+        bias.
+        """
         self.in_features, self.out_features = sizes
         self._owns_weight = not isinstance(weight, nn.Parameter)
         if not isinstance(weight, nn.Parameter):
@@ -50,12 +52,13 @@ class SplitLinear(DeferringTensorLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the full weight and bias from torch's default generator, as nn.Linear does, and keeps this rank's
-        part. Ranks that were seeded alike hold parts of one layer. A weight that was given is left alone.
+        """Draws the full weight and bias from torch's default generator, like nn.Linear, and keeps this rank's part.
+
+        Ranks with the same seed hold parts of one layer. A weight that was passed in is not changed.
         """
         splits, rank = self.splits(), self.group.rank
         if self._owns_weight:
-            # What kaiming_uniform_ with a=sqrt(5) computes, with its roundings.
+            # The same computation, with the same rounding, as kaiming_uniform_ with a=sqrt(5).
             std = nn.init.calculate_gain("leaky_relu", math.sqrt(5)) / math.sqrt(self.in_features)
             draw_part_(self.weight, _uniform(math.sqrt(3.0) * std), split=splits.get("weight"), rank=rank)
         if self.bias is not None:
@@ -63,8 +66,9 @@ class SplitLinear(DeferringTensorLayer):
 
     @classmethod
     def from_native_module(cls, module: nn.Linear, group: Group | None = None, **options: Any) -> Self:
-        """This rank's part of `module`, which is left as it is, with its dtype, device, mode and requires_grad.
-        `options` are those of this class. Raises UsageError as the class does.
+        """This rank's part of `module`, which is not changed, with its dtype, device, mode and requires_grad.
+
+        `options` are other arguments of this class. Raises UsageError like the class.
         """
         if not isinstance(module, nn.Linear):
             raise UsageError(f"{cls.__name__} is made from an nn.Linear, got {type(module).__name__}")
@@ -86,19 +90,21 @@ class SplitLinear(DeferringTensorLayer):
 
 
 class ColumnParallelLinear(SplitLinear):
-    """A linear layer of which each rank computes its share of the output features.
+    """A linear layer of which each rank computes a part of the output features.
 
-    Takes (..., in_features), the same on every rank, and gives (..., out_features / T), or with `gather_output` all
-    features on every rank. The gradient of the input is summed over the ranks while the weight's is computed.
-
-    With `sequence_parallel` it takes this rank's piece (batch, sequence / T, in_features), and gives the whole
-    sequence. The gathered input is kept for the backward: batch x sequence x in_features elements on each rank, T
-    times what gathering it a second time would keep, which would cost one more collective per backward.
+    The input is (..., in_features), the same on every rank; the output is (..., out_features / T), where T is the
+    number of tensor ranks. The gradient of the input is summed over the ranks while the weight's gradient is computed.
 
     Args:
-        group: by default the tensor group of the context, and without a launch the group of one.
+        in_features, out_features, bias: as in nn.Linear, for the whole layer.
+        gather_output: return all out_features on every rank.
+        sequence_parallel: the input is this rank's piece (batch, sequence / T, in_features) of the sequence; the output
+            has the whole sequence. Each rank keeps the gathered input for the backward, batch x sequence x in_features
+            elements. That is T times the memory of keeping its piece, but saves a collective per backward.
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError when the tensor size does not divide out_features.
+    Raises UsageError if the number of tensor ranks does not divide out_features.
     """
 
     def __init__(
@@ -129,17 +135,20 @@ class ColumnParallelLinear(SplitLinear):
 
 
 class RowParallelLinear(SplitLinear):
-    """A linear layer of which each rank computes its share of the sum over the input features.
+    """A linear layer of which each rank computes a part of the sum over the input features.
 
-    Takes (..., in_features / T), as a column-parallel layer gives it, or without `input_is_parallel` the whole input,
-    the same on every rank, of which each takes its piece. Gives (..., out_features), the same on every rank; with
-    `sequence_parallel` this rank's piece (batch, sequence / T, out_features). The bias is whole on every rank and is
-    added after the sum; its gradient is whole too, also for a split sequence.
+    The input is (..., in_features / T), as a column-parallel layer returns it, where T is the number of tensor ranks;
+    the output is (..., out_features), the same on every rank. The bias is whole on every rank and is added after the
+    sum; its gradient is whole, too, even if the sequence is split.
 
     Args:
-        group: by default the tensor group of the context, and without a launch the group of one.
+        in_features, out_features, bias: as in nn.Linear, for the whole layer.
+        input_is_parallel: True if the input is this rank's part; False if it is whole and the same on every rank.
+        sequence_parallel: return this rank's piece (batch, sequence / T, out_features) of the sequence.
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError when the tensor size does not divide in_features.
+    Raises UsageError if the number of tensor ranks does not divide in_features.
     """
 
     def __init__(
@@ -167,7 +176,7 @@ class RowParallelLinear(SplitLinear):
 
 
 def row_forward(layer: SplitLinear, input: Tensor, input_is_parallel: bool, sequence_parallel: bool) -> Tensor:
-    """What a layer that is split by rows computes."""
+    """The forward of a layer that is split by rows."""
     if not input_is_parallel:
         input = scatter_to_tensor_region(input, layer.group)
     layer._require_width(input, ": input_is_parallel=False takes a whole input" if input_is_parallel else "")
@@ -175,7 +184,7 @@ def row_forward(layer: SplitLinear, input: Tensor, input_is_parallel: bool, sequ
 
 
 def column_splits(layer: SplitLinear) -> Mapping[str, Split]:
-    """How a layer that is split by columns lies over the ranks."""
+    """The splits of a layer that is split by columns."""
     split = Split(0, layer.out_features)
     return {"weight": split} if layer.bias is None else {"weight": split, "bias": split}
 

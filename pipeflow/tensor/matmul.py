@@ -1,8 +1,9 @@
-"""The two linear products of tensor parallelism, and the order of their backwards: the collective of the input's
-gradient is started first, then the weight's product runs or is handed over, then the collective is waited for.
+"""The two linear products of tensor parallelism, and the order of their backwards: the collective for the input's
+gradient is started, then the weight's product runs or is handed to a Deferral, then the collective is waited for. Must
+not contain: parameters and their owners.
 
 Source: Shoeybi et al., arXiv 1909.08053, section 3; with a split sequence, Korthikanti et al., arXiv 2205.05198,
-section 4.2.2. What must not live here: parameters, and who owns them.
+section 4.2.2.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from pipeflow.tensor.regions import SEQUENCE
 
 
 class Mode(NamedTuple):
-    """How a product is computed: with whom, whether the sequence is split outside of the layer, and who gets the
-    weight's gradient, None for autograd.
+    """The mode of a product: the group, True if the sequence is split outside the layer, and the deferred weights, or
+    None if autograd computes the weight's gradient.
     """
 
     group: Group
@@ -33,10 +34,10 @@ class Mode(NamedTuple):
 
 
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Tensor:
-    """The columns of `input @ weight.T + bias` that belong to this rank's rows of the weight.
+    """The columns of `input @ weight.T + bias` for this rank's rows of the weight.
 
-    `input` is (..., in) and the same on every rank; with a split sequence it is this rank's piece (batch, sequence / T,
-    in), is gathered before the product, and kept whole for the backward.
+    `input` is (..., in) and the same on every rank. If the sequence is split, it is this rank's piece (batch, sequence
+    / T, in); it is gathered before the product and kept whole for the backward.
     """
     return _product(_Column, input, weight, bias, mode)
 
@@ -44,7 +45,7 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode
 def row_linear(input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Tensor:
     """`input @ weight.T` summed over the ranks, each with its columns of input and weight, plus the whole bias.
 
-    `input` is (..., in / T). The result is the same on every rank, or with a split sequence this rank's piece of it.
+    `input` is (..., in / T). The result is the same on every rank; if the sequence is split, it is this rank's piece.
     """
     return _product(_Row, input, weight, bias, mode)
 
@@ -71,7 +72,7 @@ class _Column(Function):
             input = gathered(mode.group, input, SEQUENCE)
         ctx.save_for_backward(input, weight)
         made = functional.linear(input, weight, bias)
-        # A view that a Function returns may not be written to in place, as models do to queries.
+        # Views returned by a Function must not be modified in place, but models do that to queries.
         return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
 
     @staticmethod
@@ -86,7 +87,7 @@ class _Column(Function):
 
 
 def _start(mode: Mode, gradient: Tensor) -> Finish:
-    """Starts the sum of the ranks' gradients of the input."""
+    """Starts the sum of the input's gradient over the ranks."""
     if mode.group.size == 1:
         return lambda: gradient
     return start_sum_scatter(mode.group, gradient, SEQUENCE) if mode.sequence else start_sum(mode.group, gradient)
@@ -119,7 +120,7 @@ class _Row(Function):
 def _operands(
     ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, mode: Mode
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What a forward computes with, in autocast's dtype where that is on."""
+    """The operands of a forward, in autocast's dtype if that is on."""
     ctx.mode, ctx.deferred = mode, mode.deferred
     if mode.deferred is not None:
         _, weight, bias = mode.deferred
@@ -128,9 +129,9 @@ def _operands(
 
 
 def _weight_gradients(ctx: Any, input: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Those of the weight and the bias for autograd; (None, None) when their product was handed over.
+    """The gradients of weight and bias for autograd, or (None, None) if their product was handed to a Deferral.
 
-    Raises UsageError when the backward is itself to be differentiated.
+    Raises UsageError if the backward itself must be differentiated.
     """
     if ctx.deferred is not None:
         hand_over(ctx, LinearProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, rows))

@@ -1,4 +1,4 @@
-"""LayerNorm: whole on every rank; where the sequence is split, each rank sees a part of what its gradient sums over."""
+"""LayerNorm: whole on every rank. If the sequence is split, each rank computes a part of the parameters' gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from pipeflow.tensor.layer import TensorLayer
 
 
 class LayerNorm(nn.LayerNorm, TensorLayer):
-    """nn.LayerNorm on every rank. With `sequence_parallel` its input is this rank's piece of the sequence, so the
-    gradients of its parameters are parts of a sum, which `partial_gradients` says.
+    """nn.LayerNorm, whole on every rank.
 
     Args:
-        group: by default the tensor group of the context, and without a launch the group of one.
+        normalized_shape, eps, elementwise_affine, bias: as in nn.LayerNorm.
+        sequence_parallel: the input is this rank's piece of the sequence. The gradients of the parameters are then
+            parts of a sum over the ranks, as `partial_gradients` reports.
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class LayerNorm(nn.LayerNorm, TensorLayer):
 
     @property
     def compiles(self) -> bool:
-        """It waits for nobody."""
+        """True, because it never waits for another rank."""
         return True
 
     def partial_gradients(self) -> Collection[str]:
@@ -51,7 +54,7 @@ class LayerNorm(nn.LayerNorm, TensorLayer):
 
     @classmethod
     def from_native_module(cls, module: nn.LayerNorm, group: Group | None = None, **options: Any) -> Self:
-        """A copy of `module`, which is left as it is. `options` are those of this class."""
+        """A copy of `module`, which is not changed. `options` are other arguments of this class."""
         if not isinstance(module, nn.LayerNorm):
             raise UsageError(f"{cls.__name__} is made from an nn.LayerNorm, got {type(module).__name__}")
         affine, bias = module.elementwise_affine, module.bias is not None

@@ -1,4 +1,4 @@
-"""PatchEmbedding: how a vision transformer begins. Whole on every rank."""
+"""PatchEmbedding: the first layer of a vision transformer, whole on every rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from pipeflow.tensor.layer import TensorLayer
 
 
 class PatchEmbedding(TensorLayer):
-    """Images (batch, channels, height, width) to tokens (batch, 1 + patches, embed_dim): a class token and a linear
-    map of each patch, plus positions. Every rank holds and computes all of it. Source: arXiv 2010.11929, section 3.1.
+    """Turns images (batch, channels, height, width) into tokens (batch, 1 + patches, embed_dim): a class token and a
+    linear map of each patch, plus positions. Every rank holds and computes all of it. Source: arXiv 2010.11929, section
+    3.1.
 
     Args:
-        image_size, patch_size: in pixels, square; patch_size divides image_size.
-        group: by default the tensor group of the context, and without a launch the group of one.
+        image_size, patch_size: sides of the square images and patches in pixels; patch_size must divide image_size.
+        in_channels: number of channels of an image.
+        embed_dim: size of a token.
+        dtype, device: of the parameters, as in torch.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    Raises UsageError for a patch_size that does not divide image_size, and for images of another size.
+    Raises UsageError if patch_size does not divide image_size, and for images of another size.
     """
 
     def __init__(
@@ -50,8 +54,8 @@ class PatchEmbedding(TensorLayer):
         self._reset_tokens()
 
     def reset_parameters(self) -> None:
-        """Draws the convolution as nn.Conv2d does, then the positions from a normal distribution of deviation 0.02;
-        the class token is zero.
+        """Draws the convolution as nn.Conv2d does, and the positions from a normal distribution with standard deviation
+        0.02. The class token is zero.
         """
         self.projection.reset_parameters()
         self._reset_tokens()
@@ -72,12 +76,12 @@ class PatchEmbedding(TensorLayer):
 
     @classmethod
     def from_native_module(cls, module: nn.Conv2d, group: Group | None = None, *, image_size: int) -> Self:
-        """With the convolution of `module`, whose patches do not overlap, and fresh positions; `module` is left as it
-        is. Load trained tokens into `class_token` and `positions`. Raises UsageError for another convolution.
+        """A layer with the convolution of `module`, which is not changed and whose patches must not overlap, and new
+        positions. Load trained tokens into `class_token` and `positions`. Raises UsageError for another convolution.
         """
         if not isinstance(module, nn.Conv2d) or module.kernel_size != module.stride or module.groups != 1:
             raise UsageError(
-                f"{cls.__name__} is made from an nn.Conv2d whose stride is its kernel's size, got {module}"
+                f"{cls.__name__} is made from an nn.Conv2d whose stride equals its kernel size, got {module}"
             )
         if module.kernel_size[0] != module.kernel_size[1] or module.bias is None or module.padding not in (0, (0, 0)):
             raise UsageError(f"{cls.__name__} is made from a square nn.Conv2d with bias and no padding, got {module}")

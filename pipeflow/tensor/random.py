@@ -1,6 +1,6 @@
-"""Random numbers of a tensor rank: one stream that all ranks of a group share, for what they hold alike, and one of
-its own, for what is split. Explicit generators, since ranks may be threads, and torch's default generator is one for
-all threads.
+"""Random numbers of a tensor rank: one stream that all ranks of a group share, for tensors that are the same on all,
+and one of its own, for tensors that are split. They use explicit generators, because ranks may be threads and all
+threads share torch's default generator.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pipeflow.parallel.transport.group import Group
 
 
 class RandomTracker:
-    """The two generators of one rank.
+    """The two random generators of one rank.
 
     Args:
-        seed: the same on every rank; replicas and pipeline ranks draw other numbers from it.
-        device: where the numbers are drawn: that of the activations.
+        seed: seed, the same on every rank; replicas and pipeline ranks draw different numbers from it.
+        device: device of the generators, which must be that of the activations.
         place: this rank's (data, pipeline, tensor) indices.
 
     Attributes:
-        shared: draws the same numbers on the ranks of a tensor group.
-        own: draws other numbers on each.
-        is_replay: whether what is drawn was drawn before, by another tracker.
+        shared: generator that draws the same numbers on all ranks of a tensor group.
+        own: generator that draws different numbers on each rank.
+        is_replay: True if it replays numbers that another tracker drew before.
     """
 
     is_replay = False
@@ -40,23 +40,25 @@ class RandomTracker:
         self.own = _generator(device, seed, "own", data, pipeline, tensor)
 
     def get_state(self) -> dict[str, Tensor]:
-        """Where both streams are: byte tensors, for a checkpoint of this rank."""
+        """The states of both generators as byte tensors, for a checkpoint of this rank."""
         return {"shared": self.shared.get_state(), "own": self.own.get_state()}
 
     def set_state(self, state: dict[str, Tensor]) -> None:
-        """Goes to where `get_state` was called. Raises UsageError for anything else."""
+        """Restores a state from `get_state`. Raises UsageError for anything else."""
         if state.keys() != {"shared", "own"}:
-            raise UsageError(f"the state of a RandomTracker has the entries own and shared, got {sorted(state)}")
+            raise UsageError(f"the state of a RandomTracker must have the entries own and shared, got {sorted(state)}")
         self.shared.set_state(state["shared"])
         self.own.set_state(state["own"])
 
     def rewound(self, state: dict[str, Tensor]) -> AbstractContextManager[None]:
-        """Inside, the thread that enters draws from `state` on; this tracker stays where it is, for all others."""
+        """Returns a context manager: inside it, the thread that entered draws from `state` on. Other threads, and this
+        tracker, are not affected.
+        """
         return keeping(_KEY, lambda: _Replay(self, state))
 
 
 class _Replay(RandomTracker):
-    """The streams of another tracker, from a state on."""
+    """Replays the generators of another tracker from a given state."""
 
     is_replay = True
 
@@ -69,8 +71,8 @@ _KEY = "random tracker"
 
 
 def manual_seed(seed: int) -> RandomTracker:
-    """Makes a tracker for this rank's place in the context (without a launch, a world of one) the current one, and
-    returns it. Every rank calls it with the same seed, before dropout is first applied.
+    """Makes and returns the current RandomTracker for this rank's place in the context, or for a world of one without a
+    launch. Every rank calls it with the same seed, before dropout is first used.
     """
     tracker = RandomTracker(seed)
     if (context := context_if_launched()) is not None:
@@ -81,19 +83,22 @@ def manual_seed(seed: int) -> RandomTracker:
 
 
 def set_tracker(tracker: RandomTracker) -> None:
-    """Makes `tracker` the current one on all threads of this rank; for places that no context knows."""
+    """Sets the current tracker for all threads of this rank. Use it for places that the context does not know."""
     keep(_KEY, tracker)
 
 
 def current_tracker() -> RandomTracker | None:
-    """The tracker of this rank, if any. Raises UsageError on a thread without a context, where ranks are threads."""
+    """The current tracker of this rank, or None. Raises UsageError on a thread without a context if ranks are threads.
+    """
     tracker: RandomTracker | None = kept(_KEY)
     return tracker
 
 
 def share_default_state(group: Group, device: torch.device) -> None:
-    """Puts torch's default generators, from which stock dropout draws, where those of the group's first rank are: what
-    ranks hold alike must be dropped alike. From there on all draw as many numbers: what is split has equal parts.
+    """Sets torch's default generators, from which stock dropout draws, to the state on the group's first rank.
+
+    Tensors that are the same on all ranks must get the same masks. From then on all ranks draw equally many numbers,
+    because split tensors have equal parts.
     """
     if group.size == 1:
         return

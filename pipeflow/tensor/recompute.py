@@ -14,14 +14,16 @@ from pipeflow.tensor.random import current_tracker
 
 
 def checkpoint(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """`function(*arguments, **keywords)`, computed again in the backward instead of kept: torch's non-reentrant
-    checkpoint, with which the second forward draws the same numbers from the current RandomTracker as the first, on
-    whichever thread the backward runs. Collectives of the forward run again too.
+    """Returns `function(*arguments, **keywords)`, and recomputes it in the backward instead of keeping its activations.
+
+    This is torch's non-reentrant checkpoint; in addition, the second forward draws the same numbers from the current
+    RandomTracker as the first, on any thread. Collectives of the forward run again, too. Raises UsageError in code that
+    torch.compile compiles.
     """
     if torch.compiler.is_compiling():
         raise UsageError(
-            "pipeflow.tensor.checkpoint is called in what is being compiled, and torch.compile cannot replay the "
-            "numbers of a RandomTracker: compile smaller modules, or checkpoint whole blocks from outside"
+            "pipeflow.tensor.checkpoint was called in code that is being compiled, but torch.compile cannot replay "
+            "the numbers of a RandomTracker: compile smaller modules, or checkpoint whole compiled blocks"
         )
     tracker = current_tracker()
     if tracker is None:

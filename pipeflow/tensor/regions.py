@@ -1,8 +1,8 @@
-"""Where a tensor changes between whole and split: Megatron's mappings, each with the collective that its gradient
-needs. A region is the part of the model in which something is split over the tensor ranks: the hidden dimension (the
-last one) in a tensor region, the sequence (dimension 1 of batch, sequence, hidden) in a sequence region.
+"""Regions: Megatron's mappings between whole and split tensors, each with the collective that its gradient needs. A
+region is a part of the model in which something is split over the tensor ranks: the hidden dimension (the last one) in
+a tensor region, the sequence (dimension 1 of batch, sequence, hidden) in a sequence region.
 
-With a group of one every mapping returns its input. Source: Shoeybi et al., arXiv 1909.08053, section 3 (f and g);
+With a group of one rank every mapping returns its input. Source: Shoeybi et al., arXiv 1909.08053, section 3 (f and g);
 Korthikanti et al., arXiv 2205.05198, section 4.2.2 (their sequence-parallel forms).
 """
 
@@ -29,28 +29,31 @@ _sum_scattered_sequence = partial(sum_scattered, dim=SEQUENCE)
 
 
 def copy_to_tensor_region(input: Tensor, group: Group) -> Tensor:
-    """The input, the same on every rank; its gradient is the sum of the ranks'."""
+    """Returns the input, which is the same on every rank; gradients are summed over the ranks."""
     return _exchanged(input, group, _same, summed)
 
 
 def reduce_from_tensor_region(input: Tensor, group: Group) -> Tensor:
-    """The sum of every rank's input; the gradient, the same on every rank, passes."""
+    """Sums the input over the ranks; the gradient, which is the same on every rank, is passed on."""
     return _exchanged(input, group, summed, _same)
 
 
 def scatter_to_tensor_region(input: Tensor, group: Group) -> Tensor:
-    """This rank's piece of the last dimension of an input that is the same on every rank; gradients are gathered."""
+    """This rank's piece, along the last dimension, of an input that is the same on every rank; gradients are gathered.
+    """
     return _exchanged(input, group, _piece_last, _gathered_last)
 
 
 def gather_from_tensor_region(input: Tensor, group: Group) -> Tensor:
-    """Every rank's input, along the last dimension; of the gradient, the same on every rank, each takes its piece."""
+    """Concatenates every rank's input along the last dimension. Each rank takes its piece of the gradient, which must
+    be the same on every rank.
+    """
     return _exchanged(input, group, _gathered_last, _piece_last)
 
 
 def share_in_tensor_region(input: Tensor, ranks: int, group: Group) -> Tensor:
-    """Every `ranks` consecutive ranks have one thing in pieces, along the last dimension: the whole of it for each of
-    them. Its gradient is summed over these, and each gets that of its piece.
+    """Concatenates, along the last dimension, the inputs of each `ranks` consecutive ranks, which hold pieces of one
+    tensor. The gradient is summed over these ranks, and each takes its piece.
     """
     everything = _exchanged(input, group, _gathered_last, _sum_scattered_last)
     length = input.shape[-1] * ranks
@@ -60,23 +63,27 @@ def share_in_tensor_region(input: Tensor, ranks: int, group: Group) -> Tensor:
 def scatter_to_sequence_region(input: Tensor, group: Group) -> Tensor:
     """This rank's piece of the sequence of an input that is the same on every rank; gradients are gathered.
 
-    Raises UsageError for an input of fewer than 3 dimensions, or a sequence that has no equal pieces.
+    Raises UsageError if the input has fewer than 3 dimensions, or the sequence cannot be split evenly.
     """
     return _exchanged(_require_sequence(input), group, _piece_sequence, _gathered_sequence)
 
 
 def gather_from_sequence_region(input: Tensor, group: Group) -> Tensor:
-    """The whole sequence, for a computation that is the same on every rank: of its gradient each takes its piece."""
+    """Gathers the whole sequence for a computation that is the same on every rank; each rank takes its piece of the
+    gradient. Raises UsageError if the input has fewer than 3 dimensions.
+    """
     return _exchanged(_require_sequence(input), group, _gathered_sequence, _piece_sequence)
 
 
 def gather_to_tensor_region(input: Tensor, group: Group) -> Tensor:
-    """The whole sequence, for a computation of which each rank does a part: the gradient is its piece of their sum."""
+    """Gathers the whole sequence for a computation of which each rank does a part; gradients are summed over the ranks,
+    and each takes its piece. Raises UsageError if the input has fewer than 3 dimensions.
+    """
     return _exchanged(_require_sequence(input), group, _gathered_sequence, _sum_scattered_sequence)
 
 
 def reduce_scatter_to_sequence_region(input: Tensor, group: Group) -> Tensor:
-    """This rank's piece of the sequence of the sum of every rank's input; gradients are gathered.
+    """Sums the input over the ranks and returns this rank's piece of the sequence; gradients are gathered.
 
     Raises UsageError like `scatter_to_sequence_region`.
     """
@@ -101,7 +108,7 @@ def _same(group: Group, tensor: Tensor) -> Tensor:
 
 
 class _Exchanged(Function):
-    """`there` forward, `back` for the gradient. The backward is itself an exchange, so it can be differentiated."""
+    """Applies `there` in the forward and `back` to the gradient. The backward is itself differentiable."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: Group, there: Exchange, back: Exchange) -> Tensor:

@@ -1,5 +1,5 @@
-"""Rules: which modules and parameters of any model are split over the tensor ranks, and how, by their names. What a
-rule is, and how it is read; the rules that everyone gets are in `tensor/table.py`, and nothing is split here.
+"""Rules: say by name which modules and parameters of a model are split over the tensor ranks, and how. Must not
+contain: the default rules, which are in `tensor/table.py`, and the splitting itself.
 """
 
 from __future__ import annotations
@@ -33,39 +33,41 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the table. Of the rules that match a name the first one counts.
+    """One line of the table of rules. The first rule that matches a name is used.
 
     Attributes:
-        kind: what is done with what has such a name:
+        kind: how a module, parameter or attribute with a matching name is treated:
             "column": each rank has some of the outputs of a linear layer;
-            "attention": likewise, and the outputs are attention heads: query, key and value, or all three in one;
-            "row": each rank has some of its inputs, and the outputs are summed before the whole bias is added;
+            "attention": like "column"; the outputs are attention heads, of query, key and value or of all three in one;
+            "row": each rank has some of the inputs of a linear layer; outputs are summed before the bias is added;
             "vocabulary": each rank has some of the rows of an embedding;
-            "head": each rank has some of the outputs of a linear layer, and all are gathered;
-            "parameter": each rank has a part of a parameter along `dim`, such as one that has an entry per head;
-            "partial": the parameter is whole, and used with split tensors alone, so its gradient is summed;
-            "sum": the module computes with split parameters, and what it returns is summed over the ranks;
+            "head": each rank has some of the outputs of a linear layer; all outputs are gathered;
+            "parameter": each rank has a part of a parameter along `dim`, such as a parameter with an entry per head;
+            "partial": a whole parameter that is used with split tensors only, so its gradient is summed over the ranks;
+            "sum": a module that computes with split parameters; its output is summed over the ranks;
             "argument": each rank gets its part, along `dim`, of an argument of a module's forward;
-            "attribute": an integer, such as a number of heads, is divided by the number of ranks;
-            "groups": an integer, how many heads of the query share one of key and value;
-            "whole": nothing, also where a later rule would match.
-        pattern: a regular expression for the end of the name, from a dot or the beginning on. "parameter" takes the
-            names of parameters, "partial" those of parameters or modules, "attribute", "groups" and "argument" those of
-            attributes and arguments, as in `attn.num_heads`, all others names of modules. An "attribute" whose pattern
-            begins with `config` is one of the module's `config`, of which the module then has a copy of its own.
-        parts: what is split is made of several things, such as query, key and value, of each of which every rank has
-            its part: their number where they are equal, or their sizes relative to each other. Names stand for integer
-            attributes of the module around: one for the size of each part, several for relative sizes.
-        dim: of "parameter" and "argument".
-        together: of an "attention", what lies together: 3 where query, key and value of one head come one after the
-            other, then those of the next; the name of an attribute that counts such groups.
-        shared: of an "attention", the parts whose heads several ranks may share where there are fewer than ranks: those
-            of key and value. (0,) for a layer that has no others, and for an "attribute" that counts these.
-        of: a regular expression for the name of the class around the layer, or that has the parameter, attribute or
-            argument: the rule is for such modules alone.
-        where: attributes that this module has, with their values; otherwise the rule is not for it.
+            "attribute": an integer, such as a number of heads, that is divided by the number of ranks;
+            "groups": an integer: how many heads of the query share one head of key and value;
+            "whole": unchanged, even if a later rule matches.
+        pattern: regular expression for the end of the name, starting at a dot or at the beginning. "parameter" matches
+            names of parameters; "partial" those of parameters or modules; "attribute", "groups" and "argument" those of
+            attributes and arguments, such as `attn.num_heads`; all others match names of modules. An "attribute" whose
+            pattern begins with `config` is an attribute of the module's `config`; the module then gets its own copy of
+            the config.
+        parts: parts of a packed tensor, such as query, key and value, each of which is split: their number if they are
+            equal, or their relative sizes. Names stand for integer attributes of the surrounding module: a single name
+            for the size of each part, several for relative sizes.
+        dim: dimension that is split, for "parameter" and "argument".
+        together: for "attention", how many parts lie together: 3 if query, key and value of one head come one after the
+            other, then those of the next; or the name of an attribute that counts such groups.
+        shared: for "attention", the indices of parts whose heads several ranks share if there are fewer heads than
+            ranks: those of key and value. (0,) for a layer that has only such heads, and for an "attribute" that counts
+            them.
+        of: regular expression for the name of the class that surrounds the layer, or has the parameter, attribute or
+            argument; the rule applies to such modules only.
+        where: attributes of that module with their required values; the rule applies only if all of them match.
 
-    Raises UsageError for a kind that there is not, and a pattern that is no regular expression.
+    Raises UsageError for an unknown kind, and for a pattern that is no regular expression.
     """
 
     kind: Kind
@@ -81,7 +83,7 @@ class Rule:
         if self.kind not in KINDS:
             raise UsageError(f"there is no kind of rule {self.kind!r}: choose one of {', '.join(KINDS)}")
         try:
-            self._expression, self._classes  # noqa: B018  # compiles them
+            self._expression, self._classes  # noqa: B018  # compiles both
         except re.error as error:
             raise UsageError(f"the pattern of {self} is no regular expression: {error}") from error
 
@@ -94,11 +96,13 @@ class Rule:
         return re.compile(self.of)
 
     def matches(self, name: str, around: nn.Module | None) -> bool:
-        """Whether a full name ends as the pattern says, and lies in a module as the rule wants it; None: in any."""
+        """Returns True if the full `name` matches the pattern and the rule applies to the module `around`; None stands
+        for any module.
+        """
         return self._expression.search(name) is not None and (around is None or self.suits(around))
 
     def suits(self, module: nn.Module) -> bool:
-        """Whether a module is one that the rule is for."""
+        """Returns True if the rule applies to the module."""
         if self.of and self._classes.fullmatch(type(module).__name__) is None:
             return False
         if isinstance(self.parts, str) and not isinstance(vars(module).get(self.parts), int):
@@ -106,11 +110,11 @@ class Rule:
         return all(getattr(module, name, None) == value for name, value in self.where)
 
     def sizes(self, name: str, size: int, around: nn.Module) -> tuple[int, ...]:
-        """Those of the parts of what is so long. Raises UsageError where they do not come out even."""
+        """The sizes of the parts of a tensor of `size` entries. Raises UsageError if they are not integers."""
         shares = self._shares(size, around)
         each = vars(around)[self.parts] if isinstance(self.parts, str) else 1
         if not shares or min(shares) < 1 or size % sum(shares) or size % each:
-            raise UsageError(f"{name} has {size} outputs, which are not made of the parts of {self}")
+            raise UsageError(f"{name} has {size} outputs, which cannot be divided into the parts of {self}")
         return tuple(size // sum(shares) * share for share in shares)
 
     def _shares(self, size: int, around: nn.Module) -> tuple[int, ...]:
@@ -122,15 +126,17 @@ class Rule:
 
 
 def _count(around: nn.Module, name: str, rule: Rule) -> int:
-    """An integer that a module, or its config, has. Raises UsageError where neither does."""
+    """An integer attribute of a module or of its config. Raises UsageError if neither has it."""
     for holder in (around, getattr(around, "config", None)):
         if isinstance(found := getattr(holder, name, None), int):
             return found
-    raise UsageError(f"{type(around).__name__} has no integer attribute {name!r}, of which {rule} speaks")
+    raise UsageError(f"{type(around).__name__} has no integer attribute {name!r}, which {rule} names")
 
 
 def config_rule(rules: Sequence[Rule], name: str, around: nn.Module) -> Rule | None:
-    """The rule for an attribute of a module's config, `name` being that of the module and `config.` and its own."""
+    """The rule for an attribute of a module's config; `name` is the full name of the module, `config.` and the
+    attribute.
+    """
     of_configs = [rule for rule in rules if rule.pattern.startswith("config")]
     return first_match(of_configs, name, ("attribute",), around)
 
@@ -138,5 +144,5 @@ def config_rule(rules: Sequence[Rule], name: str, around: nn.Module) -> Rule | N
 def first_match(
     rules: Sequence[Rule], name: str, kinds: Sequence[Kind], around: nn.Module | None = None
 ) -> Rule | None:
-    """The rule that counts for a name, of those of certain kinds, in the module `around`."""
+    """The first rule of the given kinds that matches `name` in the module `around`, or None."""
     return next((rule for rule in rules if rule.kind in kinds and rule.matches(name, around)), None)

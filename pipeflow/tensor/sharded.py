@@ -1,5 +1,5 @@
-"""Sharding of any module: what its rules say, found first and checked, then done to its layers where they stand. What
-must not live here: how a layer computes.
+"""Sharding of any module: finds and checks what the rules say, then changes the layers in place. Must not contain: the
+computations of layers.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ LOG = logging.getLogger("pipeflow")
 
 
 def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Group | None = None) -> None:
-    r"""Splits the parameters of any module over the tensor ranks, in place: each rank keeps its part of the weights
-    that it has, which are to be the same on every rank, and computes with its part. What the module takes and returns
-    stays whole and the same on every rank. Names stay; parameters that are shared stay shared.
+    r"""Splits the parameters of any module over the tensor ranks, in place.
+
+    Each rank keeps its part of the weights, which must be the same on every rank before, and computes with that part.
+    Inputs and outputs of the module stay whole and the same on every rank. Names do not change, and shared parameters
+    stay shared.
 
     Args:
-        modules: all of those that share parameters, such as this rank's stages.
-        rules: which layers are split, and how. A rule of your own comes first, as in
+        modules: all modules that share parameters, such as this rank's stages.
+        rules: which layers are split, and how. Put your own rules first, as in
             `rules=[Rule("attention", r"attn\.qkv", parts=3), *DEFAULT_RULES]`.
-        group: by default the tensor group of the context, and without a launch the group of one.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
 
-    An embedding, and a head that shares its weight, are split for any size of the vocabulary. Where there are fewer
-    heads of key and value than ranks, several ranks share one. Layers of which a rule knows the name but not the kind,
-    such as convolutions, and those within nn.MultiheadAttention stay whole; so does an attention of which it is not
-    certain that its parts compute the same: where no rule says what one of its parameters or counts of heads is. The
-    log "pipeflow" is told which, and why.
+    An embedding, and a head that shares its weight, can be split for any vocabulary size. If there are fewer heads of
+    key and value than ranks, several ranks share a head. Layers stay whole if a rule matches their name but cannot
+    split their class, such as convolutions, and within nn.MultiheadAttention. An attention stays whole unless it is
+    certain that its parts compute the same, that is, unless rules cover all its parameters and counts of heads. The
+    logger "pipeflow" reports which layers stay whole, and why.
 
     Raises UsageError, and changes nothing, for a rule of your own that matches nothing, and for a tensor size that does
-    not divide heads or a width; it says which sizes do.
+    not divide the heads or a width; the error lists sizes that do.
     """
     group = group_of(group)
     for rule in rules:
@@ -64,7 +66,7 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
 def _carry_out(found: Found, group: Group) -> None:
     for change in found.layers:
         if any(isinstance(value, Tensor) for value in vars(change.layer).values()):
-            continue  # it is another stage's, which has the parameters that are plain tensors here
+            continue  # another stage has its parameters; here they are plain tensors
         if change.rule.kind == "vocabulary":
             become_embedding(change.layer, group)
         else:
@@ -85,7 +87,7 @@ def _carry_out(found: Found, group: Group) -> None:
 
 @torch.no_grad()
 def _cut(whole: nn.ModuleList, done: set[int], group: Group) -> None:
-    """Cuts each split parameter of the modules with these ids once."""
+    """Cuts each split parameter once, in the modules with these ids."""
     splits = splits_of(whole)
     seen: set[int] = set()
     for layer in (module for module in whole.modules() if id(module) in done):

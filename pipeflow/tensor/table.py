@@ -1,7 +1,7 @@
-"""The rules that everyone gets: names of transformers' models and of many others. Nothing but the table lives here.
+"""The default rules, by names that models of transformers and many others use. Must not contain: anything else.
 
-Names under which models pack several things in different orders are told apart by the class around, so that no order is
-guessed: such layers of other classes stay whole, which is logged.
+Different models pack query, key and value under one name in different orders. Rules for such names therefore name the
+class around the layer, so that no order is guessed; the same layers of other classes stay whole, which is logged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HALVED = ("is_concatenated", True)
 
 DEFAULT_RULES: tuple[Rule, ...] = (
     Rule("whole", r"(classifier|score|pooler|qa_outputs|mask_decoder|router|talking_head)(\..*)?"),
-    Rule("whole", r"LayerNorm", of=r"Albert(Sdpa)?Attention"),  # of what the attention returns
+    Rule("whole", r"LayerNorm", of=r"Albert(Sdpa)?Attention"),  # it normalizes the attention's output
     # Attention: query, key and value apart, or in one
     Rule("attention", r"q_proj|query|q_lin|query_proj|(Self|EncDec)Attention\.q|pos(_q|_key|_query)?_proj"),
     Rule("attention", r"[kv]_proj|key|value|[kv]_lin|(key|value)_proj|(Self|EncDec)Attention\.[kv]", shared=(0,)),
@@ -63,14 +63,14 @@ DEFAULT_RULES: tuple[Rule, ...] = (
     Rule("row", r"dense", of=r"(Bloom|GPTNeoXJapanese|Persimmon|Falcon|Self|Phi)Attention"),
     Rule("row", r"proj|projection", of=_PACKED_VISION),
     Rule("row", r"Wo", of=r"ModernBert(Attention|MLP)"),
-    # What is between the attentions
+    # Layers between the attentions
     Rule("column", r"dense_h_to_4h", 2, of="MLP"),
     Rule("column", r"gate_up_proj", 2, of=_HALVES),
     Rule("column", r"Wi", 2, of="ModernBertMLP"),
     Rule("column", r"gate_proj|up_proj|fc1|fc_in|c_fc|dense_h_to_4h|intermediate\.dense|ffn|wi|wi_\d|lin1"),
     Rule("column", r"intermediate_query\.dense|experts\.\d+\.w[13]|ffn\.up_proj"),
     Rule("row", r"down_proj|fc2|fc_out|c_proj|dense_4h_to_h|ffn_output|wo|lin2|output_query\.dense|experts\.\d+\.w2"),
-    # Experts in one parameter: (expert, out, in), or transposed; gate and up are halves, or take turns
+    # Experts in one parameter: (expert, out, in), or transposed; gate and up are halves, or alternate
     Rule("sum", r"experts", where=(("has_bias", False),)),
     Rule("parameter", r"gate_up_proj", 2, dim=1, where=(*_IN_ROWS, _HALVED)),
     Rule("parameter", r"gate_up_proj", 2, dim=2, where=(*_IN_COLUMNS, _HALVED)),
@@ -78,10 +78,10 @@ DEFAULT_RULES: tuple[Rule, ...] = (
     Rule("parameter", r"gate_up_proj|up_proj", dim=2, where=_IN_COLUMNS),
     Rule("parameter", r"down_proj", dim=2, where=_IN_ROWS),
     Rule("parameter", r"down_proj", dim=1, where=_IN_COLUMNS),
-    # Words
+    # Vocabulary
     Rule("vocabulary", r"embed_tokens|wte|word_embeddings|shared|tok_embeddings"),
     Rule("head", r"lm_head|predictions\.decoder|lm_head\.decoder|proj_out|embed_out"),
-    # What else an attention has: entries per head, what is used with heads, biases per head that come as arguments
+    # Other tensors of an attention: with entries per head, used with heads, or passed as arguments
     Rule("parameter", r"relative_attention_bias\.weight|relative_position_bias_table", dim=1),
     Rule("parameter", r"self\.logit_scale|[qv]_bias|sinks"),
     Rule("parameter", r"[qk]_norm\.weight", of="CohereLayerNorm"),
@@ -93,7 +93,7 @@ DEFAULT_RULES: tuple[Rule, ...] = (
     Rule("argument", r"attention_mask", "num_attn_heads", dim=1, of="ProphetNetAttention"),
     Rule("argument", r"position_bias", of="MptAttention"),
     Rule("argument", r"hidden_states", dim=-1, of=rf"{_WIDE}|(LEDDecoder|GroupViT|TrOCR)Attention"),
-    # Integers that count what a rank has
+    # Integers that count a rank's part
     Rule("attribute", r"num_heads|num_attention_heads|n_heads?|num_attn_heads|num_attention_heads_per_partition"),
     Rule("attribute", r"num_key_value_heads|num_kv_heads|n_kv_heads|kv_heads", shared=(0,)),
     Rule("attribute", r"num_multi_query_groups_per_partition", shared=(0,)),
@@ -103,6 +103,6 @@ DEFAULT_RULES: tuple[Rule, ...] = (
     Rule("attribute", r"config\.num_attention_heads", of=r"(Phi3|Phi4Multimodal)Attention"),
     Rule("groups", r"num_key_value_groups|num_queries_per_kv"),
 )
-"""Names that models of transformers and many others use. Those of classifiers stay whole, so any number of labels will
-do.
+"""Rules for names that models of transformers and many others use. Classifiers stay whole, so they can have any number
+of labels.
 """

@@ -1,5 +1,5 @@
-"""Modules that compute as their class does, and besides tell how their own parameters lie over the tensor ranks, or
-take and return what is split. What must not live here: layers that compute in another way.
+"""Modules that keep the forward of their class, and in addition know how their own parameters are split, or take split
+arguments or sum their output. Must not contain: layers that compute in another way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeflow.tensor.regions import copy_to_tensor_region, reduce_from_tensor_re
 
 
 class Told(nn.Module):
-    """A module that computes as its class does, and tells how its own parameters lie over the ranks."""
+    """A module with the forward of its class that knows how its own parameters are split."""
 
     _told_splits: dict[str, Split]
     _told_partial: tuple[str, ...]
@@ -36,12 +36,13 @@ class Told(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One of a forward's arguments, of which each rank gets its part.
+    """An argument of a forward, of which each rank gets its part.
 
     Attributes:
-        name: of the parameter.
-        dim: along which it is split.
-        length: what is so long lies one after the other along it, and is split each; None for one of any length.
+        name: name of the parameter of the forward.
+        dim: dimension that is split.
+        length: size of the blocks that lie one after the other along `dim`, each of which is split; None for one block
+            of any size.
     """
 
     name: str
@@ -50,8 +51,8 @@ class Argument:
 
 
 class Crossing(nn.Module):
-    """A module that stands between what is whole and what is split: of some arguments it gets this rank's part, or what
-    it returns is a part of a sum.
+    """A module between whole and split tensors: it takes this rank's part of some arguments, or sums its output over
+    the ranks.
     """
 
     _crossing_arguments: tuple[Argument, ...]
@@ -60,7 +61,9 @@ class Crossing(nn.Module):
 
 
 def become_told(module: nn.Module, splits: Mapping[str, Split], partial: Collection[str]) -> None:
-    """Has a module tell more of its own parameters: which are split, and which have gradients that are parts."""
+    """Adds knowledge about a module's own parameters: how they are split, and which have gradients that are parts of a
+    sum.
+    """
     if not isinstance(module, Told):
         module.__class__ = _told(type(module))  # type: ignore[arg-type]  # types are hashable
         vars(module).update(_told_splits={}, _told_partial=())
@@ -71,7 +74,7 @@ def become_told(module: nn.Module, splits: Mapping[str, Split], partial: Collect
 
 
 def become_crossing(module: nn.Module, arguments: Collection[Argument], sums: bool, group: Group) -> None:
-    """Has a module take its part of some arguments, or return the sum of what all ranks compute."""
+    """Makes a module take its part of some arguments, or return the sum over all ranks."""
     module.__class__ = _crossing(type(module))  # type: ignore[arg-type]  # types are hashable
     vars(module).update(_crossing_arguments=tuple(arguments), _crossing_sums=sums, _crossing_members=Membership(group))
 
@@ -104,16 +107,16 @@ def _crossing(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _part(given: Tensor, argument: Argument, group: Group, kind: str) -> Tensor:
-    """This rank's part; its gradient is that of the whole on every rank."""
+    """This rank's part of an argument; its gradient is that of the whole on every rank."""
     whole = copy_to_tensor_region(given, group) if given.requires_grad and torch.is_grad_enabled() else given
     size = whole.shape[argument.dim]
     if size == 1:
-        return given  # it is the same for all
+        return given  # it is broadcast
     length = size if argument.length is None else argument.length
     if size % length or length % group.size:
         raise UsageError(
-            f"{argument.name} of {kind} is {size} long in dimension {argument.dim}, of which {group.size} tensor ranks "
-            f"cannot have equal parts"
+            f"{argument.name} of {kind} has size {size} in dimension {argument.dim}, which cannot be split evenly "
+            f"over {group.size} tensor ranks"
         )
     dim = argument.dim % whole.dim()
     pieces = whole.unflatten(dim, (size // length, group.size, length // group.size))

@@ -95,7 +95,7 @@ def test_what_was_done_is_told() -> None:
     deferral = defer_weight_gradients(Tied())
     assert deferral.deferred == {"words.weight": 35, "twice.weight": 25, "twice.bias": 5}
     assert deferral.remaining == {"norm.weight": 5, "norm.bias": 5}
-    told = "65 of 75 elements of weight gradients are deferred, 3 parameters; not: norm.weight, norm.bias"
+    told = "65 of 75 elements of weight gradients are deferred (3 parameters); not deferred: norm.weight, norm.bias"
     assert str(deferral) == told
 
 

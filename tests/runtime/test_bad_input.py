@@ -198,9 +198,9 @@ STEPS: list[tuple[str, Callable[[], None], str]] = [
         lambda: step(iterator=[(ONES, ONES)]),
         r"data_iter must be an iterator, got list: pass iter\(loader\)",
     ),
-    ("no pair", lambda: step(ONES), r"a batch is \(inputs, labels\), got Tensor; without labels pass \(inputs, None\)"),
-    ("three", lambda: step((ONES, ONES, ONES)), r"a batch is \(inputs, labels\), got tuple"),
-    ("lengths", lambda: step((ONES, ONES[:3])), r"tensors of a batch differ in dim 0: \[3, 4\]; every one needs one"),
+    ("no pair", lambda: step(ONES), r"a batch must be \(inputs, labels\), got Tensor; without labels pass \(inputs, None\)"),
+    ("three", lambda: step((ONES, ONES, ONES)), r"a batch must be \(inputs, labels\), got tuple"),
+    ("lengths", lambda: step((ONES, ONES[:3])), r"tensors of a batch differ in dim 0: \[3, 4\]; each needs one"),
     ("no tensor", lambda: step(("words", 3)), "the tensors of a batch are missing"),
 ]
 
@@ -287,11 +287,11 @@ def run_forwards_alone() -> None:
 
 def run_misused() -> None:
     pipeline = build(MODEL, TWO)
-    with pytest.raises(UsageError, match=r"a Pipeline is not called: run it with pipeflow.execute_pipeline"):
+    with pytest.raises(UsageError, match=r"a Pipeline cannot be called: run it with pipeflow.execute_pipeline"):
         pipeline(torch.ones(2))
     with pytest.raises(UsageError, match=r"execute_pipeline runs a pipeflow.Pipeline, got Linear"):
         execute_pipeline(iter([]), nn.Linear(2, 2))  # type: ignore[arg-type]
-    with torch.no_grad(), pytest.raises(UsageError, match="gradients are switched off here: pass forward_only=True"):
+    with torch.no_grad(), pytest.raises(UsageError, match="gradients are disabled here: pass forward_only=True"):
         execute_pipeline(iter([MODEL.batch(4)]), pipeline)
     train_well()
 

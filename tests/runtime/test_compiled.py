@@ -140,7 +140,7 @@ def told(compiling: dict[str, Any]) -> str:
 
 def test_which_gradients_wait_is_told() -> None:
     of_weight = (
-        "36 of 48 elements of weight gradients are deferred, 1 parameters; not: layers.0.scale, layers.0.linear.bias"
+        "36 of 48 elements of weight gradients are deferred (1 parameters); not deferred: layers.0.scale, layers.0.linear.bias"
     )
     assert run_threads(told, 1, {}) == [of_weight]
     assert run_threads(told, 1, {"backend": "eager"})[0].startswith("0 of 48")
@@ -246,11 +246,11 @@ def compile_with(**compiling: Any) -> None:
         ({"mode": "max-autotune"}, 'use mode="max-autotune-no-cudagraphs"'),
         ({"options": {"triton.cudagraphs": True}}, "uses CUDA graphs"),
         ({"backend": "cudagraphs"}, "the backend cudagraphs uses CUDA graphs"),
-        ({"backend": "no-such"}, "no backend 'no-such', but"),
-        ({"mode": "fast"}, "no mode 'fast', but 'default'"),
+        ({"backend": "no-such"}, "no backend 'no-such'; it has"),
+        ({"mode": "fast"}, "no mode 'fast'; it has 'default'"),
         ({"options": {"no-such": 1}}, "no option 'no-such'"),
         ({"mode": "default", "options": {"max_autotune": True}}, "not both"),
-        ({"backend": "aot_eager", "options": {"max_autotune": True}}, "no meaning for aot_eager"),
+        ({"backend": "aot_eager", "options": {"max_autotune": True}}, "not with aot_eager"),
     ],
     ids=str,
 )

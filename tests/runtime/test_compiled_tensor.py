@@ -96,7 +96,7 @@ def test_a_checkpoint_of_these_layers_within_a_block_is_refused_or_right() -> No
     try:
         found = run_threads(train, 4, {"backend": "aot_eager"}, options, tensor=2, deadline=120.0)
     except RankError as error:
-        assert "pipeflow.tensor.checkpoint is called in what is being compiled" in str(error)  # noqa: PT017  # it may
+        assert "pipeflow.tensor.checkpoint was called in code that is being compiled" in str(error)  # noqa: PT017  # it may
         return
     for (mine, _), (its, _) in zip(found, expected, strict=True):
         assert mine.keys() == its.keys()

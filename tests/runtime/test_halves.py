@@ -27,7 +27,7 @@ def test_what_comes_with_the_inputs_gradient_is_said(caplog: pytest.LogCaptureFi
     assert (sorted(first), sorted(second)) == ([0, 3], [1, 2])
     deferred, whole = WIDTH * WIDTH + WIDTH, WIDTH * WIDTH + 2 * WIDTH
     assert first[0] == (
-        f"{deferred} of {whole} elements of weight gradients are deferred, 2 parameters; not: layers.0.scale"
+        f"{deferred} of {whole} elements of weight gradients are deferred (2 parameters); not deferred: layers.0.scale"
     )
     assert sorted(record.getMessage() for record in caplog.records) == sorted(
         f"stage {stage}: {text}" for stage, text in {**first, **second}.items()

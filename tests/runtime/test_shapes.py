@@ -172,11 +172,11 @@ def run_misshapen(wrong_rank: int) -> list[str]:
 def test_a_broken_promise_is_one_clear_error(start: Any, wrong_rank: int) -> None:
     for told in start(run_misshapen, 3, wrong_rank):
         shorter, longer, dtype, tree = told
-        promised = f"but tensor_shape=(2, 3, {WIDTH}) and tensor_dtype=torch.float64 were promised"
-        assert f"stage {wrong_rank} made a torch.float64 of shape (2, 2, {WIDTH}), {promised}" in shorter
-        assert f"stage {wrong_rank} made a torch.float64 of shape (2, 6, {WIDTH}), {promised}" in longer
-        assert f"stage {wrong_rank} made a torch.float32 of shape (2, 3, {WIDTH}), {promised}" in dtype
-        assert "with tensor_shape a stage returns one tensor" in tree
+        promised = f"but tensor_shape=(2, 3, {WIDTH}) and tensor_dtype=torch.float64 were given"
+        assert f"stage {wrong_rank} returned a torch.float64 of shape (2, 2, {WIDTH}), {promised}" in shorter
+        assert f"stage {wrong_rank} returned a torch.float64 of shape (2, 6, {WIDTH}), {promised}" in longer
+        assert f"stage {wrong_rank} returned a torch.float32 of shape (2, 3, {WIDTH}), {promised}" in dtype
+        assert "with tensor_shape, a stage must return one tensor" in tree
 
 
 # Batches of 4 microbatches, of which 9 samples make 3, 2, 2 and 2; the ragged last batch of an epoch, and back.
@@ -251,7 +251,7 @@ def run_open_misshapen() -> list[str]:
 def test_a_wrong_rest_of_an_open_shape_is_one_clear_error() -> None:
     for told in run_threads(run_open_misshapen, 2):
         for message in told:
-            assert f"stage 0 made a torch.float64 of shape (2, 2, {WIDTH}), but tensor_shape=(2, 3, {WIDTH})" in message
+            assert f"stage 0 returned a torch.float64 of shape (2, 2, {WIDTH}), but tensor_shape=(2, 3, {WIDTH})" in message
 
 
 def read_other_sizes(smaller: int) -> tuple[str, str]:
@@ -277,7 +277,7 @@ def read_other_sizes(smaller: int) -> tuple[str, str]:
 def test_ranks_that_read_other_sizes_are_told(start: Any, smaller: int) -> None:
     sizes = [4 if rank == smaller else 6 for rank in range(2)]
     for first, later in start(read_other_sizes, 2, smaller, timeout=3.0):
-        assert first == f"the ranks of a pipeline read the same batch, but theirs have {sizes} samples"
+        assert first == f"the ranks of a pipeline must read the same batch, but theirs have {sizes} samples"
         assert "their calls do not match" in later
 
 

@@ -94,7 +94,7 @@ LAYERDROP = {
 def test_dropped_layers_are_refused(name: str) -> None:
     family = EVERY[name]
     module, batch = family._replace(sizes={**family.sizes, **LAYERDROP[name]}).make(transformers)
-    with pytest.raises(UsageError, match=r"decides by a random number which modules it calls \(LayerDrop"):
+    with pytest.raises(UsageError, match=r"chooses by a random number which modules it calls \(LayerDrop"):
         Planner(module, 2).plan(batch)
     assert len(Planner(module.eval(), 2).plan(batch).stages) == 2
 

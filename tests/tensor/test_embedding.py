@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused() -> None:
     place: Any = Place(0, 4)
     with pytest.raises(UsageError, match="HiddenParallelEmbedding cannot split embedding_dim=6 over 4"):
         HiddenParallelEmbedding(8, 6, group=place)
-    with pytest.raises(UsageError, match="padding_idx=8 is none of 8"):
+    with pytest.raises(UsageError, match="padding_idx=8 is out of range for 8"):
         VocabParallelEmbedding(8, 6, padding_idx=8)
     with pytest.raises(UsageError, match="max_norm"):
         VocabParallelEmbedding.from_native_module(nn.Embedding(8, 6, max_norm=1.0))

@@ -190,13 +190,13 @@ UNSURE = {
     "a count": (lambda: Renamed(heads_in_all=HEADS), "no rule says what its attribute heads_in_all counts"),
     "a parameter": (
         lambda: Renamed(bias_u=nn.Parameter(torch.empty(WIDTH // HEADS))),
-        r"no rule says how blocks.\d.bias_u goes with heads",
+        r"no rule says how blocks.\d.bias_u is split along with heads",
     ),
-    "nothing": (lambda: Renamed(head_dim=None), "no attribute of it tells how many heads it has"),
-    "a config": (lambda: Reader(config=Config()), "it reads num_heads of its config"),
+    "nothing": (lambda: Renamed(head_dim=None), "none of its attributes says how many heads it has"),
+    "a config": (lambda: Reader(config=Config()), "it reads num_heads from its config"),
     "a wide norm": (lambda: Renamed(q_norm=nn.LayerNorm(WIDTH)), "as wide as all heads together"),
     "an order": (Packed, "not known of a Packed"),
-    "halves": (Gated, "its outputs are not 1 times what is taken of them"),
+    "halves": (Gated, "its outputs are not 1 times the inputs of the layer after it"),
 }
 
 
@@ -295,7 +295,7 @@ def test_an_argument_that_ranks_cannot_share() -> None:
         shard(module)
         attention: Any = module.get_submodule("blocks.0.inner")
         with pytest.raises(
-            UsageError, match="alibi of BloomAttention is 7 long in dimension 0, of which 2 tensor ranks"
+            UsageError, match="alibi of BloomAttention has size 7 in dimension 0, which cannot be split evenly over 2 tensor"
         ):
             attention(torch.zeros(2, 3, WIDTH, dtype=torch.float64), alibi=torch.zeros(7, 1, 3, dtype=torch.float64))
 

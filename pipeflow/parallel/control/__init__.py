@@ -1,1 +1,1 @@
-"""What ranks tell each other beside the tensors that they exchange: who lives, who waits, what failed."""
+"""Control messages between ranks, beside the tensors that they exchange: who lives, who waits, what failed."""

@@ -1,5 +1,5 @@
-"""The coordinator: a thread of rank 0 that every rank is connected to. It sees who dies, asks who lives, decides which
-failure was the first, and keeps the addresses by which ranks find each other.
+"""Coordinator: a thread of rank 0 to which every rank is connected. It notices ranks that die, asks ranks whether they
+live, decides which failure was the first, and stores the addresses by which ranks find each other.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, gone, l
 from pipeflow.parallel.control.wire import Message, forget_in_children
 
 _TO_PROVE = 5.0  # seconds
-_STRANGERS = 64  # connections that have proved nothing yet
+_STRANGERS = 64  # connections that have not proved yet to be a rank
 _TO_HEAR = 1.0  # seconds, at the end, for the ranks to read what they were sent
 
 
 class Coordinator:
-    """Serves a world until `close`, on a thread of its own. Takes one connection of each rank, then no more.
+    """Serves a world on a thread of its own until `close`. Accepts one connection per rank, then no more.
 
     Args:
-        address: of this machine, by which the others reach it; the only one that it listens on.
-        size: how many ranks there are.
-        secret: who does not know it is not listened to.
-        grace: seconds in which a rank that lives answers.
+        address: address of this machine at which the others reach it; it listens on no other.
+        size: number of ranks.
+        secret: key of the job; connections that do not know it are rejected.
+        grace: seconds within which a live rank answers.
 
     Attributes:
-        port: where it listens.
+        port: the port on which it listens.
     """
 
     def __init__(self, address: str, size: int, secret: bytes, grace: float) -> None:
@@ -56,7 +56,7 @@ class Coordinator:
         self._arrived: defaultdict[int, set[int]] = defaultdict(set)  # by generation
         self._generation = 0  # the last that all ranks have opened
         self._failures: dict[int, Failure] = {}  # by generation, the first
-        self._blames: dict[tuple[int, int], Blame] = {}  # by generation, and by the rank that gives up for it
+        self._blames: dict[tuple[int, int], Blame] = {}  # by generation and by the rank that gave up
         self._rounds: dict[int, dict[int, Status]] = {}  # by number, what ranks have answered
         self._complete: dict[int, asyncio.Event] = {}
         self._asked = 0
@@ -65,13 +65,13 @@ class Coordinator:
         self._thread.start()
 
     def close(self) -> None:
-        """Tells the ranks that still are there that it goes, and ends the thread. May be called again."""
-        with suppress(RuntimeError):  # of a loop that has ended
+        """Tells the connected ranks that it leaves, and ends the thread. May be called again."""
+        with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._closing.set)
         self._thread.join()
 
     def sockets(self) -> list[int]:
-        """The descriptors of all connections."""
+        """The file descriptors of all connections."""
         found = [self._socket, *(writer.get_extra_info("socket") for writer in self._writers.values())]
         return [each.fileno() for each in found]
 
@@ -111,7 +111,7 @@ class Coordinator:
             writer.close()
 
     async def _recognize(self, reader: StreamReader, writer: StreamWriter, unpacker: wire.Unpacker) -> int:
-        """Which rank it is. Raises ValueError for anybody who cannot prove it."""
+        """The rank behind a connection. Raises ValueError if it cannot prove that it belongs to the job."""
         self._strangers += 1
         try:
             if self._strangers > _STRANGERS:
@@ -181,7 +181,7 @@ class Coordinator:
             self._wanted[key].append(rank)
 
     def _open(self, rank: int, generation: int) -> None:
-        """When the last has come, all may go on; where one cannot come, none."""
+        """Lets all ranks go on when the last has opened the generation; if a rank cannot, reports a failure."""
         self._arrived[generation].add(rank)
         if generation in self._failures:
             self._settle(generation, self._failures[generation])
@@ -194,14 +194,14 @@ class Coordinator:
             self._broadcast({"op": "opened", "generation": generation})
 
     def _lose(self, rank: int) -> None:
-        """A rank that hangs up without a word has died: that ends what is under way."""
+        """A rank that hangs up without a goodbye has died; that fails the current generation."""
         if rank not in self._gone:
             blame = gone(rank)
             self._let_go(rank, blame)
             self._settle(self._generation, blame.failure(""))
 
     def _let_go(self, rank: int, blame: Blame) -> None:
-        """Ends what can only go on with `rank`."""
+        """Ends everything that cannot go on without `rank`."""
         self._gone[rank] = blame
         for generation in self._arrived:
             self._settle(generation, blame.failure(""))
@@ -213,7 +213,9 @@ class Coordinator:
         self._broadcast({"op": "told", "generation": generation, "failure": asdict(first)})
 
     async def _investigate(self, by: int, message: Message) -> None:
-        """A rank's channel broke, or it gave up. Whoever broke it has told why, has died, or tells soon."""
+        """A channel of rank `by` broke, or it gave up. The rank that caused this has reported an error, has died, or
+        will report soon.
+        """
         generation, peer, waited = message["generation"], message["peer"], message["waited"]
         blame = self._blames.get((generation, by)) or self._gone.get(peer)
         if blame is None and generation not in self._failures:
@@ -231,7 +233,7 @@ class Coordinator:
             self._settle(generation, self._failures[generation])
 
     async def _examine(self, by: int, message: Message) -> None:
-        """A rank waits longer than it likes: whom for, in the end?"""
+        """Rank `by` has waited too long: finds the rank at the end of the chain of waits."""
         generation = message["generation"]
         statuses = await self._ask_everybody()
         blame = diagnose(by, message["seconds"], statuses)
@@ -240,7 +242,7 @@ class Coordinator:
             self._send(by, {"op": "expire", "generation": generation, "number": message["number"]})
 
     async def _ask_everybody(self) -> dict[int, Status | Blame]:
-        """What every rank does, or what is to be said of it."""
+        """The status of every rank, or the blame for one that is gone or silent."""
         self._asked += 1
         number, answers, complete = self._asked, dict[int, Status](), asyncio.Event()
         self._rounds[number], self._complete[number] = answers, complete

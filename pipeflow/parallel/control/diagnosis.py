@@ -1,4 +1,6 @@
-"""Diagnosis: when a rank has waited too long, who is to blame, or whether to wait on. Pure."""
+"""Diagnosis: decides which rank is to blame when another has waited too long, or whether to keep waiting. Must not
+contain: communication; these are pure functions.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from pipeflow.core.errors import Failure
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a rank does.
+    """The state of a rank.
 
     Attributes:
-        waits_for: the ranks one of which it waits for; empty when it waits for none.
-        patience: seconds that others wait for it at most, while it makes a call that all ranks make together; None
-            when it is between such calls, and may take as long as it likes.
-        call: what it was asked to do there, in words.
+        waits_for: ranks of which it waits for at least one; empty if it does not wait.
+        patience: seconds that others wait for it at most, while it is in a call that all ranks make together; None
+            between such calls, where it may take any time.
+        call: description of that call.
         inside: seconds since it began that call.
     """
 
@@ -29,37 +31,39 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The rank for which all others wait in the end, and why it is that one. `died` as in a Failure."""
+    """The rank at the end of a chain of waits, and the reason. `died` is as in a `Failure`."""
 
     rank: int
     reason: str
     died: int | None = None
 
     def failure(self, waited: str) -> Failure:
-        """What to tell all ranks; `waited` says who waited for what."""
+        """The failure to report to all ranks; `waited` describes which rank waited for what."""
         return Failure(self.rank, "; ".join(filter(None, (self.reason, waited))), died=self.died)
 
 
 def silent(rank: int) -> Blame:
-    """Of a rank that does not answer."""
+    """The blame for a rank that does not answer."""
     return Blame(rank, "it does not answer: its process is stopped or hangs, or its machine is cut off")
 
 
 def gone(rank: int) -> Blame:
-    """Of a rank whose process has ended without a word."""
+    """The blame for a rank whose process has ended without a goodbye."""
     return Blame(rank, "its process is gone; restart the job", died=rank)
 
 
 def left(rank: int) -> Blame:
-    """Of a rank that has said goodbye, though others still need it."""
+    """The blame for a rank that has said goodbye while others still need it."""
     return Blame(rank, "it has left, as its script ended or it closed its context; restart the job", died=rank)
 
 
 def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Blame]) -> Blame | None:
-    """Who is to blame that rank `by` has waited so many seconds: follows who waits for whom. None to wait on.
+    """The blame for rank `by` having waited `seconds`, found by following the chain of waits; None to keep waiting.
 
     Args:
-        statuses: of all ranks; for those that are gone or do not answer, what they are blamed for.
+        by: the rank that waits.
+        seconds: how long it has waited.
+        statuses: status of every rank; for ranks that are gone or silent, their blame.
     """
     chain = list(_chain(by, statuses))
     for rank in (*chain, *statuses):
@@ -84,7 +88,7 @@ def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Blame]) ->
 
 
 def _chain(by: int, statuses: Mapping[int, Status | Blame]) -> Iterator[int]:
-    """`by`, the ranks that it waits for, those that they wait for, and so on; each once."""
+    """`by`, the ranks it waits for, the ranks these wait for, and so on; each once."""
     seen, upcoming = set(), [by]
     while upcoming:
         rank = upcoming.pop(0)

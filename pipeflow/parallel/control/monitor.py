@@ -1,5 +1,5 @@
-"""The monitor: each rank's end of what the ranks tell each other. Its thread answers for this rank whatever this rank
-computes, hears at once when another fails, and notices when this one waits too long.
+"""Monitor: each rank's connection to the coordinator. Its thread answers for the rank while this computes, receives
+failures of other ranks at once, and notices when the rank waits too long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HOST = 0  # the rank whose process has the coordinator
 
 
 class Awaited(Protocol):
-    """What a rank may wait for."""
+    """Something that a rank can wait for."""
 
     ranks: tuple[int, ...]  # one of these has to do something first
 
@@ -37,17 +37,18 @@ class _AllOthers:
 
 
 def grace_of(timeout: float) -> float:
-    """Seconds in which a rank that lives answers, where waits give up after `timeout`."""
+    """Seconds within which a live rank must answer, if waits give up after `timeout` seconds."""
     return min(max(timeout / 4, 0.5), 10.0)
 
 
 class Monitor:
-    """Joins the coordinator at (`address`, `port`) as `rank`. Raises OSError where it is not reached in time.
+    """Connects to the coordinator at (`address`, `port`) as rank `rank`. Raises OSError if this does not succeed in
+    time.
 
     Attributes:
-        waiting: what this rank waits for now; set by whoever waits, who counts `waits` first.
-        patience, call: as a Status has them; `call` is turned into words when somebody asks.
-        expired: whether channels were broken since this rank had waited too long.
+        waiting: what this rank waits for now. Set by the code that waits, which increases `waits` first.
+        patience, call: as in a `Status`; `call` is turned into a string only when it is needed.
+        expired: True if channels were broken because this rank had waited too long.
     """
 
     def __init__(self, address: str, port: int, *, rank: int, size: int, secret: bytes, timeout: float) -> None:
@@ -74,7 +75,7 @@ class Monitor:
         self._sending = threading.Lock()
         self._unpacker = wire.Unpacker()
         self._socket = self._join(address, port, secret)
-        self._readable = select.poll()  # unlike select, also where a process has a thousand files open
+        self._readable = select.poll()  # unlike select, it works with over a thousand open files
         self._readable.register(self._socket, select.POLLIN)
         forget_in_children(self)
         self._thread = threading.Thread(target=self._watch, name=f"pipeflow monitor of rank {rank}", daemon=True)
@@ -95,35 +96,38 @@ class Monitor:
         raise ConnectionError("rank 0 has hung up")
 
     def sockets(self) -> list[int]:
-        """The descriptor of the connection."""
+        """The file descriptor of the connection."""
         return [self._socket.fileno()]
 
     def breaks(self, function: Callable[[int], None]) -> None:
-        """`function(generation)` is to break that generation's channels, on another thread than the rank's."""
+        """Registers `function(generation)`, which breaks that generation's channels. It is called on the monitor's
+        thread.
+        """
         self._break = function
 
     def open(self, generation: int) -> None:
-        """Returns when all ranks have opened this generation. Raises LinkError where one cannot."""
+        """Waits until all ranks have opened this generation. Raises LinkError if one cannot."""
         self._generation, self.expired = generation, False
         self._send({"op": "open", "generation": generation})
         self._wait_until(lambda: self._opened >= generation)
 
     def set(self, key: str, value: bytes) -> None:
-        """Keeps a value for all ranks, until the next generation."""
+        """Stores a value for all ranks, until the next generation."""
         self._send({"op": "set", "key": f"{self._generation}/{key}", "value": value.decode("latin-1")})
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once some rank has set it, on whichever thread. Raises LinkError."""
+        """The value of a key, as soon as some rank has set it. May be called on any thread. Raises LinkError."""
         full = f"{self._generation}/{key}"
         if full not in self._values:
             self._send({"op": "get", "key": full})
-            self.waits += 1  # so whoever waits for what is made of the values has come a step further
+            self.waits += 1  # a wait for something that needs this value has made progress
             self._sleep_until(lambda: full in self._values)
         return self._values[full].encode("latin-1")
 
     def result(self, future: Future[T]) -> T:
-        """What comes of something that all ranks do together, and that this rank has begun on another thread. Raises
-        LinkError where a failure is told or time is up before.
+        """The result of an operation that all ranks do together and that this rank runs on another thread.
+
+        Raises LinkError if a failure is reported or the wait takes too long.
         """
         future.add_done_callback(self._wake)
         self._wait_until(future.done)
@@ -134,12 +138,12 @@ class Monitor:
             self._changed.notify_all()
 
     def enter(self, number: int) -> None:
-        """This rank begins so many-th call that all ranks make together."""
+        """Records that this rank begins call number `number` of those that all ranks make together."""
         self._number, self._begun = number, time.monotonic()
         self._break_if_needed(self._generation)
 
     def report(self, generation: int, failure: Failure | LinkError) -> Failure:
-        """Tells all ranks of a failure; returns the one that was told first."""
+        """Reports a failure to all ranks; returns the failure that was reported first."""
         if self._host is not None:
             self._tell(generation, self._without_host(failure))
         elif isinstance(failure, Failure):
@@ -159,16 +163,17 @@ class Monitor:
         return blame.failure(failure.story(self._rank, self._timeout))
 
     def has_failed(self, generation: int) -> bool:
-        """Whether a failure was told."""
+        """Returns True if a failure was reported in this generation."""
         return generation in self._verdicts
 
     def must_break(self, generation: int) -> bool:
-        """Whether a failure was told, but for one in a call that this rank has not come to."""
+        """Returns True if a failure was reported, unless it happened in a call that this rank has not begun."""
         failure = self._verdicts.get(generation)
         return failure is not None and (failure.number is None or failure.number <= self._number)
 
     def close(self) -> None:
-        """Says that this rank leaves, and ends the thread. A later report tells nobody, and comes back as it is."""
+        """Reports that this rank leaves, and ends the thread. A later `report` reaches nobody and returns its argument.
+        """
         if not self._leaving:
             self._leaving = True
             self._ended.set()
@@ -215,7 +220,7 @@ class Monitor:
                 self._complain(watched, now - since)
 
     def _hears(self, seconds: float) -> bool:
-        """Handles what comes in that time; whether to go on watching."""
+        """Handles the messages of the next `seconds`; returns False when the thread must end."""
         if self._host is not None:
             return not self._ended.wait(seconds)
         try:

@@ -1,4 +1,6 @@
-"""A torch store over the monitor: how the channels of a generation find each other. No call outlasts a failure."""
+"""A torch store on top of the monitor, through which the channels of a generation find each other. No call outlasts a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pipeflow.parallel.transport.work import LinkError
 
 
 class MonitorStore(dist.Store):
-    """Values under `prefix`, of the monitor's generation. Has what backends need to find each other, no more."""
+    """Stores values under `prefix` in the monitor's generation. Has only the methods that backends need to connect."""
 
     def __init__(self, monitor: Monitor, prefix: str) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Wire: messages between the coordinator and the ranks. JSON objects, each after its length; who connects proves first
-that it knows the job's secret.
+"""Wire: messages between the coordinator and the ranks. Each is a JSON object after its length in bytes. Whoever
+connects must first prove that it knows the job's secret.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weakref import ref
 
 Message = dict[str, Any]
 LONGEST = 1 << 24  # bytes
-GREETING = 1 << 10  # bytes, of what is read from somebody who has proved nothing yet
+GREETING = 1 << 10  # bytes: the longest message of a connection that has not proved yet to be a rank
 
 
 def pack(message: Message) -> bytes:
@@ -25,14 +25,16 @@ def pack(message: Message) -> bytes:
 
 
 class Unpacker:
-    """Cuts a stream of bytes into messages. Raises ValueError for what is none, or too long."""
+    """Splits a stream of bytes into messages of at most `longest` bytes each."""
 
     def __init__(self, longest: int = LONGEST) -> None:
         self.longest = longest
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are complete with `data`. Raises ValueError for what is no message."""
+        """Yields the messages that `data` completes. Raises ValueError if the bytes are no message, or one that is too
+        long.
+        """
         self._bytes += data
         while len(self._bytes) >= 4:
             end = 4 + int.from_bytes(self._bytes[:4])
@@ -48,20 +50,20 @@ class Unpacker:
 
 
 def prove(secret: bytes, challenge: str, rank: int) -> str:
-    """What only who knows the secret can answer."""
+    """The answer to a challenge; computing it requires the secret."""
     return hmac.new(secret, f"{challenge}/{rank}".encode(), hashlib.sha256).hexdigest()
 
 
 class Connected(Protocol):
-    """Whatever has connections."""
+    """An object that has connections."""
 
     def sockets(self) -> list[int]:
-        """Their descriptors."""
+        """The file descriptors of the connections."""
 
 
 def forget_in_children(connected: Connected) -> None:
-    """Closes the connections in processes that fork from this one, such as a loader's workers: they would keep them
-    open when this process dies.
+    """Closes the connections in processes that are forked from this one, such as workers of a data loader: they would
+    keep them open after this process dies.
     """
     reference = ref(connected)
 

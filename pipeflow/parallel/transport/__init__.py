@@ -1,1 +1,1 @@
-"""How ranks move tensors to each other, one to one and together: the protocols, and their implementations."""
+"""Transports: how ranks send tensors to each other and compute collectives. The protocols and their implementations."""

@@ -1,6 +1,6 @@
-"""Ends the wait for one of gloo's transfers, from another thread. When a connection breaks, gloo wakes up whoever waits
-for a transfer that has not begun, but nobody who waits for one that is half received or half sent. Its class has a
-method for that, `abort`, which torch does not offer in Python; so it is called in torch's library.
+"""Abort: ends the wait for one of gloo's transfers from another thread. When a connection breaks, gloo wakes up those
+who wait for a transfer that has not begun, but not those who wait for one that is half received or half sent. Its
+classes have a method for that, `abort`, which torch does not offer in Python; so it is called in torch's library.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _TO_METHODS = 2 * ctypes.sizeof(ctypes.c_void_p)  # from the start of a class's 
 
 
 def abort(work: Work) -> bool:
-    """Has `work.wait()` return False, now or when it is called next. False where this is no transfer of gloo's, or
-    torch's library is not as expected: then nothing is done.
+    """Makes `work.wait()` return False, now or when it is called next.
+
+    Returns False, and does nothing, if `work` is not a transfer of gloo's or torch's library is not as expected.
     """
     pointer = _read(id(work) + object.__basicsize__)  # where pybind11 keeps it
     method = _methods().get(_read(pointer)) if pointer else None
@@ -35,7 +36,7 @@ def _read(address: int) -> int:
 
 @cache
 def _methods() -> dict[int, Callable[[int], None]]:
-    """By the address that an object of a class begins with, the `abort` of that class."""
+    """The `abort` method of each class, by the address with which objects of that class begin."""
     found: dict[int, Callable[[int], None]] = {}
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

@@ -1,5 +1,5 @@
-"""What all ranks say to each other at the end of a step: small tables of numbers, now and then an object. Built on
-the transport's sends and receives, so that a rank that does not answer has a name.
+"""Agreements: small tables of numbers, and sometimes an object, that all ranks exchange at the end of a step. Built on
+the transport's sends and receives, so that an error names the rank that does not answer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pipeflow.parallel.transport.work import Exchange, LinkError, Work
 
 
 def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
-    """Every rank's `row` of float64 numbers, in rank order, the same on every rank; all rows equally long.
+    """Gathers a `row` of float64 numbers from every rank, in rank order. All rows must have the same length.
 
-    Every rank posts the receives of all rounds at once, so that over a slow link only the first one waits for its
-    receiver. No rank returns before every rank has called. Raises LinkError naming the peer that did not answer.
+    Every rank posts the receives of all rounds at once, so that over a slow link only the first round waits for its
+    receiver. No rank returns before all have called. Raises LinkError naming the peer that did not answer.
     """
     rank, size = transport.rank, transport.size
     known = torch.empty(size, len(row), dtype=torch.float64, device="cpu")  # of rank, rank + 1, ...
@@ -43,8 +43,9 @@ _DOING = "in the agreement of all ranks"
 
 
 def all_gather_object(transport: Transport, value: object) -> list[object]:
-    """Every rank's `value` (a plain one), in rank order. Raises LinkError like `all_gather`, and
-    UsageError for what is no plain value.
+    """Gathers a plain value from every rank, in rank order.
+
+    Raises LinkError like `all_gather`, and UsageError if `value` is not a plain value (see `plain.pack`).
     """
     body = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
     sizes = [int(size) for [size] in all_gather(transport, [len(body)])]
@@ -57,14 +58,15 @@ def all_gather_object(transport: Transport, value: object) -> list[object]:
 
 @contextmanager
 def told_alike(transport: Transport) -> Iterator[None]:
-    """Inside, ranks look at what `all_gather` or `all_gather_object` gave all of them: a UsageError that every rank
-    finds there is raised on each as it is. Without it, the first one's report could reach another before what that one
-    waits for.
+    """Context manager for code that checks results of `all_gather` or `all_gather_object`: a UsageError that every rank
+    finds is raised on each rank as it is.
+
+    Without it, the report of the first rank could reach another rank that still waits for data of the first.
     """
     try:
         yield
     except UsageError:
-        with suppress(LinkError):  # whoever reports has heard here that all have found it
+        with suppress(LinkError):  # a rank reports only after all have found the error
             all_gather(transport, [0.0])
         raise
 
@@ -72,7 +74,7 @@ def told_alike(transport: Transport) -> Iterator[None]:
 def exchange(
     transport: Transport, tag: Tag, outgoing: dict[int, Tensor], incoming: dict[int, Tensor], doing: str
 ) -> None:
-    """Sends a tensor to each peer of `outgoing` and fills those of `incoming` from theirs. Raises LinkError."""
+    """Sends `outgoing[peer]` to each peer and receives into `incoming[peer]`. Raises LinkError."""
     received = [start(transport, peer, tag, tensor, sending=False) for peer, tensor in incoming.items()]
     sent = [start(transport, peer, tag, tensor, sending=True) for peer, tensor in outgoing.items()]
     for work in (*received, *sent):
@@ -80,13 +82,13 @@ def exchange(
 
 
 def start(transport: Transport, peer: int, tag: Tag, tensor: Tensor, *, sending: bool) -> Work:
-    """Starts one transfer. Raises LinkError when the channel is broken already."""
+    """Starts one transfer. Raises LinkError if the channel is already broken."""
     move = (transport.sender if sending else transport.receiver)(peer, tag)
     return Exchange(transport.link(peer), move, [tensor])
 
 
 def finish(work: Work, doing: str) -> None:
-    """Waits for one transfer. Raises LinkError that says what this rank was `doing` when it breaks."""
+    """Waits for one transfer. If it breaks, raises a LinkError that says what this rank was `doing`."""
     try:
         work.wait()
     except LinkError as error:

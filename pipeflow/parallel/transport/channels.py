@@ -1,4 +1,5 @@
-"""Channels of one generation over torch.distributed: made together, broken at once, from whichever thread."""
+"""Channels of one generation over torch.distributed: all ranks make them together; any thread may break them at once.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +25,27 @@ from pipeflow.parallel.transport.protocol import Start, Tag
 from pipeflow.parallel.transport.work import LinkError
 
 _FOREVER = timedelta(days=7)  # the monitor says when time is up; a gloo wait that ends by itself breaks its channels
-_LOOK = timedelta(seconds=0.5)  # how often a wait for a collective over gloo looks whether channels are broken
+_LOOK = timedelta(seconds=0.5)  # interval at which a wait for a collective over gloo checks whether channels are broken
 _UNUSED_TAG = len(Tag)
 _SETTLING = 2.0  # seconds
 _CLOSED = "the channels were closed"
 
 
 class Channels:
-    """The process groups of one generation.
+    """The process groups of one generation. Raises LinkError if a failure is reported, or time is up, before all ranks
+    have joined.
 
     Args:
-        monitor: by which the ranks find each other.
-        address: of this machine, on which it listens for the others, unless GLOO_SOCKET_IFNAME names an interface.
+        monitor: through which the ranks find each other.
+        address: address of this machine on which it listens for the others, unless GLOO_SOCKET_IFNAME names an
+            interface.
+        rank, size: this process's rank in the world, and the world's size.
+        device: device of the tensors; a CUDA device selects NCCL.
+        timeout: seconds to wait for the other ranks while a group is made.
 
     Attributes:
-        is_broken: whether they were closed, or are being closed now.
-        awaited: the transfer that this rank waits for now; set by whoever waits, who then looks whether `is_broken`.
-
-    Making them raises LinkError where a failure is told or time is up before all ranks have come.
+        is_broken: True if the channels are closed or being closed.
+        awaited: the transfer that this rank waits for now. Set by the code that waits, which then checks `is_broken`.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class Channels:
     def _gloo_group(self, name: str, rank: int, size: int) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = self._timeout  # of finding each other
+        options._timeout = self._timeout  # for the ranks to connect
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         where = {"interface": interfaces[0]} if interfaces[0] else {"hostname": self._address}
         options._devices = [gloo.create_device(**where)]
@@ -81,7 +85,9 @@ class Channels:
         return self._made(lambda: dist.ProcessGroupNCCL(store, rank, size, options), _abort_each)
 
     def _made(self, make: Callable[[], Any], close: Callable[[list[Any]], None]) -> Any:
-        """A group, which no call can make alone. What is made after this rank has given up is closed."""
+        """A new group, which several ranks must make together. If it is ready only after this rank has given up, it is
+        closed.
+        """
         making = aside(make, "pipeflow making a group")
         try:
             return self.monitor.result(making)
@@ -90,7 +96,7 @@ class Channels:
             raise
 
     def start(self, source: int, destination: int, tag: Tag) -> Start:
-        """What starts to send with a tag where this rank is the source, else what starts to receive."""
+        """The function that starts a send with `tag` if this rank is the source, else the one that starts a receive."""
         sends = source == self.rank
         far = destination if sends else source
         on_gpu = self.device.type == "cuda"
@@ -103,12 +109,12 @@ class Channels:
         return partial(_OnHost, start) if on_gpu and tag.on_host else start
 
     def link(self, peer: int) -> End:
-        """What waits for the transfers with a peer."""
+        """The link that waits for transfers with `peer`."""
         return End(self, {peer: peer}, "exchanging tensors")
 
     def collective_link(self, ranks: tuple[int, ...]) -> End:
-        """What waits for the collectives of `ranks`. Whether a peer's end is closed is asked over gloo: NCCL moves
-        nothing that is in CPU memory (never run on GPUs).
+        """The link that waits for collectives of `ranks`. It asks over gloo whether a peer has closed, because NCCL
+        moves nothing that is in CPU memory (never run on GPUs).
         """
         others = [rank for rank in ranks if rank != self.rank]
         if self.device.type == "cuda":
@@ -116,7 +122,9 @@ class Channels:
         return EndOfGroup(self, {rank: ranks.index(rank) for rank in others}, in_collective(ranks), ranks)
 
     def over_gloo(self, ranks: tuple[int, ...]) -> list[Any]:
-        """What connects them over gloo: the group of a collective, or where there is none the groups of all ranks."""
+        """The gloo groups that connect `ranks`: the group of their collectives, or if there is none, the groups of all
+        ranks.
+        """
         group = self._collective.get(ranks)
         return self._gloo if group is None or self.device.type == "cuda" else [group]
 
@@ -129,7 +137,7 @@ class Channels:
         return self._nccl[key]
 
     def collective(self, ranks: tuple[int, ...]) -> Any:
-        """What torch computes collectives of `ranks` with; made when it is first asked for. Raises LinkError."""
+        """The torch group that computes collectives of `ranks`, made on first use. Raises LinkError."""
         if ranks not in self._collective:
             name, rank = f"group-{'-'.join(map(str, ranks))}", ranks.index(self.rank)
             make = self._nccl_group if self.device.type == "cuda" else self._gloo_group
@@ -141,7 +149,7 @@ class Channels:
         return self._collective[ranks]
 
     def _keep(self, groups: dict[Any, Any], key: object, group: Any) -> None:
-        """Has `break_all` close it, too. Raises RuntimeError where all are closed already."""
+        """Stores a group so that `break_all` closes it, too. Raises RuntimeError if all are already closed."""
         with self._breaking:
             groups[key] = group
             if self.is_broken:
@@ -149,7 +157,7 @@ class Channels:
                 raise RuntimeError(_CLOSED)
 
     def break_all(self) -> None:
-        """Closes every connection, so that whoever waits, here or at the other end, wakes up."""
+        """Closes every connection, which wakes up all waits here and at the other ends."""
         with self._breaking:
             if not self.is_broken:
                 self.is_broken = True
@@ -163,12 +171,12 @@ class Channels:
         on_gpu = self.device.type == "cuda"
         _abort_each([*self._nccl.values(), *(together if on_gpu else ())])
         _expire_each([*self._gloo, *(() if on_gpu else together)])
-        if together:  # a thread of gloo's may wait for ever for the rest of a message, and so would who drops the group
+        if together:  # dropping a group waits for gloo's threads, which may wait forever for the rest of a message
             self._dropping.append(aside(together.clear, "pipeflow closing"))
 
     def settle(self) -> None:
-        """Waits until what was closed is gone, or hangs: Python must not end while a thread is about to come back from
-        gloo, which would abort the process.
+        """Waits until closed groups are gone, or hang: if Python ended while a thread is about to return from gloo, the
+        process would abort.
         """
         wait(self._dropping, timeout=_SETTLING)
 
@@ -180,8 +188,8 @@ def _abort_each(groups: list[Any]) -> None:
 
 
 def _expire_each(groups: list[Any]) -> None:
-    """Closes groups: gloo closes all connections of one when a wait expires, so one is made to. Those that are closed
-    already do not wait.
+    """Closes groups: gloo closes all connections of a group when a wait expires, so one is made to expire. Groups that
+    are already closed do not wait.
     """
     for group in groups:
         for peer in range(group.size()):
@@ -191,17 +199,17 @@ def _expire_each(groups: list[Any]) -> None:
 
 
 def _close_late(made: Future[Any], close: Callable[[list[Any]], None]) -> None:
-    with suppress(RuntimeError):  # of what was not made
+    with suppress(RuntimeError):  # the group was not made
         close([made.result()])
 
 
 class End:
-    """This rank's end of what connects it to a peer, or to a group.
+    """This rank's end of the connections to a peer or to the ranks of a group.
 
     Args:
-        peers: who is at the other ends, with what the groups that connect them call them.
-        doing: what is done here, for people.
-        group: the ranks that compute a collective.
+        peers: maps the world rank of each peer to its rank in the gloo groups that connect it.
+        doing: description of the transfers, for error messages.
+        group: the ranks that compute a collective; empty for transfers.
     """
 
     __slots__ = ("_channels", "_deadline", "_doing", "_group", "_monitor", "_peers", "ranks")
@@ -240,8 +248,8 @@ class End:
 
 
 class EndOfGroup(End):
-    """This rank's end of collectives over gloo. A wait for one may time out without harm, unlike one for a transfer;
-    so it looks now and then whether there is anything to wait for.
+    """This rank's end of collectives over gloo. A wait for one may time out without harm, unlike one for a transfer, so
+    it checks regularly whether the channels are broken.
     """
 
     __slots__ = ()
@@ -263,17 +271,17 @@ class EndOfGroup(End):
         except RuntimeError:
             if self._channels.is_broken:
                 raise
-            return work.is_completed() and work.wait() is not None  # or raises what went wrong
+            return work.is_completed() and work.wait() is not None  # or raises its error
         return True
 
 
 def in_collective(ranks: tuple[int, ...]) -> str:
-    """What a rank is doing there, for people."""
+    """Describes a collective of `ranks` in error messages."""
     return f"in a collective of ranks {list(ranks)}"
 
 
 def _is_closed(group: Any, index: int) -> bool:
-    """Whether the other end has closed. Leaves a receive behind: after an error all channels are given up."""
+    """Returns True if the other end has closed. Leaves a receive behind: after an error all channels are dropped."""
     try:
         group.recv([torch.empty(1, device="cpu")], index, _UNUSED_TAG)
     except RuntimeError:
@@ -282,7 +290,7 @@ def _is_closed(group: Any, index: int) -> bool:
 
 
 class _OnHost:
-    """A transfer over gloo of ranks that compute on GPUs, where waits have no deadline."""
+    """A transfer over gloo by ranks that compute on GPUs, whose waits have no deadline."""
 
     __slots__ = ("work",)
 

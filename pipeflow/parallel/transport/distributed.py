@@ -1,4 +1,4 @@
-"""The transport over torch.distributed: gloo between CPUs; NCCL between GPUs, one communicator per ordered pair
+"""The transport over torch.distributed: gloo between CPUs; NCCL between GPUs, with one communicator per ordered pair
 and tag, so that a send never queues behind a receive. Headers and agreements always go over gloo.
 """
 
@@ -18,15 +18,15 @@ from pipeflow.parallel.transport.work import Link, LinkError
 
 
 class DistributedTransport:
-    """Channels between the processes of a world, and groups of them; `reopen` makes the first ones, too.
+    """Channels between the processes of a world, and groups of them. `open_first` makes the first channels.
 
     Args:
-        monitor: joined to the world's coordinator.
-        rank, size: this process's place.
-        device: where activations live; a CUDA device selects NCCL.
-        timeout: seconds until a wait gives up.
-        address: of this machine, for the others.
-        leave: called at the end.
+        monitor: monitor that is connected to the world's coordinator.
+        rank, size: this process's rank in the world, and the world's size.
+        device: device of the activations; a CUDA device selects NCCL.
+        timeout: seconds after which a wait gives up.
+        address: address of this machine for the others.
+        leave: function that `close` calls at its end.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DistributedTransport:
         self.monitor = monitor
         self._address = address
         self._leave = leave
-        self._generation = -1  # of the channels, the last that were opened
+        self._generation = -1  # of the channels that were opened last
         self._channels: Channels | None = None
         self._is_closed = False
         self._is_late = False  # another rank failed in a call that this one comes to next
@@ -100,7 +100,7 @@ class DistributedTransport:
 
     @property
     def channels(self) -> Channels:
-        """The open ones. Raises LinkError where there are none, after a failure."""
+        """The open channels. Raises LinkError if there are none, after a failure."""
         if self._channels is None or self._channels.is_broken:
             raise LinkError((self.rank + 1) % self.size)
         return self._channels
@@ -118,15 +118,17 @@ class DistributedTransport:
 
     def reopen(self) -> None:
         if self._is_closed:
-            raise UsageError("this rank has closed its context: call pipeflow.launch and make the Pipeline anew")
+            raise UsageError("this rank has closed its context: call pipeflow.launch and make a new Pipeline")
         is_late, self._is_late = self._is_late, False  # then there are no channels in this call
         if self._channels is None and not is_late:
             self._generation += 1
             self._open()
 
     def open_first(self) -> None:
-        """Opens the first channels, before any call. Where another rank has come further and failed, the call that it
-        failed in will say so here, too. Raises PipelineError where a rank is gone.
+        """Opens the first channels, before any call.
+
+        If another rank is further and has failed, the call in which it failed raises that error here, too. Raises
+        PipelineError if a rank is gone.
         """
         try:
             self.reopen()

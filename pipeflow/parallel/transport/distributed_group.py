@@ -1,4 +1,4 @@
-"""Groups over torch.distributed: what a DistributedTransport makes of some of its ranks."""
+"""Groups over torch.distributed, which a DistributedTransport makes of some of its ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from pipeflow.parallel.transport.work import Exchange, Work
 
 
 class Transport(Protocol):
-    """What a group asks of the transport that made it."""
+    """The part of a transport that its groups use."""
 
     rank: int
 
     @property
     def channels(self) -> Channels:
-        """The open ones."""
+        """The open channels."""
 
 
 class DistributedGroup:
-    """The `ranks` of a transport. Holds no channel itself, so that the transport can close and reopen them all."""
+    """The `ranks` of a transport as a group. Holds no channels itself, so that the transport can close and reopen all
+    of them.
+    """
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
         self.rank = ranks.index(transport.rank)

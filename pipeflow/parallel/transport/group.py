@@ -1,6 +1,4 @@
-"""The seam between what computes together and what moves its tensors: a Group of ranks, the group of one, and one whose
-ranks exchange nothing.
-"""
+"""Group: the interface for collectives; the group of one rank; and a group that exchanges nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +10,11 @@ from pipeflow.parallel.transport.work import Work
 
 
 class Group(Protocol):
-    """Ranks that compute together, counted from 0 within the group. All of them make the same calls in the same
-    order; every call starts at once and is done when its Work is. Tensors are contiguous and alike on every rank.
+    """Ranks that compute collectives together, counted from 0 within the group.
 
-    A wait raises LinkError when a rank is lost, or time is up.
+    All of them make the same calls in the same order. Each call starts at once and is done when its Work is. Tensors
+    are contiguous and have the same shape and dtype on every rank. A wait raises LinkError if a rank is lost or time is
+    up.
     """
 
     rank: int
@@ -34,21 +33,21 @@ class Group(Protocol):
         """Fills `part` with this rank's piece, along dim 0, of the sum of every rank's `whole`."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Work:
-        """Fills `tensor` with that of rank `source`."""
+        """Fills `tensor` with the tensor of rank `source`."""
 
 
 class Done:
-    """The work of a group of one."""
+    """Work that is already done, as in a group of one rank."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once."""
 
 
 _DONE = Done()
 
 
 class Alone:
-    """The group of one: nothing to exchange."""
+    """The group of one rank, which exchanges nothing."""
 
     rank = 0
     size = 1
@@ -72,7 +71,7 @@ class Alone:
 
 
 class Unconnected:
-    """A rank of a group that exchanges nothing, for forwards on tensors that have shapes and no values."""
+    """One rank of a group that exchanges nothing, for forwards on tensors that have shapes but no values."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

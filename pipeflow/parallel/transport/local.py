@@ -1,5 +1,5 @@
-"""The in-process transport: the ranks are threads of one process. For debugging, for fast tests, for several
-stages on one GPU, and for a pipeline of a single rank.
+"""The in-process transport: the ranks are threads of one process. For debugging, for fast tests, for several stages on
+one GPU, and for a pipeline of a single rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeflow.parallel.transport.work import Link, LinkError, Work
 
 
 class Hub(Rendezvous):
-    """What the ranks of one in-process world share."""
+    """The state that the ranks of one in-process world share."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -30,7 +30,7 @@ class Hub(Rendezvous):
 
 
 class _Channel:
-    """A FIFO: transfers that only one end has started so far."""
+    """A FIFO of transfers that only one end has started so far."""
 
     def __init__(self) -> None:
         self.sends: deque[_Transfer] = deque()
@@ -38,15 +38,15 @@ class _Channel:
 
 
 class _Transfer:
-    """One end's work: done when the tensor has been copied from the sender's to the receiver's memory."""
+    """One end of a transfer: done when the tensor has been copied from the sender's to the receiver's memory."""
 
     def __init__(self, transport: LocalTransport, peer: int, tensor: Tensor) -> None:
         self.transport = transport
         self.generation = transport.generation
         self.peer = peer
-        self.tensor = tensor  # kept until the engine lets go of this work
+        self.tensor = tensor  # kept until the engine drops this work
         self.done = False
-        self.ready = _record(tensor)  # on a GPU, when the tensor may be read or written
+        self.ready = _record(tensor)  # on a GPU: an event after which the tensor may be read or written
         self.copied: torch.cuda.Event | None = None
 
     def wait(self) -> None:
@@ -62,7 +62,7 @@ def _record(tensor: Tensor) -> torch.cuda.Event | None:
 
 
 class _Link:
-    """To any peer: transfers of threads know whom they wait for, and raise what is to be raised."""
+    """The link to any peer: transfers between threads know whom they wait for, and raise the right error themselves."""
 
     def wait(self, works: Iterable[Work]) -> None:
         for work in works:
@@ -76,12 +76,13 @@ _LINK = _Link()
 
 
 class LocalTransport:
-    """Channels between the threads that share `hub`; on a GPU copies run on a stream of their own per rank.
+    """Channels between the threads that share `hub`; on a GPU each rank copies on a stream of its own.
 
     Args:
-        hub: shared by all ranks; `rank` is this thread's place in it.
-        device: where activations live.
-        timeout: seconds until a wait gives up.
+        hub: shared by all ranks.
+        rank: rank of this thread.
+        device: device of the activations; by default the CPU.
+        timeout: seconds after which a wait gives up.
     """
 
     def __init__(self, hub: Hub, rank: int, *, device: torch.device | None = None, timeout: float = 60.0) -> None:
@@ -111,7 +112,7 @@ class LocalTransport:
     def _start(self, key: tuple[int, int, int, Tag], sending: bool, tensors: list[Tensor]) -> _Transfer:
         generation, source, destination, _ = key
         if not tensors[0].is_contiguous():
-            raise RuntimeError("the tensor has to be contiguous")  # as between processes
+            raise RuntimeError("the tensor must be contiguous")  # as between processes
         transfer = _Transfer(self, destination if sending else source, tensors[0])
         with self.hub.changed:
             if (generation, transfer.peer) in self.hub.closed:
@@ -128,7 +129,8 @@ class LocalTransport:
 
     def _copy(self, source: _Transfer, target: _Transfer) -> None:
         if source.tensor.shape != target.tensor.shape or source.tensor.dtype != target.tensor.dtype:
-            raise RuntimeError(f"sent is {tuple(source.tensor.shape)}, awaited is {tuple(target.tensor.shape)}")
+            sent, expected = tuple(source.tensor.shape), tuple(target.tensor.shape)
+            raise RuntimeError(f"sent a tensor of shape {sent}, expected {expected}")
         if self._stream is not None and source.ready is not None and target.ready is not None:
             self._stream.wait_event(source.ready)
             self._stream.wait_event(target.ready)
@@ -136,7 +138,7 @@ class LocalTransport:
                 target.tensor.copy_(source.tensor, non_blocking=True)
             source.copied = target.copied = self._stream.record_event()
         else:
-            with torch.inference_mode():  # which may write into its own tensors, and into all others
+            with torch.inference_mode():  # inference mode may write into its own tensors and into all others
                 target.tensor.copy_(source.tensor)
         source.done = target.done = True
 
@@ -175,7 +177,9 @@ class LocalTransport:
         return first
 
     def enter(self, number: int) -> None:
-        """Notes when. No channel of a call before can break: who leaves a call has handed over all that it sent."""
+        """Records the time. No channel of an earlier call can break, because a rank has handed over all its sends when
+        it leaves a call.
+        """
         self.hub.begun[self.rank] = time.monotonic()
 
     def reopen(self) -> None:
@@ -183,6 +187,6 @@ class LocalTransport:
             self.generation += 1
 
     def close(self) -> None:
-        """Tells the others that this rank leaves; the channels go with the hub."""
+        """Tells the others that this rank leaves; the channels are freed with the hub."""
         with self.hub.changed:
             self.hub.gone.add(self.rank)

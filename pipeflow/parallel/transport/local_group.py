@@ -1,4 +1,4 @@
-"""Groups of threads: what a LocalTransport makes of some of its ranks. The last to come computes for all."""
+"""Groups of threads, which a LocalTransport makes of some of its ranks. The last rank to arrive computes for all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Inputs = list[tuple[Tensor, ...]]  # per rank of the group, the tensors that its
 
 
 class Collective:
-    """One collective under way: the inputs of the ranks that have come so far."""
+    """One collective under way, with the inputs of the ranks that have arrived."""
 
     def __init__(self) -> None:
         self.inputs: dict[int, tuple[Tensor, ...]] = {}
@@ -28,10 +28,10 @@ class Collective:
         self.computed: torch.cuda.Event | None = None
 
     def compute(self, what: Callable[[Inputs], None]) -> None:
-        """Called by the last to come, whose stream, on a GPU, waits for the others' first."""
+        """Called by the last rank to arrive; on a GPU, its stream first waits for the others' streams."""
         for event in self.ready:
             torch.cuda.current_stream().wait_event(event)
-        with torch.inference_mode():  # which may write into its own tensors, and into all others
+        with torch.inference_mode():  # inference mode may write into its own tensors and into all others
             what([self.inputs[rank] for rank in range(len(self.inputs))])
         self.inputs.clear()
         if self.ready:
@@ -40,23 +40,23 @@ class Collective:
 
 
 class Rendezvous:
-    """What the threads of a world share: how they wait for each other, and their collectives."""
+    """The state through which the threads of a world wait for each other, and their collectives."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = Condition()
         self.collectives: dict[tuple[int, tuple[int, ...], int], Collective] = {}  # by generation, ranks and number
-        self.closed: set[tuple[int, int]] = set()  # (generation, rank) of those that were told of a failure
+        self.closed: set[tuple[int, int]] = set()  # (generation, rank) of ranks that know of a failure
         self.gone: set[int] = set()
-        self.waits_for: dict[tuple[int, int], tuple[int, ...]] = {}  # by rank and thread: those of a trace wait, too
+        self.waits_for: dict[tuple[int, int], tuple[int, ...]] = {}  # by rank and thread: threads of a trace wait, too
         self.patience: dict[int, float | None] = {}
         self.calls: dict[int, object] = {}
-        self.begun: dict[int, float] = {}  # when these calls were
-        self.blames: dict[tuple[int, int], Blame] = {}  # by generation, and by the rank that gives up for it
+        self.begun: dict[int, float] = {}  # by rank, when its current call began
+        self.blames: dict[tuple[int, int], Blame] = {}  # by generation and by the rank that gave up
 
     def wait(self, by: Participant, generation: int, ranks: tuple[int, ...], done: Callable[[], bool]) -> None:
-        """Waits, as rank `by`, with `changed` held, until `done` or a rank of `ranks` has closed its channels. Raises
-        LinkError.
+        """Waits, as rank `by` and with `changed` held, until `done()` or a rank of `ranks` has closed its channels.
+        Raises LinkError.
         """
         waited, here = 0.0, (by.rank, get_ident())
         self.waits_for[here] = ranks
@@ -72,7 +72,7 @@ class Rendezvous:
             raise LinkError(self._closed(generation, ranks)[0])
 
     def require_open(self, generation: int, ranks: tuple[int, ...]) -> None:
-        """Raises LinkError when a rank has given its channels up."""
+        """Raises LinkError if a rank of `ranks` has closed its channels."""
         for rank in self._closed(generation, ranks):
             raise LinkError(rank)
 
@@ -91,7 +91,7 @@ class Rendezvous:
 
 
 class Participant(Protocol):
-    """A rank's transport, as its groups see it."""
+    """The part of a rank's transport that its groups use."""
 
     rank: int
     generation: int
@@ -99,18 +99,18 @@ class Participant(Protocol):
 
     @property
     def hub(self) -> Rendezvous:
-        """Shared by all ranks."""
+        """The state that all ranks share."""
 
 
 class LocalGroup:
-    """The `ranks` of a transport: threads of this process."""
+    """The `ranks` of a transport as a group; they are threads of this process."""
 
     def __init__(self, transport: Participant, ranks: tuple[int, ...]) -> None:
         self.rank = ranks.index(transport.rank)
         self.size = len(ranks)
         self._ranks = ranks
         self._transport = transport
-        self._count = 0  # of this rank's calls
+        self._count = 0  # number of this rank's calls
         self._generation = 0
 
     def all_reduce(self, tensor: Tensor) -> Work:
@@ -175,7 +175,7 @@ class _CollectiveWork:
 
 @contextmanager
 def _saying(doing: str) -> Iterator[None]:
-    """A LinkError in it says that."""
+    """Makes a LinkError raised inside say what this rank was `doing`."""
     try:
         yield
     except LinkError as error:
@@ -184,7 +184,7 @@ def _saying(doing: str) -> Iterator[None]:
 
 def _require_pieces(whole: Tensor, part: Tensor, size: int) -> None:
     if whole.shape != (size * part.shape[0], *part.shape[1:]):
-        raise ValueError(f"{size} pieces of {tuple(part.shape)} along dim 0 are no {tuple(whole.shape)}")
+        raise ValueError(f"{size} pieces of {tuple(part.shape)} along dim 0 do not make up {tuple(whole.shape)}")
 
 
 def _sum(inputs: Inputs) -> None:
@@ -194,7 +194,7 @@ def _sum(inputs: Inputs) -> None:
 
 
 def _summed(tensors: Sequence[Tensor]) -> Tensor:
-    """In rank order."""
+    """The sum, added up in rank order."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total += tensor

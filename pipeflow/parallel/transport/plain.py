@@ -1,6 +1,6 @@
-"""Plain values as bytes, between ranks: JSON, in which a list begins with what it stands for. Reading them imports
-nothing and finds no types but those listed here, named tuples, and what this rank has registered with torch's pytrees;
-so whoever gets to send bytes to a rank cannot have it run code.
+"""Plain values as bytes: JSON in which each list begins with the name of its type. Reading imports nothing and makes
+only the types listed here, named tuples, and types that this rank has registered with torch's pytrees. So a sender of
+bytes cannot make a rank run code.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _DTYPES = {str(found): found for found in vars(torch).values() if isinstance(fou
 
 
 def pack(value: object) -> bytes:
-    """`value` as bytes: numbers, texts, containers, dtypes, named tuples, what torch's pytrees know, and the values of
-    `pipeflow.core` that ranks tell each other. Raises UsageError for anything else.
+    """`value` as bytes. Accepts numbers, strings, containers, dtypes, named tuples, nodes of torch's pytrees, and those
+    values of `pipeflow.core` that ranks exchange. Raises UsageError for anything else.
     """
     try:
         return json.dumps(_written(value)).encode()
     except RecursionError:
-        raise UsageError("a value in itself, or of too much depth, is no plain value") from None
+        raise UsageError("a value that contains itself, or is nested too deeply, is no plain value") from None
 
 
 def unpack(body: bytes) -> Any:
-    """The value. Raises UsageError for bytes that stand for none."""
+    """The value that `pack` wrote. Raises UsageError if the bytes are not such a value."""
     try:
         return _read(json.loads(body.decode("ascii")))
     except Exception as error:
@@ -62,9 +62,9 @@ def _written(value: Any) -> Any:
     if kind in SUPPORTED_NODES:
         children, context = SUPPORTED_NODES[kind].flatten_fn(value)
         return ["node", _name(kind), _written(context), *map(_written, children)]
-    if kind is type and value in _FACTORIES.values():  # of a defaultdict
+    if kind is type and value in _FACTORIES.values():  # the factory of a defaultdict
         return ["type", value.__name__]
-    raise UsageError(f"a {kind.__name__} is no plain value, which ranks could tell each other: {value!r}")
+    raise UsageError(f"a {kind.__name__} is no plain value, so ranks cannot send it to each other: {value!r}")
 
 
 def _writer(tag: str) -> Callable[[Any], list[Any]]:
@@ -98,7 +98,7 @@ def _dict(*pairs: list[Any]) -> dict[Any, Any]:
 
 
 def _named(module: str, qualname: str, *fields: Any) -> Any:
-    """A tuple of a class that is there, made as tuples are: without code of the class."""
+    """A named tuple of a class that is already loaded, made without running code of the class."""
     found = reduce(lambda holder, name: vars(holder)[name], qualname.split("."), sys.modules[module])
     if not (
         isinstance(found, type) and issubclass(found, tuple) and len(getattr(found, "_fields", ())) == len(fields) > 0

@@ -1,4 +1,6 @@
-"""The seam between the engine and what moves tensors. A transport moves; it does not know what or why."""
+"""Transport: the interface between the engine and the code that moves tensors. Must not contain: knowledge of schedules
+or of what the tensors mean.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from pipeflow.parallel.transport.work import Link, LinkError, Work
 
 
 class Tag(IntEnum):
-    """What a transfer is for. Between an ordered pair of ranks, the transfers with one tag are a channel, a FIFO."""
+    """The purpose of a transfer. Transfers with one tag between an ordered pair of ranks form a channel, which is a
+    FIFO.
+    """
 
-    CONTROL = 0  # small agreements between ranks, always in CPU memory
-    HEADER = 1  # of activations whose shape is not known beforehand, always in CPU memory
-    METADATA = 2  # what a header announces, always in CPU memory
+    CONTROL = 0  # small agreements between ranks; always in CPU memory
+    HEADER = 1  # describes an activation of unknown shape; always in CPU memory
+    METADATA = 2  # what a header announces; always in CPU memory
     ACTIVATION = 3
-    REDIRECTED = 4  # an activation that is not what its receiver had posted for
+    REDIRECTED = 4  # an activation of another shape than its receiver had posted for
     GRADIENT = 5
     TIED = 6  # gradients and first values of tied weights
 
@@ -31,52 +35,52 @@ class Tag(IntEnum):
 
 
 Start = Callable[[list[Tensor]], Work]
-"""Starts to move one tensor, given as a list of one. The tensor must be contiguous; the other end must move one
-of the same size. The peer's Link waits for the work, and reads what is raised."""
+"""Starts to move one tensor, given as a list with one entry. The tensor must be contiguous; the other end must move a
+tensor of the same size. The Link of the peer waits for the Work and interprets its errors."""
 
 
 class Transport(Protocol):
-    """What the engine asks of a transport."""
+    """The interface of a transport, as the engine uses it."""
 
     rank: int
     size: int
     device: torch.device
     timeout: float  # seconds
     patience: float | None
-    """How many seconds others wait at most for this rank, while it makes a call that all ranks make together. None
-    between such calls: then they wait as long as its process lives."""
+    """Seconds that others wait at most for this rank while it is in a call that all ranks make together. None between
+    such calls: then they wait as long as its process lives."""
     call: object
-    """What this rank was asked to do in that call; as a string it is told to all when calls do not match."""
+    """Describes this rank's current call; its string appears in the error if the ranks' calls do not match."""
 
     def sender(self, peer: int, tag: Tag) -> Start:
-        """What sends with `tag` to `peer`. Sending never blocks."""
+        """The function that sends with `tag` to `peer`. Sending never blocks."""
 
     def receiver(self, peer: int, tag: Tag) -> Start:
-        """What receives with `tag` from `peer`, in the order of its sends."""
+        """The function that receives with `tag` from `peer`, in the order in which `peer` sends."""
 
     def link(self, peer: int) -> Link:
-        """What waits for the transfers with `peer`, of whichever tags, and reads their errors."""
+        """The link that waits for transfers with `peer`, of any tag, and interprets their errors."""
 
     def world_rank(self, peer: int) -> int:
-        """What `peer` is called in messages to people: its rank in the world."""
+        """The rank of `peer` in the world, for messages to people."""
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """What computes together with `ranks`, this one among them; each of them asks for it."""
+        """The group of `ranks`, which must include this one; each of them must ask for it."""
 
     def report(self, failure: Failure | LinkError) -> Failure:
-        """Tells every rank of `failure` and breaks all channels, so that whoever waits wakes up; of a LinkError finds
-        out first what is behind it. Returns the failure that was told first, which is the one to raise.
+        """Reports `failure` to every rank and breaks all channels, which wakes up all waits. For a LinkError, finds its
+        cause first. Returns the failure that was reported first, which is the one to raise.
         """
 
     def enter(self, number: int) -> None:
-        """Tells that this rank begins so many-th call that all ranks make together. A failure in a later call breaks no
-        channel before: this rank still ends the one that others have ended.
+        """Records that this rank begins call number `number` of those that all ranks make together. A failure in a
+        later call breaks no channel of this one, so that this rank can finish a call that others have finished.
         """
 
     def reopen(self) -> None:
-        """Makes channels where there are none, as after a failure; every rank calls it. Raises LinkError when not all
-        ranks come.
+        """Opens channels if there are none, for example after a failure; every rank calls it. Raises LinkError if not
+        all ranks join.
         """
 
     def close(self) -> None:
-        """Gives the channels back at the end."""
+        """Closes the channels at the end."""

@@ -1,4 +1,4 @@
-"""Subset: some ranks of a transport as a transport of their own, as one pipeline among others."""
+"""Subset: some ranks of a transport as a transport of their own, for example one of several pipelines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipeflow.parallel.transport.work import Link, LinkError
 
 
 class Subset:
-    """The `ranks` of `whole`, this one's among them, counted from 0 in the order given.
+    """The `ranks` of transport `whole`, counted from 0 in the order given; this rank must be one of them.
 
-    A failure is the whole's: it is told to every rank of it, and closes all of its channels.
+    A failure concerns the whole transport: all of its ranks are told, and all of its channels are closed.
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
@@ -67,4 +67,4 @@ class Subset:
         self._whole.reopen()
 
     def close(self) -> None:
-        """Nothing to give back: the channels are the whole's."""
+        """Does nothing: the channels belong to the whole transport."""

@@ -1,5 +1,5 @@
-"""Telling: one rank gives others a tree of tensors and plain values, of which these know nothing beforehand. What must
-not live here: agreements of all ranks.
+"""Telling: one rank sends a tree of tensors and plain values to other ranks, which do not know its structure
+beforehand. Must not contain: agreements of all ranks.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pipeflow.parallel.transport.agreement import finish, start
 from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.parallel.transport.protocol import Tag, Transport
 
-_DOING = "waiting for what another rank tells"
+_DOING = "waiting for values from another rank"
 
 
 class Told(NamedTuple):
-    """Stands for a tensor of the tree."""
+    """The place of a tensor in the tree."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def tell(transport: Transport, peers: Sequence[int], tree: object) -> None:
-    """Sends `tree` to each of `peers`, which `hear` it. Raises LinkError, and UsageError for what is neither a tensor
-    nor a plain value.
+    """Sends `tree` to each of `peers`, which must call `hear`. Raises LinkError, and UsageError if a leaf is neither a
+    tensor nor a plain value.
     """
     leaves, spec = tree_flatten(tree)
     tensors = [leaf.detach().cpu().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -36,11 +36,11 @@ def tell(transport: Transport, peers: Sequence[int], tree: object) -> None:
     parts = [torch.tensor([len(body)], device="cpu"), body, *(tensor for tensor in tensors if tensor.numel())]
     works = [start(transport, peer, Tag.CONTROL, part, sending=True) for peer in peers for part in parts]
     for work in works:
-        finish(work, "telling other ranks")
+        finish(work, "sending values to other ranks")
 
 
 def hear(transport: Transport, peer: int) -> Any:
-    """What `peer` tells; its tensors are in CPU memory. Raises LinkError."""
+    """Receives a tree from `peer`; its tensors are in CPU memory. Raises LinkError."""
     length = torch.empty(1, dtype=torch.int64, device="cpu")
     finish(start(transport, peer, Tag.CONTROL, length, sending=False), _DOING)
     body = torch.empty(int(length), dtype=torch.uint8, device="cpu")

@@ -1,4 +1,4 @@
-"""Work: something that ranks do together and that is under way; and what is raised when it cannot end."""
+"""Work: a transfer or a collective under way, and the error raised if it cannot end."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ class Work(Protocol):
     """A transfer or a collective under way."""
 
     def wait(self) -> object:
-        """Returns when the tensor is there (or gone). Raises LinkError when the other end is lost or time is up, and
-        whatever else is wrong with this rank's own tensor.
+        """Returns when the tensor has arrived (or left).
+
+        Raises LinkError if the other end is lost or time is up, and any other error if this rank's own tensor is wrong.
         """
 
 
 class Link(Protocol):
-    """This rank's end of what connects it to a peer, or to a group."""
+    """This rank's end of the connections to a peer or to a group."""
 
     def wait(self, works: Iterable[Work]) -> None:
-        """Returns when all of them are done. What it raises, `lost` reads."""
+        """Returns when all `works` are done. Pass the errors it raises to `lost`."""
 
     def lost(self, error: BaseException) -> BaseException:
-        """What to raise for an error of a start or of a wait: a LinkError where the channel is broken or time is up,
-        else the error itself, which then is about this rank's own tensor.
+        """The error to raise for an error of a start or a wait: a LinkError if the channel is broken or time is up,
+        else the error itself, which is then about this rank's own tensor.
         """
 
 
 class Exchange:
-    """Work that is started and waited for by itself. Raises what `link` reads in an error."""
+    """A Work that starts at once and is waited for alone. Its errors are passed through `link.lost`."""
 
     __slots__ = ("_link", "_work")
 
@@ -47,8 +48,13 @@ class Exchange:
 
 
 class LinkError(Exception):
-    """The channel to `peer`, a rank of the world, broke while this rank was `doing` something; `expired` when it gave
-    the wait up. What is behind it is found out by telling all ranks of it.
+    """The channel to `peer` broke. Reporting it to all ranks finds out why.
+
+    Attributes:
+        peer: rank in the world.
+        doing: description of what this rank was doing.
+        expired: True if this rank gave up waiting.
+        why: the message of the underlying error, if there is one.
     """
 
     def __init__(self, peer: int, doing: str = "exchanging tensors", *, expired: bool = False, why: str = "") -> None:
@@ -59,11 +65,11 @@ class LinkError(Exception):
         self.why = why
 
     def story(self, rank: int, timeout: float) -> str:
-        """What happened to `rank`, this one, whose waits give up after so many seconds."""
+        """Describes what happened to `rank`, which is this one, whose waits give up after `timeout` seconds."""
         return (
             f"rank {rank} {f'gave up after {timeout:g} s' if self.expired else 'was'} {self.doing} (rank {self.peer})"
         )
 
     def during(self, doing: str) -> LinkError:
-        """The same, with what this rank was doing."""
+        """The same error with another description of what this rank was doing."""
         return LinkError(self.peer, doing, expired=self.expired, why=self.why)

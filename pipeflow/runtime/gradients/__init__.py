@@ -1,1 +1,1 @@
-"""What is done with gradients beyond their own rank."""
+"""Operations on gradients that involve other ranks."""

@@ -1,5 +1,5 @@
-"""Buckets: the gradients of neighbouring parameters in one row, so that they travel together. What must not live here:
-who sums what with whom.
+"""Buckets: the gradients of neighbouring parameters in one tensor, so that they are sent together. Must not contain:
+which ranks sum which gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ BUCKET = 2**22  # bytes of gradients that are exchanged at once
 
 
 class Bucket:
-    """Parameters of one dtype and device, whose gradients are packed into one row and unpacked from it. Behind the
-    gradients the row says which of the parameters have one, so that nobody takes none for zeros.
+    """Parameters of one dtype and device whose gradients are packed into one row and unpacked from it. After the
+    gradients, the row says which parameters have one, so that no gradient and a zero gradient are not confused.
     """
 
     __slots__ = ("dtype", "parameters", "sizes")
@@ -30,8 +30,8 @@ class Bucket:
 
     @torch.no_grad()
     def pack(self) -> Tensor:
-        """This rank's gradients as they are now, zeros where it has none; of complex numbers, their parts. Raises
-        UsageError for a gradient that is neither dense nor sparse rows.
+        """This rank's current gradients as one real-valued row, with zeros where there is none. Raises UsageError for a
+        gradient that is neither dense nor has sparse rows.
         """
         rows = [self._row(parameter, size) for parameter, size in zip(self.parameters, self.sizes, strict=True)]
         there = [_presence(parameter.grad) for parameter in self.parameters]
@@ -39,22 +39,22 @@ class Bucket:
         return torch.view_as_real(row).flatten() if row.is_complex() else row
 
     def empty(self) -> Tensor:
-        """Memory for such a row of another rank."""
+        """Memory for a row of another rank."""
         parameter = self.parameters[0]
         numbers = (sum(self.sizes) + len(self.sizes)) * (2 if self.dtype.is_complex else 1)
         return torch.empty(numbers, dtype=self.dtype.to_real(), device=parameter.device)
 
     @torch.no_grad()
     def unpack(self, row: Tensor) -> None:
-        """Gives each parameter its gradient out of a row that several ranks' were made into. One of which no rank has
-        a gradient keeps none.
+        """Writes the gradients from a row that was summed over ranks. A parameter for which no rank has a gradient
+        keeps None.
         """
         row = torch.view_as_complex(row.view(-1, 2)) if self.dtype.is_complex else row
         *parts, there = row.split([*self.sizes, len(self.sizes)])
         missing = any(parameter.grad is None for parameter in self.parameters)
         somewhere = (
             (there.real if there.is_complex() else there).tolist() if missing else self.sizes
-        )  # a look at the device's memory, where it is needed
+        )  # reads from the device only if needed
         for parameter, part, has_one in zip(self.parameters, parts, somewhere, strict=True):
             if parameter.grad is not None:
                 _replace(parameter.grad, part)
@@ -78,14 +78,14 @@ class Bucket:
 
 
 def _presence(gradient: Tensor | None) -> float:
-    """What a row says of a parameter: 0 where it has no gradient, and less where it has sparse rows."""
+    """The entry of a parameter in a row: 0 without a gradient, -1 for a sparse one, else 1."""
     if gradient is None:
         return 0.0
     return -1.0 if gradient.is_sparse else 1.0
 
 
 def in_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET) -> Iterator[list[nn.Parameter]]:
-    """Neighbouring parameters whose gradients are of one dtype and device, as far as they fit into `size` bytes."""
+    """Groups neighbouring parameters whose gradients have one dtype and device, up to `size` bytes per group."""
     for _, alike in groupby(parameters, key=lambda parameter: (gradient_dtype(parameter), parameter.device)):
         bucket: list[nn.Parameter] = []
         filled = 0
@@ -99,12 +99,12 @@ def in_buckets(parameters: Iterable[nn.Parameter], size: int = BUCKET) -> Iterat
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """That of the parameter's gradient, which may be wider than its own."""
+    """The dtype of the parameter's gradient, which may be wider than its own."""
     return parameter.grad_dtype or parameter.dtype
 
 
 def widen_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Has the parameter's gradient be added up in `dtype` where its own is narrower."""
+    """Makes the parameter's gradient accumulate in `dtype` if the parameter's dtype is narrower."""
     if parameter.is_floating_point() and torch.promote_types(parameter.dtype, dtype) is not gradient_dtype(parameter):
         gradient, parameter.grad = parameter.grad, None
         parameter.grad_dtype = torch.promote_types(parameter.dtype, dtype)
@@ -112,7 +112,7 @@ def widen_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def _replace(gradient: Tensor, by: Tensor) -> None:
-    """Puts other numbers into a gradient, which stays what it is: sparse, a part, laid out as it was."""
+    """Writes other values into a gradient, which keeps its layout, sparsity and distribution."""
     if gradient.is_sparse:
         gradient.copy_(by.view(gradient.shape).to_sparse(gradient.sparse_dim()))
     else:

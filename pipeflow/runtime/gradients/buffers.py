@@ -1,4 +1,4 @@
-"""Buffers of stages that two ranks hold: they are equal, and must stay so."""
+"""Buffers of stages that two ranks hold: checks that a step leaves them unchanged, so that both copies stay equal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pipeflow.core.errors import UsageError
 
 
 class Buffers:
-    """Of the `stages` of a bidirectional schedule. Each copy of a stage sees half of the microbatches, so what it makes
-    of them, like running statistics, would differ between the two.
+    """Buffers of the stages of a bidirectional schedule. Each copy of a stage sees half of the microbatches, so buffers
+    that depend on the data, such as running statistics, would differ between the copies.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
@@ -25,17 +25,17 @@ class Buffers:
         self._versions: list[tuple[int, int]] = []
 
     def begin(self) -> None:
-        """Before the first forward of a step."""
+        """Call before the first forward of a step."""
         self._versions = self._now()
 
     def end(self) -> None:
-        """After the last one. Raises UsageError for a buffer that was changed meanwhile."""
+        """Call after the last one. Raises UsageError if a buffer was changed in between."""
         for (stage, path, layer, _), before, now in zip(self._places, self._versions, self._now(), strict=True):
             if before != now:
                 raise UsageError(
                     f"stage {stage} changed its buffer {path!r}, of a {type(layer).__name__}: under a bidirectional "
-                    "schedule the two copies of a stage see different microbatches, so they would drift apart: use a "
-                    "layer without running statistics (LayerNorm, GroupNorm, track_running_stats=False), its eval(), "
+                    "schedule the two copies of a stage see different microbatches, so buffers would drift apart: use "
+                    "a layer without running statistics (LayerNorm, GroupNorm, track_running_stats=False), its eval(), "
                     "or a schedule that has each stage once"
                 )
 

@@ -1,5 +1,5 @@
-"""Description: what ranks tell each other of their parameters and buffers, and what must be alike before they sum
-gradients and share values.
+"""Description: what each rank tells the others about its parameters and buffers, and the check that they match before
+gradients are summed and values shared.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pipeflow.runtime.names import plain_name
 
 
 class Looks(NamedTuple):
-    """A parameter or buffer, named as without torch.compile. `values` is a digest of its numbers, where these cannot be
-    made the same any more.
+    """The properties of a parameter or buffer. `name` is its name without torch.compile; `values` is a digest of its
+    values if these can no longer be made equal, else empty.
     """
 
     name: str
@@ -49,13 +49,13 @@ class Looks(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What one rank holds.
+    """The parameters and buffers of one rank.
 
     Attributes:
-        all: everything, by its name in the Pipeline, which other replicas have too.
-        whole: what the other tensor ranks have too.
-        stages: per stage, what another rank of the pipeline that holds it has too.
-        ties: per weight or module that users tied, the ranks of the pipeline that hold it, and its parameters.
+        all: all of them, by name in the Pipeline; other replicas must have the same.
+        whole: those that every tensor rank has in full.
+        stages: those of each stage that another rank of the pipeline has, too.
+        ties: for each weight or module that users tied, the pipeline ranks that hold it, and its parameters.
     """
 
     all: list[Looks]
@@ -65,7 +65,9 @@ class Description(NamedTuple):
 
 
 def compare(everyone: Sequence[Description], layout: Layout) -> None:
-    """Raises UsageError, the same one on every rank, unless what several ranks hold looks alike on all of them."""
+    """Raises the same UsageError on every rank unless tensors that several ranks hold have the same properties on all
+    of them.
+    """
     for rank, mine in enumerate(everyone):
         first = layout.data_ranks(rank)[0]
         _require(f"rank {rank} is a replica of rank {first}", mine.all, everyone[first].all)
@@ -83,7 +85,7 @@ def compare(everyone: Sequence[Description], layout: Layout) -> None:
 def _require(what: str, found: Sequence[Looks], expected: Sequence[Looks]) -> None:
     for mine, its in zip_longest(found, expected):
         if mine != its:
-            raise UsageError(f"{what}, but has {mine or 'nothing'}, not {its or 'that'}")
+            raise UsageError(f"{what}, but has {mine or 'nothing'}, not {its or 'nothing'}")
 
 
 def _compare_ties(ranks: tuple[int, ...], holders: Mapping[int, Description]) -> None:

@@ -1,5 +1,5 @@
-"""Stages under torch's fully_shard (FSDP2): it averages their gradients itself, after the last backward of a step. All
-that the engine knows of it is here; how a DTensor lies over the ranks is in `parallel/sharding`.
+"""Stages under torch's fully_shard (FSDP2), which averages their gradients itself, after the last backward of a step.
+All code of the engine for it is here, except how a DTensor is distributed over ranks, which is in `parallel/sharding`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pipeflow.runtime.program.operations import Operation
 
 
 def fully_sharded_in(module: nn.Module) -> list[FSDPModule]:
-    """What fully_shard was applied to within `module`."""
+    """The modules within `module` to which fully_shard was applied."""
     return [child for child in module.modules() if isinstance(child, FSDPModule)]
 
 
 def fully_sharded_parameters(module: nn.Module) -> set[int]:
-    """The ids of the parameters in `module` that fully_shard holds in parts, of which it averages the gradients."""
+    """The ids of the parameters in `module` that fully_shard splits, and whose gradients it averages."""
     roots = fully_sharded_in(module)
     for root in roots:
-        root.reshard()  # one that was evaluated last may still be whole
+        root.reshard()  # after an evaluation it may still hold whole parameters
     return {
         id(parameter)
         for root in roots
@@ -33,7 +33,7 @@ def fully_sharded_parameters(module: nn.Module) -> set[int]:
 
 
 def others_in(module: nn.Module) -> Iterator[nn.Module]:
-    """`module` and its children, but for what is under fully_shard, which replaces parameters as it needs them."""
+    """`module` and its children, except modules under fully_shard, which replaces their parameters as it needs them."""
     if not isinstance(module, FSDPModule):
         yield module
         for child in module.children():
@@ -41,8 +41,8 @@ def others_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Averaging(Operation):
-    """Before the first backward of a step (False) or the last one of a stage (True): whether backwards from here on
-    end in an average over the replicas. Until then fully_shard adds up.
+    """Switches fully_shard's averaging over the replicas off before the first backward of a step, and on before the
+    last backward of a stage. While it is off, fully_shard accumulates gradients.
     """
 
     __slots__ = ("modules", "now")

@@ -1,4 +1,4 @@
-"""Orders: when the ranks of a pipeline come to reduce which of their stages, as a schedule has it."""
+"""Orders: the order in which each rank of a pipeline reduces its stages in a schedule."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pipeflow.core.action import Kind
 from pipeflow.core.schedule import Schedule
 
 Orders = Sequence[Sequence[int]]
-"""Per rank of a pipeline, its stages in the order in which it reduces them."""
+"""For each rank of a pipeline, its stages in the order in which it reduces them."""
 
 
 def orders_of(schedule: Schedule) -> Orders:
-    """The orders that a schedule has; on each rank the stages of which it has no gradient come last."""
+    """The orders in a schedule. Stages for which a rank computes no gradient come last."""
     reducing = schedule.with_reductions()
     return [_order(reducing, rank) for rank in range(schedule.placement.num_ranks)]
 

@@ -1,4 +1,6 @@
-"""Gradients beyond their own rank: what is done with them in a step, for the parameters that there are."""
+"""Gradients: sums and averages the gradients of a rank's stages over other ranks in a step, also when parameters
+change.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ LOG = logging.getLogger("pipeflow")
 
 
 class Change(IntEnum):
-    """What happened to a rank's parameters since the ranks compared theirs."""
+    """The change of a rank's parameters since the ranks last compared theirs."""
 
     NONE = 0
     TRAINED = 1  # frozen, or unfrozen
@@ -38,24 +40,25 @@ class Change(IntEnum):
 
 
 class Gradients:
-    """The gradients of a pipeline's stages on this rank. All ranks make theirs together: they compare what they hold,
-    and what several hold is given the same values, those of the lowest.
+    """The gradients of a pipeline's stages on this rank.
 
-    A step runs the sums that the ranks agreed on. Where parameters were replaced or unfrozen since, this rank tells so
-    in the agreement that ends the step; then all compare again, and what is new is summed, too. So a step without a
-    change costs a look at the parameters and nothing between ranks.
+    All ranks make theirs together: they compare their parameters, and tensors that several ranks hold get the values of
+    the lowest of these ranks. A step runs the sums that the ranks agreed on. If parameters were replaced or unfrozen
+    since, this rank reports so in the agreement that ends the step; then all ranks compare again, and new gradients are
+    summed, too. A step without a change only checks the parameters and exchanges nothing more.
 
     Args:
-        model: the root of the names.
-        stages: by index; what has parameters beside them belongs to the module of the stage that uses it.
-        placement: of all stages.
-        context: this rank's.
-        dtype: in which gradients are added up, where the parameter's own is narrower.
+        model: module that gives tensors their names.
+        stages: modules by stage index; a module with parameters beside them, such as a criterion, belongs to the stage
+            that uses it.
+        placement: placement of all stages.
+        context: context of this rank.
+        dtype: dtype in which gradients are added up, for parameters of a narrower dtype; None for the parameter's own.
 
     Attributes:
-        change: of this rank's parameters, since the ranks compared theirs; as of the last `begin`.
+        change: change of this rank's parameters since the ranks last compared theirs, as of the last `begin`.
 
-    Raises UsageError where ranks hold unlike things.
+    Raises UsageError if the tensors of the ranks do not match.
     """
 
     def __init__(
@@ -76,16 +79,18 @@ class Gradients:
 
     @property
     def counted_elsewhere(self) -> set[int]:
-        """The ids of the parameters whose copy on a lower rank of the pipeline stands for them."""
+        """Ids of the parameters that a lower rank of the pipeline holds, too, and counts in a norm."""
         return {id(weight.parameter) for weight in self._weights if weight.ranks[0] != self._context.pipeline_rank}
 
     def prepare(self) -> None:
-        """Before any step. Where parameters were on the meta device when ranks compared theirs, they do so again."""
+        """Call before every step. If parameters were on the meta device when ranks last compared theirs, they compare
+        again.
+        """
         if self._unmade:
             self._agree()
 
     def begin(self, orders: Orders) -> None:
-        """Before the first backward of a step, whose ranks reduce their stages in `orders`."""
+        """Call before the first backward of a step, in which ranks reduce their stages in `orders`."""
         self.change, self._new = Change.NONE, None
         if self._watch.notices():
             weights = self._survey()
@@ -97,17 +102,19 @@ class Gradients:
         self._buffers.begin()
 
     def reduce(self, stage: int) -> list[Work]:
-        """Starts what can begin for a stage of which all backwards are done: nothing in a step after a change."""
+        """Starts the sums that can begin when all backwards of `stage` are done; none in a step after a change."""
         return [] if self.change else self._sums.start(stage)
 
     def end(self, *, reduce: bool) -> None:
-        """After the last backward; `reduce` unless each replica is to go on adding up its own. Raises LinkError."""
+        """Call after the last backward. If `reduce` is False, each replica accumulates its own gradients. Raises
+        LinkError.
+        """
         self._sums.end(reduce=reduce)
         self._buffers.end()
 
     def renew(self, change: Change, *, reduce: bool) -> None:
-        """After the agreement that ends a step, on all ranks, when the largest `change` of a rank is not NONE: compares
-        and sums what is new. Raises UsageError where ranks hold unlike things by now.
+        """Call on all ranks after the agreement that ends a step, if the largest `change` of a rank is not NONE:
+        compares parameters again and sums new gradients. Raises UsageError if the tensors of the ranks no longer match.
         """
         weights = self._survey()
         self._compare(values=change is Change.REPLACED)
@@ -118,7 +125,7 @@ class Gradients:
         all_gather(self._context.world, [0.0])
 
     def forget(self) -> None:
-        """Drops what is under way."""
+        """Drops work under way."""
         self._sums.forget()
         if self._new is not None:
             self._new.forget()
@@ -162,7 +169,7 @@ class Gradients:
         self._unmade = any(looks.is_meta for each in everyone for looks in each.all)
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """What every tensor rank has the whole of."""
+        """The tensors that every tensor rank has in full, by name."""
         own = splits_of(self._model).keys() | own_buffers_of(self._model)
         for name, tensor in named_tensors(self._model):
             if id(tensor) not in own and not is_distributed(tensor):
@@ -180,8 +187,8 @@ class Gradients:
         for name in share_in_group(dict(self._whole()), context.tensor):
             if name in dict(self._model.named_buffers()):
                 LOG.warning(
-                    "buffer %r had other values than on the first tensor rank, and has those now; where every tensor "
-                    "rank is to keep its own, name it in the layer's own_buffers()",
+                    "buffer %r had other values than on the first tensor rank and was overwritten with those; if every "
+                    "tensor rank should keep its own, name it in the layer's own_buffers()",
                     name,
                 )
         sharded = {id(weight.parameter) for weight in self._weights if weight.is_sharded}

@@ -1,4 +1,4 @@
-"""Sums: the gradients of which a rank has one part, or one of several, in the order in which a step ends them."""
+"""Sums: gradients that are summed or averaged over ranks, in the order in which a step does so."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pipeflow.runtime.gradients.weights import Weight
 
 
 class Sum(ABC):
-    """What happens to the gradients of one bucket over several ranks, beside what the rank computes meanwhile.
+    """A sum of one bucket of gradients over several ranks, which runs beside the rank's computations.
 
     Args:
-        bucket: of which gradients.
-        after: the stage whose last weight gradient it begins with; None for what begins at the end of the step.
+        bucket: the gradients.
+        after: stage after whose last weight gradient it begins; None to begin at the end of the step.
     """
 
     __slots__ = ("after", "bucket", "row", "works")
@@ -38,14 +38,14 @@ class Sum(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Starts with the gradients that there are now. Raises LinkError."""
+        """Starts the sum with the current gradients. Raises LinkError."""
 
     @abstractmethod
     def result(self, row: Tensor) -> Tensor:
-        """What all ranks' rows were made into, when nothing is under way any more."""
+        """The sum, when no transfer is under way any more. `row` is this rank's part."""
 
     def finish(self) -> None:
-        """Waits, and puts the result where the gradients were. Raises LinkError."""
+        """Waits for the sum and writes it into the gradients. Raises LinkError."""
         for work in self.works:
             work.wait()
         if self.row is not None:
@@ -53,12 +53,12 @@ class Sum(ABC):
         self.forget()
 
     def forget(self) -> None:
-        """Drops what is under way."""
+        """Drops work under way."""
         self.row, self.works = None, []
 
 
 class GroupSum(Sum):
-    """The sum over a group, or with `mean` the average."""
+    """The sum over a group, or the average if `mean` is True."""
 
     __slots__ = ("group", "mean")
 
@@ -78,7 +78,7 @@ class GroupSum(Sum):
 
 
 class TiedSum(Sum):
-    """The sum over the ranks of the pipeline that hold the same weights, in the order of these ranks."""
+    """The sum over the pipeline ranks that hold the same weights, added up in rank order."""
 
     __slots__ = ("arriving", "peers", "queue", "ranks", "transport")
 
@@ -87,7 +87,7 @@ class TiedSum(Sum):
         self.transport = transport
         self.ranks = ranks
         self.peers = [rank for rank in ranks if rank != transport.rank]
-        self.queue: Sequence[TiedSum] = (self,)  # what arrives from the same peers, in the order in which they send
+        self.queue: Sequence[TiedSum] = (self,)  # sums with the same peers, in the order in which these send
         self.arriving: dict[int, Tensor] = {}
 
     def start(self) -> None:
@@ -115,7 +115,7 @@ class TiedSum(Sum):
 
 
 class _Once:
-    """A transfer that two threads may wait for, as when a step is traced: a channel tells one of them only."""
+    """A transfer for which two threads may wait, as in a traced step: a channel wakes up only one of them."""
 
     __slots__ = ("_done", "_lock", "_work")
 
@@ -132,12 +132,14 @@ class _Once:
 
 
 class Sums:
-    """All sums of this rank, in the order in which they end: over the ranks of the pipeline that hold a weight, over
-    the tensor ranks that have a part of its gradient, and the average over the replicas. Each begins as soon as the
-    one before it has left a whole gradient. Made anew when the weights change; a step makes none.
+    """All sums of this rank, in the order in which they end.
+
+    First tied weights are summed over the pipeline ranks that hold them, then partial gradients over the tensor ranks;
+    then gradients are averaged over the replicas. Each sum begins as soon as the one before it is complete. Sums are
+    made when the weights change, not in a step.
 
     Attributes:
-        parameters: all of `weights` that take part.
+        parameters: the trainable parameters of `weights` that have memory.
     """
 
     def __init__(self, weights: Iterable[Weight], context: Context) -> None:
@@ -164,8 +166,8 @@ class Sums:
         self._orders: Orders = ()
 
     def begin(self, orders: Orders) -> None:
-        """Before the first backward of a step, whose ranks reduce their stages in `orders`. Sets the gradients of
-        earlier steps aside where this step's are summed: those were summed then.
+        """Call before the first backward of a step, in which ranks reduce their stages in `orders`. Sets gradients of
+        earlier steps aside if this step's gradients are summed, because the earlier ones have been summed already.
         """
         if orders is not self._orders:
             self._arrange(orders)
@@ -174,14 +176,16 @@ class Sums:
             parameter.grad = None
 
     def start(self, stage: int) -> list[Work]:
-        """Starts what can begin for a stage of which all backwards are done. Raises LinkError."""
+        """Starts the sums that can begin when all backwards of `stage` are done. Raises LinkError."""
         started = [each for each in self._early if each.after == stage]
         for each in started:
             each.start()
         return [work for each in started for work in each.works]
 
     def end(self, *, reduce: bool) -> None:
-        """After the last backward; `reduce` unless each replica is to go on adding up its own. Raises LinkError."""
+        """Call after the last backward. If `reduce` is False, gradients are not averaged: each replica accumulates its
+        own. Raises LinkError.
+        """
         _finish(self._tied)
         _finish(self._parts)
         for parameter, earlier in zip(self._added, self._earlier, strict=True):
@@ -192,13 +196,13 @@ class Sums:
             _finish(self._averages)
 
     def forget(self) -> None:
-        """Drops what is under way."""
+        """Drops work under way."""
         for each in (*self._tied, *self._parts, *self._averages):
             each.forget()
         self._earlier = []
 
     def _arrange(self, orders: Orders) -> None:
-        """Has every rank send what two ranks exchange as early as it can, and the other one await it in that order."""
+        """Orders the sums so that every rank sends as early as it can, and its peer receives in the same order."""
         self._orders = orders
         for sums in (self._tied, self._averages):
             sums.sort(key=lambda each: _turn(each, orders[self._rank]))
@@ -215,7 +219,7 @@ def _turn(each: Sum, order: Sequence[int]) -> int:
 
 
 def _finish(sums: Sequence[Sum]) -> None:
-    """Waits for all of them, those that nobody started included."""
+    """Waits for all `sums`, after starting those that have not started."""
     for each in sums:
         if each.row is None:
             each.start()
@@ -224,7 +228,7 @@ def _finish(sums: Sequence[Sum]) -> None:
 
 
 def _grouped(weights: Iterable[Weight], key: Callable[[Weight], tuple[Any, ...]]) -> Iterator[list[Weight]]:
-    """Those of one key together, in the order of the keys."""
+    """Yields the weights of each key together, in the order of the keys."""
     for _, alike in groupby(sorted(weights, key=key), key=key):
         yield list(alike)
 

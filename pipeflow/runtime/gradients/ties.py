@@ -1,5 +1,5 @@
-"""Ties: one weight of which several ranks of the pipeline, or several modules of one, hold a copy, like a word
-embedding that is also the head. What must not live here: what is done with their values and gradients.
+"""Ties: weights of which several ranks of the pipeline, or several modules of one rank, hold a copy, such as a word
+embedding that is also the output head. Must not contain: operations on their values and gradients.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import current_context
 
 LOG = logging.getLogger("pipeflow")
-_MARK = "_pipeflow_copies"  # what a registered module, or parameter, is a copy of: it has no other place to be found
+_MARK = "_pipeflow_copies"  # attribute of registered modules and parameters: the ties of which they are copies
 _NUMBERS = count()
 
 
 class PipelineSharedModuleWrapper:
-    """Ties weights across ranks of the pipeline: one wrapper per tied module or parameter.
+    """Ties weights across ranks of the pipeline. Make one wrapper per tied module or parameter.
 
-    Each of `ranks` registers its copy before the `Pipeline` is made; the lowest rank's values win, and after every
-    step each copy's gradient is the sum over the copies. All copies that one rank registers (as when `ranks` is
-    `[0, 0]`, or in a bidirectional schedule) become one object, the first. Make the optimizer from the Pipeline's
-    parameters.
+    Each of `ranks` registers its copy before the `Pipeline` is made. All copies then get the values of the lowest rank,
+    and after every step the gradient of each copy is the sum over all copies. If one rank registers several copies
+    (with `ranks` `[0, 0]`, or in a bidirectional schedule), they become one object, the first one. Make the optimizer
+    from the Pipeline's parameters.
 
     Args:
         ranks: the pipeline ranks that hold a copy.
@@ -42,25 +42,25 @@ class PipelineSharedModuleWrapper:
             raise UsageError(f"ranks {list(ranks)} must be among those of the pipeline, 0..{context.pipeline_size - 1}")
         self._shared = _Shared(tuple(ranks))
         self._rank = context.pipeline_rank
-        self._first: nn.Module | None = None  # that was registered
+        self._first: nn.Module | None = None  # the first that was registered
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that hold a copy, ascending."""
+        """The ranks that hold a copy, ascending."""
         return self._shared.ranks
 
     def register_module(self, module: nn.Module) -> None:
-        """Ties the parameters of `module`, those that it has when it is used: they may be replaced.
+        """Ties the parameters of `module`, including those that replace them later.
 
-        Raises UsageError on a rank that is not in `ranks`, and for a copy that is unlike the first.
+        Raises UsageError on a rank that is not in `ranks`, and for a copy whose shapes or dtypes differ from the first.
         """
         vars(module).setdefault(_MARK, []).append(self._copy(list(module.parameters())))
         self._first = self._first or module
         _replace_in(module, dict(zip(map(id, module.parameters()), self._first.parameters(), strict=True)))
 
     def register_parameter(self, parameter: nn.Parameter) -> None:
-        """Ties `parameter`, which must be in the model when the Pipeline is made: register its module where it may be
-        replaced before. A warning is logged where it was. Raises UsageError as `register_module` does.
+        """Ties `parameter`, which must still be in the model when the Pipeline is made; a warning is logged if it was
+        replaced before. If it may be replaced, register its module instead. Raises UsageError like `register_module`.
         """
         copy = self._copy([parameter])
         vars(parameter).setdefault(_MARK, []).append(copy)
@@ -84,13 +84,13 @@ class PipelineSharedModuleWrapper:
 
 @dataclass(eq=False)
 class _Shared:
-    """What one wrapper ties on this rank; all of its copies know it, and copies of these too."""
+    """The tie that one wrapper makes on this rank; all of its copies, and deep copies of these, refer to it."""
 
     named: tuple[int, ...]
     number: int = field(default_factory=lambda: next(_NUMBERS))
     looks: Mapping[str, list[Any]] = field(default_factory=dict)  # of the first copy
     copies: int = 0
-    adopted: set[int] = field(default_factory=set)  # copies that were parameters alone, and now are in modules
+    adopted: set[int] = field(default_factory=set)  # indices of registered parameters whose marks were moved to modules
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -102,8 +102,8 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Copy:
-    """The mark of a copy, `index` in the order in which this rank registered them; `name` where it is not all of the
-    module's parameters.
+    """The mark of a copy: its `index` in the order of registration on this rank, and the `name` of its parameter, or
+    None if it is all parameters of a module.
     """
 
     shared: _Shared
@@ -114,7 +114,7 @@ class _Copy:
         return list(module.parameters()) if self.name is None else [module.get_parameter(self.name)]
 
     def warn_unless_adopted(self) -> None:
-        """When the parameter is gone."""
+        """Called when the parameter is deleted."""
         if self.index not in self.shared.adopted:
             LOG.warning(
                 "a parameter that PipelineSharedModuleWrapper(%s) registered was replaced before a Pipeline was made, "
@@ -125,17 +125,17 @@ class _Copy:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A tied weight, or the weights of a tied module, as this rank holds them."""
+    """A tied weight, or the weights of a tied module, on this rank."""
 
     ranks: tuple[int, ...]
     parameters: list[nn.Parameter]
 
 
 def tie(model: nn.Module) -> list[Tie]:
-    """The ties that `model` has part in, in the order in which they were made; further copies of a weight on this rank
-    become the first.
+    """The ties of `model`, in the order in which they were made. On this rank, further copies of a weight are replaced
+    by the first.
 
-    Raises UsageError for a wrapper of a single rank to which one copy was given, and for copies that are unlike by now.
+    Raises UsageError for a tie on a single rank with only one copy, and for copies that no longer match.
     """
     _move_marks_to_modules(model)
     found = _copies_in(model)
@@ -144,7 +144,7 @@ def tie(model: nn.Module) -> list[Tie]:
         if len(shared.ranks) == 1 and len({index for index, _ in copies}) == 1:
             raise UsageError(
                 f"PipelineSharedModuleWrapper({list(shared.named)}) ties nothing, since one copy was registered: on a "
-                "single rank register all of them"
+                "single rank, register all copies"
             )
         for _, copy in copies[1:]:
             _require_alike(shared, copies[0][1], copy)
@@ -154,7 +154,7 @@ def tie(model: nn.Module) -> list[Tie]:
 
 
 def ranks_of_tied(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """By the id of each parameter of `model` that users tied, the ranks of the pipeline that hold it."""
+    """Maps the id of each parameter of `model` that users tied to the pipeline ranks that hold it."""
     return {
         id(parameter): shared.ranks
         for shared, copies in _copies_in(model).items()
@@ -164,7 +164,7 @@ def ranks_of_tied(model: nn.Module) -> dict[int, tuple[int, ...]]:
 
 
 def _replace_in(module: nn.Module, by: Mapping[int, nn.Parameter]) -> None:
-    """Puts other parameters in the places of those with these ids."""
+    """Replaces the parameters with these ids in `module`."""
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if id(parameter) in by:
@@ -178,13 +178,13 @@ def _require_alike(shared: _Shared, first: Sequence[nn.Parameter], other: Sequen
     )
     if mine != its:
         raise UsageError(
-            f"PipelineSharedModuleWrapper({list(shared.named)}): the copies on one rank become the first, but that has "
-            f"(shape, dtype, requires_grad) {mine}, and another {its}: make them alike"
+            f"PipelineSharedModuleWrapper({list(shared.named)}): copies on one rank become one, but the first has "
+            f"(shape, dtype, requires_grad) {mine}, and another {its}: make them the same"
         )
 
 
 def _copies_in(model: nn.Module) -> dict[_Shared, list[tuple[int, list[nn.Parameter]]]]:
-    """Every copy with its index, in the order in which the wrappers were made and the copies registered."""
+    """Every copy with its index, by tie, in the order in which the ties were made and the copies registered."""
     found: dict[_Shared, list[tuple[int, list[nn.Parameter]]]] = defaultdict(list)
     for owner in model.modules():
         for mark in _marks_of(owner):
@@ -196,7 +196,7 @@ def _copies_in(model: nn.Module) -> dict[_Shared, list[tuple[int, list[nn.Parame
 
 
 def _marks_of(owner: nn.Module) -> list[_Copy]:
-    """Those of a module and of its own parameters, each once."""
+    """The marks of a module and of its own parameters, each once."""
     of_parameters = [
         _Copy(mark.shared, mark.index, name)
         for name, parameter in owner._parameters.items()
@@ -207,7 +207,7 @@ def _marks_of(owner: nn.Module) -> list[_Copy]:
 
 
 def _move_marks_to_modules(model: nn.Module) -> None:
-    """Parameters may be replaced; the modules that hold them stay."""
+    """Moves marks from parameters to the modules that hold them, because parameters may be replaced."""
     for owner in model.modules():
         if marks := _marks_of(owner):
             vars(owner)[_MARK] = marks

@@ -1,4 +1,6 @@
-"""Values: what several ranks hold starts the same on all of them. They travel as bytes, of whatever dtype they are."""
+"""Values: gives a tensor that several ranks hold the same values on all of them. Values are sent as bytes, whatever the
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from pipeflow.parallel.transport.protocol import Tag, Transport
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Its parameters and buffers."""
+    """The parameters and buffers of `module`, by name."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def share_in_group(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
-    """Gives every rank of `group` what its rank 0 has, or its part of it; what is on the meta device has no values.
-    Returns the names of those that had others here. Raises LinkError.
+    """Copies the tensors of the group's rank 0, or this rank's parts of them, to every rank; tensors on the meta device
+    are skipped.
+
+    Returns the names of tensors whose values changed on this rank. Raises LinkError.
     """
     if group.size == 1:
         return []
@@ -39,7 +43,9 @@ def share_in_group(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
 
 
 def share_in_pipeline(tensor: Tensor, ranks: tuple[int, ...], transport: Transport) -> None:
-    """Gives `tensor` on all of `ranks`, this one among them, the values that the lowest has. Raises LinkError."""
+    """Copies the values of `tensor` on the lowest of `ranks` to all of them; this rank must be one of them. Raises
+    LinkError.
+    """
     if tensor.is_meta or not tensor.numel():
         return
     values = local_part(tensor).clone(memory_format=torch.contiguous_format)
@@ -51,5 +57,5 @@ def share_in_pipeline(tensor: Tensor, ranks: tuple[int, ...], transport: Transpo
 
 
 def _bytes_of(values: Tensor) -> Tensor:
-    """The same memory."""
+    """The same memory, as bytes."""
     return values.view(-1).view(torch.uint8)

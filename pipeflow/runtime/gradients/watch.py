@@ -1,5 +1,5 @@
-"""Watch: notices when the parameters of a module are others than they were: unfrozen, replaced alone or with their
-layer. Asked before every step, so no line of Python runs once per parameter.
+"""Watch: notices that parameters of a module were frozen, unfrozen, or replaced alone or with their layer. It is asked
+before every step, so it avoids Python code per parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _is_trained = attrgetter("requires_grad")
 
 
 class Watch:
-    """Of the parameters of `module` and its children, and of these, as they are now."""
+    """Remembers the current parameters and children of `module` and its children."""
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(dict.fromkeys(others_in(module)))
@@ -23,12 +23,12 @@ class Watch:
             *(child._parameters for child in modules if child._parameters),
             *(child._modules for child in modules if child._modules),
         ]
-        self._seen = self._now()  # kept alive, so that none is taken for another one in its place
+        self._seen = self._now()  # kept alive, so that no new object can have the same id
         self._parameters = [each for each in self._seen if isinstance(each, nn.Parameter)]
         self._trained = list(map(_is_trained, self._parameters))
 
     def notices(self) -> bool:
-        """Whether anything has changed since."""
+        """Returns True if anything has changed since the Watch was made."""
         now = self._now()
         if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
             return True

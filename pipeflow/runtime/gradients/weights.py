@@ -1,4 +1,4 @@
-"""Weights: the parameters of this rank, and who else holds each. Whatever is done with gradients follows from it."""
+"""Weights: the parameters of this rank, with the other ranks that hold each. All sums of gradients follow from this."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class Weight:
     """A parameter of this rank.
 
     Attributes:
-        name: in the Pipeline.
-        stages: those of this rank that hold it.
-        ranks: those of the pipeline that hold it, one of them this one.
-        order: the same on all of `ranks`, another one for every other weight that they hold.
-        is_tied: whether users tied it.
-        is_split: whether a tensor rank has a part of it.
-        is_part: whether its gradient on a tensor rank is a part of a sum.
-        is_sharded: whether fully_shard holds it in parts, and averages its gradient.
+        name: name in the Pipeline.
+        parameter: the parameter.
+        stages: stages of this rank that hold it.
+        ranks: pipeline ranks that hold it, including this one.
+        order: sort key, the same on all of `ranks` and different for every weight that they hold.
+        is_tied: True if users tied it.
+        is_split: True if each tensor rank has a part of it.
+        is_part: True if its gradient on a tensor rank is a part of a sum.
+        is_sharded: True if fully_shard splits it and averages its gradient.
     """
 
     name: str
@@ -43,24 +44,24 @@ class Weight:
 
     @property
     def after(self) -> int | None:
-        """The stage after whose last backward this rank has all that it will add to the gradient; None where that is
-        known at the end of the step alone.
+        """The stage after whose last backward this rank's gradient is complete; None if that is only known at the end
+        of the step.
         """
         return self.stages[0] if len(self.stages) == 1 and not self.is_tied else None
 
     @property
     def averaged_after(self) -> int | None:
-        """As `after`, for the whole gradient."""
+        """Like `after`, for the gradient summed over all ranks."""
         return self.after if len(self.ranks) == 1 and not self.is_part else None
 
 
 def weights_of(
     model: nn.Module, stages: Mapping[int, nn.Module], ties: Sequence[Tie], placement: Placement
 ) -> list[Weight]:
-    """Every parameter of `stages` once, in their order, named as in `model`.
+    """Every parameter of `stages` once, in order, with its name in `model`.
 
-    Raises UsageError for a weight that is tied to ranks of which neither are all, or that other ranks hold too and that
-    is under fully_shard.
+    Raises UsageError for a weight that is tied to one set of ranks and copied on another, neither of which contains the
+    other, and for a weight under fully_shard that other ranks hold, too.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     splits, parts, sharded = splits_of(model), set(map(id, partial_in(model))), fully_sharded_parameters(model)
@@ -92,14 +93,14 @@ def weights_of(
 
 
 class _Claim(NamedTuple):
-    """The ranks that hold a weight for one reason, and its order there."""
+    """The ranks that hold a weight for one reason, and its order among those."""
 
     ranks: tuple[int, ...]
     order: tuple[int, ...]
 
 
 def _widest(name: str, claims: Sequence[_Claim], *, is_sharded: bool) -> _Claim:
-    """The one with all ranks of the others."""
+    """The claim whose ranks include those of all others."""
     widest = max(claims, key=lambda claim: len(claim.ranks))
     for ranks, _ in claims:
         if not set(ranks) <= set(widest.ranks):
@@ -110,6 +111,6 @@ def _widest(name: str, claims: Sequence[_Claim], *, is_sharded: bool) -> _Claim:
     if is_sharded and (len(claims) > 1 or len(widest.ranks) > 1):
         raise UsageError(
             f"{name!r}, which other ranks or stages hold too (tied, or of a bidirectional schedule), cannot be under "
-            "fully_shard: leave its module out, as with fully_shard on each block and not on the stage"
+            "fully_shard: leave its module out, for example by fully_shard on each block and not on the stage"
         )
     return widest

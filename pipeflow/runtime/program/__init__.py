@@ -1,1 +1,1 @@
-"""A rank's program as the operations that a step calls."""
+"""Turns a rank's program into the operations that a step calls."""

@@ -1,5 +1,5 @@
-"""Actions: the operations that an action of each kind becomes, in one table. What moves values between ranks is the
-business of `compile`.
+"""Actions: a table of the operations that each kind of action becomes. Must not contain: transfers between ranks, which
+are in `compile`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pipeflow.runtime.stage import Stage
 
 @dataclass(slots=True)
 class Shared:
-    """What the operations of one rank's program share, found by value while they are made."""
+    """The objects that operations of one rank's program share, looked up by value while the operations are made."""
 
     stages: Mapping[int, Stage]
     num_stages: int
@@ -30,7 +30,7 @@ class Shared:
     training: bool
     gradients: Gradients
     results: Results
-    positionals: list[tuple[object, ...]]  # per microbatch, what the first stage gets
+    positionals: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     routes: Routes = ()
     payloads: dict[Value, Payload] = field(default_factory=dict)
     states: dict[tuple[int, int], BackwardState] = field(default_factory=dict)
@@ -41,16 +41,16 @@ class Shared:
         return self.payloads.setdefault(value, Payload())
 
     def awaited(self, values: Iterable[Value]) -> list[ops.Operation]:
-        """The waits for those values that come from another rank; none for those that were made here."""
+        """The waits for those of `values` that come from another rank."""
         return [self.waits[value] for value in values if value in self.waits]
 
     def inputs(self, action: Action) -> list[Value]:
-        """What the action's stage gets from earlier ones for its microbatch, in the order of its arguments."""
+        """The values that the action's stage receives from earlier stages, in the order of its arguments."""
         sources = sources_of(action.stage, self.routes)
         return [_activation(source, action.stage, action.microbatch) for source in sources]
 
     def outputs(self, action: Action) -> list[Value]:
-        """What the action's stage hands to later ones, in the order in which it returns them."""
+        """The values that the action's stage passes to later stages, in the order in which it returns them."""
         targets = targets_of(action.stage, self.num_stages, self.routes)
         return [_activation(action.stage, target, action.microbatch) for target in targets]
 
@@ -60,13 +60,13 @@ def _activation(source: int, target: int, microbatch: int) -> Value:
 
 
 def _gradient(activation: Value) -> Value:
-    """That of an activation."""
+    """The gradient of an activation."""
     target = None if activation.to is None else activation.stage
     return Value(Content.GRADIENT, activation.user, activation.microbatch, target)
 
 
 def forward(shared: Shared, action: Action) -> list[ops.Operation]:
-    """F: the batch or a payload goes in; a payload or the loss comes out."""
+    """F: takes its input from the batch or from payloads, and puts its output into payloads or the loss."""
     stage, microbatch = action.stage, action.microbatch
     state = shared.states.setdefault((stage, microbatch), BackwardState()) if shared.training else None
     inputs, outputs = shared.inputs(action), shared.outputs(action)
@@ -83,31 +83,31 @@ def forward(shared: Shared, action: Action) -> list[ops.Operation]:
 
 
 def backward(shared: Shared, action: Action) -> list[ops.Operation]:
-    """B: the gradient of the output goes in, that of the input comes out; those of the weights are added."""
+    """B: takes the gradients of the output, makes those of the input, and adds those of the weights."""
     before, state, source, sink = _backward(shared, action)
     return [*before, ops.Backward(action, state, source, sink)]
 
 
 def backward_input(shared: Shared, action: Action) -> list[ops.Operation]:
-    """I: as B, with weight gradients left for W where layers can do so."""
+    """I: like B, but leaves weight gradients for W in layers that can defer them."""
     before, state, source, sink = _backward(shared, action)
     return [*before, ops.BackwardInput(action, state, source, sink, shared.stages[action.stage].deferral)]
 
 
 def backward_weight(shared: Shared, action: Action) -> list[ops.Operation]:
-    """W: the weight gradients that I left."""
+    """W: computes the weight gradients that I left."""
     return [ops.BackwardWeight(action, shared.states[action.stage, action.microbatch])]
 
 
 def reduction(shared: Shared, action: Action) -> list[ops.Operation]:
-    """R: the sum of the stage's weight gradients over the ranks that hold it."""
+    """R: sums the stage's weight gradients over the ranks that hold the stage."""
     return [ops.Reduce(action, shared.gradients.reduce)]
 
 
 def _backward(
     shared: Shared, action: Action
 ) -> tuple[list[ops.Operation], BackwardState, ops.GradientSource, ops.GradientSink | None]:
-    """What is awaited first, what the forward kept, where the gradients come from and where they go."""
+    """The waits that come first, the state that the forward kept, the source of gradients, and their sink."""
     inputs, outputs = shared.inputs(action), list(map(_gradient, shared.outputs(action)))
     source: ops.GradientSource = ops.LossGradient(shared.results, action.microbatch)
     sources = [ops.PayloadGradients(shared.payloads[value]) for value in outputs]
@@ -127,4 +127,4 @@ OPERATIONS: dict[Kind, Callable[[Shared, Action], list[ops.Operation]]] = {
     Kind.W: backward_weight,
     Kind.R: reduction,
 }
-"""Of each kind, what makes its operations; the last one of them runs the action, the others wait for what it needs."""
+"""For each kind, the function that makes its operations. The last operation runs the action; those before it wait."""

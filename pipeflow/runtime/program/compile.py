@@ -1,4 +1,4 @@
-"""Compile: from a rank's program to the list of operations that a step calls, one after the other."""
+"""Compile: turns a rank's program into the list of operations that a step calls one after the other."""
 
 from __future__ import annotations
 
@@ -28,26 +28,27 @@ from pipeflow.runtime.stage import Stage
 
 @dataclass(slots=True)
 class Compiled:
-    """A program ready to run. What a step brings (its batch) is put into the lists that the operations hold."""
+    """A program that is ready to run. A step puts its batch into the lists that the operations hold."""
 
     operations: list[ops.Operation]
     results: Results
-    positionals: list[tuple[object, ...]]  # per microbatch, what the first stage gets
+    positionals: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     promise: Promise | None
-    promised: list[transfers.Post | transfers.Send]  # the transfers that go by it
-    sizes: list[int] = field(default_factory=list)  # samples per microbatch that they are made for
+    promised: list[transfers.Post | transfers.Send]  # the transfers that rely on it
+    sizes: list[int] = field(default_factory=list)  # samples per microbatch for which they are prepared
 
     def fit(self, sizes: list[int], transport: Transport) -> None:
-        """Has transfers go by microbatches of these sizes. Where they are others than in the last step, and decide how
-        long messages are, the ranks of the pipeline compare them first: gloo ends a process whose message is too long.
-        Raises UsageError where they differ.
+        """Prepares the transfers for microbatches of `sizes` samples.
+
+        If the sizes changed since the last step and determine the lengths of messages, the ranks of the pipeline
+        compare them first, because gloo ends a process whose message is too long. Raises UsageError if they differ.
         """
         if self.promise is None or sizes == self.sizes:
             return
         if self.promise.is_open:
             read = [int(samples) for [samples] in all_gather(transport, [float(sum(sizes))])]
             if len(set(read)) > 1:
-                raise UsageError(f"the ranks of a pipeline read the same batch, but theirs have {read} samples")
+                raise UsageError(f"the ranks of a pipeline must read the same batch, but theirs have {read} samples")
         for transfer in self.promised:
             transfer.expect(self.promise.of(sizes[transfer.value.microbatch]))
         self.sizes = sizes
@@ -69,15 +70,15 @@ def compile_program(
     """The operations of `program` on this rank.
 
     Args:
-        program: this rank's.
-        schedule, routes: what it was lowered from.
-        stages: those this rank holds, by index.
-        transport: makes the channels.
-        promise: what activations between ranks look like; None when headers are to tell.
-        training: whether forwards keep what backwards need.
-        overlap: runs pairs; without it there must be none.
-        gradients: of all stages, to be reduced.
-        reduce: whether they are averaged over replicas.
+        program: program of this rank.
+        schedule, routes: the schedule and routes from which it was lowered.
+        stages: stages of this rank, by index.
+        transport: transport that makes the channels.
+        promise: shape and dtype of activations between ranks; None to send them in headers.
+        training: True if forwards keep what backwards need.
+        overlap: function that runs pairs; without it the schedule must have none.
+        gradients: gradients of all stages, for reductions.
+        reduce: True to average gradients over the replicas.
     """
     num_stages, num_microbatches = schedule.placement.num_stages, schedule.num_microbatches
     results = Results(num_microbatches)
@@ -91,7 +92,7 @@ def compile_program(
 
 
 def _averaged(operations: list[ops.Operation], stages: Mapping[int, Stage], reduce: bool) -> list[ops.Operation]:
-    """With what stages under fully_shard are told: to average in their last backward, or not at all."""
+    """Adds operations that make stages under fully_shard average in their last backward, or not at all."""
     for index, stage in stages.items():
         if sharded := fully_sharded_in(stage.module):
             operations = [Averaging(sharded, now=False), *operations]
@@ -110,14 +111,14 @@ def _is_backward_of(stage: int, operation: ops.Operation) -> bool:
 class _Compiler:
     shared: Shared
     transport: Transport
-    known: bool  # whether the shapes of activations are
+    known: bool  # True if shapes of activations are known
     overlap: Overlap | None
     sends: dict[Value, transfers.SentActivation] = field(default_factory=dict)
     inboxes: dict[int, deque[Arrival]] = field(default_factory=lambda: defaultdict(deque))
-    begun: dict[Value, ops.Beside] = field(default_factory=dict)  # what makes it beside the computations
+    begun: dict[Value, ops.Beside] = field(default_factory=dict)  # by the value that they make
 
     def program(self, instructions: Iterable[Instruction]) -> list[ops.Operation]:
-        """All of them; the last ones wait for what was begun beside the computations."""
+        """All operations; the last ones wait for actions that run beside the computations."""
         operations = [operation for instruction in instructions for operation in self.lower(instruction)]
         return [*operations, *(ops.Await(each) for each in operations if isinstance(each, ops.Beside))]
 
@@ -160,7 +161,7 @@ class _Compiler:
         return send
 
     def compute(self, action: Action) -> list[ops.Operation]:
-        """The operations of an action, behind waits for what is made for it on other streams of the rank."""
+        """The operations of an action, after waits for values that other streams of the rank make for it."""
         *before, operation = OPERATIONS[action.kind](self.shared, action)
         stream, stages = DATAFLOW[action.kind].stream, self.shared.num_stages
         begun = [self.begun.pop(value) for value in needs(action, stages) if value in self.begun]
@@ -170,7 +171,7 @@ class _Compiler:
         return [*map(ops.Await, others), *before, operation]
 
     def both(self, pair: Pair) -> list[ops.Operation]:
-        """Both halves' inputs first, then the halves."""
+        """The operations before both halves, then the pair."""
         *before, forward = self.compute(pair.forward)
         *also, backward = self.compute(pair.backward)
         assert isinstance(forward, ops.Forward)

@@ -1,5 +1,5 @@
-"""Transfers of activations whose shape is not known beforehand: a header travels with each, and says whether the
-activation is what its receiver posted for. What was seen twice in a row is posted for ahead.
+"""Transfers of activations of unknown shape: a header is sent with each and says whether the activation has the shape
+that its receiver posted for. A shape that came twice in a row is posted for ahead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeflow.runtime.program.transfers import Transfer
 
 
 class Expectation:
-    """What both ends expect of one value next step; they see the same, so they expect the same."""
+    """The expected metadata of one value in the next step. Both ends see the same history, so they expect the same."""
 
     __slots__ = ("expected", "last")
 
@@ -28,13 +28,13 @@ class Expectation:
         self.last: Metadata | None = None
 
     def see(self, metadata: Metadata) -> None:
-        """Takes note of what came: what comes twice in a row is expected again."""
+        """Records what arrived. A shape that arrives twice in a row is expected next time."""
         self.expected = metadata if metadata == self.last else None
         self.last = metadata
 
 
 class DynamicChannels(NamedTuple):
-    """One end of the four channels that activations of unknown shape take between an ordered pair of ranks."""
+    """One end of the four channels for activations of unknown shape between an ordered pair of ranks."""
 
     header: Start
     metadata: Start
@@ -54,13 +54,15 @@ _TAGS = (Tag.HEADER, Tag.METADATA, Tag.ACTIVATION, Tag.REDIRECTED)
 
 
 class SendDynamic(Transfer):
-    """Sends the header, then the activation: on the channel it is expected on, or behind its metadata, redirected."""
+    """Sends a header, then the activation: on the channel where it is expected, or after its metadata on the channel
+    for redirected activations.
+    """
 
     __slots__ = ("channels", "device", "expectation", "metadata")
 
     doing = "sending"
     metadata: Metadata
-    """Of what was sent last."""
+    """Metadata of the last activation."""
 
     def __init__(
         self, value: Value, link: Link, payload: Payload, channels: DynamicChannels, device: torch.device
@@ -83,7 +85,7 @@ class SendDynamic(Transfer):
         payload.tensors = []
 
     def _announce(self, expected: Metadata | None) -> None:
-        """Sends what the activation looks like, and something to fill the receives that were posted in vain."""
+        """Sends the activation's metadata, and unused tensors to fill receives that were posted for another shape."""
         payload, works = self.payload, self.payload.works
         metadata = self.metadata = Metadata.of(payload.tensors, payload.spec, payload.grads)
         body = torch.frombuffer(bytearray(_packed(metadata)), dtype=torch.uint8)
@@ -98,7 +100,7 @@ _AS_EXPECTED = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 def _packed(metadata: Metadata) -> bytes:
-    """`metadata` as bytes. Its tree goes as a tree of numbers: torch's own TreeSpec is not made to travel."""
+    """`metadata` as bytes. Its tree is sent as a tree of numbers, because torch's TreeSpec cannot be packed."""
     tree = None if metadata.spec is None else tree_unflatten(range(len(metadata.shapes)), metadata.spec)
     return pack((metadata.spec is None, tree, *metadata[1:]))
 
@@ -109,7 +111,9 @@ def _unpacked(body: bytes) -> Metadata:
 
 
 class Arrival:
-    """An activation on its way: the payload it will fill, and its header. `pending` until the header was read."""
+    """An activation on its way: the payload that it will fill, and its header. `pending` is True until the header is
+    read.
+    """
 
     __slots__ = ("channels", "device", "expectation", "header", "payload", "pending")
 
@@ -123,7 +127,7 @@ class Arrival:
 
 
 class PostDynamic(Transfer):
-    """Posts the receive of a header, and of the activation where one is expected."""
+    """Posts the receive of a header, and of the activation if one is expected."""
 
     __slots__ = ("arrival", "inbox")
 
@@ -132,7 +136,7 @@ class PostDynamic(Transfer):
     def __init__(self, value: Value, link: Link, arrival: Arrival, inbox: deque[Arrival]) -> None:
         super().__init__(value, link, arrival.payload)
         self.arrival = arrival
-        self.inbox = inbox  # what was posted between this pair of ranks, in order
+        self.inbox = inbox  # arrivals posted between this pair of ranks, in order
 
     def __call__(self) -> None:
         arrival, payload = self.arrival, self.payload
@@ -148,8 +152,8 @@ class PostDynamic(Transfer):
 
 
 class WaitDynamic(Transfer):
-    """Waits for what was posted between this pair of ranks, in order, up to and with its own value. Reads each header
-    and, unless the activation is the expected one, receives it now.
+    """Waits for all values that were posted between this pair of ranks, in order, up to its own value. Reads each
+    header and, if the activation is not as expected, receives it now.
     """
 
     __slots__ = ("arrival", "inbox")
@@ -174,7 +178,7 @@ class WaitDynamic(Transfer):
             arrival.pending = False
 
     def _redirected(self, arrival: Arrival, length: int) -> Metadata:
-        """Receives what is not what was expected."""
+        """Receives an activation that is not as expected."""
         body = torch.empty(length, dtype=torch.uint8, device="cpu")
         self.link.wait([arrival.channels.metadata([body])])
         metadata = _unpacked(bytes(body.tolist()))

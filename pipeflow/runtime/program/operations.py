@@ -1,5 +1,6 @@
-"""The computations of a compiled program. Each is called once a step; all it needs was given to it beforehand, so
-that a step looks nothing up. What moves values between ranks is in `transfers` and `dynamic_shapes`.
+"""The computations of a compiled program. Each operation is called once per step and is given all it needs when it is
+made, so that a step looks nothing up. Must not contain: transfers between ranks, which are in `transfers` and
+`dynamic_shapes`.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.stage import Stage
 
 GradientSource = Callable[[], list[Tensor]]
-"""Gives the gradients of a stage's output that a backward starts from."""
+"""Returns the gradients of a stage's output, with which a backward starts."""
 
 
 class GradientSink(Protocol):
-    """Takes the gradients of a stage's input, those of its tensors that want one."""
+    """Takes the gradients of those inputs of a stage that require one."""
 
     tensors: list[Tensor]
 
 
 class Operation(ABC):
-    """One thing a rank does in a step."""
+    """A single operation of a rank in a step."""
 
     __slots__ = ()
 
@@ -42,7 +43,7 @@ class Operation(ABC):
 
 
 class Compute(Operation):
-    """An operation that runs an action: what a timeline measures."""
+    """An operation that runs an action; a timeline measures it."""
 
     __slots__ = ("action",)
 
@@ -51,7 +52,7 @@ class Compute(Operation):
 
 
 class Forward(Compute):
-    """F: from where the input is, through the module, to where the output goes."""
+    """F: takes the input from `source`, calls the module, and passes the output to `sink`."""
 
     __slots__ = ("microbatch", "sink", "source", "stage")
 
@@ -87,7 +88,7 @@ class FromBatch:
 
 
 class FromPayload:
-    """A later stage's input: the previous stage's output, as leaves of a graph of its own."""
+    """A later stage's input: the previous stage's output, as leaves of a new graph."""
 
     __slots__ = ("payload", "state")
 
@@ -107,8 +108,8 @@ class FromPayload:
 
 
 class ToPayload:
-    """Where an inner stage's output goes. What stays here is its gradient edge, not the output itself. Memory that may
-    be written to before the next stage reads it, as a static buffer is, is copied.
+    """The sink for an inner stage's output. Keeps its gradient edges, not the output itself. Memory that may be
+    overwritten before the next stage reads it, such as a static buffer, is copied.
     """
 
     __slots__ = ("device", "payload", "state")
@@ -125,7 +126,7 @@ class ToPayload:
         payload.tensors = [
             (
                 tensor.detach().clone()
-                if (may_be_overwritten(tensor) if tensor.grad_fn is None else tensor._version)  # a call less for most
+                if (may_be_overwritten(tensor) if tensor.grad_fn is None else tensor._version)  # saves a call
                 else tensor.detach()
             )
             .contiguous()
@@ -138,7 +139,7 @@ class ToPayload:
 
 
 class ToResults:
-    """Where the last stage's output goes: into the loss."""
+    """The sink for the last stage's output: computes the loss."""
 
     __slots__ = ("microbatch", "results", "state")
 
@@ -162,7 +163,7 @@ class ToResults:
 
 
 class Backward(Compute):
-    """B: from the output's gradients, through the graph, to the parameters' and the input's."""
+    """B: computes the gradients of parameters and input from those of the output."""
 
     __slots__ = ("sink", "source", "state")
 
@@ -184,7 +185,7 @@ class Backward(Compute):
 
 
 class BackwardInput(Backward):
-    """I: as B, but the products that make weight gradients are kept for later, where the layers can do so."""
+    """I: like B, but layers that can do so keep the products that make weight gradients for W."""
 
     __slots__ = ("deferral",)
 
@@ -209,7 +210,7 @@ class BackwardInput(Backward):
 
 
 class BackwardWeight(Compute):
-    """W: the products that I kept, in its order."""
+    """W: runs the products that I kept, in the same order."""
 
     __slots__ = ("state",)
 
@@ -224,7 +225,7 @@ class BackwardWeight(Compute):
 
 
 class Beside(Operation):
-    """An action that is only begun where it stands, and goes on beside what follows until its works are done."""
+    """An action that is started in its place and then runs beside the following operations until its works are done."""
 
     __slots__ = ("action", "works")
 
@@ -237,17 +238,17 @@ class Beside(Operation):
 
     @abstractmethod
     def begin(self) -> list[Work]:
-        """Begins it; what is under way then."""
+        """Starts the action and returns the works under way."""
 
     def end(self) -> None:
-        """Returns when it is done."""
+        """Waits until the action is done."""
         for work in self.works:
             work.wait()
         self.works = []
 
 
 class Await(Compute):
-    """The wait for what was begun beside the computations."""
+    """The wait for an action that runs beside the computations."""
 
     __slots__ = ("beside",)
 
@@ -272,7 +273,7 @@ class Reduce(Beside):
         return self.reduce(self.action.stage)
 
     def end(self) -> None:
-        """It ends with the step, when all gradients are put in their places."""
+        """Does nothing: the reduction ends with the step, when all gradients are written back."""
         self.works = []
 
 
@@ -281,7 +282,7 @@ def _gradient_of(leaf: Tensor) -> Tensor:
 
 
 class LossGradient:
-    """The gradient that a backward starts from: the microbatch's part of the batch's mean loss."""
+    """The gradient with which a backward starts: the weight of the microbatch's loss in the batch's mean loss."""
 
     __slots__ = ("microbatch", "results")
 
@@ -297,7 +298,7 @@ class LossGradient:
 
 
 class PayloadGradients:
-    """The gradients that the next stage made."""
+    """The gradients that the next stage computed."""
 
     __slots__ = ("payload",)
 

@@ -1,5 +1,5 @@
-"""Pairs: a forward and a backward that a function of the user's runs, overlapped. Without such a function a schedule is
-run with its pairs taken apart, and nothing here is needed.
+"""Pairs: a forward and a backward that a function of the user runs overlapped. Without such a function, pairs are taken
+apart before a schedule runs, and nothing here is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeflow.runtime.stage import Stage
 
 
 class Half:
-    """One half of a pair, to be called once. `action` says what it computes, `module` is its stage's."""
+    """One half of a pair, to be called once. `action` is what it computes, `module` the module of its stage."""
 
     __slots__ = ("_run", "action", "done", "module", "thread", "watch")
 
@@ -30,11 +30,11 @@ class Half:
         self.module = module
         self._run = in_this_context(compute)
         self.done = False
-        self.thread = 0  # the last one that it ran on
-        self.watch: Draws | None = None  # of what it does, while it is looked at
+        self.thread = 0  # the last thread on which it ran
+        self.watch: Draws | None = None  # watches its draws while it is checked
 
     def __call__(self) -> None:
-        """Runs it, on the calling thread and, on a GPU, on its current stream."""
+        """Runs the half on the calling thread and, on a GPU, on its current stream."""
         self.thread = get_ident()
         try:
             with self.watch or nullcontext():
@@ -49,7 +49,7 @@ Overlap = Callable[[Half, Half], None]
 
 
 class Draws(TorchDispatchMode):
-    """Notes whether something is drawn from torch's own generator, which is one for all threads."""
+    """Records whether anything is drawn from torch's own generator, which all threads share."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as torch has it
@@ -65,8 +65,8 @@ class Draws(TorchDispatchMode):
 
 
 class Both(Compute):
-    """A pair, as one computation. What its backward draws is looked at once: as soon as a forward of its stage draws,
-    since a backward draws nothing but what it computes again.
+    """A pair, as one computation. Draws of its backward are checked once, as soon as a forward of its stage has drawn,
+    because a backward draws only when it recomputes a forward.
     """
 
     __slots__ = ("backward", "forward", "looked", "overlap", "stage")
@@ -92,13 +92,13 @@ class Both(Compute):
             backward.watch, self.looked = None, True
 
     def _require_masks_of_its_own(self, draws: Draws) -> None:
-        """Raises ActionError where a backward that computes a forward again, beside one on another thread, takes its
-        random numbers from the generator of both.
+        """Raises ActionError if a backward that recomputes its forward beside a forward on another thread draws from
+        the generator that both share.
         """
         if draws.seen and self.forward.thread != self.backward.thread:
             error = UsageError(
-                "a backward computed its forward again and drew from torch's own generator, beside a forward on "
-                "another thread, so its masks were not the first ones: call pipeflow.tensor.manual_seed(seed), then "
-                "use pipeflow.tensor.Dropout inside of pipeflow.tensor.checkpoint; or run both halves on one thread"
+                "a backward recomputed its forward and drew from torch's own generator while a forward ran on "
+                "another thread, so its dropout masks were other ones: call pipeflow.tensor.manual_seed(seed) and use "
+                "pipeflow.tensor.Dropout inside pipeflow.tensor.checkpoint, or run both halves on one thread"
             )
             raise ActionError(self.backward.action) from error

@@ -1,5 +1,5 @@
-"""Payloads: the tensors of each value that passes, as they lie in this rank's memory, and what a forward keeps for its
-backward. Plain data that the operations of a compiled program share, filled and emptied as the step goes.
+"""Payloads: the tensors of each value in this rank's memory, and the state that a forward keeps for its backward. Plain
+data that operations of a compiled program share, and fill and empty during a step.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Metadata(NamedTuple):
-    """What an activation looks like: the tree it is (None: a bare tensor), and per tensor its shape, its dtype and
-    whether it wants a gradient.
+    """Describes an activation: its tree (None for a bare tensor), and for each tensor its shape, dtype and whether it
+    requires a gradient.
     """
 
     spec: TreeSpec | None
@@ -33,7 +33,7 @@ class Metadata(NamedTuple):
         return cls(spec, tuple(tensor.shape for tensor in tensors), tuple(tensor.dtype for tensor in tensors), grads)
 
     def matches(self, tensors: list[Tensor], spec: TreeSpec | None, grads: tuple[bool, ...]) -> bool:
-        """Whether an activation looks like this. Asked at every send, so it makes nothing."""
+        """Returns True if the activation fits this description. Called for every send, so it allocates nothing."""
         if self.grads != grads or self.spec != spec:
             return False
         for tensor, shape, dtype in zip(tensors, self.shapes, self.dtypes, strict=True):
@@ -48,8 +48,8 @@ class Metadata(NamedTuple):
 
 
 class Promise(NamedTuple):
-    """What users say of all that passes between stages: one tensor of this shape and dtype, which wants a gradient if
-    its dtype can have one. None as the first entry stands for the microbatch's size.
+    """The user's promise about activations: each is one tensor of this shape and dtype, and requires a gradient if its
+    dtype allows it. None as the first entry stands for the microbatch's size.
     """
 
     shape: tuple[int | None, ...]
@@ -57,18 +57,18 @@ class Promise(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether it holds for microbatches of any size."""
+        """True if the promise holds for microbatches of any size."""
         return self.shape[:1] == (None,)
 
     def of(self, size: int) -> Metadata:
-        """What an activation of so many samples looks like."""
+        """The metadata of an activation of `size` samples."""
         shape = torch.Size([size if entry is None else entry for entry in self.shape])
         return Metadata(None, (shape,), (self.dtype,), (self.dtype.is_floating_point or self.dtype.is_complex,))
 
 
 class Payload:
-    """The tensors of one value in this rank's memory, and their transfers under way. An activation also has its `spec`
-    (None for a bare tensor) and tells which of its tensors want a gradient.
+    """The tensors of one value in this rank's memory, and their transfers under way. For an activation, `spec` is its
+    tree (None for a bare tensor) and `grads` says which tensors require a gradient.
     """
 
     __slots__ = ("grads", "spec", "tensors", "works")
@@ -81,9 +81,10 @@ class Payload:
 
 
 class BackwardState:
-    """What a forward keeps for its backward: the leaves it started from and the gradient edges it ended in, not its
-    output, whose memory goes once it is sent. And what an input-gradient half keeps for its weight-gradient half: the
-    products that are still to be added to the weights' gradients.
+    """The state that a forward keeps for its backward, and I for W.
+
+    A forward keeps the leaves of its graph and the gradient edges of its output, but not the output itself, whose
+    memory is freed once it is sent. I keeps the products that are still to be added to the weights' gradients.
     """
 
     __slots__ = ("deferred", "edges", "leaves")
@@ -95,8 +96,8 @@ class BackwardState:
 
 
 def flatten(output: object, device: torch.device) -> tuple[list[Tensor], TreeSpec | None]:
-    """The output of a stage on `device` as tensors, of any shapes, and the tree they came from; None for a bare tensor.
-    Raises UsageError for anything but tensors that can be sent.
+    """A stage's output as a list of tensors and its tree, which is None for a bare tensor. Raises UsageError unless all
+    leaves are tensors that can be sent from `device`.
     """
     if isinstance(output, Tensor):
         _require_plain(output, device)

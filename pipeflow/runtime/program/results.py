@@ -1,4 +1,4 @@
-"""Results: what the last stage needs of a batch, and the losses and outputs that it makes of it."""
+"""Results: what the last stage takes from a batch, and the losses and outputs that it computes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class Results:
-    """What the last stage needs of the batch and makes of it: per microbatch its loss, a scalar, and
-    its output if asked.
+    """The criterion, labels and weights of a step for the last stage, and, for each microbatch, its loss (a scalar
+    tensor) and, if kept, its output.
     """
 
     def __init__(self, microbatches: int) -> None:
@@ -18,18 +18,19 @@ class Results:
         self.clear()
 
     def clear(self) -> None:
-        """Lets go of the last step's batch, losses and outputs."""
+        """Drops the batch, losses and outputs of the last step."""
         self.criterion: Callable[..., Tensor] | None = None
         self.labels: list[object] = []
         self.weights: list[float] = []  # of the microbatches; they add up to 1
         self.weight = 0.0  # of the batch
-        self.gradient_scale = 1.0  # what the loss is multiplied by where its gradient starts
+        self.gradient_scale = 1.0  # factor of the loss's gradient
         self.keep_outputs = False
         self.losses: list[Tensor | None] = [None] * self.microbatches
         self.outputs: list[object] = [None] * self.microbatches
 
     def loss(self) -> Tensor | None:
-        """The batch's mean loss, a scalar, summed in microbatch order under any schedule; None where there is none."""
+        """The batch's mean loss, a scalar tensor, summed in microbatch order under any schedule; None if there is none.
+        """
         parts = self.parts()
         return torch.stack(list(parts.values())).sum() if parts else None
 
@@ -38,8 +39,8 @@ class Results:
         return {microbatch: loss for microbatch, loss in enumerate(self.losses) if loss is not None}
 
     def parts(self) -> dict[int, Tensor]:
-        """Per microbatch whose loss is known here, its part of the mean loss, in microbatch order. What weighs nothing
-        adds nothing, even where its loss is no number, like the mean over no tokens.
+        """The contribution of each known microbatch loss to the mean loss, in microbatch order. A microbatch of weight
+        zero contributes zero, even if its loss is nan, as a mean over no tokens is.
         """
         weights = self.weights
         return {
@@ -49,5 +50,5 @@ class Results:
 
 
 def _wide(loss: Tensor) -> Tensor:
-    """In float32 at least, in which those of many microbatches can be added up."""
+    """The loss in float32 at least, so that losses of many microbatches can be added up."""
     return loss.to(torch.promote_types(loss.dtype, torch.float32))

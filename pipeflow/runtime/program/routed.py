@@ -1,5 +1,5 @@
-"""The inputs and outputs of a stage that routes begin or end at: several payloads, where other stages have one. What
-must not live here: which ones, and how they travel.
+"""Inputs and outputs of a stage where routes begin or end: several payloads instead of one. Must not contain: which
+payloads, and their transfers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeflow.runtime.program.payload import BackwardState, Payload
 
 
 class FromPayloads:
-    """The inputs of a stage, one argument each: what the stage before handed on, then what came on routes."""
+    """The inputs of a stage, one argument each: the value of the previous stage, then the value of each route."""
 
     __slots__ = ("sources", "state")
 
@@ -36,7 +36,7 @@ class FromPayloads:
 
 
 class ToPayloads:
-    """Where the outputs of a stage go: a tuple with what the next stage gets, then what goes on each route."""
+    """The sink for a stage's outputs: a tuple of the value for the next stage and the value for each route."""
 
     __slots__ = ("sinks", "stage", "state", "targets")
 
@@ -52,8 +52,8 @@ class ToPayloads:
         if not isinstance(output, tuple | list) or len(output) != len(self.targets):
             has = f"{len(output)} entries" if isinstance(output, tuple | list) else f"a {type(output).__name__}"
             raise UsageError(
-                f"stage {self.stage} hands its output to stages {', '.join(map(str, self.targets))}, so it returns a "
-                f"tuple with an entry for each of them, in this order; it returned {has}"
+                f"stage {self.stage} sends its output to stages {', '.join(map(str, self.targets))}, so it must return "
+                f"a tuple with an entry for each of them, in this order; it returned {has}"
             )
         edges = []
         for sink, part in zip(self.sinks, output, strict=True):
@@ -84,7 +84,7 @@ class Pairing(NamedTuple):
 
 
 class Shares:
-    """The gradients of all inputs, in the place of one payload: each input's are put into a payload of their own."""
+    """The sink for the gradients of all inputs: each input's gradients go into a payload of their own."""
 
     __slots__ = ("pairings",)
 
@@ -93,7 +93,7 @@ class Shares:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All gradients."""
         return [gradient for pairing in self.pairings for gradient in pairing.gradient.tensors]
 
     @tensors.setter

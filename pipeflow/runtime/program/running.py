@@ -1,4 +1,4 @@
-"""Running: one operation after the other, and which action or transfer an error happened in."""
+"""Running: calls operations one after the other, and finds the action or transfer in which an error happened."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeflow.runtime.program.transfers import Transfer
 
 
 def run(operations: Sequence[Operation]) -> None:
-    """Calls one operation after the other. Raises ActionError or LinkError, which say where it went wrong."""
+    """Calls the operations one after the other. Raises ActionError or LinkError, which say where an error happened."""
     operation: Operation | None = None
     try:
         for operation in operations:

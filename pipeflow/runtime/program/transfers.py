@@ -1,5 +1,5 @@
-"""The transfers of a compiled program, for values of known shape and dtype. A receive is posted, then
-waited for; a send is started, then released. Activations of unknown shape are in `dynamic_shapes`.
+"""The transfers of a compiled program, for values of known shape and dtype. A receive is posted, then waited for; a
+send is started, then released. Must not contain: activations of unknown shape, which are in `dynamic_shapes`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeflow.runtime.program.payload import Metadata, Payload
 
 
 class Transfer(Operation):
-    """An operation on a channel, whose `link` waits and reads its errors. `doing` says in one what it was about."""
+    """An operation on a channel. `link` waits and interprets errors; `doing` describes the operation in an error."""
 
     __slots__ = ("link", "payload", "value")
 
@@ -30,7 +30,7 @@ class Transfer(Operation):
 
 
 class Post(Transfer):
-    """Posts the receive of an activation whose shape was given."""
+    """Posts the receive of an activation of known shape."""
 
     __slots__ = ("device", "dtype", "shape", "start")
 
@@ -44,7 +44,7 @@ class Post(Transfer):
         self.device = device
 
     def expect(self, metadata: Metadata) -> None:
-        """Before the first step, and when microbatches have another size: posts for what looks like this."""
+        """Sets the expected shape and dtype. Called before the first step, and when microbatches change in size."""
         [self.shape] = metadata.shapes
         [self.dtype] = metadata.dtypes
         self.payload.grads = metadata.grads
@@ -56,7 +56,7 @@ class Post(Transfer):
 
 
 class PostGradient(Transfer):
-    """Posts the receive of a gradient, which looks like the activation that was sent."""
+    """Posts the receive of a gradient, which has the shape of the activation that was sent."""
 
     __slots__ = ("device", "sent", "start")
 
@@ -80,14 +80,14 @@ class PostGradient(Transfer):
 
 
 class SentActivation(Protocol):
-    """A send that knows what its activation looks like."""
+    """A send that knows the metadata of its activation."""
 
     @property
     def metadata(self) -> Metadata: ...
 
 
 class Wait(Transfer):
-    """Waits until a posted receive is there."""
+    """Waits until a posted receive has arrived."""
 
     __slots__ = ()
 
@@ -100,7 +100,7 @@ class Wait(Transfer):
 
 
 class Send(Transfer):
-    """Starts to send an activation whose shape was given, having checked it: a channel would not."""
+    """Starts to send an activation of known shape. Checks its shape first, because a channel does not."""
 
     __slots__ = ("metadata", "start")
 
@@ -112,26 +112,26 @@ class Send(Transfer):
         self.start = start
 
     def expect(self, metadata: Metadata) -> None:
-        """Before the first step, and when microbatches have another size: sends nothing but what looks like this."""
+        """Sets the only shape and dtype to send. Called before the first step, and when microbatches change in size."""
         self.metadata = metadata
 
     def __call__(self) -> None:
         payload, metadata = self.payload, self.metadata
         if len(payload.tensors) != 1 or payload.spec is not None:
-            raise UsageError("with tensor_shape a stage returns one tensor; leave it None for anything else")
+            raise UsageError("with tensor_shape, a stage must return one tensor: leave it None for other outputs")
         [tensor] = payload.tensors
         if tensor.shape != metadata.shapes[0] or tensor.dtype != metadata.dtypes[0]:
             raise UsageError(
-                f"stage {self.value.stage} made a {tensor.dtype} of shape {tuple(tensor.shape)}, but tensor_shape="
-                f"{tuple(metadata.shapes[0])} and tensor_dtype={metadata.dtypes[0]} were promised: correct them, "
-                "write None for the first entry where microbatches differ in size, or leave tensor_shape None"
+                f"stage {self.value.stage} returned a {tensor.dtype} of shape {tuple(tensor.shape)}, but tensor_shape="
+                f"{tuple(metadata.shapes[0])} and tensor_dtype={metadata.dtypes[0]} were given: correct them, "
+                "make the first entry None if microbatches differ in size, or leave tensor_shape None"
             )
         payload.works = [self.start(payload.tensors)]
         payload.tensors = []
 
 
 class SendGradient(Transfer):
-    """Starts to send a gradient; its receiver knows what it looks like."""
+    """Starts to send a gradient; its receiver knows the shape."""
 
     __slots__ = ("start",)
 
@@ -149,7 +149,7 @@ class SendGradient(Transfer):
 
 
 class Release(Wait):
-    """Lets go of a sent value: the program proves that the peer has it, so the wait is none."""
+    """Frees a sent value. The program proves that the peer has received it, so the wait returns at once."""
 
     __slots__ = ()
 
