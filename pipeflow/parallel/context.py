@@ -37,6 +37,9 @@ class Context:
         tensor: the group of ranks that hold the other parts of the same layers.
         data: the group of ranks that hold the same weights and process other data.
         alarm: reports a failure on one rank to all ranks.
+        world_size: number of ranks in the world.
+        pipeline_rank, tensor_rank, data_rank: indices of this rank along the dimensions of the layout.
+        pipeline_size, tensor_size, data_size: sizes of these dimensions.
     """
 
     rank: int

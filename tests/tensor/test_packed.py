@@ -195,7 +195,7 @@ UNSURE = {
     "nothing": (lambda: Renamed(head_dim=None), "none of its attributes says how many heads it has"),
     "a config": (lambda: Reader(config=Config()), "it reads num_heads from its config"),
     "a wide norm": (lambda: Renamed(q_norm=nn.LayerNorm(WIDTH)), "as wide as all heads together"),
-    "an order": (Packed, "not known of a Packed"),
+    "an order": (Packed, "the order of its outputs is not known for a Packed"),
     "halves": (Gated, "its outputs are not 1 times the inputs of the layer after it"),
 }
 
