@@ -96,8 +96,7 @@ class _DeferringConvolution(Deferring, nn.modules.conv._ConvNd):
         return output if batched else output.squeeze(0)
 
     def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """The input, padded if needed, and the zeros that the convolution itself adds on both sides of each dimension.
-        """
+        """The input, padded if needed, and the zeros that the convolution adds on both sides of each dimension."""
         if self.padding_mode == "zeros" and not isinstance(self.padding, str):
             return input, self.padding
         ends = self._reversed_padding_repeated_twice  # left, right of the last dimension, then of the one before

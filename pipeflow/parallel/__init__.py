@@ -1,2 +1,1 @@
-"""This process among the others: its place, its connections to other ranks, and how failures are reported to all ranks.
-"""
+"""This process among the others: its place, its connections to other ranks, and the reporting of failures."""

@@ -57,8 +57,7 @@ def come(store: dist.Store, rank: int) -> None:
 
 
 def missing(store: dist.Store, rank: int, size: int, until: float) -> list[int]:
-    """The ranks that, after a failure, have not called `come` before `until`, a time of the monotonic clock in seconds.
-    """
+    """The ranks that, after a failure, have not called `come` before `until`, a time of the monotonic clock."""
 
     def look() -> list[int]:
         try:

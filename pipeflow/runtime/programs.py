@@ -50,8 +50,7 @@ class Runnable(NamedTuple):
 
 
 class Programs:
-    """The programs of one pipeline on this rank, by schedule and mode. Keeps the `KEPT` programs that were used last.
-    """
+    """The programs of one pipeline on this rank, by schedule and mode. Keeps the `KEPT` most recently used ones."""
 
     def __init__(
         self,

@@ -25,13 +25,11 @@ class Watcher(Protocol):
     """Receives the calls of watched modules."""
 
     def called(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Called instead of the module `name`; `call` is the module's own `__call__`. Returns the output of the call.
-        """
+        """Called instead of the module `name`; `call` is the module's own `__call__`. Returns the call's output."""
 
 
 class Replayer(Watcher, Protocol):
-    """A watcher that can also set the output of a module's forward while its hooks run: the only entry of `replayed`.
-    """
+    """A watcher that can also set the output of a module's forward while its hooks run, as the entry of `replayed`."""
 
     replayed: list[Any]
 

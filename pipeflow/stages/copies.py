@@ -146,8 +146,7 @@ def stage_copy(module: nn.Module, owned: set[str], device: torch.device) -> tupl
 
 
 def copied(module: nn.Module, instead: Mapping[int, Tensor]) -> nn.Module:
-    """A deep copy in which tensors with the given ids are replaced. Raises UsageError if the module cannot be copied.
-    """
+    """A deep copy with replacements of the tensors with the given ids. Raises UsageError if it cannot be copied."""
     try:
         return copy.deepcopy(module, dict(instead))
     except Exception as error:

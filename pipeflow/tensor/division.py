@@ -55,8 +55,7 @@ def whole_shape(part: Tensor, split: Split | None) -> tuple[int, ...]:
 
 
 def cut(whole: Tensor, split: Split | None, group: Group) -> Tensor:
-    """This rank's part of `whole` as a contiguous copy, with zeros for padding. Without a split, a copy of all of it.
-    """
+    """This rank's part of `whole` as a contiguous copy, with zeros for padding. Without a split, a copy of `whole`."""
     whole = whole.detach()
     if split is None or group.size == 1:
         return whole.clone()

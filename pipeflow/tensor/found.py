@@ -96,9 +96,7 @@ class Found:
             return
         if not fits or rule.kind == "whole" or isinstance(place.module, TensorLayer):
             if rule not in DEFAULT_RULES and rule.kind != "whole" and next(place.module.children(), None) is None:
-                raise UsageError(
-                    f"{rule} matches {place.name}, but it cannot split a {type(place.module).__name__}"
-                )
+                raise UsageError(f"{rule} matches {place.name}, but it cannot split a {type(place.module).__name__}")
             return
         outputs = sizes_of(place.module)[1] if rule.kind in ("column", "attention") else 0
         parts = rule.sizes(place.name, outputs, place.around) if outputs else ()

@@ -85,8 +85,7 @@ def _fill_part(part: Tensor, fill: Fill, name: str, seed: int, split: Split | No
 
 
 def _row_blocks(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Start and end of each block of rows of a full tensor. A last block that is too small is joined to the one before.
-    """
+    """Start and end of each block of rows of a full tensor. A last block that is too small joins the one before."""
     rows = shape[0]
     step = max(1, _BLOCK // max(1, prod(shape[1:])) // _GRAIN) * _GRAIN
     start = 0

@@ -88,8 +88,7 @@ def set_tracker(tracker: RandomTracker) -> None:
 
 
 def current_tracker() -> RandomTracker | None:
-    """The current tracker of this rank, or None. Raises UsageError on a thread without a context if ranks are threads.
-    """
+    """The current tracker of this rank, or None. Raises UsageError on a thread that is no rank."""
     tracker: RandomTracker | None = kept(_KEY)
     return tracker
 

@@ -39,8 +39,7 @@ def reduce_from_tensor_region(input: Tensor, group: Group) -> Tensor:
 
 
 def scatter_to_tensor_region(input: Tensor, group: Group) -> Tensor:
-    """This rank's piece, along the last dimension, of an input that is the same on every rank; gradients are gathered.
-    """
+    """This rank's piece, along the last dimension, of an input that is equal on all ranks; gradients are gathered."""
     return _exchanged(input, group, _piece_last, _gathered_last)
 
 

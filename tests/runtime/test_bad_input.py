@@ -198,7 +198,11 @@ STEPS: list[tuple[str, Callable[[], None], str]] = [
         lambda: step(iterator=[(ONES, ONES)]),
         r"data_iter must be an iterator, got list: pass iter\(loader\)",
     ),
-    ("no pair", lambda: step(ONES), r"a batch must be \(inputs, labels\), got Tensor; without labels pass \(inputs, None\)"),
+    (
+        "no pair",
+        lambda: step(ONES),
+        r"batch must be \(inputs, labels\), got Tensor; without labels pass \(inputs, None\)",
+    ),
     ("three", lambda: step((ONES, ONES, ONES)), r"a batch must be \(inputs, labels\), got tuple"),
     ("lengths", lambda: step((ONES, ONES[:3])), r"tensors of a batch differ in dim 0: \[3, 4\]; each needs one"),
     ("no tensor", lambda: step(("words", 3)), "the tensors of a batch are missing"),

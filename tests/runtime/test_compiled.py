@@ -140,7 +140,8 @@ def told(compiling: dict[str, Any]) -> str:
 
 def test_which_gradients_wait_is_told() -> None:
     of_weight = (
-        "36 of 48 elements of weight gradients are deferred (1 parameters); not deferred: layers.0.scale, layers.0.linear.bias"
+        "36 of 48 elements of weight gradients are deferred (1 parameters); "
+        "not deferred: layers.0.scale, layers.0.linear.bias"
     )
     assert run_threads(told, 1, {}) == [of_weight]
     assert run_threads(told, 1, {"backend": "eager"})[0].startswith("0 of 48")

@@ -248,4 +248,4 @@ def test_routes_that_are_refused() -> None:
 def test_a_stage_that_returns_too_little() -> None:
     wrong = (UsageError, PipelineError)  # on the rank itself, and on the others
     for told in refused([(0, 2)], wrong, [nn.Identity() for _ in range(3)]):
-        assert "stage 0 sends its output to stages 1, 2, so it must return a tuple with an entry for each of them" in told
+        assert "stage 0 sends its output to stages 1, 2, so it must return a tuple with an entry for each" in told

@@ -251,7 +251,7 @@ def run_open_misshapen() -> list[str]:
 def test_a_wrong_rest_of_an_open_shape_is_one_clear_error() -> None:
     for told in run_threads(run_open_misshapen, 2):
         for message in told:
-            assert f"stage 0 returned a torch.float64 of shape (2, 2, {WIDTH}), but tensor_shape=(2, 3, {WIDTH})" in message
+            assert f"stage 0 returned a torch.float64 of shape (2, 2, {WIDTH}), but tensor_shape=(2, 3" in message
 
 
 def read_other_sizes(smaller: int) -> tuple[str, str]:

@@ -262,7 +262,7 @@ def test_a_module_that_is_planned_in_evaluation_can_be_trained() -> None:
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "drawing": (Drawing, {}, "depends on random numbers that the forward draws before blocks.1 ends"),
-    "choosing": (Choosing, {}, "the module's own forward branches on the values of a tensor that depends on parameters"),
+    "choosing": (Choosing, {}, "the module's own forward branches on the values of a tensor that depends on"),
     "within experts": (lambda: Stack(Experts), {"cuts": ["blocks.1.experts.0"]}, "blocks.1 branches on the values"),
     "converting": (lambda: Stack(Converting), {}, "blocks.0.inner converts its parameters from torch.float64 when it"),
 }

@@ -172,8 +172,7 @@ class Monitor:
         return failure is not None and (failure.number is None or failure.number <= self._number)
 
     def close(self) -> None:
-        """Reports that this rank leaves, and ends the thread. A later `report` reaches nobody and returns its argument.
-        """
+        """Reports that this rank leaves, and ends the thread. A later `report` just returns its argument."""
         if not self._leaving:
             self._leaving = True
             self._ended.set()

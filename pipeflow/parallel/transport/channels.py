@@ -1,5 +1,4 @@
-"""Channels of one generation over torch.distributed: all ranks make them together; any thread may break them at once.
-"""
+"""Channels of one generation over torch.distributed: all ranks make them together; any thread may break all."""
 
 from __future__ import annotations
 

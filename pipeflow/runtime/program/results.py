@@ -29,8 +29,7 @@ class Results:
         self.outputs: list[object] = [None] * self.microbatches
 
     def loss(self) -> Tensor | None:
-        """The batch's mean loss, a scalar tensor, summed in microbatch order under any schedule; None if there is none.
-        """
+        """The batch's mean loss, a scalar tensor, summed in microbatch order under any schedule; or None."""
         parts = self.parts()
         return torch.stack(list(parts.values())).sum() if parts else None
 
