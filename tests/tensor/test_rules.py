@@ -257,7 +257,7 @@ def test_a_rule_that_keeps_layers_whole() -> None:
     ("rules", "size", "message"),
     [
         ([Rule("column", "nothing")], 2, "matches nothing"),
-        ([Rule("row", "norm")], 2, "which is a RMSNorm"),
+        ([Rule("row", "norm")], 2, "it cannot split a RMSNorm"),
         ((), 3, "q_proj is 4, which 3 tensor ranks cannot share: choose a tensor size of 1, 2, 4"),
         ([Rule("column", "q_proj", parts=5)], 2, "cannot be divided into the parts"),
         ([Rule("parameter", r"norm\.weight", dim=3)], 2, "whose shape is"),
