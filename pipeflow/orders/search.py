@@ -29,8 +29,13 @@ SLACK = 0.002  # how much longer, on average, the candidate may be that a climb 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A schedule, its timeline under the costs that were asked for, and a span below which no order goes in which
-    every stage takes the microbatches in the same order (see `bounds.arcs`).
+    """The result of `search`.
+
+    Attributes:
+        schedule: the best schedule that was found.
+        timeline: its timeline under the given costs.
+        lower_bound: a span that no order can undercut if every stage takes the microbatches in the same order (see
+            `bounds.arcs`).
     """
 
     schedule: Schedule

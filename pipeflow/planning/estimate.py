@@ -62,9 +62,17 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `plan` found. Times are in seconds where `flops` was given, else in forwards of one layer.
+    """The result of `plan`. Times are in seconds if `flops` was given, else in forwards of one layer.
 
-    `even_makespan_bubble_ratio` is the bubble that the schedule has when all stages cost the same, as its formula says.
+    Attributes:
+        model: the sizes of the model.
+        schedule: the schedule that was simulated.
+        setup: the layout and the precision.
+        flops: operations per second of one device, or None.
+        cost: the costs of the stages.
+        timeline: the simulated step.
+        ranks: parameters, bytes and times of each pipeline rank.
+        even_makespan_bubble_ratio: the schedule's bubble if all stages cost the same, as in its formula.
     """
 
     model: GPT

@@ -14,8 +14,7 @@ from pipeflow.planning.partition import Part, stage_parts
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Per layer, for one microbatch: the time of its forward, and those of the two halves of its backward, in one unit;
-    and the size of its output in bytes.
+    """Times and output sizes of each layer, for one microbatch.
 
     >>> costs = LayerCosts((3, 1, 1, 1), (3, 1, 1, 1), (3, 1, 1, 1), (8, 8, 8, 4))
     >>> costs.parts(2)
@@ -24,6 +23,12 @@ class LayerCosts:
     (3, 3)
 
     Raises UsageError for tuples of different lengths.
+
+    Attributes:
+        forward: per layer, the time of its forward, in any unit.
+        backward_input: per layer, the time of the first half of its backward, in the same unit.
+        backward_weight: per layer, the time of the second half.
+        output_bytes: per layer, the size of its output.
     """
 
     forward: tuple[float, ...]

@@ -13,11 +13,17 @@ from pipeflow.core.placement import require_positive
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bytes per parameter of the weights, their gradients, the float32 master weights and Adam's two moments.
-    Activations are as wide as the weights.
+    """The bytes that training keeps per parameter.
 
-    Half precision takes 2 + 2 + 4 + 8 bytes (arXiv 1910.02054, section 3.1): gradients have their weights' type, as
-    torch's have.
+    Half precision takes 2 + 2 + 4 + 8 bytes (arXiv 1910.02054, section 3.1); gradients have the type of their weights,
+    as in torch.
+
+    Attributes:
+        name: as `pipeflow plan --precision` takes it.
+        weight: bytes of a weight, and of a number in an activation.
+        gradient: bytes of its gradient.
+        master: bytes of its float32 master weight, 0 without one.
+        moments: bytes of Adam's two moments together.
     """
 
     name: str

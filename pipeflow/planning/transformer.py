@@ -26,13 +26,20 @@ Part = tuple[int, int]  # layers [start, end)
 
 @dataclass(frozen=True, slots=True)
 class GPT:
-    """The sizes of a GPT: `positions` is the longest sequence, `vocabulary` the number of tokens, and the perceptron of
-    a layer is `mlp_ratio` times as wide as `hidden`.
+    """The sizes of a GPT.
 
     >>> GPT.named("gpt2-small").parameters
     124475904
 
     Raises UsageError for sizes below 1, and for heads that do not divide `hidden`.
+
+    Attributes:
+        layers: number of layers.
+        hidden: width of the hidden state.
+        heads: number of attention heads.
+        positions: the longest sequence, in tokens.
+        vocabulary: number of tokens in the vocabulary.
+        mlp_ratio: width of a layer's MLP, as a multiple of `hidden`.
     """
 
     layers: int
