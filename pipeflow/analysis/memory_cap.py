@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pipeflow.core.errors import UsageError
 
 MemoryCap = float | Sequence[float]
+"""The most activations that a rank may keep, in microbatches of its whole share of the model: one number for all ranks,
+or one per rank."""
 
 
 def cap_per_rank(memory_cap: MemoryCap, least: Sequence[float]) -> list[float]:

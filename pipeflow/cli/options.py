@@ -28,6 +28,13 @@ EVEN_COSTS = {  # help for the arguments of CostModel.even
     "deferred_bytes": "bytes of those that the weight-gradient half still needs",
     "reduce": "time to reduce a rank's weight gradients over the replicas (default: no reductions)",
 }
+MEANINGS = {  # help for options of schedules; an option without an entry is listed with its schedules only
+    "chunks": "stages per rank",
+    "extra_warmup": "additional forwards in the warm-up",
+    "group": "microbatches that go through a chunk together",
+    "memory_cap": "most activations kept on a rank, in microbatches",
+    "waves": "how often the stages go down the ranks and back up",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,6 +61,12 @@ def family_options() -> list[str]:
     return sorted({option for name in SCHEDULES for option in options_of(name)} - {"cost"})
 
 
+def family_help(option: str) -> str:
+    """The help for an option of schedules: its meaning, and the schedules that have it."""
+    takers = ", ".join(name for name in SCHEDULES if option in options_of(name))
+    return f"{MEANINGS[option]} (for {takers})" if option in MEANINGS else f"for {takers}"
+
+
 @cache
 def schedule_argument() -> Parser:
     """The argument that names a schedule."""
@@ -76,8 +89,7 @@ def schedule_options() -> Parser:
         help="number of microbatches (default: 8, or as many as the file has)",
     )
     for option in family_options():
-        takers = ", ".join(name for name in SCHEDULES if option in options_of(name))
-        group.add_argument(flag(option), type=_number, metavar="N", help=f"for {takers}")
+        group.add_argument(flag(option), type=_number, metavar="N", help=family_help(option))
     group.add_argument(
         "--placement",
         choices=PLACEMENTS,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.limits import require_size
-from pipeflow.cli.options import family_options, flag, schedule_name
+from pipeflow.cli.options import family_help, family_options, flag, schedule_name
 from pipeflow.cli.outputs import show
 from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
@@ -28,13 +28,21 @@ if TYPE_CHECKING:
     from pipeflow.draw import Table
 
 SIZES = tuple(field.name for field in fields(GPT))
+MEANINGS = {  # help for sizes
+    "layers": "number of transformer layers",
+    "hidden": "hidden size",
+    "heads": "number of attention heads",
+    "positions": "most tokens per sequence",
+    "vocabulary": "number of tokens in the vocabulary",
+    "mlp_ratio": "size of the MLP, as a multiple of the hidden size",
+}
 LAYOUT = tuple(field.name for field in fields(Setup))
 
 
 def add_to(commands: Commands) -> None:
     """Adds the command and its options."""
     command = commands.add_parser("plan", help="estimate memory per rank, step time and bubble of a GPT")
-    command.add_argument("model", metavar="MODEL", help=", ".join(GPT_PRESETS))
+    command.add_argument("model", metavar="MODEL", help=f"one of {', '.join(GPT_PRESETS)}")
     _add_sizes(command)
     _add_schedule(command)
     _add_layout(command)
@@ -46,7 +54,7 @@ def add_to(commands: Commands) -> None:
 def _add_sizes(command: Parser) -> None:
     group = command.add_argument_group("model", "override sizes of MODEL")
     for name in SIZES:
-        group.add_argument(flag(name), type=int, metavar="N")
+        group.add_argument(flag(name), type=int, metavar="N", help=MEANINGS.get(name))
 
 
 def _add_schedule(command: Parser) -> None:
@@ -56,8 +64,7 @@ def _add_schedule(command: Parser) -> None:
     group.add_argument("--pipeline", type=int, metavar="P", help="number of pipeline ranks (default: 4)")
     group.add_argument("--microbatches", type=int, metavar="M", help="number of microbatches per replica (default: 8)")
     for option in family_options():
-        takers = ", ".join(name for name in SCHEDULES if option in options_of(name))
-        group.add_argument(flag(option), type=float, metavar="N", help=f"for {takers}")
+        group.add_argument(flag(option), type=float, metavar="N", help=family_help(option))
 
 
 def _add_layout(command: Parser) -> None:
@@ -67,7 +74,7 @@ def _add_layout(command: Parser) -> None:
     add("--data", type=int, default=1, metavar="D", help="number of replicas (default: 1)")
     add("--microbatch-size", type=int, default=1, metavar="B", help="sequences per microbatch (default: 1)")
     add("--sequence", type=int, metavar="S", help="tokens per sequence (default: the model's positions)")
-    add("--precision", choices=PRECISIONS, default="bf16", help="default: %(default)s")
+    add("--precision", choices=PRECISIONS, default="bf16", help="types of weights and states (default: %(default)s)")
     add("--zero", action="store_true", help="split the optimizer's state over the replicas (ZeRO-1)")
     add("--checkpoint", action="store_true", help="keep only each layer's input and recompute the layer")
     add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")

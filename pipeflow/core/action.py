@@ -91,6 +91,7 @@ class Pair:
 
 
 Entry = Action | Pair
+"""An entry of a row."""
 
 
 def parse_entry(text: str) -> Entry:

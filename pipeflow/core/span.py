@@ -35,3 +35,4 @@ class Span:
 
 
 Row = tuple[Span, ...]
+"""The spans of one rank, in the order of their starts."""

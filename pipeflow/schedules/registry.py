@@ -47,6 +47,7 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
         "zb-auto": zb_auto,
     }
 )
+"""The functions that make schedules, by the schedules' names."""
 
 
 def options_of(name: str) -> tuple[str, ...]:
