@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
@@ -17,3 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         by_processes = any(getattr(value, "__name__", "") == "run_processes" for value in parameters.values())
         if by_processes or any(item.get_closest_marker(name) for name in ("exhaustive", "browser")):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Compiled code, and torch's counters of it, are of one test."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    yield
+    torch._dynamo.reset()

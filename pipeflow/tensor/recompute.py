@@ -9,22 +9,19 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from pipeflow.core.errors import UsageError
 from pipeflow.tensor.random import current_tracker
 
 
+@torch._disable_dynamo  # as torch's own checkpoint is; torch.compiler.disable would import the compiler right here
 def checkpoint(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Returns `function(*arguments, **keywords)`, and recomputes it in the backward instead of keeping its activations.
 
     This is torch's non-reentrant checkpoint; in addition, the second forward draws the same numbers from the current
-    RandomTracker as the first, on any thread. Collectives of the forward run again, too. Raises UsageError in code that
-    torch.compile compiles.
+    RandomTracker as the first, on any thread. Collectives of the forward run again, too.
+
+    torch.compile cannot replay those numbers, so it does not compile `function` here: compiled code ends before the
+    call and continues after it. With `fullgraph=True`, torch.compile raises an error that names this function.
     """
-    if torch.compiler.is_compiling():
-        raise UsageError(
-            "pipeflow.tensor.checkpoint was called in code that is being compiled, but torch.compile cannot replay "
-            "the numbers of a RandomTracker: compile smaller modules, or checkpoint whole compiled blocks"
-        )
     tracker = current_tracker()
     if tracker is None:
         return torch_checkpoint.checkpoint(function, *arguments, use_reentrant=False, **keywords)

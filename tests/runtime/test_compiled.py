@@ -4,12 +4,10 @@ the first step alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
@@ -18,27 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
+from tests.compiling import COMPILED
 from tests.runtime.work import build, each_once, schedule_of, variants
 
 TOLERANCE = 1e-6
 Gradients = dict[str, Tensor]
 FIRST = ("1f1b", 2, 1), ("zb-h1", 2, 1), ("zb-v", 2, 2), ("dualpipe-v", 2, 2), ("zb-auto", 2, 1)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:The .grad attribute of a Tensor:UserWarning"
-    ),  # torch hides it, but not from threads
-]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Compiled code is of one test."""
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = COMPILED
 
 
 def gradients_of(pipeline: Pipeline) -> Gradients:

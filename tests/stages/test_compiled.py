@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from pipeflow import Pipeline, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.testing import run_threads
+from tests.compiling import COMPILED
 from tests.stages.models import CASES, Case
 
 SPLIT = make_schedule("zb-v", ranks=2, microbatches=3)
 PLAIN = make_schedule("1f1b", ranks=2, microbatches=3)
 FIRST = ("decoder", SPLIT)
-COMPILED = [name for name in CASES if name != "u-net"]  # its activations in place fail under plain torch.compile, too
+CHOSEN = [name for name in CASES if name != "u-net"]  # its activations in place fail under plain torch.compile, too
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:The .grad attribute of a Tensor:UserWarning"
-    ),  # torch hides it, not from threads
-]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """Compiled code is of one test."""
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = [*COMPILED, pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")]
 
 
 def train(case: Case, schedule: Schedule, compiling: dict[str, Any] | None) -> dict[str, Tensor]:
@@ -54,7 +37,7 @@ def train(case: Case, schedule: Schedule, compiling: dict[str, Any] | None) -> d
         FIRST,
         *(
             pytest.param(name, schedule, marks=pytest.mark.exhaustive)
-            for name in COMPILED
+            for name in CHOSEN
             for schedule in (SPLIT, PLAIN)
             if (name, schedule) != FIRST
         ),
