@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes  # type: ignore[import-untyped]  # it has no types
+
 import pipeflow
 
 project = "pipeflow"
@@ -25,6 +27,7 @@ python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
+JOINER = "\N{WORD JOINER}"
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -48,10 +51,18 @@ def _keep_names_together(app: Any, what: str, name: str, obj: object, options: o
     """Where several arguments or attributes are described at once, Sphinx would take the first ones for a type."""
     for index, line in enumerate(lines):
         if names := re.match(r"    ((?:\w+, )+\w+): ", line):
-            lines[index] = line.replace(names[1], names[1].replace(", ", ",\N{WORD JOINER}"), 1)
+            lines[index] = line.replace(names[1], names[1].replace(", ", f",{JOINER}"), 1)
+
+
+def _part_names(app: Any, document: Any) -> None:
+    """Puts the space back between names that were kept together."""
+    for text in list(document.findall(nodes.Text)):
+        if JOINER in text:
+            text.parent.replace(text, nodes.Text(text.replace(JOINER, " ")))
 
 
 def setup(app: Any) -> None:
     """Sphinx calls it."""
+    app.connect("doctree-read", _part_names)
     app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _keep_names_together, priority=400)  # before napoleon reads them

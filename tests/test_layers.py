@@ -227,6 +227,22 @@ def test_every_module_that_is_named_exists(path: Path) -> None:
     assert tops - set(LAYERS) - set(dir(pipeflow)) == set()
 
 
+def test_the_design_has_the_table() -> None:
+    """That of this file; `core`, torch and the root are not repeated in each of its lines."""
+    design = (PACKAGE.parent / "docs" / "design.md").read_text()
+    groups = {"plans": PLANS, "engine": ENGINE}
+    shown = {
+        package: set[str]().union(*(groups.get(name, {name}) for name in names.split(", ") if name))
+        for package, names in re.findall(r"^\| `(\w+)/` \| ([\w, ]*?) ?\|", design, re.MULTILINE)
+    }
+    unsaid = {"core", "torch", "pipeflow"}
+    files = {"__init__", "__main__"}
+    assert {package: names - unsaid for package, names in shown.items()} == {
+        layer: below - unsaid for layer, below in LAYERS.items() if layer not in files
+    }
+    assert list(shown) == [layer for layer in LAYERS if layer not in files]
+
+
 def test_layers_have_no_cycle() -> None:
     order: list[str] = []
     while len(order) < len(LAYERS):
