@@ -17,8 +17,9 @@ class UsageError(PipeflowError, ValueError):
 class ScheduleError(UsageError):
     """A schedule that is malformed or cannot run.
 
-    Attributes:
-        violations: everything that is wrong with the schedule. Empty if it could not be read.
+    Args:
+        message: what is wrong and what to do.
+        violations: everything that is wrong with the schedule, also an attribute. Empty if it could not be read.
     """
 
     def __init__(self, message: str, violations: Sequence[object] = ()) -> None:

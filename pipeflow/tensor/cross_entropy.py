@@ -22,7 +22,15 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class VocabParallelCrossEntropy(TensorLayer):
-    """nn.CrossEntropyLoss of split logits. Arguments are those of `vocab_parallel_cross_entropy`."""
+    """nn.CrossEntropyLoss of split logits, by `vocab_parallel_cross_entropy`.
+
+    Args:
+        vocab_size: number of classes without the padding at the end; by default the columns of all ranks together.
+        label_smoothing: share of the probability that is spread over all classes, from 0 to 1.
+        ignore_index: label that does not count.
+        reduction: "mean" over the labels that count, "sum", or "none" for a loss per label.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
+    """
 
     def __init__(
         self,
@@ -72,10 +80,16 @@ class VocabParallelCrossEntropy(TensorLayer):
 
 class CrossEntropy(VocabParallelCrossEntropy):
     """nn.CrossEntropyLoss of logits whose last dimension is the classes, whole or split over the tensor ranks.
-    Arguments are those of `vocab_parallel_cross_entropy`.
 
     Logits with vocab_size columns are whole; with ceil(vocab_size / T) columns they are split. Other sizes raise
     UsageError. Without vocab_size, logits are treated as whole.
+
+    Args:
+        vocab_size: number of classes, without padding.
+        label_smoothing: share of the probability that is spread over all classes, from 0 to 1.
+        ignore_index: label that does not count.
+        reduction: "mean" over the labels that count, "sum", or "none" for a loss per label.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
     """
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -21,7 +21,11 @@ from pipeflow.parallel.transport.work import Link, LinkError, Work
 
 
 class Hub(Rendezvous):
-    """The state that the ranks of one in-process world share."""
+    """The state that the ranks of one in-process world share.
+
+    Args:
+        size: number of ranks.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
