@@ -53,7 +53,7 @@ def _add_published(report: Report, row: tuple[str, int, float, float, float, flo
     placement = Placement.linear(8)
     start = time.perf_counter()
     cost = CostModel.even(placement, *costs)
-    found = search(placement, microbatches, cost, memory_cap=cap, budget=BUDGET)
+    found = search(placement, microbatches, cost, objective="span", memory_cap=cap, budget=BUDGET)
     seconds = time.perf_counter() - start
     rate = 1 - microbatches * sum(costs[:3]) / found.timeline.span
     published = single if cap == 8 else double
@@ -120,7 +120,7 @@ def _searched(placement: Placement, costs: Costs, slow: int, cap: float) -> Foun
     fitting = [name for name in NAMED if _placement(name) == placement]
     start = [make_schedule(name, ranks=RANKS, microbatches=MICROBATCHES) for name in fitting]
     cost = _costs(placement, costs, slow)
-    return search(placement, MICROBATCHES, cost, memory_cap=cap, budget=BUDGET, start=start)
+    return search(placement, MICROBATCHES, cost, objective="span", memory_cap=cap, budget=BUDGET, start=start)
 
 
 def _add_large(report: Report) -> None:
@@ -129,7 +129,7 @@ def _add_large(report: Report) -> None:
     for label, costs in COSTS.items():
         start = time.perf_counter()
         cost = CostModel.even(placement, *costs)
-        found = search(placement, microbatches, cost, memory_cap=ranks, budget=BUDGET)
+        found = search(placement, microbatches, cost, objective="span", memory_cap=ranks, budget=BUDGET)
         seconds = time.perf_counter() - start
         case = f"p {ranks}, m {microbatches}, cap {ranks}, {label}"
         gap = f"{100 * found.gap:.2f}"

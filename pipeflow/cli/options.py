@@ -7,8 +7,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from pipeflow.core.cost import LARGEST, SMALLEST
 from pipeflow.core.errors import UsageError
@@ -29,10 +30,12 @@ EVEN_COSTS = {  # help for the arguments of CostModel.even
     "reduce": "time to reduce a rank's weight gradients over the replicas (default: no reductions)",
 }
 MEANINGS = {  # help for options of schedules; an option without an entry is listed with its schedules only
+    "bytes_cap": "most bytes of saved and deferred values kept on a rank",
     "chunks": "stages per rank",
     "extra_warmup": "additional forwards in the warm-up",
     "group": "microbatches that go through a chunk together",
     "memory_cap": "most activations kept on a rank, in microbatches",
+    "objective": "what the search makes small (default: makespan)",
     "waves": "how often the stages go down the ranks and back up",
 }
 
@@ -61,10 +64,22 @@ def family_options() -> list[str]:
     return sorted({option for name in SCHEDULES for option in options_of(name)} - {"cost"})
 
 
-def family_help(option: str) -> str:
-    """The help for an option of schedules: its meaning, and the schedules that have it."""
-    takers = ", ".join(name for name in SCHEDULES if option in options_of(name))
-    return f"{MEANINGS[option]} (for {takers})" if option in MEANINGS else f"for {takers}"
+def add_family_options(group: argparse._ArgumentGroup) -> None:
+    """Adds an option for each of `family_options`: a word where the schedule's annotation is a Literal, a number, or
+    numbers with commas between where it takes a sequence, one per rank. The help is the option's meaning, and the
+    schedules that have it.
+    """
+    for option in family_options():
+        takers = [name for name in SCHEDULES if option in options_of(name)]
+        hint = get_type_hints(SCHEDULES[takers[0]])[option]
+        takes: dict[str, Any] = {"type": _number, "metavar": "N"}
+        if get_origin(hint) is Literal:
+            takes = {"choices": get_args(hint)}
+        elif any(get_origin(part) is Sequence for part in get_args(hint)):
+            takes = {"type": _numbers, "metavar": "N[,N...]"}
+        whose = f"for {', '.join(takers)}"
+        help_ = f"{MEANINGS[option]} ({whose})" if option in MEANINGS else whose
+        group.add_argument(flag(option), help=help_, **takes)
 
 
 @cache
@@ -88,8 +103,7 @@ def schedule_options() -> Parser:
         metavar="N",
         help="number of microbatches (default: 8, or as many as the file has)",
     )
-    for option in family_options():
-        group.add_argument(flag(option), type=_number, metavar="N", help=family_help(option))
+    add_family_options(group)
     group.add_argument(
         "--placement",
         choices=PLACEMENTS,
@@ -141,6 +155,11 @@ def _number(text: str) -> float:
     except ValueError:
         raise argparse.ArgumentTypeError(f"it must be a number, got {text!r}") from None
     return int(number) if number.is_integer() else number
+
+
+def _numbers(text: str) -> float | tuple[float, ...]:
+    """A number, or several with commas between."""
+    return tuple(map(_number, text.split(","))) if "," in text else _number(text)
 
 
 def _cost(text: str) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.limits import require_size
-from pipeflow.cli.options import family_help, family_options, flag, schedule_name
+from pipeflow.cli.options import add_family_options, family_options, flag, schedule_name
 from pipeflow.cli.outputs import show
 from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
@@ -63,8 +63,7 @@ def _add_schedule(command: Parser) -> None:
     group.add_argument("--schedule", type=schedule_name, default="1f1b", metavar="SCHEDULE", help=help_)
     group.add_argument("--pipeline", type=int, metavar="P", help="number of pipeline ranks (default: 4)")
     group.add_argument("--microbatches", type=int, metavar="M", help="number of microbatches per replica (default: 8)")
-    for option in family_options():
-        group.add_argument(flag(option), type=float, metavar="N", help=family_help(option))
+    add_family_options(group)
 
 
 def _add_layout(command: Parser) -> None:
@@ -99,7 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _schedule(arguments: argparse.Namespace, model: GPT, setup: Setup) -> Schedule:
-    name, options = arguments.schedule, _family(arguments)
+    name = arguments.schedule
+    options: dict[str, Any] = {
+        option: value for option in family_options() if (value := getattr(arguments, option)) is not None
+    }
     if is_file(name):
         if arguments.pipeline is not None:
             raise UsageError(f"--pipeline is for named schedules; {name} has its own ranks")
@@ -111,12 +113,6 @@ def _schedule(arguments: argparse.Namespace, model: GPT, setup: Setup) -> Schedu
         placement = make_schedule(name, ranks=ranks, microbatches=1).placement
         options["cost"] = stage_costs(model, placement, setup)
     return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
-
-
-def _family(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The given options of the schedule, as ints if they are whole."""
-    given = {name: getattr(arguments, name) for name in family_options() if getattr(arguments, name) is not None}
-    return {name: int(value) if value.is_integer() else value for name, value in given.items()}
 
 
 def _for_programs(found: Plan) -> dict[str, Any]:

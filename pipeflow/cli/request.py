@@ -29,7 +29,7 @@ class Request:
     costs: Costs
     ranks: int | None = None
     microbatches: int | None = None
-    options: tuple[tuple[str, float], ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
     placement: str | None = None
     forward_only: bool = False
 

@@ -10,6 +10,7 @@ from typing import Any, final
 
 from pipeflow.analysis.executed import executed_schedule
 from pipeflow.analysis.lower import lower
+from pipeflow.analysis.memory_cap import MemoryCap
 from pipeflow.analysis.simulate import simulate
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.files import read
@@ -67,7 +68,7 @@ def sound_source(name: str, request: Request) -> Source:
     return found
 
 
-def violations_of(schedule: Schedule, memory_cap: float | None = None) -> list[Violation]:
+def violations_of(schedule: Schedule, memory_cap: MemoryCap | None = None) -> list[Violation]:
     """Everything that is wrong with a schedule or, if nothing is, with its programs."""
     options: dict[str, Any] = {} if memory_cap is None else {"memory_cap": memory_cap}
     with doing(f"proving {printable(schedule.name)}"):

@@ -1,11 +1,11 @@
-"""Lower bounds: a span that no order can go below, and why."""
+"""Lower bounds: a makespan or a span that no order can go below, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
-from itertools import chain
-from math import inf
+from itertools import accumulate, chain
+from math import floor, inf
 from typing import NamedTuple
 
 from pipeflow.orders.problem import Problem
@@ -23,42 +23,51 @@ class Arc(NamedTuple):
 
 
 def arcs(problem: Problem) -> Iterator[Arc]:
-    """What holds in every order within the slots in which microbatches do not overtake each other.
+    """The arcs that hold in every order within the memory in which microbatches do not overtake each other.
 
     They are alike: when the k-th that an operation meets is called microbatch k, no time changes, and the k-th use of a
     value still follows k times that it was made. So overtaking gains nothing, but for one thing that is left aside: it
     could let a rank begin later than it must, which counts for `Timeline.span`.
 
-    Slots: let a rank begin F of its i-th stage for microbatch n before I of its j-th stage for m <= n has ended, and
-    let l <= h be i and j in order. Then there comes a moment when its first l stages keep all of m..n, and each
-    after them, up to the h-th, one more. Where these (n - m + 1) * l + h - l exceed the slots, F must wait.
+    Memory: let a rank begin F of its i-th stage for microbatch n before I of its j-th stage for m <= n has ended, and
+    let l <= h be i and j in order. Then there comes a moment when its first l stages keep what forwards saved of all of
+    m..n, and each after them, up to the h-th, of one more. Where there is no room for all these, F must wait. So must
+    it for W, while its stage keeps of m..n what a forward saved or what a W waits with.
     """
     for operation, source in enumerate(problem.source):
         yield Arc(operation, operation, 1, 0.0)
         if source >= 0:
             yield Arc(source, operation, 0, problem.delays[operation])
-    for stages, slots in zip(problem.stages, problem.slots, strict=True):
+    memory = problem.memory
+    for stages, room in zip(problem.stages, memory.room, strict=True):
+        kept = [0.0, *accumulate(memory.at_start[3 * stage] for stage in stages)]
         for i, forward in enumerate(stages, 1):
             for j, backward in enumerate(stages, 1):
-                yield Arc(3 * backward + 1, 3 * forward, (slots - abs(i - j)) // min(i, j), 0.0)
+                low, high = kept[min(i, j)], kept[max(i, j)]
+                most = (room - (high - low)) / low if low else problem.num_microbatches
+                yield Arc(3 * backward + 1, 3 * forward, floor(min(most, problem.num_microbatches)), 0.0)
+        for stage in stages:
+            saved, least = memory.at_start[3 * stage], min(memory.at_start[3 * stage], -memory.at_end[3 * stage + 2])
+            most = (room - saved) / least + 1 if least else problem.num_microbatches
+            yield Arc(3 * stage + 2, 3 * stage, floor(min(most, problem.num_microbatches)), 0.0)
 
 
 class Bounds(NamedTuple):
     """Per operation and microbatch, `heads`: the earliest start. `tails`: the least time from its end to the end of a
     rank, less that rank's start, over the ranks whose start is known. Per rank, `starts`: when it begins, if in every
-    order it begins then, else None. `span`: the lower bound.
+    order it begins then, else None; a makespan counts from 0 on all ranks. `objective`: the lower bound.
     """
 
     heads: Times
     tails: Times
     starts: list[float | None]
-    span: float
+    objective: float
 
 
 def bounds(problem: Problem) -> Bounds:
-    """The least span of any order of `problem`, as far as three arguments prove it.
+    """The least objective of any order of `problem`, as far as three arguments prove it.
 
-    - Work: a rank's span is at least its work.
+    - Work: a rank's span is at least its work. A makespan is no shorter than a span.
     - Paths: the longest way through `arcs` to an action, the action, and the longest way from there to a rank's
       end; a rank whose stage and all before it are the first of their ranks begins with it as soon as one microbatch
       can get there, so that its span is its end less a constant.
@@ -69,13 +78,14 @@ def bounds(problem: Problem) -> Bounds:
     order = _topological(problem)
     found = list(arcs(problem))
     heads = _heads(problem, found, order)
-    starts: list[float | None] = [None] * len(problem.stages)
-    for stage, rank in enumerate(problem.ranks):
+    makespan = problem.objective == "makespan"
+    starts: list[float | None] = [0.0 if makespan else None] * len(problem.stages)
+    for stage, rank in enumerate(() if makespan else problem.ranks):
         if problem.stages[rank][0] != stage:
             break
         starts[rank] = heads[3 * stage][0]
     tails = _tails(problem, found, order, starts)
-    span = max(problem.work)
+    least = max(problem.work)
     for stages in problem.stages:
         operations = [3 * stage + half for stage in stages for half in range(3)]
         jobs = chain.from_iterable(
@@ -87,8 +97,8 @@ def bounds(problem: Problem) -> Bounds:
             )
             for operation in operations
         )
-        span = max(span, _preemptive(sorted(jobs)))
-    return Bounds(heads, tails, starts, span)
+        least = max(least, _preemptive(sorted(jobs)))
+    return Bounds(heads, tails, starts, least)
 
 
 def _topological(problem: Problem) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, floor
+from math import ceil, floor, isinf
 from time import perf_counter
 from typing import Any
 
@@ -17,10 +17,11 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.orders.bounds import Bounds, bounds
 from pipeflow.orders.neighbours import fits, run_times
-from pipeflow.orders.problem import KEEPS, Operations, Problem, make_problem, to_schedule, to_sequences
-from pipeflow.orders.search import Found, search
+from pipeflow.orders.problem import Objective, Operations, Problem, make_problem, to_schedule, to_sequences
+from pipeflow.orders.search import Found, measured, search
 
 SCALES = (1, 10, 100, 1_000, 100_000)  # the first that makes all times whole numbers, else the last
+UNITS = 1_000_000  # of memory that a rank has room for
 FUZZ = 1e-6  # of a unit, what arithmetic may have lost
 CANDIDATES = 1000  # of the search that the solver starts from
 
@@ -30,13 +31,16 @@ def exact(
     microbatches: int,
     cost: CostModel,
     *,
+    objective: Objective = "makespan",
     memory_cap: MemoryCap | None = None,
+    bytes_cap: MemoryCap | None = None,
     budget: float = 60.0,
     start: Iterable[Schedule] = (),
     workers: int = 1,
 ) -> Found:
-    """What `search` finds, improved by a solver until it is proved best or `budget` seconds have passed; arguments and
-    result are those of `search`. Up to about 400 actions a proof may take seconds or minutes.
+    """Improves what `search` finds by a solver, until it is proved best or `budget` seconds have passed; arguments and
+    result are those of `search`, and the solver uses `workers` threads. Up to about 400 actions a proof takes seconds
+    or minutes.
 
     The solver chooses the starts of all actions, for every stage in microbatch order (see `bounds.arcs`). It computes
     in whole numbers of a small unit, to which times are rounded down, so that its bound holds.
@@ -52,11 +56,19 @@ def exact(
         raise UsageError("exact needs OR-tools: pip install 'pipeflow[exact]'") from error
     deadline = perf_counter() + budget
     found = search(
-        placement, microbatches, cost, memory_cap=memory_cap, budget=budget, candidates=CANDIDATES, start=start
+        placement,
+        microbatches,
+        cost,
+        objective=objective,
+        memory_cap=memory_cap,
+        bytes_cap=bytes_cap,
+        budget=budget,
+        candidates=CANDIDATES,
+        start=start,
     )
     if found.gap < 1e-9:
         return found
-    problem = make_problem(placement, microbatches, cost, memory_cap)
+    problem = make_problem(placement, microbatches, cost, memory_cap, bytes_cap, objective)
     asked = _model(cp_model, problem, bounds(problem), to_sequences(found.schedule))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(deadline - perf_counter(), 0.0)
@@ -71,10 +83,10 @@ def exact(
         )
         solution = to_schedule(schedule.name, problem, sequences) if sound else schedule
         schedule, timeline = min(
-            (schedule, timeline), (solution, simulate(solution, cost)), key=lambda pair: pair[1].span
+            (schedule, timeline), (solution, simulate(solution, cost)), key=lambda pair: measured(pair[1], objective)
         )
     proved = max(found.lower_bound, solver.best_objective_bound / asked.scale)
-    return Found(schedule, timeline, min(proved, timeline.span))
+    return Found(schedule, timeline, min(proved, measured(timeline, objective)), objective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +97,16 @@ class _Asked:
 
 
 def _model(cp_model: Any, problem: Problem, known: Bounds, sequences: Sequence[Operations]) -> _Asked:
-    """The least span of any starts, from those of `sequences` on. A rank whose start is known begins then; for another
-    one the solver may choose, which can only make its bound smaller.
+    """The model of the least objective, with the starts of `sequences` as a hint. A rank whose start is known begins
+    then; for another one the solver may choose, which can only make its bound smaller.
     """
     scale = _scale(problem)
     durations, delays = ([_down(time, scale) for time in times] for times in (problem.durations, problem.delays))
     times = run_times(problem, sequences)
     assert times is not None  # a search found them
-    span = times.candidate(sequences).span
+    best = times.candidate(problem, sequences).objective
     hops = 1 + known.starts.count(None)  # a rank whose start is not known begins once another one has begun
-    latest = ceil((max(start or 0.0 for start in known.starts) + hops * (span + max(problem.delays))) * scale)
+    latest = ceil((max(start or 0.0 for start in known.starts) + hops * (best + max(problem.delays))) * scale)
     model = cp_model.CpModel()
     begins = [[model.new_int_var(0, latest, "") for _ in range(problem.num_microbatches)] for _ in durations]
     for operation, row in enumerate(begins):
@@ -103,7 +115,7 @@ def _model(cp_model: Any, problem: Problem, known: Bounds, sequences: Sequence[O
         source = problem.source[operation]
         for maker, user in zip(begins[source], row, strict=True) if source >= 0 else ():
             model.add(user >= maker + durations[source] + delays[operation])
-    objective = model.new_int_var(_down(known.span, scale), ceil(span * scale), "span")
+    objective = model.new_int_var(_down(known.objective, scale), ceil(best * scale), "objective")
     for rank, stages in enumerate(problem.stages):
         operations = [3 * stage + half for stage in stages for half in range(3)]
         model.add_no_overlap(
@@ -126,21 +138,28 @@ def _model(cp_model: Any, problem: Problem, known: Bounds, sequences: Sequence[O
 
 
 def _keep_within(model: Any, problem: Problem, rank: int, begins: list[list[Any]], durations: list[int]) -> None:
-    """At most as many activations at once as the rank has slots: kept from where an operation that keeps one begins to
-    where one that lets go of one ends.
+    """At no time more kept than the rank has room for. Amounts are rounded down to whole numbers of a small unit, so
+    that the bound holds.
     """
-    slots, stages = problem.slots[rank], problem.stages[rank]
-    takers, givers = (
-        [3 * stage + half for stage in stages for half, keeps in enumerate(KEEPS) if keeps == change]
-        for change in (1, -1)
-    )
-    kept = [begin for operation in takers for begin in begins[operation]]
-    freed = [begin + durations[operation] for operation in givers for begin in begins[operation]]
-    if len(stages) == 1:  # in order, so each waits for one other alone
-        for end, begin in zip(freed, kept[slots:], strict=False):
-            model.add(begin >= end)
+    memory, stages, room = problem.memory, problem.stages[rank], problem.memory.room[rank]
+    if isinf(room):
         return
-    model.add_reservoir_constraint(kept + freed, [1] * len(kept) + [-1] * len(freed), 0, slots)
+    if len(stages) == 1 and not memory.at_end[3 * stages[0] + 2]:  # in order, so each waits for one other alone
+        (stage,) = stages
+        forwards, backwards = begins[3 * stage], begins[3 * stage + 1]
+        for backward, forward in zip(backwards, forwards[problem.most_alive(stage) :], strict=False):
+            model.add(forward >= backward + durations[3 * stage + 1])
+        return
+    times, changes = [], []
+    for stage in stages:
+        saved, deferred = (
+            floor(amount / room * UNITS) for amount in (memory.at_start[3 * stage], -memory.at_end[3 * stage + 2])
+        )
+        for half, change in enumerate((saved, deferred - saved, -deferred)):
+            operation = 3 * stage + half
+            times += [begin + (durations[operation] if half else 0) for begin in begins[operation]]
+            changes += [change] * problem.num_microbatches
+    model.add_reservoir_constraint(times, changes, 0, UNITS)
 
 
 def _scale(problem: Problem) -> float:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
+from operator import mul, sub
 from typing import NamedTuple
 
-from pipeflow.orders.problem import KEEPS, Operations, Problem
+from pipeflow.orders.problem import Operations, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,19 @@ class Rules:
 
 
 class Candidate(NamedTuple):
-    """An order and its measures; the smaller these, in their order, the better."""
+    """An order and its measures, the objective first; the smaller these, in their order, the better."""
 
-    span: float
-    makespan: float
+    objective: float
+    other: float
     sequences: list[Operations]
+
+    @classmethod
+    def of(
+        cls, problem: Problem, begins: Sequence[float], ends: Sequence[float], sequences: list[Operations]
+    ) -> Candidate:
+        """The candidate whose ranks begin and end at these times."""
+        span, makespan = max(end - begin for begin, end in zip(begins, ends, strict=True)), max(ends)
+        return cls(span, makespan, sequences) if problem.objective == "span" else cls(makespan, span, sequences)
 
 
 class User(NamedTuple):
@@ -64,43 +74,56 @@ class _State:
         self.done = [0 for _ in operations]
         self.sequences: list[Operations] = [[] for _ in problem.stages]
         self.deferred: list[deque[int]] = [deque() for _ in problem.stages]  # the W that can run
-        self.alive = [0 for _ in problem.stages]
-        self.unfinished = [0 for _ in problem.stages]  # activations of microbatches with forwards left here
-        self.begins = [1 for _ in operations]  # what an F adds to them
+        memory = problem.memory
+        self.kept = [0.0 for _ in problem.stages]
+        self.unfinished = [0.0 for _ in problem.stages]  # of microbatches with forwards left here
+        self.begins = list(memory.at_start)  # what an F adds to them
         for stages in problem.stages:
-            self.begins[3 * stages[-1]] = 1 - len(stages)
+            self.begins[3 * stages[-1]] = -sum(memory.at_start[3 * stage] for stage in stages[:-1])
         offsets, limits = rules.offsets, rules.limits
         self.gradients = [
-            [(operation, arrivals[operation], offsets[operation]) for stage in stages for operation in (3 * stage + 1,)]
-            for stages in problem.stages
+            [
+                (operation, arrivals[operation], offsets[operation], room - memory.at_end[operation])
+                for operation in (3 * stage + 1 for stage in stages)
+            ]
+            for stages, room in zip(problem.stages, memory.room, strict=True)
         ]
         self.activations = [
             [
-                (3 * stage, arrivals[3 * stage], offsets[3 * stage], limits[stage], reach)
-                for stage, reach in zip(stages, _reaches(slots, len(stages)), strict=True)
+                (
+                    3 * stage,
+                    arrivals[3 * stage],
+                    offsets[3 * stage],
+                    limits[stage],
+                    most - memory.at_start[3 * stage],
+                    reach,
+                )
+                for stage, reach in zip(stages, _reaches(problem, stages, most), strict=True)
             ]
-            for stages, slots in zip(problem.stages, problem.slots, strict=True)
+            for stages, most in zip(problem.stages, map(sub, memory.room, memory.spare), strict=True)
         ]
 
 
-def _reaches(slots: int, chunks: int) -> list[int]:
-    """Per chunk, at how many activations of unfinished microbatches its F may still run.
+def _reaches(problem: Problem, stages: Sequence[int], most: float) -> list[float]:
+    """Per chunk of a rank, how much the unfinished microbatches may keep where its F may still run.
 
     A microbatch that begins must find room for its later chunks, or a rank might fill up with some that never end.
-    With this rule the oldest microbatch there is can always go on: all others on its way are unfinished, and whichever
-    of them came last left room for it.
+    With this rule the oldest microbatch can always go on: all others on its way are unfinished, and the last of them
+    left room for it.
     """
-    return [slots - chunks + chunk for chunk in range(chunks - 1)] + [slots]
+    saved = [problem.memory.at_start[3 * stage] for stage in stages]
+    return [most - sum(saved[chunk:]) for chunk in range(len(stages) - 1)] + [inf]
 
 
 def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> Candidate | None:
-    """The order that `rules` lead to, sound and within the slots; None when its span is found to be more than `stop`.
-    One pass, about a microsecond an action.
+    """The order that `rules` lead to, sound and within the memory; None when its objective is found to be more than
+    `stop`. One pass, about a microsecond an action.
     """
-    durations, slots, pace, patience = problem.durations, problem.slots, rules.pace, rules.patience
+    durations, pace, holds = problem.durations, rules.pace, tuple(map(mul, rules.patience, problem.durations))
+    at_start, at_end, from_zero = problem.memory.at_start, problem.memory.at_end, problem.objective == "makespan"
     state = _State(problem, rules)
     done, sequences, deferred = state.done, state.sequences, state.deferred
-    alive, unfinished = state.alive, state.unfinished
+    kept, unfinished = state.kept, state.unfinished
     begun, free, left = [0.0] * len(sequences), [0.0] * len(sequences), list(problem.work)
     events = [(0.0, rank) for rank in range(len(sequences))]
     while events:
@@ -108,35 +131,34 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> Candidat
         if now < free[rank]:
             continue
         picked, first, gradient = -1, inf, inf
-        for operation, arrived, offset in state.gradients[rank]:
+        has, waiting = kept[rank], unfinished[rank]
+        for operation, arrived, offset, room in state.gradients[rank]:
             microbatch = done[operation]
-            if microbatch < len(arrived):
+            if microbatch < len(arrived) and has <= room:
                 arrival = arrived[microbatch]
                 if arrival > now:
                     gradient = arrival if arrival < gradient else gradient
                 elif pace * microbatch + offset < first:
                     picked, first = operation, pace * microbatch + offset
         soonest = gradient
-        if alive[rank] < slots[rank]:
-            for operation, arrived, offset, limit, reach in state.activations[rank]:
-                microbatch = done[operation]
-                if microbatch < len(arrived) and microbatch - done[operation + 1] < limit and unfinished[rank] <= reach:
-                    arrival = arrived[microbatch]
-                    if arrival > now:
-                        soonest = arrival if arrival < soonest else soonest
-                    elif (
-                        pace * microbatch + offset < first
-                        and now + patience[operation] * durations[operation] <= gradient
-                    ):
-                        picked, first = operation, pace * microbatch + offset
+        for operation, arrived, offset, limit, room, reach in state.activations[rank]:
+            microbatch = done[operation]
+            if has > room or waiting > reach or microbatch - done[operation + 1] >= limit:
+                continue
+            if microbatch < len(arrived):
+                arrival = arrived[microbatch]
+                if arrival > now:
+                    soonest = arrival if arrival < soonest else soonest
+                elif pace * microbatch + offset < first and now + holds[operation] <= gradient:
+                    picked, first = operation, pace * microbatch + offset
         if picked < 0:
-            if not deferred[rank] or now + patience[deferred[rank][0]] * durations[deferred[rank][0]] > soonest:
+            if not deferred[rank] or now + holds[deferred[rank][0]] > soonest:
                 continue
             picked = deferred[rank].popleft()
         if now > free[rank]:
             if not sequences[rank]:
                 begun[rank] = now
-            elif now - begun[rank] + left[rank] > stop:
+            elif now - (0.0 if from_zero else begun[rank]) + left[rank] > stop:
                 return None
         sequences[rank].append(picked)
         left[rank] -= durations[picked]
@@ -147,9 +169,9 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> Candidat
             user.arrived.append(end + user.delay)
             heappush(events, (end + user.delay, user.rank))
         half = picked % 3
-        alive[rank] += KEEPS[half]
+        kept[rank] += at_start[picked] + at_end[picked]
         if half == 0:
             unfinished[rank] += state.begins[picked]
         elif half == 1:
             deferred[rank].append(picked + 1)
-    return Candidate(max(end - start for start, end in zip(begun, free, strict=True)), max(free), sequences)
+    return Candidate.of(problem, begun, free, sequences)

@@ -8,7 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from pipeflow.orders.list_scheduling import Candidate, arrival_times
-from pipeflow.orders.problem import KEEPS, Operations, Problem
+from pipeflow.orders.problem import Operations, Problem
 
 
 class RunTimes(NamedTuple):
@@ -17,10 +17,9 @@ class RunTimes(NamedTuple):
     starts: list[list[float]]
     ends: list[float]
 
-    def candidate(self, sequences: Sequence[Operations]) -> Candidate:
+    def candidate(self, problem: Problem, sequences: Sequence[Operations]) -> Candidate:
         """`sequences` with their measures."""
-        span = max(end - row[0] for row, end in zip(self.starts, self.ends, strict=True))
-        return Candidate(span, max(self.ends), list(sequences))
+        return Candidate.of(problem, [row[0] for row in self.starts], self.ends, list(sequences))
 
 
 def run_times(problem: Problem, sequences: Sequence[Operations]) -> RunTimes | None:
@@ -60,12 +59,14 @@ def run_times(problem: Problem, sequences: Sequence[Operations]) -> RunTimes | N
 
 
 def fits(problem: Problem, rank: int, sequence: Operations) -> bool:
-    """Whether a rank's sequence keeps within its slots, and every F precedes its I and that its W."""
-    alive, done = 0, [0] * len(problem.source)
+    """Whether a rank's sequence keeps within its memory, and every F precedes its I and that its W."""
+    memory, room = problem.memory, problem.memory.room[rank]
+    kept, done = 0.0, [0] * len(problem.source)
     for operation in sequence:
         done[operation] += 1
-        alive += KEEPS[operation % 3]
-        if alive > problem.slots[rank] or (operation % 3 and done[operation] > done[operation - 1]):
+        most = kept + memory.at_start[operation]
+        kept = most + memory.at_end[operation]
+        if max(most, kept) > room or (operation % 3 and done[operation] > done[operation - 1]):
             return False
     return True
 
@@ -79,12 +80,15 @@ class Block(NamedTuple):
 
 
 def critical_blocks(problem: Problem, sequences: Sequence[Operations], times: RunTimes) -> list[Block]:
-    """The blocks of two operations or more on a longest path to the end of a rank of the largest span."""
+    """The blocks of two operations or more on a longest path to the end of a rank that the objective is measured on."""
     places: list[list[int]] = [[] for _ in problem.source]  # per operation, its positions
     for sequence in sequences:
         for position, operation in enumerate(sequence):
             places[operation].append(position)
-    spans = [end - row[0] for row, end in zip(times.starts, times.ends, strict=True)]
+    spans = [
+        end - (row[0] if problem.objective == "span" else 0.0)
+        for row, end in zip(times.starts, times.ends, strict=True)
+    ]
     rank = spans.index(max(spans))
     last = first = len(sequences[rank]) - 1
     blocks = []
@@ -95,7 +99,7 @@ def critical_blocks(problem: Problem, sequences: Sequence[Operations], times: Ru
         if first < last:
             blocks.append(Block(rank, first, last))
         operation = sequence[first]
-        if first == 0 or problem.source[operation] < 0:
+        if problem.source[operation] < 0:
             return blocks
         maker = problem.source[operation]
         position = places[maker][places[operation].index(first)]

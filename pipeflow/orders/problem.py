@@ -6,21 +6,22 @@ Microbatches are alike and every operation meets them in order, so a sequence sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import floor
+from math import floor, inf
+from typing import Literal, get_args
 
 from pipeflow.analysis.memory_cap import MemoryCap, cap_per_rank
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import DATAFLOW, sources
+from pipeflow.core.dataflow import DATAFLOW, Content, sources
 from pipeflow.core.errors import UsageError
-from pipeflow.core.liveness import ACTIVATIONS
+from pipeflow.core.liveness import CHANGES
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 
+Objective = Literal["makespan", "span"]
 HALVES = (Kind.F, Kind.I, Kind.W)
-KEEPS = tuple(ACTIVATIONS[kind] for kind in HALVES)  # by how many more activations a rank keeps after each
 PARTS = {  # what a kind of action is made of; nothing, if it holds up no rank
     kind: [half for half, part in enumerate(HALVES) if set(DATAFLOW[part].takes) <= set(flow.takes)]
     for kind, flow in DATAFLOW.items()
@@ -30,10 +31,24 @@ Operations = list[int]
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank keeps, in activations of one chunk or in bytes.
+
+    Per operation, `at_start` is the amount that it adds when it begins, and `at_end` what it adds, mostly a negative
+    number, when it ends. `room` has the most that each rank may keep. `spare` has per rank what the I of one
+    microbatch may add: forwards leave that much room, so that a backward can always run.
+    """
+
+    at_start: tuple[float, ...]
+    at_end: tuple[float, ...]
+    room: tuple[float, ...]
+    spare: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Per operation its `durations`, the operation whose value it waits for (`source`, -1 for none) and how long that
-    value travels (`delays`); per rank its stages in ascending order and how many chunk activations it may keep
-    (`slots`).
+    value travels (`delays`); per rank its stages in ascending order; the memory; and what is to be small.
     """
 
     placement: Placement
@@ -43,7 +58,8 @@ class Problem:
     durations: tuple[float, ...]
     source: tuple[int, ...]
     delays: tuple[float, ...]
-    slots: tuple[int, ...]
+    memory: Memory
+    objective: Objective
 
     @property
     def work(self) -> tuple[float, ...]:
@@ -53,14 +69,28 @@ class Problem:
             for stages in self.stages
         )
 
+    def most_alive(self, stage: int) -> int:
+        """The most activations of one stage for which its rank has room, if it keeps nothing else."""
+        saved = self.memory.at_start[3 * stage]
+        room = self.memory.room[self.ranks[stage]]
+        return floor(min(room / saved, self.num_microbatches)) if saved else self.num_microbatches
+
 
 def make_problem(
-    placement: Placement, microbatches: int, cost: CostModel, memory_cap: MemoryCap | None = None
+    placement: Placement,
+    microbatches: int,
+    cost: CostModel,
+    memory_cap: MemoryCap | None = None,
+    bytes_cap: MemoryCap | None = None,
+    objective: Objective = "makespan",
 ) -> Problem:
-    """Raises UsageError for a placement of two paths, a stage without a cost, and a cap under which some rank cannot
-    keep one microbatch on all of its stages.
+    """Raises UsageError for a placement of two paths, a stage without a cost, a cap under which some rank cannot
+    keep one microbatch on all of its stages, two caps, bytes of which the cost model says nothing, and an objective
+    that is none.
     """
     require_positive(microbatches=microbatches)
+    if objective not in get_args(Objective):
+        raise UsageError(f"objective must be {' or '.join(map(repr, get_args(Objective)))}, got {objective!r}")
     if len(placement.paths) > 1:
         raise UsageError("a search takes placements of one path; this one has two")
     (path,) = placement.paths
@@ -76,7 +106,8 @@ def make_problem(
         tuple(float(cost.duration(kind, stage)) for kind, stage in operations),
         tuple(source),
         tuple(0.0 if maker < 0 else _delay(cost, path, maker // 3, user // 3) for user, maker in enumerate(source)),
-        _slots(placement, microbatches, memory_cap),
+        _memory(placement, cost, memory_cap, bytes_cap),
+        objective,
     )
 
 
@@ -85,20 +116,42 @@ def _delay(cost: CostModel, path: Sequence[int], maker: int, user: int) -> float
     return 0.0 if path[maker] == path[user] else float(cost.transfer(min(maker, user), path[maker], path[user]))
 
 
-def _slots(placement: Placement, microbatches: int, memory_cap: MemoryCap | None) -> tuple[int, ...]:
-    share = placement.chunks_per_rank
-    chunks = [len(placement.stages_of(rank)) for rank in range(placement.num_ranks)]
-    if memory_cap is None:
-        return tuple(microbatches * number for number in chunks)
-    caps = cap_per_rank(memory_cap, [number / share for number in chunks])
-    for rank, (cap, number) in enumerate(zip(caps, chunks, strict=True)):
-        if not cap * share + ROUNDING >= number:
-            raise UsageError(
-                f"memory_cap {cap:g} is too small: rank {rank} needs at least {number / share:g}, for one microbatch"
-            )
-    return tuple(
-        floor(min(cap * share + ROUNDING, microbatches * number)) for cap, number in zip(caps, chunks, strict=True)
-    )
+def _memory(placement: Placement, cost: CostModel, memory_cap: MemoryCap | None, bytes_cap: MemoryCap | None) -> Memory:
+    """In activations of one chunk, unless `bytes_cap` is given."""
+    if bytes_cap is None:
+        sizes: Mapping[Content, Sequence[float]] = {Content.SAVED: (1.0,) * placement.num_stages}
+        return _within("memory_cap", memory_cap, placement, sizes, placement.chunks_per_rank)
+    if memory_cap is not None:
+        raise UsageError("memory_cap counts activations and bytes_cap bytes: give one of them")
+    if not cost.saved_bytes:
+        raise UsageError(
+            "bytes_cap needs costs with saved_bytes, and deferred_bytes if weight-gradient halves hold any"
+        )
+    known = {Content.SAVED: cost.saved_bytes, Content.DEFERRED: cost.deferred_bytes, **cost.kept_bytes}
+    return _within("bytes_cap", bytes_cap, placement, {content: sizes for content, sizes in known.items() if sizes}, 1)
+
+
+def _within(
+    name: str, cap: MemoryCap | None, placement: Placement, sizes: Mapping[Content, Sequence[float]], unit: float
+) -> Memory:
+    """The memory of `sizes` per content and stage within `cap`, which counts in units of so many of them. Raises
+    UsageError for a cap that is too small, with the least that is not.
+    """
+
+    def amount(contents: Sequence[Content], stage: int) -> float:
+        return float(sum(sizes[content][stage] for content in contents if content in sizes))
+
+    changes = [(CHANGES[kind], stage) for stage in range(placement.num_stages) for kind in HALVES]
+    at_start = tuple(amount(change.from_start, stage) for change, stage in changes)
+    at_end = tuple(amount(change.from_end, stage) - amount(change.frees, stage) for change, stage in changes)
+    stages = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+    spare = tuple(max(0.0, *(at_end[3 * stage + 1] for stage in own)) for own in stages)
+    least = [(sum(at_start[3 * stage] for stage in own) + more) / unit for own, more in zip(stages, spare, strict=True)]
+    caps = [inf] * len(stages) if cap is None else cap_per_rank(cap, least, name)
+    for rank, (most, need) in enumerate(zip(caps, least, strict=True)):
+        if not most * (1 + ROUNDING) >= need:
+            raise UsageError(f"{name} {most:g} is too small: rank {rank} needs at least {need:g}, for one microbatch")
+    return Memory(at_start, at_end, tuple(most * unit * (1 + ROUNDING) for most in caps), spare)
 
 
 def to_schedule(name: str, problem: Problem, sequences: Sequence[Operations]) -> Schedule:

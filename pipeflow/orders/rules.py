@@ -17,7 +17,7 @@ NEARLY = 0.999  # of a duration; the whole of it might not fit a gap as long, fo
 def plain_rules(problem: Problem, heads: Times) -> Iterator[Rules]:
     """A grid over four numbers, the last running fastest.
 
-    - A stage may have as many activations alive as its rank has slots; or its share of them, or of more than them
+    - A stage may have as many activations alive as its rank has room for; or its share of them, or of more than them
       (`_shares`).
     - How far into the pipeline an action lies counts nothing, so that the oldest microbatch goes first and a backward
       before younger forwards; or up to twice its head, so that forwards of younger ones go first.
@@ -26,8 +26,8 @@ def plain_rules(problem: Problem, heads: Times) -> Iterator[Rules]:
     """
     operations = range(len(problem.source))
     pace = max(problem.work) / problem.num_microbatches
-    slots = tuple(problem.slots[rank] for rank in problem.ranks)
-    for limits in (slots, *(_shares(problem, heads, faster) for faster in (1.0, 0.9, 0.8, 0.6))):
+    most = tuple(map(problem.most_alive, range(len(problem.ranks))))
+    for limits in (most, *(_shares(problem, heads, faster) for faster in (1.0, 0.9, 0.8, 0.6))):
         for weight, forward, deferred in product((0.0, 0.5, 1.0, 2.0), (0.0, 0.5), (0.0, 0.5, NEARLY)):
             after = (1e-6 * pace, 0.0, 0.0)  # where all is equal a backward goes first
             offsets = tuple(weight * heads[operation][0] + after[operation % 3] for operation in operations)
@@ -37,17 +37,18 @@ def plain_rules(problem: Problem, heads: Times) -> Iterator[Rules]:
 
 def _shares(problem: Problem, heads: Times, faster: float) -> tuple[int, ...]:
     """Per stage, the activations alive when a microbatch begins every `period` and needs nothing but its own time: the
-    trip from its F to the end of its I / period. The shortest period for which they fit the slots, times `faster`.
+    trip from its F to the end of its I / period. The shortest period for which there is room, times `faster`.
     """
     stages = range(len(problem.ranks))
     trips = [heads[3 * stage + 1][0] + problem.durations[3 * stage + 1] - heads[3 * stage][0] for stage in stages]
 
     def alive(stage: int, period: float) -> int:
-        return max(1, min(ceil(trips[stage] / period - 1e-9), problem.slots[problem.ranks[stage]]))
+        return max(1, min(ceil(trips[stage] / period - 1e-9), problem.most_alive(stage)))
 
     period = max(*problem.work, 1e-9) / problem.num_microbatches
-    for own, slots in zip(problem.stages, problem.slots, strict=True):
-        while sum(alive(stage, period) for stage in own) > slots:
+    saved = problem.memory.at_start[::3]
+    for own, room in zip(problem.stages, problem.memory.room, strict=True):
+        while sum(saved[stage] * alive(stage, period) for stage in own) > room:
             period *= 1.03
     return tuple(alive(stage, faster * period) for stage in stages)
 
@@ -66,7 +67,7 @@ def varied(rules: Rules, problem: Problem, random: Random) -> Rules:
         case 0 | 1:
             change = random.choice((-2, -1, 1, 2))
             for stage in some:
-                limits[stage] = max(1, min(limits[stage] + change, problem.slots[problem.ranks[stage]]))
+                limits[stage] = max(1, min(limits[stage] + change, problem.most_alive(stage)))
         case 2 | 3:
             half, parts = random.choice(((0, FORWARD_PATIENCE), (2, WEIGHT_PATIENCE), (2, WEIGHT_PATIENCE)))
             part = random.choice(parts)

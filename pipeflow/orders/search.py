@@ -19,7 +19,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.orders.bounds import bounds
 from pipeflow.orders.list_scheduling import Candidate, Rules, list_schedule
 from pipeflow.orders.neighbours import critical_blocks, fits, neighbour, run_times
-from pipeflow.orders.problem import Problem, make_problem, to_schedule, to_sequences
+from pipeflow.orders.problem import Objective, Problem, make_problem, to_schedule, to_sequences
 from pipeflow.orders.rules import plain_rules, varied
 
 ROUND = 100  # candidates, of rules and of moves each, after which moves start anew from the best order
@@ -34,18 +34,25 @@ class Found:
     Attributes:
         schedule: the best schedule that was found.
         timeline: its timeline under the given costs.
-        lower_bound: a span that no order can undercut if every stage takes the microbatches in the same order (see
-            `bounds.arcs`).
+        lower_bound: a makespan or span that no order can undercut if every stage takes the microbatches in the same
+            order (see `bounds.arcs`).
+        objective: which of the two it is.
     """
 
     schedule: Schedule
     timeline: Timeline
     lower_bound: float
+    objective: Objective = "makespan"
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound the span is, as a part of it; at 0 the order is proved to be best."""
-        return self.timeline.span / self.lower_bound - 1 if self.lower_bound else 0.0
+        """How much longer than the lower bound the objective is, as a part of it; at 0 the order is proved best."""
+        return measured(self.timeline, self.objective) / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def measured(timeline: Timeline, objective: Objective) -> float:
+    """The makespan or the span of a timeline."""
+    return timeline.span if objective == "span" else timeline.makespan
 
 
 def search(
@@ -53,41 +60,53 @@ def search(
     microbatches: int,
     cost: CostModel,
     *,
+    objective: Objective = "makespan",
     memory_cap: MemoryCap | None = None,
+    bytes_cap: MemoryCap | None = None,
     budget: float = 10.0,
     candidates: int | None = None,
     start: Iterable[Schedule] = (),
     name: str = "zb-auto",
 ) -> Found:
-    """The order with split backwards of the least span (then makespan) that `budget` seconds or, if given, so many
-    `candidates` lead to; sooner if it is proved to be best.
-
-    `placement` has one path. `memory_cap` is the most activations alive on a rank, as in `Timeline.peak_activations`,
-    in microbatches of a rank's whole share of the model: one number, or one per rank. Those schedules of `start` that
-    keep within it are candidates too, so the result is never worse than they are.
+    """Searches for a good order with split backwards, and proves how good it is.
 
     List scheduling under a grid of rules; then, in turn, variations of the best rules and moves on the longest path of
-    the best order. The sequence of candidates depends on the arguments alone, and `budget` only on how many are tried:
-    under a number of candidates the result is reproducible.
+    the best order. With `candidates` the result is reproducible; otherwise it depends on how fast the machine is.
+
+    Args:
+        placement: which rank has which stage; it has one path.
+        microbatches: their number.
+        cost: times per stage, of transfers, and bytes.
+        objective: what to make small. "makespan" is the time of a step that ends with a barrier, as steps with an
+            ordinary optimizer do. "span" is the papers' measure, in which ranks may begin one after the other. Of
+            orders that are equal in one the search takes the one that is better in the other.
+        memory_cap: the most activations that a rank may keep, as `Timeline.peak_activations` counts them, in
+            microbatches of a rank's whole share of the model; one number, or one per rank.
+        bytes_cap: instead of it, the most bytes, as `Timeline.peak_bytes` counts them: what forwards save and what
+            waiting weight-gradient halves hold. Weights, gradients and the optimizer's state are not in it.
+        budget: seconds to search for; it ends sooner when an order is proved best.
+        candidates: how many orders to try, instead of a time.
+        start: schedules to begin with. The result is never worse than those of them that keep within the cap.
+        name: of the schedule.
 
     Raises UsageError for a placement of two paths, a stage without a cost, a cap that no order keeps (with the least
     that some does), and a `start` of another placement, of other microbatches, or incomplete.
     """
     if candidates is not None:
         require_positive(candidates=candidates)
-    problem = make_problem(placement, microbatches, cost, memory_cap)
+    problem = make_problem(placement, microbatches, cost, memory_cap, bytes_cap, objective)
     proved = bounds(problem)
-    effort = _Effort(perf_counter() + budget, inf if candidates is None else candidates, proved.span)
+    effort = _Effort(perf_counter() + budget, inf if candidates is None else candidates, proved.objective)
     begin = [candidate for schedule in start if (candidate := _started(problem, schedule)) is not None]
     best = _searched(problem, plain_rules(problem, proved.heads), begin, effort)
     schedule = to_schedule(name, problem, best.sequences)
     timeline = simulate(schedule, cost)
-    return Found(schedule, timeline, min(proved.span, timeline.span))
+    return Found(schedule, timeline, min(proved.objective, measured(timeline, objective)), objective)
 
 
 @dataclass(slots=True)
 class _Effort:
-    """What may still be tried, and from which span on nothing need be."""
+    """What may still be tried, and from which objective on nothing need be."""
 
     deadline: float
     candidates: float
@@ -97,12 +116,14 @@ class _Effort:
     def goes_on(self, best: Candidate) -> bool:
         self.tried += 1
         return (
-            best.span > self.enough * (1 + 1e-12) and self.tried <= self.candidates and perf_counter() < self.deadline
+            best.objective > self.enough * (1 + 1e-12)
+            and self.tried <= self.candidates
+            and perf_counter() < self.deadline
         )
 
 
 def _started(problem: Problem, schedule: Schedule) -> Candidate | None:
-    """The candidate that `schedule` is; None when it does not keep within the slots."""
+    """The candidate that `schedule` is; None when it does not keep within the memory."""
     if schedule.placement != problem.placement or schedule.num_microbatches != problem.num_microbatches:
         raise UsageError(f"start {schedule.name!r} has another placement or other microbatches than the search")
     sequences = to_sequences(schedule)
@@ -117,7 +138,7 @@ def _started(problem: Problem, schedule: Schedule) -> Candidate | None:
     times = run_times(problem, sequences)
     if times is None:
         raise UsageError(f"start {schedule.name!r} cannot run to its end; see verify()")
-    return times.candidate(sequences)
+    return times.candidate(problem, sequences)
 
 
 def _better(one: Candidate, other: Candidate | None) -> Candidate:
@@ -127,12 +148,12 @@ def _better(one: Candidate, other: Candidate | None) -> Candidate:
 def _searched(problem: Problem, grid: Iterator[Rules], begin: Iterable[Candidate], effort: _Effort) -> Candidate:
     rules = next(grid)
     found = list_schedule(problem, rules)
-    assert found is not None  # it has no span to stop at
+    assert found is not None  # it has nothing to stop at
     best = reduce(_better, begin, found)
     for tried in grid:
         if not effort.goes_on(best):
             return best
-        candidate = list_schedule(problem, tried, found.span)
+        candidate = list_schedule(problem, tried, found.objective)
         if _better(found, candidate) is not found:
             found, rules = _better(found, candidate), tried
             best = _better(best, found)
@@ -147,8 +168,8 @@ def _searched(problem: Problem, grid: Iterator[Rules], begin: Iterable[Candidate
 
 
 def _longest(current: Candidate, random: Random) -> float:
-    """The span up to which a climb goes on from a candidate: mostly hardly longer, now and then much."""
-    return current.span * (1 + SLACK / 2 * random.expovariate(1) ** 2)
+    """The objective up to which a climb goes on from a candidate: mostly hardly longer, now and then much."""
+    return current.objective * (1 + SLACK / 2 * random.expovariate(1) ** 2)
 
 
 Climb = Callable[[], Candidate | None]
@@ -164,7 +185,7 @@ def _rule_climb(problem: Problem, current: Candidate, rules: Rules, random: Rand
             tried = varied(tried, problem, random)
         most = _longest(current, random)
         candidate = list_schedule(problem, tried, most)
-        if candidate is not None and candidate.span <= most:
+        if candidate is not None and candidate.objective <= most:
             current, rules = candidate, tried
         return candidate
 
@@ -182,8 +203,8 @@ def _move_climb(problem: Problem, current: Candidate, random: Random) -> Climb:
         for _ in range(PROPOSALS if blocks else 0):
             sequences = neighbour(problem, current.sequences, blocks, random)
             if sequences is not None and (times := run_times(problem, sequences)) is not None:
-                candidate = times.candidate(sequences)
-                if candidate.span <= _longest(current, random):
+                candidate = times.candidate(problem, sequences)
+                if candidate.objective <= _longest(current, random):
                     current, blocks = candidate, critical_blocks(problem, sequences, times)
                 return candidate
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Literal
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
@@ -21,21 +22,26 @@ def zb_auto(
     microbatches: int,
     *,
     cost: CostModel | None = None,
+    objective: Literal["makespan", "span"] = "makespan",
     memory_cap: float | Sequence[float] | None = None,
+    bytes_cap: float | Sequence[float] | None = None,
 ) -> Schedule:
     """Split backwards, in the best order found for given costs and memory.
 
-    `cost` has one stage per rank; default: F = I = W and free transfers. `memory_cap` is the most activations kept on a
-    rank, in microbatches: one number, or one per rank; default: R on every rank, which 1F1B keeps on the first.
+    `cost` has one stage per rank; default: F = I = W and free transfers. `objective` is "makespan", the time of a step
+    that ends with a barrier, or "span", the papers' measure, in which ranks may begin one after the other.
+
+    `memory_cap` is the most activations kept on a rank, in microbatches; `bytes_cap` the most bytes that forwards save
+    and waiting weight-gradient halves keep (`saved_bytes` and `deferred_bytes` of the cost). Give one of them, as one
+    number or one per rank; default: R activations on every rank, which 1F1B keeps on the first.
 
     The result depends on the arguments only: `pipeflow.orders.search.search` tries a number of candidates that the size
-    sets. It is never worse than those of gpipe, 1f1b, eager-1f1b, zb-h1 and zb-h2 that keep within the cap. Call
-    `search` itself to learn how far from the best possible order the result is, to use other placements, or to search
-    longer.
+    sets. Its objective is never worse than that of a named schedule with one stage per rank that keeps within the cap.
+    Call `search` itself to learn how far from the best possible order the result is, to use other placements, or to
+    search longer.
 
-    Source: arXiv 2401.10241, section 3. Its ZB-1p and ZB-2p are such orders under caps of R and 2R, which there include
-    what waiting weight-gradient halves keep; here an activation ends with I. With M >= R, F = I = W and a cap of R:
-    bubble at most (R-1)(F+I-W), as in ZB-H1.
+    Source: arXiv 2401.10241, section 3. Its ZB-1p and ZB-2p are such orders for the span, with caps of R and 2R whole
+    activations in bytes. With M >= R, F = I = W and a cap of R activations: bubble at most (R-1)(F+I-W), as in ZB-H1.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -55,7 +61,9 @@ def zb_auto(
         placement,
         microbatches,
         CostModel.even(placement) if cost is None else cost,
-        memory_cap=ranks if memory_cap is None else memory_cap,
+        objective=objective,
+        memory_cap=ranks if memory_cap is None and bytes_cap is None else memory_cap,
+        bytes_cap=bytes_cap,
         budget=inf,
         candidates=min(max(ACTIONS // (3 * ranks * microbatches), 20), 3000),
         start=named,

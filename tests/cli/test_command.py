@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,25 @@ def test_draw_forward_only(capsys: pytest.CaptureFixture[str]) -> None:
     drawing = out(capsys, "draw", "gpipe", "--ranks", 2, "--microbatches", 3, "--forward-only")
     assert drawing.startswith("gpipe (forward only), 2 ranks, 3 microbatches\n")
     assert "B backward" not in drawing
+
+
+def test_what_a_search_is_for_and_may_keep_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    costs = ["--forward", 3, "--backward-input", 4, "--backward-weight", 2, "--transfer", 0.5]
+    costs += ["--saved-bytes", 3, "--deferred-bytes", 1]
+
+    def found(*options: object) -> dict[str, Any]:
+        measures = json.loads(out(capsys, "simulate", "zb-auto", *costs, *options, "--json"))
+        assert isinstance(measures, dict)
+        return measures
+
+    step, papers = (found("--memory-cap", 4, "--objective", objective) for objective in ("makespan", "span"))
+    assert step["makespan"] < papers["makespan"]
+    assert papers["span"] <= step["span"]
+    assert max(found("--bytes-cap", 10)["peak_bytes"]) <= 10 < max(found()["peak_bytes"])
+    assert found("--memory-cap", "4,3,2,1")["peak_activations"] == [4, 3, 2, 1]
+    assert "choose from 'makespan', 'span'" in error(capsys, "draw", "zb-auto", "--objective", "bubble")
+    assert "bytes_cap needs costs with saved_bytes" in error(capsys, "draw", "zb-auto", "--bytes-cap", 10)
+    assert "it must be a number, got 'x'" in error(capsys, "draw", "zb-auto", "--memory-cap", "1,x")
 
 
 def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
