@@ -302,7 +302,7 @@ def test_the_solver_never_goes_below_the_bound_nor_above_the_search(
 ) -> None:
     pytest.importorskip("ortools")
     cost = random_cost(placement.num_stages, 5)
-    best = exact(placement, 4, cost, objective=objective, memory_cap=cap, budget=20)
+    best = exact(placement, 4, cost, objective=objective, memory_cap=cap, budget=60)
     found = search(placement, 4, cost, objective=objective, memory_cap=cap, candidates=1000)
     assert best.gap < 1e-3  # times are rounded down
     proved, searched = value(best.timeline, objective), value(found.timeline, objective)
@@ -319,7 +319,7 @@ def test_the_solver_keeps_within_bytes(placement: Placement, objective: Objectiv
     pytest.importorskip("ortools")
     cost = with_bytes(random_cost(placement.num_stages, 6), 6)
     caps = [1.5 * least for least in least_caps(placement, cost, in_bytes=True)]
-    best = exact(placement, 4, cost, objective=objective, bytes_cap=caps, budget=20)
+    best = exact(placement, 4, cost, objective=objective, bytes_cap=caps, budget=60)
     found = search(placement, 4, cost, objective=objective, bytes_cap=caps, candidates=1000)
     assert best.gap < 1e-3
     assert found.lower_bound <= value(best.timeline, objective) * (1 + 1e-9)
