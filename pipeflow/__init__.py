@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pipeflow.orders.search import Found, search
     from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launch import launch
+    from pipeflow.planning.catalog import MODELS, model_named
     from pipeflow.planning.cluster import Cluster
     from pipeflow.planning.device import DEVICES, Device
     from pipeflow.planning.estimate import Plan, RankPlan, plan
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from pipeflow.planning.partition import partition_balanced, partition_uniform
     from pipeflow.planning.setup import PRECISIONS, Precision, Setup
     from pipeflow.planning.transformer import GPT, GPT_PRESETS
+    from pipeflow.planning.vit import VIT_PRESETS, ViT
     from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
     from pipeflow.runtime.microbatch import Whole
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
@@ -70,6 +72,7 @@ _LATER = {
     "LayerCosts": "planning.layer_costs",
     "Loaded": "checkpoint.load",
     "LossScaler": "optim.scaler",
+    "MODELS": "planning.catalog",
     "MasterWeights": "optim.masters",
     "Output": "runtime.step",
     "PRECISIONS": "planning.setup",
@@ -82,6 +85,8 @@ _LATER = {
     "Saving": "checkpoint.save",
     "Setup": "planning.setup",
     "Transform": "checkpoint.renames",
+    "VIT_PRESETS": "planning.vit",
+    "ViT": "planning.vit",
     "Violation": "soundness.schedule",
     "Whole": "runtime.microbatch",
     "Zero": "optim.zero",
@@ -102,6 +107,7 @@ _LATER = {
     "lower": "analysis.lower",
     "measure_layers": "training.measure",
     "measured_costs": "analysis.measured",
+    "model_named": "planning.catalog",
     "partition_balanced": "planning.partition",
     "partition_uniform": "planning.partition",
     "plan": "planning.estimate",
@@ -117,8 +123,10 @@ __all__ = [
     "DEVICES",
     "GPT",
     "GPT_PRESETS",
+    "MODELS",
     "PRECISIONS",
     "SCHEDULES",
+    "VIT_PRESETS",
     "Action",
     "Cause",
     "Cluster",
@@ -151,6 +159,7 @@ __all__ = [
     "Timeline",
     "Transform",
     "UsageError",
+    "ViT",
     "Violation",
     "Whole",
     "Zero",
@@ -172,6 +181,7 @@ __all__ = [
     "make_schedule",
     "measure_layers",
     "measured_costs",
+    "model_named",
     "partition_balanced",
     "partition_uniform",
     "plan",

@@ -27,6 +27,11 @@ def options_of(shape: pipeflow.GPT) -> dict[str, Any]:
     }
 
 
+def is_plain(shape: pipeflow.GPT) -> bool:
+    """Whether a shape is that of GPT-2 and GPT-3, which is the one that is built here: no LLaMA, for example."""
+    return shape == pipeflow.GPT(shape.layers, shape.hidden, shape.heads, shape.positions, shape.vocabulary)
+
+
 @dataclass(frozen=True)
 class Preset:
     """A GPT of a known size, built over the pipeline when it is called."""

@@ -42,12 +42,13 @@ from pipeflow.tensor import gather_from_tensor_region
 if not __package__:  # run as a script
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpt3.build import build_gpt_pipeline, options_of
+from gpt3.build import build_gpt_pipeline, is_plain, options_of
 from gpt3.check import check
 from gpt3.data import END, Corpus, DataError, prepare, wait_for
 from gpt3.model import GPTLMLoss, make_optimizer
 from gpt3.ranks import is_rank, start_ranks
 
+PLAIN = [name for name, shape in pipeflow.GPT_PRESETS.items() if is_plain(shape)]
 EVALUATED = 8  # batches of held-out text
 PROMPT = "def"
 TEMPERATURE = 0.5  # of the text that is written at the end: lower is likelier, 1 as likely as the model says
@@ -84,7 +85,7 @@ def read_arguments() -> argparse.Namespace:
     )
     add("--batch", type=int, default=16, help="sequences a step (%(default)s)")
     add("--sequence", type=int, default=128, help="tokens a sequence (%(default)s)")
-    add("--preset", default="tiny", choices=pipeflow.GPT_PRESETS, help="the size of the model (%(default)s)")
+    add("--preset", default="tiny", choices=PLAIN, help="the size of the model (%(default)s)")
     add("--data", type=Path, default=os.environ.get("DATA") or None, help="your text ($DATA, else Python's library)")
     add("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
     add("--lr", type=float, default=4e-3, help="the highest learning rate (%(default)s)")

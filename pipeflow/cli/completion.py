@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pipeflow.core.errors import UsageError
-from pipeflow.planning.transformer import GPT_PRESETS
+from pipeflow.planning.catalog import MODELS
 from pipeflow.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError("completion needs shtab: pip install 'pipeflow[completion]'") from error
     schedules = shtab.cmd(f"echo {' '.join(SCHEDULES)}; ls")
-    models = shtab.cmd(f"echo {' '.join(GPT_PRESETS)}")
+    models = shtab.cmd(f"echo {' '.join(MODELS)}")
     _describe(parser(), {"FILE": shtab.FILE, **dict.fromkeys(("SCHEDULE", "A", "B"), schedules), "MODEL": models})
     print(shtab.complete(parser(), shell=arguments.shell))
     return 0

@@ -1,11 +1,11 @@
-"""`pipeflow plan`: the memory of each rank and the time of a step for a GPT under a layout."""
+"""`pipeflow plan`: the memory of each rank and the time of a step for a model under a layout."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.limits import require_size
@@ -17,32 +17,50 @@ from pipeflow.cli.sources import sound_source
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import bytes_text, number, percent
+from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.estimate import Plan, RankPlan, plan
-from pipeflow.planning.setup import PRECISIONS, Setup
-from pipeflow.planning.transformer import GPT, GPT_PRESETS
+from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS, Setup
+from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import head_forward, layer_forward, stage_costs
+from pipeflow.planning.vit import ViT
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands, Parser
     from pipeflow.draw import Table
 
-SIZES = tuple(field.name for field in fields(GPT))
+SIZES = {name: get_type_hints(kind)[name] for kind in (GPT, ViT) for name in (each.name for each in fields(kind))}
 MEANINGS = {  # help for sizes
     "layers": "number of transformer layers",
     "hidden": "hidden size",
     "heads": "number of attention heads",
+    "kv_heads": "number of key and value heads",
+    "head_size": "size of an attention head",
+    "ffn": "size of the MLP, or of one expert",
+    "gated": "MLPs with three matrices (SwiGLU)",
+    "experts": "number of experts per layer",
+    "experts_per_token": "number of experts that the router selects",
+    "shared_experts": "number of experts that see every token",
+    "biases": "linear layers of a block that have a bias",
+    "norm": "LayerNorm or RMSNorm",
+    "head_norms": "norms of query and key heads",
+    "dropout": "keep masks of dropouts",
     "positions": "most tokens per sequence",
     "vocabulary": "number of tokens in the vocabulary",
     "mlp_ratio": "size of the MLP, as a multiple of the hidden size",
+    "tied": "the head shares the word table",
+    "position_table": "learned positions, not rotary ones",
+    "image": "height and width of an image, in pixels",
+    "patch": "height and width of a patch, in pixels",
+    "classes": "number of classes",
 }
 LAYOUT = tuple(field.name for field in fields(Setup))
 
 
 def add_to(commands: Commands) -> None:
     """Adds the command and its options."""
-    command = commands.add_parser("plan", help="estimate memory per rank, step time and bubble of a GPT")
-    command.add_argument("model", metavar="MODEL", help=f"one of {', '.join(GPT_PRESETS)}")
+    command = commands.add_parser("plan", help="estimate memory per rank, step time and bubble of a model")
+    command.add_argument("model", metavar="MODEL", help=f"one of {', '.join(MODELS)}")
     _add_sizes(command)
     _add_schedule(command)
     _add_layout(command)
@@ -53,8 +71,13 @@ def add_to(commands: Commands) -> None:
 
 def _add_sizes(command: Parser) -> None:
     group = command.add_argument_group("model", "override sizes of MODEL")
-    for name in SIZES:
-        group.add_argument(flag(name), type=int, metavar="N", help=MEANINGS.get(name))
+    for name, kind in SIZES.items():
+        if kind is bool:
+            group.add_argument(flag(name), action=argparse.BooleanOptionalAction, help=MEANINGS.get(name))
+        elif get_origin(kind) is Literal:
+            group.add_argument(flag(name), choices=get_args(kind), help=MEANINGS.get(name))
+        else:
+            group.add_argument(flag(name), type=int, metavar="N", help=MEANINGS.get(name))
 
 
 def _add_schedule(command: Parser) -> None:
@@ -74,16 +97,17 @@ def _add_layout(command: Parser) -> None:
     add("--microbatch-size", type=int, default=1, metavar="B", help="sequences per microbatch (default: 1)")
     add("--sequence", type=int, metavar="S", help="tokens per sequence (default: the model's positions)")
     add("--precision", choices=PRECISIONS, default="bf16", help="types of weights and states (default: %(default)s)")
-    add("--zero", action="store_true", help="split the optimizer's state over the replicas (ZeRO-1)")
-    add("--checkpoint", action="store_true", help="keep only each layer's input and recompute the layer")
+    zero = "1 (or no value): split the optimizer's state over the replicas (ZeRO-1); default: 0"
+    add("--zero", type=int, choices=(0, 1), nargs="?", const=1, default=0, help=zero)
+    checkpoint = "full (or no value): keep only each layer's input and recompute the layer; selective: recompute scores"
+    add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", default="none", help=checkpoint)
     add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")
     add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
-    given = {name: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None}
-    model = replace(GPT.named(arguments.model), **given)
+    model = _model(arguments)
     options = {name: getattr(arguments, name) for name in LAYOUT}
     setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
     with doing("planning"):
@@ -97,7 +121,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _schedule(arguments: argparse.Namespace, model: GPT, setup: Setup) -> Schedule:
+def _model(arguments: argparse.Namespace) -> Model:
+    given = {name: getattr(arguments, name) for name in SIZES if getattr(arguments, name) is not None}
+    model = model_named(arguments.model)
+    own = [each.name for each in fields(model)]
+    if strange := [flag(name) for name in given if name not in own]:
+        raise UsageError(f"{arguments.model} takes no {', '.join(strange)}; its sizes are {', '.join(map(flag, own))}")
+    return replace(model, **given)
+
+
+def _schedule(arguments: argparse.Namespace, model: Model, setup: Setup) -> Schedule:
     name = arguments.schedule
     options: dict[str, Any] = {
         option: value for option in family_options() if (value := getattr(arguments, option)) is not None
@@ -137,9 +170,12 @@ def _for_programs(found: Plan) -> dict[str, Any]:
 
 def _heading(name: str, found: Plan) -> Iterator[str]:
     model, setup, precision = found.model, found.setup, found.setup.precision
-    resized = "" if model == GPT.named(name) else ", resized"
+    resized = "" if model == model_named(name) else ", resized"
     sizes = f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads"
     yield f"{name}{resized}: {found.parameters_total:,} parameters, {sizes}"
+    if model.experts > 1:
+        active = _count(model.active_parameters)
+        yield f"{model.experts} experts: a token uses {model.active_experts}, {active} parameters"
     split = f"pipeline {len(found.ranks)} x tensor {setup.tensor} x data {setup.data}"
     yield f"{found.schedule.name} on {found.devices} devices: {split}"
     batch = f"{found.schedule.num_microbatches} microbatches of {setup.microbatch_size} x {found.sequence} tokens"
@@ -172,7 +208,8 @@ def _table(found: Plan) -> Table:
 def _totals(found: Plan) -> Iterator[str]:
     """The highest peak, the time of a step, and its bubble."""
     highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
-    again = f", of which {bytes_text(highest.recomputed_bytes)} for the layer that is recomputed"
+    what = "scores that are" if found.setup.checkpoint == "selective" else "layer that is"
+    again = f", of which {bytes_text(highest.recomputed_bytes)} for the {what} recomputed"
     yield f"peak: {bytes_text(highest.peak_bytes)} on rank {highest.rank}{again if highest.recomputed_bytes else ''}"
     makespan = number(found.timeline.makespan)
     if found.tokens_per_second is None:

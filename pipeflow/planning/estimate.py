@@ -1,4 +1,6 @@
-"""Estimate: what a layout of a GPT costs, on each rank and as a step. What must not live here: how it is shown."""
+"""Estimate: the cost of a layout of a transformer, on each rank and as a step. What must not live here: how it
+is shown.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
+from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.transformer import GPT, Part
 from pipeflow.planning.transformer_costs import recomputed_bytes, sequence_of, stage_costs, stage_layers
 
 
@@ -27,7 +29,7 @@ class RankPlan:
         weight_bytes, gradient_bytes: of them.
         master_bytes, moment_bytes: the optimizer's: master weights, Adam's two moments.
         activation_bytes: the most that the schedule keeps at once for backwards.
-        recomputed_bytes: beside that, the layer that a checkpointed backward is computing again.
+        recomputed_bytes: beside that, what the backward of one layer is computing again.
         idle: the part of the step in which the rank computes nothing.
     """
 
@@ -75,7 +77,7 @@ class Plan:
         even_makespan_bubble_ratio: the schedule's bubble if all stages cost the same, as in its formula.
     """
 
-    model: GPT
+    model: Transformer
     schedule: Schedule
     setup: Setup
     flops: float | None
@@ -121,14 +123,14 @@ class Plan:
         return None if self.flops is None else self.tokens / self.timeline.makespan
 
 
-def plan(model: GPT, schedule: Schedule, setup: Setup | None = None, *, flops: float | None = None) -> Plan:
+def plan(model: Transformer, schedule: Schedule, setup: Setup | None = None, *, flops: float | None = None) -> Plan:
     """What training `model` under `schedule` costs in a `setup`, by default one device per pipeline rank.
 
     Layers are dealt over the stages as evenly as they go; the tables and the head come on top. `flops`, the operations
     per second that one device reaches, turns times into seconds. Communication is free: the stages' transfers, the
     tensor ranks' and the data ranks' sums are not in the times.
 
-    >>> from pipeflow import make_schedule
+    >>> from pipeflow import GPT, make_schedule
     >>> found = plan(GPT.named("gpt3-175b"), make_schedule("1f1b", ranks=8, microbatches=64), Setup(tensor=8))
     >>> found.ranks[0].parameters, round(found.makespan_bubble_ratio, 3), round(found.even_makespan_bubble_ratio, 3)
     (2799335424, 0.096, 0.099)
@@ -148,7 +150,7 @@ def plan(model: GPT, schedule: Schedule, setup: Setup | None = None, *, flops: f
     return Plan(model, schedule, setup, flops, cost, timeline, ranks, even)
 
 
-def _rank(model: GPT, setup: Setup, placement: Placement, rank: int, *, kept: float, idle: float) -> RankPlan:
+def _rank(model: Transformer, setup: Setup, placement: Placement, rank: int, *, kept: float, idle: float) -> RankPlan:
     stages, parts, precision = placement.stages_of(rank), stage_layers(model, placement), setup.precision
     own_parts = tuple(parts[stage] for stage in stages)
     parameters = model.parameters_of(own_parts, setup.tensor)

@@ -7,16 +7,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
+from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
+
+Checkpoint = Literal["none", "full", "selective"]
+CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full", "selective")
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The bytes that training keeps per parameter.
+    """The bytes that training keeps per parameter, and the rate at which it computes.
 
     Half precision takes 2 + 2 + 4 + 8 bytes (arXiv 1910.02054, section 3.1); gradients have the type of their weights,
-    as in torch.
+    as in torch. The "mixed" precisions add up gradients in float32, as Megatron-LM does, and so take 18 bytes. With
+    "fp8", products are computed in 8 bits (arXiv 2209.05433), and everything else is as with "bf16".
 
     Attributes:
         name: as `pipeflow plan --precision` takes it.
@@ -24,6 +30,7 @@ class Precision:
         gradient: bytes of its gradient.
         master: bytes of its float32 master weight, 0 without one.
         moments: bytes of Adam's two moments together.
+        products: the rate of `Device.flops` at which products are computed.
     """
 
     name: str
@@ -31,13 +38,17 @@ class Precision:
     gradient: int
     master: int
     moments: int
+    products: str = "bf16"
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
-        "float32": Precision("float32", weight=4, gradient=4, master=0, moments=8),
-        "bf16": Precision("bf16", weight=2, gradient=2, master=4, moments=8),
-        "fp16": Precision("fp16", weight=2, gradient=2, master=4, moments=8),
+        "float32": Precision("float32", weight=4, gradient=4, master=0, moments=8, products="float32"),
+        "bf16": Precision("bf16", weight=2, gradient=2, master=4, moments=8, products="bf16"),
+        "fp16": Precision("fp16", weight=2, gradient=2, master=4, moments=8, products="fp16"),
+        "bf16-mixed": Precision("bf16-mixed", weight=2, gradient=4, master=4, moments=8, products="bf16"),
+        "fp16-mixed": Precision("fp16-mixed", weight=2, gradient=4, master=4, moments=8, products="fp16"),
+        "fp8": Precision("fp8", weight=2, gradient=2, master=4, moments=8, products="fp8"),
     }
 )
 
@@ -52,13 +63,16 @@ class Setup:
         microbatch_size: sequences per microbatch.
         sequence: tokens per sequence; the model's `positions` unless given.
         precision: of weights, gradients, optimizer and activations.
-        zero: the `data` ranks share out master weights and moments among them (ZeRO-1, arXiv 1910.02054).
-        checkpoint: a layer keeps its input alone, and is computed again in its backward.
+        zero: with 1, the `data` ranks share out master weights and moments among them (ZeRO-1, arXiv 1910.02054); with
+            0, each has all of them. True and False stand for 1 and 0.
+        checkpoint: what a layer's backward computes again. "full": the whole layer, which keeps its input alone;
+            "selective": attention's scores, which are not kept (arXiv 2205.05198, section 5); "none": nothing. True and
+            False stand for "full" and "none".
         sequence_parallel: the tensor ranks share what each else had whole (arXiv 2205.05198, section 4.2.2).
-        keep_scores: attention keeps its scores, as without torch's scaled_dot_product_attention or FlashAttention
-            (arXiv 2205.14135).
+        keep_scores: attention has its scores in memory, as without torch's scaled_dot_product_attention or
+            FlashAttention (arXiv 2205.14135), and keeps them unless they are computed again.
 
-    Raises UsageError for sizes below 1.
+    Raises UsageError for sizes below 1, and for another `zero` or `checkpoint`.
     """
 
     tensor: int = 1
@@ -66,8 +80,8 @@ class Setup:
     microbatch_size: int = 1
     sequence: int | None = None
     precision: Precision = PRECISIONS["bf16"]
-    zero: bool = False
-    checkpoint: bool = False
+    zero: int = 0
+    checkpoint: Checkpoint | bool = "none"
     sequence_parallel: bool = False
     keep_scores: bool = False
 
@@ -75,3 +89,10 @@ class Setup:
         require_positive(tensor=self.tensor, data=self.data, microbatch_size=self.microbatch_size)
         if self.sequence is not None:
             require_positive(sequence=self.sequence)
+        if self.zero not in (0, 1):
+            raise UsageError(f"zero must be 0 or 1, got {self.zero!r}: ZeRO-2 and ZeRO-3 are not planned")
+        if not isinstance(self.checkpoint, bool) and self.checkpoint not in CHECKPOINTS:
+            raise UsageError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}; got {self.checkpoint!r}")
+        object.__setattr__(self, "zero", int(self.zero))
+        if isinstance(self.checkpoint, bool):
+            object.__setattr__(self, "checkpoint", "full" if self.checkpoint else "none")

@@ -1,60 +1,56 @@
-"""GPT: the sizes of a decoder-only transformer, and how many parameters a part of it has. What must not live here:
-bytes, times and layouts.
+"""GPT: the sizes of a decoder-only transformer, and what stands before and after its layers. What must not live here:
+bytes, times and layouts; `blocks.py` has the layers.
 
-A block is norm, attention, norm, perceptron, each norm before what it is for (pre-LN). Attention is one linear for
-query, key and value (3h x h, with bias) and an output linear (h x h, with bias); the perceptron is a wide linear
-(rh x h, with bias) and an output linear (h x rh, with bias), where h is `hidden` and r is `mlp_ratio`. Before the
-blocks stand a word and a position table, after them a last norm and the head, whose weight is the word table's.
+Before the blocks stand a word table and, unless positions are rotary, a position table; after them a last norm and the
+head, whose weight is the word table's where they are `tied`.
 
-A tensor split by t cuts query-key-value and wide by columns (weight and bias / t), the two outputs by rows
-(weight / t, the bias on every rank), the word table and with it the head by words (each rank has as many rows as the
-vocabulary has words / t, rounded up), the position table by hidden; every rank has the norms whole.
-Sources: arXiv 1909.08053 (Megatron-LM), section 3; the position table by hidden is pipeflow's own.
+A tensor split by t cuts the word table and the head by words (each rank has as many rows as the vocabulary has words /
+t, rounded up), and the position table by hidden. Sources: arXiv 1909.08053 (Megatron-LM), section 3; the position table
+by hidden is pipeflow's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.placement import require_positive
-
-Part = tuple[int, int]  # layers [start, end)
+from pipeflow.planning.blocks import Part as Part  # as before there was a file of blocks
+from pipeflow.planning.blocks import Transformer
 
 
 @dataclass(frozen=True, slots=True)
-class GPT:
-    """The sizes of a GPT.
+class GPT(Transformer):
+    """The sizes of a GPT, a LLaMA, or a mixture of experts. `Transformer` describes those of the layers.
 
     >>> GPT.named("gpt2-small").parameters
     124475904
+    >>> GPT.named("llama3-8b").parameters
+    8030261248
 
-    Raises UsageError for sizes below 1, and for heads that do not divide `hidden`.
+    Raises UsageError for sizes below 1 and as `Transformer`.
 
     Attributes:
-        layers: number of layers.
-        hidden: width of the hidden state.
-        heads: number of attention heads.
-        positions: the longest sequence, in tokens.
+        positions: tokens per sequence; with a position table, the most that there can be.
         vocabulary: number of tokens in the vocabulary.
-        mlp_ratio: width of a layer's MLP, as a multiple of `hidden`.
+        mlp_ratio: width of a layer's MLP, as a multiple of `hidden`, unless `ffn` is given.
+        tied: whether the head shares the weight of the word table.
+        position_table: whether positions are learned; rotary positions have no parameters.
     """
 
-    layers: int
-    hidden: int
-    heads: int
     positions: int = 1024
     vocabulary: int = 50304
     mlp_ratio: int = 4
+    _: KW_ONLY
+    tied: bool = True
+    position_table: bool = True
 
     def __post_init__(self) -> None:
-        require_positive(layers=self.layers, hidden=self.hidden, heads=self.heads, positions=self.positions)
-        require_positive(vocabulary=self.vocabulary, mlp_ratio=self.mlp_ratio)
-        if self.hidden % self.heads:
-            near = _near(self.hidden, self.heads)
-            raise UsageError(f"hidden {self.hidden} does not divide into {self.heads} heads: {near}")
+        Transformer.__post_init__(self)
+        require_positive(positions=self.positions, vocabulary=self.vocabulary, mlp_ratio=self.mlp_ratio)
 
     @classmethod
     def named(cls, name: str) -> GPT:
@@ -64,77 +60,94 @@ class GPT:
         return GPT_PRESETS[name]
 
     @property
-    def parameters(self) -> int:
-        """Of the whole model, the tied word table counted once."""
-        return self.parameters_of([(0, self.layers)])
+    def wide(self) -> int:
+        """Width of the MLP, of one expert where there are several."""
+        return self.mlp_ratio * self.hidden if self.ffn is None else self.ffn
 
-    def parameters_of(self, parts: Iterable[Part], tensor: int = 1) -> int:
-        """What one of `tensor` ranks holds that together hold the stages with layers [start, end) of `parts`: a word
-        table that is also the head is there once.
+    @property
+    def tokens(self) -> int:
+        """Tokens per sequence unless a setup says otherwise: `positions`."""
+        return self.positions
 
-        Raises UsageError for parts that the model does not have, and as `require_tensor`.
-        """
-        parts = list(parts)
-        self.require_tensor(tensor)
-        if wrong := [part for part in parts if not 0 <= part[0] < part[1] <= self.layers]:
-            raise UsageError(f"layers {wrong[0]} are no part of {self.layers} layers: give (start, end), end excluded")
-        first, last = any(start == 0 for start, _ in parts), any(end == self.layers for _, end in parts)
-        count = sum(end - start for start, end in parts) * self._block(tensor)
-        if first or last:
-            count += self.vocabulary_rows(tensor) * self.hidden
-        if first:
-            count += self.positions * self.hidden // tensor
-        if last:
-            count += 2 * self.hidden
-        return count
+    @property
+    def embedding_flops(self) -> float:
+        """None: looking up is no product."""
+        return 0
 
-    def flops_per_sample(self, sequence: int | None = None) -> int:
-        """Floating-point operations of the forward and the backward of one sequence, by default of `positions` tokens,
-        without what is computed again: three times those of the products in the forward, which are
-        (4 + 2r) 2h^2 + 4sh of a layer and 2hV of the head per token (arXiv 2104.04473, appendix), s being the sequence
-        and V the vocabulary.
-        """
-        tokens, hidden = self.positions if sequence is None else sequence, self.hidden
-        layer = 2 * (4 + 2 * self.mlp_ratio) * hidden**2 + 4 * tokens * hidden
-        return 3 * tokens * (self.layers * layer + 2 * hidden * self.vocabulary)
+    @property
+    def head_flops(self) -> float:
+        """Operations per token in the forward of the head: 2hV."""
+        return 2 * self.hidden * self.vocabulary
+
+    def head_outputs(self, tensor: int = 1) -> float:
+        """Logits per token on one of `tensor` ranks."""
+        return self.vocabulary_rows(tensor)
+
+    def require_sequence(self, sequence: int) -> None:
+        """Raises UsageError for more tokens than the position table has."""
+        if self.position_table and sequence > self.positions:
+            raise UsageError(f"a sequence of {sequence} tokens is too long for a model with {self.positions} positions")
 
     def vocabulary_rows(self, tensor: int = 1) -> int:
         """The rows of the word table on one of `tensor` ranks, those that pad it included."""
         return -(-self.vocabulary // tensor)
 
-    def require_tensor(self, tensor: int) -> None:
-        """Raises UsageError unless the heads, and with them `hidden`, divide into `tensor` equal parts."""
-        require_positive(tensor=tensor)
-        if self.heads % tensor:
-            near = _near(self.heads, tensor)
-            raise UsageError(f"tensor={tensor} does not divide {self.heads} heads and hidden {self.hidden}: {near}")
-
-    def _block(self, tensor: int) -> int:
-        hidden, wide = self.hidden, self.mlp_ratio * self.hidden
-        matrices = (3 * hidden + hidden + 2 * wide) * hidden
-        split_biases, whole_biases, norms = 3 * hidden + wide, 2 * hidden, 4 * hidden
-        return (matrices + split_biases) // tensor + whole_biases + norms
+    def _ends(self, tensor: int, *, first: bool, last: bool) -> int:
+        table = self.vocabulary_rows(tensor) * self.hidden
+        tables = max(first, last) if self.tied else first + last
+        positions = self.positions * self.hidden // tensor if first and self.position_table else 0
+        return tables * table + positions + last * self.norm_parameters
 
 
-def _near(whole: int, part: int) -> str:
-    """Which divisors of `whole` are next to `part`, which is none."""
-    divisors = [number for number in range(1, whole + 1) if whole % number == 0]
-    near = [number for number in divisors if number < part][-1:] + [number for number in divisors if number > part][:1]
-    return f"the nearest that work{'s is' if len(near) == 1 else ' are'} {' and '.join(map(str, near))}"
+def _llama(layers: int, hidden: int, heads: int, ffn: int, positions: int, vocabulary: int, **given: Any) -> GPT:
+    """The shape that LLaMA, Mistral and Qwen have in common: arXiv 2307.09288, 2407.21783, 2310.06825, 2412.15115."""
+    usual: dict[str, Any] = {"gated": True, "biases": "none", "norm": "rms", "dropout": False, "tied": False}
+    return GPT(layers, hidden, heads, positions, vocabulary, ffn=ffn, position_table=False, **usual | given)
 
 
+_TINY = GPT(layers=8, hidden=128, heads=4, positions=256, vocabulary=2048)
 _GPT3 = GPT(layers=96, hidden=12288, heads=96, positions=2048)
+_MEGATRON = replace(_GPT3, vocabulary=51200)
+_MISTRAL = _llama(32, 4096, 32, 14336, 8192, 32000, kv_heads=8)
 
 GPT_PRESETS: Mapping[str, GPT] = MappingProxyType(
     {
-        "tiny": GPT(layers=8, hidden=128, heads=4, positions=256, vocabulary=2048),
+        "tiny": _TINY,
         "gpt2-small": GPT(layers=12, hidden=768, heads=12),
         "gpt2-medium": GPT(layers=24, hidden=1024, heads=16),
         "gpt2-large": GPT(layers=36, hidden=1280, heads=20),
         "gpt2-xl": GPT(layers=48, hidden=1600, heads=32),
         "gpt2-8b": GPT(layers=72, hidden=3072, heads=24),
         "gpt2-10b": GPT(layers=50, hidden=4096, heads=16),
+        "gpt3-1.3b": replace(_GPT3, layers=24, hidden=2048, heads=16),
+        "gpt3-2.7b": replace(_GPT3, layers=32, hidden=2560, heads=32),
+        "gpt3-6.7b": replace(_GPT3, layers=32, hidden=4096, heads=32),
+        "gpt3-13b": replace(_GPT3, layers=40, hidden=5120, heads=40),
         "gpt3-175b": _GPT3,
         "gpt3": _GPT3,
+        "megatron-22b": replace(_MEGATRON, layers=48, hidden=6144, heads=64),
+        "turing-530b": replace(_MEGATRON, layers=105, hidden=20480, heads=128),
+        "megatron-1t": replace(_MEGATRON, layers=128, hidden=25600, heads=160),
+        "llama2-7b": _llama(32, 4096, 32, 11008, 4096, 32000),
+        "llama2-13b": _llama(40, 5120, 40, 13824, 4096, 32000),
+        "llama2-70b": _llama(80, 8192, 64, 28672, 4096, 32000, kv_heads=8),
+        "llama3-8b": _llama(32, 4096, 32, 14336, 8192, 128256, kv_heads=8),
+        "llama3-70b": _llama(80, 8192, 64, 28672, 8192, 128256, kv_heads=8),
+        "llama3.1-405b": _llama(126, 16384, 128, 53248, 8192, 128256, kv_heads=8),
+        "mistral-7b": _MISTRAL,
+        "mixtral-8x7b": replace(_MISTRAL, experts=8, experts_per_token=2),
+        "qwen2.5-7b": _llama(28, 3584, 28, 18944, 4096, 152064, kv_heads=4, biases="qkv"),
+        "qwen2.5-32b": _llama(64, 5120, 40, 27648, 4096, 152064, kv_heads=8, biases="qkv"),
+        "qwen3-30b-a3b": _llama(
+            *(48, 2048, 32, 768, 4096, 151936),
+            kv_heads=4,
+            head_size=128,
+            head_norms=True,
+            experts=128,
+            experts_per_token=8,
+        ),
     }
 )
+"""Models by name, with `positions` that they are mostly trained with. The GPT-3 of 1.3 billion parameters has 16 heads,
+which make its width; its paper (arXiv 2005.14165, table 2.1) prints 24, and 5140 for the width of 13 billion.
+"""

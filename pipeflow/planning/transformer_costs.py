@@ -1,10 +1,11 @@
-"""What the stages of a GPT cost: the time, and the bytes kept, of one microbatch on each. What must not live here: the
-order in which they run, and what follows from it.
+"""The costs of a transformer's stages: the time, and the bytes kept, of one microbatch on each. What must not live
+here: the order in which they run, and what follows from it.
 
 Activations are those of arXiv 2205.05198 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models"), section 4, with its dropouts; operations those of arXiv 2104.04473 (Narayanan et al.), section 5.1 and
 appendix, where an activation function or a norm costs nothing. Below, s is the sequence, b the microbatch size, h
-`hidden`, a the heads, r `mlp_ratio`, V the vocabulary and t the tensor size.
+`hidden`, a the heads, r the MLP's width by h, V the vocabulary and t the tensor size; formulas in them are those
+of a GPT whose heads all have their own key and value, and whose MLP has two matrices.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import math
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
+from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.partition import partition_uniform
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.transformer import GPT, Part
 
 
-def stage_layers(model: GPT, placement: Placement) -> list[Part]:
+def stage_layers(model: Transformer, placement: Placement) -> list[Part]:
     """Per stage its layers [start, end), as even as can be. Raises UsageError for more stages than layers."""
     stages = placement.num_stages
     if stages > model.layers:
@@ -30,7 +31,7 @@ def stage_layers(model: GPT, placement: Placement) -> list[Part]:
     return [part for [part] in partition_uniform(model.layers, stages)]
 
 
-def stage_costs(model: GPT, placement: Placement, setup: Setup, *, flops: float | None = None) -> CostModel:
+def stage_costs(model: Transformer, placement: Placement, setup: Setup, *, flops: float | None = None) -> CostModel:
     """The costs of one microbatch on each stage, layers dealt as `stage_layers` does. Times are in seconds where
     `flops`, the operations per second of one device, is given, else in forwards of one layer; bytes are those of one
     device. Transfers are free.
@@ -52,87 +53,108 @@ def stage_costs(model: GPT, placement: Placement, setup: Setup, *, flops: float 
     )
 
 
-def layer_forward(model: GPT, setup: Setup) -> int:
+def layer_forward(model: Transformer, setup: Setup) -> int:
     """Operations of one layer's forward per token, on all tensor ranks: 24h^2 (1 + s/6h) for r = 4."""
-    return _linears(model) + _attention(model, setup)
+    return model.linear_flops + model.attention_flops(sequence_of(model, setup))
 
 
-def head_forward(model: GPT) -> int:
+def head_forward(model: Transformer) -> float:
     """Operations per token of the head's forward, on all tensor ranks: 2hV."""
-    return 2 * model.hidden * model.vocabulary
+    return model.head_flops
 
 
-def recomputed_bytes(model: GPT, setup: Setup) -> int:
-    """With `checkpoint`, what the backward of one layer makes anew while it runs, all but its input; else nothing."""
+def recomputed_bytes(model: Transformer, setup: Setup) -> int:
+    """What the backward of one layer makes anew while it runs: with "full" recomputation all that the layer needs but
+    its input; with "selective" its scores, where it has them in memory; else nothing.
+    """
     tokens = setup.microbatch_size * sequence_of(model, setup)
-    again = _layer_bytes(model, setup) - setup.precision.weight * _whole(model, setup)
-    return tokens * again if setup.checkpoint else 0
+    if setup.checkpoint == "full":
+        return tokens * (_layer_bytes(model, setup) - setup.precision.weight * _whole(model, setup))
+    return tokens * _score_bytes(model, setup) if setup.checkpoint == "selective" else 0
 
 
-def sequence_of(model: GPT, setup: Setup) -> int:
+def sequence_of(model: Transformer, setup: Setup) -> int:
     """Tokens per sequence. Raises UsageError where the model has no place for them, or the setup cannot split it."""
-    sequence = model.positions if setup.sequence is None else setup.sequence
+    sequence = model.tokens if setup.sequence is None else setup.sequence
     model.require_tensor(setup.tensor)
-    if sequence > model.positions:
-        raise UsageError(f"a sequence of {sequence} tokens is too long for a model with {model.positions} positions")
+    model.require_sequence(sequence)
     if setup.sequence_parallel and sequence % setup.tensor:
         raise UsageError(f"a sequence of {sequence} tokens does not divide into {setup.tensor} parts: use a multiple")
     return sequence
 
 
-def _linears(model: GPT) -> int:
-    return 2 * (4 + 2 * model.mlp_ratio) * model.hidden**2
-
-
-def _attention(model: GPT, setup: Setup) -> int:
-    return 4 * sequence_of(model, setup) * model.hidden
-
-
-def _operations(model: GPT, setup: Setup, part: Part) -> tuple[int, int, int]:
+def _operations(model: Transformer, setup: Setup, part: Part) -> tuple[float, float, float]:
     """Per token, of F, I and W: a linear's two halves cost its forward each, attention's backward is all in I and costs
-    twice its forward (arXiv 2401.10241, table 1). What is computed again, layers alone, is a part of I.
+    twice its forward (arXiv 2401.10241, table 1). What is computed again, layers alone, is a part of I. No I is needed
+    of a linear that reads the batch.
     """
-    layers, linears, attention = part[1] - part[0], _linears(model), _attention(model, setup)
-    head = head_forward(model) if part[1] == model.layers else 0
-    again = layers * (linears + attention) if setup.checkpoint else 0
-    forward = layers * (linears + attention) + head
-    return forward, layers * (linears + 2 * attention) + head + again, layers * linears + head
+    layers, linears = part[1] - part[0], model.linear_flops
+    attention = model.attention_flops(sequence_of(model, setup))
+    first = model.embedding_flops if part[0] == 0 else 0
+    last = head_forward(model) if part[1] == model.layers else 0
+    again = layers * {"none": 0, "selective": attention, "full": linears + attention}[str(setup.checkpoint)]
+    forward = first + layers * (linears + attention) + last
+    return forward, layers * (linears + 2 * attention) + last + again, first + layers * linears + last
 
 
-def _whole(model: GPT, setup: Setup) -> int:
+def _whole(model: Transformer, setup: Setup) -> int:
     """Numbers that a token has in what tensor ranks do not split: h, or h/t where they share it by sequence."""
     return model.hidden // setup.tensor if setup.sequence_parallel else model.hidden
 
 
-def _layer_bytes(model: GPT, setup: Setup) -> int:
+def _split(model: Transformer, setup: Setup) -> int:
+    """Numbers that a token has in what tensor ranks split in a layer: (4 + 2r) h/t. For a backward these are query, key
+    and value, what goes into attention's output linear, what comes out of the wide linears, and what goes into the
+    output linear after them; the gradients of the same numbers, or these themselves, are what W needs. Every rank has
+    at least one head of key and value. A gated MLP counts as fused: its activation is made again.
+
+    Experts add what the router sends to each and what comes back, which no rank splits, and a number for each of them.
+    """
+    key = 2 * max(model.key_width // setup.tensor, model.head_width)
+    mlp = (3 if model.gated else 2) * model.wide // setup.tensor
+    routed = 2 * model.experts_per_token * model.hidden + model.experts if model.experts > 1 else 0
+    return 2 * model.query_width // setup.tensor + key + model.active_experts * mlp + routed
+
+
+def _score_bytes(model: Transformer, setup: Setup) -> int:
+    """Bytes per token of attention's scores in memory: 5as/t in half precision, with dropout: the softmax, the
+    dropout's result and its mask.
+    """
+    width = 2 * setup.precision.weight + 1 if model.dropout else setup.precision.weight
+    return width * model.heads * sequence_of(model, setup) // setup.tensor if setup.keep_scores else 0
+
+
+def _layer_bytes(model: Transformer, setup: Setup) -> int:
     """Bytes per token that a layer needs for its backward: h (10 + 24/t), with scores 5as/t more, in half precision.
 
     Whole on every tensor rank: what goes into the norms and the linears after them (4 values), and the masks of two
-    dropouts (a byte each). Split: query, key, value, what goes into attention's output linear, and what goes into the
-    GeLU and out of it (4 + 2r values). Scores: the softmax, its dropout's result and mask.
+    dropouts (a byte each).
     """
     width = setup.precision.weight
-    whole = (4 * width + 2) * _whole(model, setup)
-    split = (4 + 2 * model.mlp_ratio) * width * model.hidden
-    scores = (2 * width + 1) * model.heads * sequence_of(model, setup) if setup.keep_scores else 0
-    return whole + (split + scores) // setup.tensor
+    whole = (4 * width + 2 * model.dropout) * _whole(model, setup)
+    return whole + width * _split(model, setup) + _score_bytes(model, setup)
 
 
-def _saved(model: GPT, setup: Setup, part: Part) -> int:
-    """Bytes per token from a forward to its backward: of each layer all that it needs, or its input alone; of the first
-    stage the embedding's dropout mask, a byte; of the last what goes into its norm and its head, and the logits
-    in float32 (section 4.3).
+def _saved(model: Transformer, setup: Setup, part: Part) -> float:
+    """Bytes per token from a forward to its backward: of each layer all that it needs but scores that are computed
+    again, or its input alone; of the first stage the embedding's dropout mask, a byte; of the last what goes into its
+    norm and its head, and the logits in float32 (section 4.3).
     """
     width, whole = setup.precision.weight, _whole(model, setup)
-    kept = (part[1] - part[0]) * (width * whole if setup.checkpoint else _layer_bytes(model, setup))
+    layer = {
+        "none": _layer_bytes(model, setup),
+        "selective": _layer_bytes(model, setup) - _score_bytes(model, setup),
+        "full": width * whole,
+    }[str(setup.checkpoint)]
+    kept: float = (part[1] - part[0]) * layer
     if part[0] == 0:
-        kept += whole
+        kept += whole * model.dropout
     if part[1] == model.layers:
-        kept += 2 * width * whole + 4 * model.vocabulary_rows(setup.tensor)
+        kept += 2 * width * whole + 4 * model.head_outputs(setup.tensor)
     return kept
 
 
-def _deferred(model: GPT, setup: Setup, part: Part) -> int:
+def _deferred(model: Transformer, setup: Setup, part: Part) -> float:
     """Bytes per token from I to W: what goes into each linear and the gradient of what comes out, 32h per layer in
     half precision (arXiv 2401.10241, table 1), checkpointed or not, since what I computed again W still needs; and of
     the tables the gradient of what comes out. With sequence parallelism a rank keeps its part and gathers the others.
@@ -140,10 +162,9 @@ def _deferred(model: GPT, setup: Setup, part: Part) -> int:
     Whole on every tensor rank: what goes into query-key-value and wide, the gradients of the two outputs.
     """
     width, whole = setup.precision.weight, _whole(model, setup)
-    layer = 4 * whole + (4 + 2 * model.mlp_ratio) * model.hidden // setup.tensor
-    values = (part[1] - part[0]) * layer
+    values: float = (part[1] - part[0]) * (4 * whole + _split(model, setup))
     if part[0] == 0:
         values += whole
     if part[1] == model.layers:
-        values += whole + model.vocabulary_rows(setup.tensor)
+        values += whole + model.head_outputs(setup.tensor)
     return values * width

@@ -41,7 +41,7 @@ def test_a_script_knows_commands_options_and_schedules(capsys: pytest.CaptureFix
         ("draw zb-", {name for name in SCHEDULES if name.startswith("zb-")}),
         ("verify --pl", {"--placement"}),
         ("verify --placement b", {"bidirectional"}),
-        ("plan gpt3-", {"gpt3-175b"}),
+        ("plan gpt3-17", {"gpt3-175b"}),
     ],
 )
 def test_bash_completes(capsys: pytest.CaptureFixture[str], line: str, expected: set[str]) -> None:

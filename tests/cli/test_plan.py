@@ -74,6 +74,31 @@ def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert timed["tokens_per_second"] == pytest.approx(timed["tokens"] / timed["makespan"])
 
 
+def test_all_models_are_planned_and_their_sizes_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read(capsys, "llama3-8b")["parameters_total"] == 8_030_261_248
+    assert read(capsys, "vit-b16")["tokens"] == 8 * 197
+    sizes = ["--kv-heads", 2, "--gated", "--biases", "none", "--norm", "rms", "--no-tied", "--no-position-table"]
+    found = read(capsys, "tiny", *sizes, "--ffn", 384, "--experts", 4, "--experts-per-token", 2)
+    told = {"kv_heads": 2, "gated": True, "biases": "none", "norm": "rms", "tied": False, "position_table": False}
+    assert {name: found["model"][name] for name in told} == told
+    layer = 128 * (2 * 128 + 2 * 64) + 4 * (3 * 128 * 384) + 4 * 128 + 2 * 128
+    assert found["parameters_total"] == 8 * layer + 2 * 2048 * 128 + 128
+    shown = out(capsys, "plan", "mixtral-8x7b")
+    assert "mixtral-8x7b: 46,702,792,704 parameters, 32 layers" in shown
+    assert "8 experts: a token uses 2, 12.9B parameters\n" in shown
+    assert read(capsys, "vit-b16", "--image", 384)["tokens"] == 8 * (24 * 24 + 1)
+
+
+def test_recomputation_and_zero_are_choices_and_alone_what_they_were(capsys: pytest.CaptureFixture[str]) -> None:
+    def layout(*argv: object) -> tuple[str, int]:
+        found = read(capsys, "tiny", *argv)["layout"]
+        return found["checkpoint"], found["zero"]
+
+    assert layout() == layout("--checkpoint", "none", "--zero", 0) == ("none", 0)
+    assert layout("--checkpoint", "--zero") == layout("--checkpoint", "full", "--zero", 1) == ("full", 1)
+    assert layout("--checkpoint", "selective") == ("selective", 0)
+
+
 def test_a_schedule_that_is_searched_for_is_given_the_costs_of_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """The head is worth many of these layers, so another order is found than for equal stages."""
     model = replace(GPT.named("tiny"), vocabulary=50304)
@@ -109,6 +134,10 @@ def test_a_file_is_as_good_as_a_name(capsys: pytest.CaptureFixture[str], tmp_pat
         (["tiny", "--sequence", 512], "a sequence of 512 tokens is too long for a model with 256 positions"),
         (["tiny", "--flops", "nan"], "flops must be positive and finite"),
         (["tiny", "--data", "0"], "data must be an integer of at least 1, got 0"),
+        (["tiny", "--zero", 2], "argument --zero: invalid choice: 2"),
+        (["tiny", "--image", 32, "--patch", 4], "tiny takes no --image, --patch; its sizes are --layers, --hidden"),
+        (["vit-b16", "--vocabulary", 100], "vit-b16 takes no --vocabulary; its sizes are --layers, --hidden"),
+        (["vit-b16", "--norm", "batch"], "argument --norm: invalid choice: 'batch'"),
         (["tiny", "--precision", "int8"], "argument --precision: invalid choice: 'int8'"),
     ],
 )

@@ -1,0 +1,252 @@
+"""Blocks: the sizes of a transformer's layers, how many parameters they have, and how many operations they take. What
+must not live here: what stands before and after the layers, bytes, times and layouts.
+
+A block is norm, attention, norm, MLP, each norm before what it is for (pre-LN). Attention is one linear for
+query, key and value and an output linear; the MLP is a wide linear and an output linear, or with `gated` two
+wide linears whose outputs are multiplied (SwiGLU, arXiv 2002.05202). With `kv_heads`, groups of query heads share a
+head of key and value (arXiv 2305.13245). With `experts`, a linear without bias, the router, sends each token to
+`experts_per_token` of so many MLPs (arXiv 2401.04088), beside `shared_experts` that see all tokens (arXiv
+2401.06066).
+
+A tensor split by t cuts query-key-value and wide by columns (weight and bias / t), and the two outputs by rows
+(weight / t, the bias on every rank); norms and router are whole on every rank. Where there are fewer heads of key and
+value than ranks, each rank keeps an equal part of their weights and computes with one whole head. Experts are split
+like any MLP, so that each rank has a part of all of them. Source: arXiv 1909.08053 (Megatron-LM), section 3.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_at_least, require_positive
+
+Part = tuple[int, int]  # layers [start, end)
+Biases = Literal["all", "qkv", "none"]
+Norm = Literal["layer", "rms"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer(ABC):
+    """What all transformers share; GPT and ViT add what stands before and after the layers.
+
+    Attributes:
+        layers, hidden, heads: how many layers, how wide they are, and how many heads of attention each has.
+        kv_heads: heads of key and value; as many as `heads` unless given.
+        head_size: width of a head; `hidden` / `heads` unless given.
+        ffn: width of the MLP, of one expert where there are several.
+        gated: the MLP has three matrices instead of two.
+        experts: MLPs per layer, of which a token uses `experts_per_token`; 1 is no mixture.
+        shared_experts: further MLPs, which every token uses.
+        biases: which linears of a block have them: all, that for query, key and value, or none.
+        norm: LayerNorm, with a bias, or RMSNorm, without.
+        head_norms: query and key have a norm each over `head_size`.
+        dropout: attention and the MLP end in one, and so does the embedding; its masks are kept in training.
+
+    Raises UsageError for sizes below 1, and for sizes that do not divide: `heads` into `hidden` where no `head_size` is
+    given, `kv_heads` into `heads`.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    _: KW_ONLY
+    kv_heads: int | None = None
+    head_size: int | None = None
+    ffn: int | None = None
+    gated: bool = False
+    experts: int = 1
+    experts_per_token: int = 1
+    shared_experts: int = 0
+    biases: Biases = "all"
+    norm: Norm = "layer"
+    head_norms: bool = False
+    dropout: bool = True
+
+    def __post_init__(self) -> None:
+        optional = {"kv_heads": self.kv_heads, "head_size": self.head_size, "ffn": self.ffn}
+        given = {name: size for name, size in optional.items() if size is not None}
+        require_positive(layers=self.layers, hidden=self.hidden, heads=self.heads, **given)
+        require_positive(experts=self.experts, experts_per_token=self.experts_per_token)
+        require_at_least(0, shared_experts=self.shared_experts)
+        if self.head_size is None and self.hidden % self.heads:
+            near = near_divisors(self.hidden, self.heads)
+            raise UsageError(f"hidden {self.hidden} does not divide into {self.heads} heads: {near}")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            near = near_divisors(self.heads, self.kv_heads)
+            raise UsageError(f"{self.heads} heads do not divide into kv_heads={self.kv_heads} groups: {near}")
+        if self.experts_per_token > self.experts:
+            raise UsageError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
+        if self.shared_experts and self.experts == 1:
+            raise UsageError(f"shared_experts={self.shared_experts} need experts beside them: give experts, at least 2")
+        for name, value, known in (("biases", self.biases, ("all", "qkv", "none")), ("norm", self.norm, NORMS)):
+            if value not in known:
+                raise UsageError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+    @property
+    def wide(self) -> int:
+        """Width of the MLP, of one expert where there are several."""
+        return 4 * self.hidden if self.ffn is None else self.ffn
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_width
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of key, of which there are as many of value."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def key_width(self) -> int:
+        """Width of all key heads together."""
+        return self.key_heads * self.head_width
+
+    @property
+    def active_experts(self) -> int:
+        """Perceptrons that a token passes through in a layer."""
+        return self.experts_per_token + self.shared_experts
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens per sequence unless a setup says otherwise."""
+
+    @property
+    @abstractmethod
+    def embedding_flops(self) -> float:
+        """Operations per token in the forward of what stands before the layers."""
+
+    @property
+    @abstractmethod
+    def head_flops(self) -> float:
+        """Operations per token in the forward of what stands after the layers."""
+
+    @abstractmethod
+    def head_outputs(self, tensor: int = 1) -> float:
+        """Numbers per token that the head puts out on one of `tensor` ranks."""
+
+    @abstractmethod
+    def require_sequence(self, sequence: int) -> None:
+        """Raises UsageError unless the model takes sequences of so many tokens."""
+
+    @abstractmethod
+    def _ends(self, tensor: int, *, first: bool, last: bool) -> int:
+        """Parameters before and after the layers on one of `tensor` ranks that has these ends."""
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, a tied word table counted once."""
+        return self.parameters_of([(0, self.layers)])
+
+    @property
+    def active_parameters(self) -> int:
+        """The parameters that one token uses: all of them but those of the experts that it is not sent to."""
+        idle = self.experts - self.experts_per_token
+        return self.parameters - idle * self.layers * (self._expert(1) + self._expert_biases)
+
+    def parameters_of(self, parts: Iterable[Part], tensor: int = 1) -> int:
+        """What one of `tensor` ranks holds that together hold the stages with layers [start, end) of `parts`: a word
+        table that is also the head is there once.
+
+        Raises UsageError for parts that the model does not have, and as `require_tensor`.
+        """
+        parts = list(parts)
+        self.require_tensor(tensor)
+        if wrong := [part for part in parts if not 0 <= part[0] < part[1] <= self.layers]:
+            raise UsageError(f"layers {wrong[0]} are no part of {self.layers} layers: give (start, end), end excluded")
+        first, last = any(start == 0 for start, _ in parts), any(end == self.layers for _, end in parts)
+        layers = sum(end - start for start, end in parts)
+        return layers * self._block(tensor) + self._ends(tensor, first=first, last=last)
+
+    @property
+    def linear_flops(self) -> int:
+        """Operations per token in the forward of one layer's linears, two for each weight that the token uses:
+        (4 + 2r) 2h^2 for an MLP of r times `hidden` and all heads alike (arXiv 2104.04473, appendix).
+        """
+        return 2 * (self._attention + self._router + self.active_experts * self._expert(1))
+
+    def attention_flops(self, sequence: int) -> int:
+        """Operations per token in the forward of one layer's scores and of their product with the values: 4sh. What a
+        causal mask or a window leaves out is counted, too.
+        """
+        return 4 * sequence * self.query_width
+
+    def flops_per_sample(self, sequence: int | None = None) -> int:
+        """Floating-point operations of the forward and the backward of one sequence, by default of `tokens` tokens,
+        without what is computed again: three times those of the products in the forward, but for the first linear of
+        images, whose backward has one half.
+        """
+        tokens = self.tokens if sequence is None else sequence
+        layers = self.layers * (self.linear_flops + self.attention_flops(tokens))
+        return round(tokens * (3 * (layers + self.head_flops) + 2 * self.embedding_flops))
+
+    def require_tensor(self, tensor: int) -> None:
+        """Raises UsageError unless heads and MLPs divide into `tensor` equal parts, and so do the heads of key
+        and value, or each of them goes to equally many ranks.
+        """
+        require_positive(tensor=tensor)
+        if self.heads % tensor:
+            near = near_divisors(self.heads, tensor)
+            raise UsageError(f"tensor={tensor} does not divide {self.heads} heads and hidden {self.hidden}: {near}")
+        shared = tensor % self.key_heads == 0 and self.key_width % tensor == 0
+        if self.key_heads % tensor and not shared:
+            raise UsageError(
+                f"tensor={tensor} neither divides {self.key_heads} heads of key and value nor is a multiple of them"
+            )
+        if self.wide % tensor:
+            near = near_divisors(self.wide, tensor)
+            raise UsageError(f"tensor={tensor} does not divide an MLP {self.wide} wide: {near}")
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one norm over `hidden`."""
+        return (2 if self.norm == "layer" else 1) * self.hidden
+
+    @property
+    def _attention(self) -> int:
+        return self.hidden * (2 * self.query_width + 2 * self.key_width)
+
+    @property
+    def _router(self) -> int:
+        return self.hidden * self.experts if self.experts > 1 else 0
+
+    def _expert(self, tensor: int) -> int:
+        """Weights of one MLP on one of `tensor` ranks."""
+        return (3 if self.gated else 2) * self.hidden * self.wide // tensor
+
+    @property
+    def _expert_biases(self) -> int:
+        return (2 * self.wide if self.gated else self.wide) + self.hidden if self.biases == "all" else 0
+
+    def _block(self, tensor: int) -> int:
+        experts = self.experts + self.shared_experts
+        split = self._attention + experts * self._expert(1)
+        whole = self._router + 2 * self.norm_parameters
+        if self.head_norms:
+            whole += 2 * self.norm_parameters // self.hidden * self.head_width
+        if self.biases != "none":
+            split += self.query_width + 2 * self.key_width
+        if self.biases == "all":
+            split += experts * (self._expert_biases - self.hidden)
+            whole += (1 + experts) * self.hidden
+        return split // tensor + whole
+
+
+NORMS = ("layer", "rms")
+
+
+def near_divisors(whole: int, part: int) -> str:
+    """Which divisors of `whole` are next to `part`, which is none."""
+    divisors = [number for number in range(1, whole + 1) if whole % number == 0]
+    near = [number for number in divisors if number < part][-1:] + [number for number in divisors if number > part][:1]
+    return f"the nearest that work{'s is' if len(near) == 1 else ' are'} {' and '.join(map(str, near))}"

@@ -1,0 +1,243 @@
+"""The shapes of the field: parameters as published and as transformers has them, and what follows from a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipeflow import GPT, PRECISIONS, Placement, Setup, UsageError, make_schedule, plan
+from pipeflow.planning.catalog import MODELS, Model, model_named
+from pipeflow.planning.transformer_costs import stage_costs
+from pipeflow.planning.vit import ViT
+
+LLAMA = replace(GPT.named("llama3-8b"), layers=4, hidden=48, heads=6, kv_heads=2, ffn=80, positions=32, vocabulary=101)
+ODD: dict[str, Any] = {"norm": {"norm": "batch"}, "biases": {"biases": "some"}}
+MIXTURE = replace(LLAMA, experts=5, experts_per_token=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+        ("mistral-7b", 7_241_732_096),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("vit-b16", 86_567_656),
+        ("vit-b32", 88_224_232),
+        ("vit-l16", 304_326_632),
+        ("vit-l32", 306_535_400),
+    ],
+)
+def test_parameters_are_those_of_the_published_weights(name: str, parameters: int) -> None:
+    """Of the checkpoints on Hugging Face, and of torchvision's vision transformers."""
+    assert model_named(name).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt3-1.3b", 1.3),
+        ("gpt3-2.7b", 2.7),
+        ("gpt3-6.7b", 6.7),
+        ("gpt3-13b", 13.0),
+        ("gpt3-175b", 175),
+        ("megatron-22b", 22),
+        ("turing-530b", 530),
+        ("megatron-1t", 1008),
+    ],
+)
+def test_models_are_as_large_as_their_papers_print(name: str, billions: float) -> None:
+    """arXiv 2005.14165, table 2.1; 2205.05198, table 3; 2104.04473, table 1. Their numbers are rounded."""
+    assert model_named(name).parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_a_token_uses_a_part_of_a_mixture() -> None:
+    """As printed: 12.9 billion (arXiv 2401.04088), 3.3 billion (arXiv 2505.09388), all of a model without experts."""
+    assert model_named("mixtral-8x7b").active_parameters / 1e9 == pytest.approx(12.9, abs=0.05)
+    assert model_named("qwen3-30b-a3b").active_parameters / 1e9 == pytest.approx(3.3, abs=0.06)
+    assert model_named("llama3-8b").active_parameters == model_named("llama3-8b").parameters
+
+
+def of_transformers(name: str, **sizes: Any) -> int:
+    """Parameters of a causal model of transformers, made without memory."""
+    transformers = pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **sizes))
+    return int(sum(parameter.numel() for parameter in model.parameters()))
+
+
+def sizes_of(model: GPT) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "intermediate_size": model.ffn,
+        "vocab_size": model.vocabulary,
+        "tie_word_embeddings": model.tied,
+        "pad_token_id": None,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "model", "more"),
+    [
+        ("llama", LLAMA, {}),
+        ("llama", replace(LLAMA, tied=True, head_size=10), {"head_dim": 10}),
+        ("mistral", LLAMA, {}),
+        ("qwen2", replace(LLAMA, biases="qkv"), {}),
+        ("mixtral", MIXTURE, {"num_local_experts": 5}),
+        (
+            "qwen3_moe",
+            replace(MIXTURE, head_size=12, head_norms=True),
+            {"num_experts": 5, "moe_intermediate_size": 80, "head_dim": 12},
+        ),
+        (
+            "gpt2",
+            GPT(3, 48, 6, 32, 101, ffn=70),
+            {"n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 32, "n_inner": 70},
+        ),
+    ],
+    ids=["llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen3_moe", "gpt2"],
+)
+def test_parameters_are_those_of_transformers(name: str, model: GPT, more: dict[str, Any]) -> None:
+    sizes = {"vocab_size": model.vocabulary} if name == "gpt2" else sizes_of(model)
+    assert model.parameters == of_transformers(name, **sizes | more)
+
+
+@pytest.mark.slow
+def test_parameters_of_a_vit_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
+    ours = ViT(3, 48, 6, 40, 8, 17, ffn=100)
+    sizes = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 100}
+    config = transformers.ViTConfig(image_size=40, patch_size=8, num_labels=17, **sizes)
+    with torch.device("meta"):
+        theirs = transformers.ViTForImageClassification(config)
+    assert ours.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operations_of_linears_are_two_for_each_weight_that_a_token_uses(name: str) -> None:
+    """Of the layers: without biases, which are added, and norms. What is left is attention's."""
+    model = model_named(name)
+    inner = replace(model, biases="none", norm="rms", head_norms=False)
+    idle = (inner.experts - inner.experts_per_token) * (3 if inner.gated else 2) * inner.hidden * inner.wide
+    weights = inner.parameters_of([(1, 2)]) - 2 * inner.hidden - idle
+    assert model.linear_flops == 2 * weights
+    layers = model.layers * (2 * weights + 4 * model.tokens * model.query_width)
+    ends = model.tokens * (3 * model.head_flops + 2 * model.embedding_flops)
+    assert model.flops_per_sample() == pytest.approx(3 * model.tokens * layers + ends, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("vit-b16", 17.56), ("vit-b32", 4.41), ("vit-l16", 61.55)])
+def test_operations_of_a_vit_are_those_of_torchvision(name: str, billions: float) -> None:
+    """It prints multiplications with additions of a forward, half as many as operations."""
+    model = ViT.named(name)
+    forward = (model.flops_per_sample() + model.tokens * model.embedding_flops) / 3
+    assert forward / 2e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [LLAMA, MIXTURE, ViT(4, 48, 6, 40, 8, 17)], ids=["llama", "mixture", "vit"])
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+def test_the_work_of_all_stages_is_that_of_the_model(model: Model, checkpoint: Any) -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=4)
+    cost = stage_costs(model, schedule.placement, Setup(microbatch_size=2, checkpoint=checkpoint), flops=1.0)
+    again = {
+        "none": 0,
+        "selective": model.attention_flops(model.tokens),
+        "full": model.linear_flops + model.attention_flops(model.tokens),
+    }[checkpoint]
+    work = sum(cost.forward) + sum(cost.backward_input) + sum(cost.backward_weight)
+    said = 2 * (model.flops_per_sample() + model.layers * model.tokens * again)
+    assert work == pytest.approx(said, rel=1e-12)
+    found = plan(model, schedule, Setup(tensor=2))
+    assert found.tokens == 4 * model.tokens
+    assert all(rank.peak_bytes > 16 * rank.parameters for rank in found.ranks)
+
+
+def per_layer(model: Model, **options: Any) -> tuple[float, float]:
+    """Bytes per token that a layer saves, and defers."""
+    cost = stage_costs(model, Placement.linear(4), Setup(**options))
+    return cost.saved_bytes[1] / model.tokens, cost.deferred_bytes[1] / model.tokens
+
+
+def test_grouped_heads_gates_and_experts_are_kept() -> None:
+    """Numbers of 2 bytes: 4h whole; query and the output of attention; key and value; of a gated MLP 3f. No
+    dropout, no masks. Two experts a token take what goes in and comes out of each, and the router's result.
+    """
+    split = 2 * 48 + 2 * 2 * 8 + 3 * 80
+    assert per_layer(LLAMA) == (2 * (4 * 48 + split),) * 2
+    assert per_layer(LLAMA, tensor=2) == (2 * (4 * 48 + split // 2),) * 2
+    assert per_layer(LLAMA, tensor=2, sequence_parallel=True) == (2 * (4 * 48 + split) // 2,) * 2
+    assert per_layer(LLAMA, keep_scores=True)[0] == 2 * (4 * 48 + split + 6 * 32)
+    assert per_layer(MIXTURE) == (2 * (4 * 48 + split + 3 * 80 + 2 * 2 * 48 + 5),) * 2
+    shared = replace(MIXTURE, shared_experts=1)
+    assert per_layer(shared)[0] - per_layer(MIXTURE)[0] == 2 * 3 * 80
+
+
+def test_ranks_beyond_the_heads_of_key_have_equal_parts_of_the_weights_and_one_head_each() -> None:
+    few = replace(LLAMA, heads=12, head_size=8, kv_heads=2, ffn=96)
+    two, four = few.parameters_of([(1, 2)], 2), few.parameters_of([(1, 2)], 4)
+    assert two - four == (few.parameters_of([(1, 2)]) - 2 * 48) / 4
+    split = 2 * 96 + 3 * 96
+    assert per_layer(few, tensor=4)[0] == 2 * (4 * 48 + split // 4 + 2 * 8)
+
+
+def test_a_real_layer_with_grouped_heads_and_a_gate_is_as_large() -> None:
+    """Linears of the shape's widths, as torch counts them."""
+    width, key, wide = 48, 2 * 8, 80
+    linears = [(width, width), (width, key), (width, key), (width, width), (width, wide), (width, wide), (wide, width)]
+    layer = nn.ModuleList([nn.Linear(*each, bias=False) for each in linears] + [nn.RMSNorm(width), nn.RMSNorm(width)])
+    assert LLAMA.parameters_of([(1, 2)]) == sum(parameter.numel() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16-mixed", "fp16-mixed"])
+def test_activations_are_as_wide_as_the_weights_whatever_the_products_are(name: str) -> None:
+    assert per_layer(LLAMA, precision=PRECISIONS[name]) == per_layer(LLAMA, precision=PRECISIONS["bf16"])
+    assert PRECISIONS[name].products in (name, name.removesuffix("-mixed"))
+
+
+def test_a_sequence_may_be_longer_where_positions_are_rotary() -> None:
+    longer = stage_costs(LLAMA, Placement.linear(4), Setup(sequence=64), flops=1.0)
+    usual = stage_costs(LLAMA, Placement.linear(4), Setup(), flops=1.0)
+    assert longer.forward[1] == 2 * usual.forward[1] + 64 * 4 * 32 * 48
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: replace(LLAMA, kv_heads=4), "6 heads do not divide into kv_heads=4 groups: .* are 3 and 6"),
+        (lambda: replace(LLAMA, kv_heads=0), "kv_heads must be an integer of at least 1, got 0"),
+        (lambda: replace(LLAMA, experts=2, experts_per_token=3), "experts_per_token=3 is more than experts=2"),
+        (lambda: replace(LLAMA, shared_experts=1), "shared_experts=1 need experts beside them"),
+        (lambda: replace(LLAMA, **ODD["norm"]), "norm must be one of layer, rms; got 'batch'"),
+        (lambda: replace(LLAMA, **ODD["biases"]), "biases must be one of all, qkv, none; got 'some'"),
+        (lambda: LLAMA.require_tensor(4), "tensor=4 does not divide 6 heads and hidden 48: .* are 3 and 6"),
+        (lambda: LLAMA.require_tensor(3), "tensor=3 neither divides 2 heads of key and value nor is a multiple"),
+        (lambda: replace(LLAMA, kv_heads=6).require_tensor(3), "tensor=3 does not divide an MLP 80 wide: .* 2 a"),
+        (lambda: ViT(2, 48, 6, image=40, patch=7), "an image of 40 does not divide into patches of 7: .* are 5 and 8"),
+        (lambda: ViT(2, 48, 6, classes=0), "classes must be an integer of at least 1, got 0"),
+        (lambda: ViT.named("vit-b61"), "unknown model 'vit-b61'; did you mean 'vit-b16'?"),
+        (lambda: model_named("llama3-8"), "unknown model 'llama3-8'; did you mean 'llama3-8b'?"),
+        (
+            lambda: stage_costs(ViT.named("vit-b16"), Placement.linear(1), Setup(sequence=196)),
+            "a sequence of 196 tokens is no image of 224 in patches of 16, which has 197: change image or patch",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
