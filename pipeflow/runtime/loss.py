@@ -91,7 +91,8 @@ def require_alike(rows: Sequence[Told], context: Context) -> None:
     for rank, row in enumerate(rows):
         if row.call != rows[0].call:
             raise UsageError(
-                f"rank {rank} {in_words(row.call)}, but rank 0 {in_words(rows[0].call)}: all ranks make the same call"
+                f"rank {rank} {in_words(row.call)}, but rank 0 {in_words(rows[0].call)}: all ranks must make the same "
+                "call"
             )
         if row.schedule != rows[0].schedule:
             raise UsageError(f"rank {rank} was given another schedule than rank 0: pass the same one on every rank")

@@ -66,7 +66,7 @@ def test_ranks_that_wait_in_different_calls_are_told_so() -> None:
         return Status((rank,), 5.0, call)
 
     blame = diagnose(0, 5.0, {0: waits(1, "trains"), 1: waits(0, "evaluates")})
-    assert blame == Blame(0, "it trains, but rank 1 evaluates: all ranks make the same call")
+    assert blame == Blame(0, "it trains, but rank 1 evaluates: all ranks must make the same call")
     for calls in (("trains", ""), ("", "trains"), ("trains", "trains")):
         blame = diagnose(0, 5.0, {rank: waits(1 - rank, call) for rank, call in enumerate(calls)})
         assert blame is not None

@@ -82,7 +82,7 @@ def diagnose(by: int, seconds: float, statuses: Mapping[int, Status | Blame]) ->
         return None
     for rank, status in statuses.items():
         if isinstance(status, Status) and status.call and first.call and status.call != first.call:
-            what = f"it {first.call}, but rank {rank} {status.call}: all ranks make the same call"
+            what = f"it {first.call}, but rank {rank} {status.call}: all ranks must make the same call"
             return Blame(by, what)
     return Blame(by, f"it waits for rank {first.waits_for[0]}, which waits too: their calls do not match")
 
