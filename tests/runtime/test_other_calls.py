@@ -62,8 +62,8 @@ def test_replicas_read_other_batches() -> None:
 # what rank 0 and rank 1 do, and what all are told
 CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"forward_only": True}, {}, "rank 1 trains, but rank 0 evaluates: all ranks must make the same call"),
-    ({"broadcast_loss": True}, {}, "rank 1 trains, but rank 0 trains, broadcast_loss=True: all ranks make"),
-    ({"return_outputs": True}, {}, "rank 1 trains, but rank 0 trains, return_outputs=True: all ranks make"),
+    ({"broadcast_loss": True}, {}, "rank 1 trains, but rank 0 trains, broadcast_loss=True: all ranks must make"),
+    ({"return_outputs": True}, {}, "rank 1 trains, but rank 0 trains, return_outputs=True: all ranks must make"),
     ({}, {"schedule": make_schedule("1f1b", ranks=2, microbatches=2)}, "rank 1 was given another schedule than rank 0"),
 ]
 
