@@ -1,4 +1,6 @@
-"""Who writes what: of what several ranks hold, each part is written once, by the rank that has least to write."""
+"""Division: which rank writes which part of a checkpoint. A part that several ranks hold is written once, by the rank
+that has least to write.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from pipeflow.core.errors import UsageError
 
 
 class Offer(NamedTuple):
-    """A part of a tensor that a rank could write; or a plain value, without a dtype."""
+    """A part of a tensor that a rank could write, or a plain value (without a dtype)."""
 
     name: str
     bytes: int
@@ -25,7 +27,7 @@ class Offer(NamedTuple):
 
 
 def offers_of(content: Content) -> list[tuple[object, ...]]:
-    """What a rank could write, as plain tuples."""
+    """The Offers of a rank as plain tuples."""
     values = [Offer(name, len(value)) for name, value in content.values.items()]
     pieces = [
         _offer(name, piece) for name, piece in content.pieces.items() if piece.tensor.numel() or not piece.shape.numel()
@@ -41,17 +43,17 @@ def _offer(name: str, piece: Piece) -> Offer:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Per rank of the world, the offers that it writes; the same on every rank."""
+    """The offers that each rank of the world writes; the same on every rank."""
 
     ranks: tuple[tuple[Offer, ...], ...]
 
     @classmethod
     def of(cls, everyone: Sequence[Sequence[tuple[object, ...]]]) -> Division:
-        """From what each rank offers."""
+        """Divides the offers of all ranks."""
         holders: dict[tuple[str, Sizes], list[int]] = defaultdict(list)
         offers: dict[tuple[str, Sizes], Offer] = {}
         for rank, one in enumerate(everyone):
-            for offer in (Offer(*each) for each in one):  # type: ignore[arg-type]  # its fields
+            for offer in (Offer(*each) for each in one):  # type: ignore[arg-type]  # tuples of its fields
                 holders[offer.name, offer.offset].append(rank)
                 offers.setdefault((offer.name, offer.offset), offer)
         ranks: list[list[Offer]] = [[] for _ in everyone]
@@ -63,14 +65,14 @@ class Division:
         return cls(tuple(map(tuple, ranks)))
 
     def share(self, rank: int, content: Content) -> Content:
-        """What `rank` writes of what it has."""
+        """The part of its `content` that `rank` writes."""
         names = {offer.name for offer in self.ranks[rank]}
         pieces = {name: piece for name, piece in content.pieces.items() if name in names}
         return Content(pieces, {name: value for name, value in content.values.items() if name in names})
 
     def index(self, places: Sequence[Mapping[str, Where]]) -> Index:
-        """The index of the whole, from where each rank wrote what. Raises UsageError when the parts of a tensor do not
-        make up the whole.
+        """The index of the checkpoint, from the `places` that each rank wrote to. Raises UsageError if the parts of a
+        tensor do not make up the whole.
         """
         found: dict[str, list[tuple[Offer, Part]]] = defaultdict(list)
         values: dict[str, Where] = {}
@@ -85,14 +87,14 @@ class Division:
         return Index({name: _stored(name, parts) for name, parts in found.items()}, values)
 
     def require_whole(self) -> None:
-        """Raises UsageError when the parts of a tensor do not make up the whole."""
+        """Raises UsageError if the parts of a tensor do not make up the whole."""
         self.index([{offer.name: Where("", 0, 0) for offer in one} for one in self.ranks])
 
 
 def _stored(name: str, parts: Sequence[tuple[Offer, Part]]) -> Stored:
     offers = [offer for offer, _ in parts]
     if len({(offer.dtype, offer.shape) for offer in offers}) > 1:
-        raise UsageError(f"{name!r} is {offers[0].dtype} {offers[0].shape} on one rank and otherwise on another")
+        raise UsageError(f"{name!r} is {offers[0].dtype} {offers[0].shape} on one rank, but differs on another")
     try:
         return Stored(dtype_named(offers[0].dtype), offers[0].shape, tuple(part for _, part in parts))
     except ValueError as error:

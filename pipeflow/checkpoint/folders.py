@@ -1,5 +1,5 @@
-"""The folder of a checkpoint: it is written under a hidden name, and has its own only once it is complete. What must
-not live here: what the folder holds.
+"""Folders of checkpoints: each is written under a hidden name and renamed once it is complete. Must not contain: the
+contents of the folder.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_PROCESS = secrets.token_hex(4)  # a process id may be that of an earlier life
+_PROCESS = secrets.token_hex(4)  # a process id may be used again later
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.((?P<sequence>\d+)-(?P<process>\w+)-\w+\.(writing|completing)|previous)")
 _FAILED = "failed"
 
 
 def temporary_for(path: Path, sequence: int) -> Path:
-    """A fresh hidden name beside `path`, which says which process it belongs to."""
+    """A new hidden name beside `path` that contains an id of this process."""
     return path.with_name(f".{path.name}.{sequence}-{_PROCESS}-{secrets.token_hex(4)}.writing")
 
 
 def claim(temporary: Path) -> Path | None:
-    """The new name of a folder that is to be completed; None for all but the first that asks."""
+    """Claims the folder for completion. Returns its new name to the first caller, None to all others."""
     claimed = temporary.with_suffix(".completing")
     try:
         temporary.rename(claimed)
@@ -33,20 +33,20 @@ def claim(temporary: Path) -> Path | None:
 
 
 def mark_failed(temporary: Path) -> None:
-    """Lets the next `clean` remove what a failed save wrote."""
+    """Marks a failed save, so that the next `clean` removes its folder."""
     for folder in (temporary, temporary.with_suffix(".completing")):
         with suppress(OSError):
             (folder / _FAILED).touch()
 
 
 def discard(temporary: Path) -> None:
-    """Removes what a failed save wrote."""
+    """Removes the folder of a failed save."""
     for folder in (temporary, temporary.with_suffix(".completing")):
         remove(folder)
 
 
 def remove(path: Path) -> None:
-    """Removes a folder, or a link to one, as far as that is possible."""
+    """Removes a folder, or a link to one; ignores errors."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:
@@ -54,8 +54,8 @@ def remove(path: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Removes what saves that failed or were cut short left in `folder`, but not this process's own, which may be under
-    way; and puts back a checkpoint whose replacement did not come.
+    """Removes what failed or killed saves left in `folder`, and restores a checkpoint whose replacement was cut short.
+    Folders of this process stay, since their saves may be running.
     """
     for leftover, found in hidden(folder):
         path = folder / found["name"]
@@ -66,14 +66,14 @@ def clean(folder: Path) -> None:
 
 
 def hidden(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-    """What saves left or are writing in `folder`, with the "name", "sequence" and "process" of each."""
+    """The hidden folders of saves in `folder`, with the "name", "sequence" and "process" of each."""
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         if found := _HIDDEN.fullmatch(path.name):
             yield path, found
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Gives a complete checkpoint its name. What had it before stays until then, under the name `previous(path)`."""
+    """Renames a complete checkpoint to `path`. The one at `path` before is kept as `previous(path)` until then."""
     sync_folder(temporary)
     if path.exists() or path.is_symlink():
         remove(previous(path))
@@ -84,12 +84,12 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def previous(path: Path) -> Path:
-    """What the checkpoint called `path` is called while another takes its place."""
+    """The name of the old checkpoint at `path` while a new one replaces it."""
     return path.with_name(f".{path.name}.previous")
 
 
 def write_durably(file: Path, content: bytes) -> None:
-    """Writes `file` so that it is there whole or not at all."""
+    """Writes `file` atomically: it has all of its content or does not exist."""
     partial = file.with_name(file.name + ".partial")
     with partial.open("wb") as stream:
         stream.write(content)
@@ -99,7 +99,7 @@ def write_durably(file: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` survive a loss of power."""
+    """Flushes the names in `folder` to disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,6 @@
-"""The index of a checkpoint: of every tensor its dtype, shape and parts, and where in which file each part and each
-plain value lies. It is kept as JSON and checked in full when it is read, so that nothing in it can run, or point
-outside the checkpoint. For torch's own readers the same is written as torch.distributed.checkpoint has it, a pickle
-that is never read here.
+"""The index of a checkpoint: dtype, shape and parts of every tensor, and the place of each part and each plain value in
+the files. It is stored as JSON and checked in full when it is read, so nothing in it can run code or point outside the
+checkpoint. It is also written in the format of torch.distributed.checkpoint, a pickle that is never read here.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from pipeflow.checkpoint.folders import write_durably
 from pipeflow.checkpoint.manifest import Digest, file_name, whole_number
 
 Sizes = tuple[int, ...]
-TORCHS = ".metadata"  # what torch.distributed.checkpoint looks for
+TORCHS = ".metadata"  # the file that torch.distributed.checkpoint reads
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A stretch of a file."""
+    """A range of bytes in a file."""
 
     file: str
     begin: int
@@ -42,28 +41,28 @@ class Where:
 
     @classmethod
     def read(cls, content: Any, files: Mapping[str, Digest]) -> Where:
-        """Raises ValueError for what does not lie within one of `files`."""
+        """Reads it from JSON. Raises ValueError if it is not within one of `files`."""
         file, begin, length = content
         where = cls(file_name(file), whole_number(begin), whole_number(length))
         if file not in files or begin + length > files[file].size:
-            raise ValueError(f"{file!r} does not hold bytes {begin} to {begin + length}")
+            raise ValueError(f"{file!r} does not have bytes {begin} to {begin + length}")
         return where
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a tensor: where it begins in the whole, its sizes, and where it is stored."""
+    """A part of a tensor: its offset in the whole, its sizes, and where it is stored."""
 
     offset: Sizes
     sizes: Sizes
     where: Where
 
     def overlaps(self, offset: Sizes, sizes: Sizes) -> bool:
-        """Whether it has an entry in common with the part of those sizes that begins there."""
+        """True if it shares an entry with the part at `offset` of these `sizes`."""
         return all(slices is not None for slices in self._common(offset, sizes)) and 0 not in (*self.sizes, *sizes)
 
     def slices(self, offset: Sizes, sizes: Sizes) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """The entries that it has in common with another part that overlaps: their places in this one and in that."""
+        """The entries shared with an overlapping part: their slices in this part and in the other one."""
         common = [each for each in self._common(offset, sizes) if each is not None]
         mine = tuple(slice(start - at, end - at) for (start, end), at in zip(common, self.offset, strict=True))
         other = tuple(slice(start - at, end - at) for (start, end), at in zip(common, offset, strict=True))
@@ -77,7 +76,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a checkpoint. Raises ValueError when the parts do not make up the whole, each entry once."""
+    """A tensor in a checkpoint. Raises ValueError unless the parts contain each entry of the whole exactly once."""
 
     dtype: torch.dtype
     shape: Sizes
@@ -95,7 +94,7 @@ class Stored:
 
     @classmethod
     def read(cls, content: Any, files: Mapping[str, Digest]) -> Stored:
-        """Raises ValueError, KeyError or TypeError for JSON that is none."""
+        """Reads it from JSON. Raises ValueError, KeyError or TypeError for invalid JSON."""
         dtype, shape = dtype_named(content["dtype"]), _sizes(content["shape"])
         parts = []
         for offset, sizes, *where in content["parts"]:
@@ -114,7 +113,7 @@ class Index:
     values: Mapping[str, Where]
 
     def content(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The index as JSON."""
         tensors = {
             name: {
                 "dtype": dtype_name(stored.dtype),
@@ -127,12 +126,12 @@ class Index:
 
     @classmethod
     def read(cls, content: Any, files: Mapping[str, Digest]) -> Index:
-        """Raises ValueError, KeyError, TypeError or AttributeError for JSON that is none."""
+        """Reads it from JSON. Raises ValueError, KeyError, TypeError or AttributeError for invalid JSON."""
         tensors = {name: Stored.read(stored, files) for name, stored in content["tensors"].items()}
         return cls(tensors, {name: Where.read(where, files) for name, where in content["values"].items()})
 
     def write_for_torch(self, folder: Path) -> None:
-        """What torch.distributed.checkpoint reads. Raises OSError."""
+        """Writes the index for torch.distributed.checkpoint. Raises OSError."""
         infos = {
             MetadataIndex(name, torch.Size(part.offset)): _StorageInfo(*_fields(part.where))
             for name, stored in self.tensors.items()
@@ -154,15 +153,15 @@ def _fields(where: Where) -> tuple[str, int, int]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
+    """The name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """Raises ValueError where torch has none of that name."""
+    """The dtype of that name. Raises ValueError if torch has none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return dtype
 
 

@@ -1,4 +1,6 @@
-"""What one rank does to write a checkpoint: agree on its part, write it, and, the last of all, complete the folder."""
+"""Job: one rank's work in a save. It agrees on its part with the other ranks and writes it; the last rank completes the
+folder.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one rank writes. It meets the other ranks in the folder alone, so that it can run beside training: the one
-    that finds everybody's part there completes the checkpoint.
+    """One rank's part of a save. `run` communicates with the other ranks only through the folder, so it can run during
+    training: the rank that finds all parts there completes the checkpoint.
     """
 
     path: Path
@@ -53,8 +55,8 @@ class Job:
         keep: int | None,
         copying: bool,
     ) -> Job:
-        """What this rank is to write of `content`, which the ranks settle together; with `copying`, in memory of its
-        own, which training does not change. Raises UsageError when the ranks' names or parts do not fit each other.
+        """Makes this rank's Job; the ranks agree on who writes which part of `content`. With `copying`, the content is
+        copied, so training cannot change it. Raises UsageError if the ranks' names or parts do not fit together.
         """
         path = Path(path)
         sequence = next_sequence(path.parent) if context.rank == 0 else 0
@@ -68,12 +70,12 @@ class Job:
         share = share.copied() if copying else share
         temporary = path.with_name(names[0])
         if context.rank == 0:
-            with suppress(OSError):  # the run says it
-                temporary.mkdir(parents=True)  # from now on the next save sees the sequence
+            with suppress(OSError):  # run reports it
+                temporary.mkdir(parents=True)  # from now on the next save sees the sequence number
         return cls(path, temporary, context.rank, context.layout, step, sequences[0], keep, division, share)
 
     def run(self) -> None:
-        """Writes this rank's part, and where it is the last, the rest. Raises UsageError naming the path."""
+        """Writes this rank's part; the last rank completes the checkpoint. Raises UsageError that names the path."""
         try:
             if self.rank == 0:
                 folders.clean(self.path.parent)
@@ -82,7 +84,7 @@ class Job:
                 self.complete()
         except Exception as error:
             folders.mark_failed(self.temporary)
-            raise UsageError(f"writing checkpoint {self.path} failed: {error}; nothing was published") from error
+            raise UsageError(f"checkpoint {self.path} could not be written: {error}; nothing was saved") from error
 
     def _write(self) -> None:
         self.temporary.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,7 @@ class Job:
         return (folder or self.temporary) / f"part-{rank}"
 
     def complete(self) -> None:
-        """Gives the checkpoint its name; the first that asks does it."""
+        """Adds index and manifest and renames the checkpoint; done by the first caller only."""
         folder = folders.claim(self.temporary)
         if folder is None:
             return
@@ -117,7 +119,7 @@ class Job:
 
 
 def _data_file(rank: int) -> str:
-    return f"__{rank}_0.distcp"  # as torch.distributed.checkpoint calls it
+    return f"__{rank}_0.distcp"  # torch.distributed.checkpoint's name
 
 
 def _read_part(file: str, content: Any) -> tuple[Digest, dict[str, Where]]:

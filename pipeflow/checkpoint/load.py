@@ -1,4 +1,4 @@
-"""Loading: a run's state out of a folder, under whatever layout it was saved."""
+"""load_checkpoint: loads a run's state from a folder, under any layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `save_checkpoint` was told of the run; `step` is 0 where it was told none."""
+    """The arguments of `save_checkpoint` that describe the run.
+
+    Attributes:
+        step: number of steps taken; 0 if none was given.
+        data: position in the data, as given; None if none was.
+        extra: further values, as given; None if none were.
+    """
 
     step: int
     data: Any
@@ -39,18 +45,26 @@ def load_checkpoint(
     names: Names | None = None,
     check: Callable[[Loaded], None] | None = None,
 ) -> Loaded:
-    """Reads what `save_checkpoint` wrote, under whatever layout: the numbers of pipeline, tensor and data ranks, the
-    chunks and the schedule are free to change, and weights keep their bits. Under the layout that saved it, torch's
-    random states come back too, and the run goes on as if it had not stopped.
+    """Loads a checkpoint of `save_checkpoint` and returns what describes the run. All ranks call it together.
 
-    All ranks call it together. Nothing is changed before every rank has found that the files are whole and of this
-    model, and has read all that it needs. No code of a checkpoint runs, whoever wrote it; but its values are believed.
-    Arguments are as for `save_checkpoint`; an optimizer gets its states and its groups' options, and a MasterWeights
-    that is left out takes the loaded weights for its masters in its next step. `check` is called on every rank with
-    what will be returned, before anything is changed; what it raises is raised everywhere.
+    The layout may differ from that of the save: the number of pipeline, tensor and data ranks, the chunks and the
+    schedule. Weights keep their bits. Under the same layout torch's random states are restored too, and the run
+    continues as if it had not stopped.
 
-    Raises UsageError, on the rank that noticed, for what is no checkpoint, is damaged, of another model or of a newer
-    format, and PipelineError on the others.
+    Nothing is changed until every rank has checked the files and has read all that it needs. No code in a checkpoint is
+    run, whoever wrote it; but its values are not checked.
+
+    Args:
+        path: the checkpoint's folder.
+        model: as in `save_checkpoint`; its weights and buffers are loaded.
+        optimizer: gets its states and its groups' options. If a MasterWeights is not passed, it copies the loaded
+            weights to its masters in its next step.
+        scheduler: learning-rate scheduler that gets its state.
+        names: as in `save_checkpoint`.
+        check: called on every rank with the result before anything is changed; its error is raised on every rank.
+
+    If the path is not a checkpoint, or the checkpoint is damaged, of another model or of a newer format, raises
+    UsageError on the rank that noticed, and PipelineError on the others.
     """
     context = context_of(model)
     with context.alarm.raised_everywhere():
@@ -67,7 +81,7 @@ def load_checkpoint(
         if check is not None:
             check(loaded)
         if scheduler is not None and run["scheduler"] is None:
-            raise UsageError(f"checkpoint {path} was saved without a scheduler: load it without one")
+            raise UsageError(f"checkpoint {path} was saved without a scheduler: call load_checkpoint without one")
         states = None if optimizer is None else state.OptimizerLoad(by_name(optimizer, model), tensors, storage)
         same_layout = manifests[0].layout == context.layout
         random = state.saved_random(state.random_pieces(context), storage) if same_layout else {}
@@ -86,8 +100,8 @@ def load_checkpoint(
 def _read_ahead(
     storage: Storage, weights: Mapping[str, Piece], states: Mapping[str, Piece], random: Mapping[str, Piece]
 ) -> None:
-    """Reads all that a load needs, and changes nothing of the run yet. Raises UsageError for what cannot be read."""
-    fill(storage.parts_of({**states, **random}))  # into memory of their own
+    """Reads all that a load needs, without changing the run. Raises UsageError for values that cannot be read."""
+    fill(storage.parts_of({**states, **random}))  # into their own memory
     state.require_random(random)
     for _ in storage.parts_of(weights):
         pass

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: the step, the order of saving, the layout, and every file with its size and digest.
-It carries a digest of itself, so that damage to it is found as damage to a file is. It protects from accidents, not
-from somebody who writes a checkpoint of his own.
+It contains a digest of itself, so damage to it is detected too. It protects against accidents, not against somebody
+who forges a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeflow.checkpoint.folders import previous, write_durably
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.layout import Layout
 
-FORMAT = 2  # raised when what is written could no longer be read by older versions
+FORMAT = 2  # increased when older versions could not read the new format
 MANIFEST = "checkpoint.json"
 INDEX = "index.json"
 T = TypeVar("T")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a file must be: its size and its SHA-256."""
+    """The expected size and SHA-256 of a file."""
 
     size: int
     sha256: str
@@ -42,21 +42,21 @@ class Digest:
 
     @classmethod
     def read(cls, content: Any) -> Digest:
-        """Raises ValueError, KeyError or TypeError for JSON that is none."""
+        """Reads it from JSON. Raises ValueError, KeyError or TypeError for invalid JSON."""
         if not re.fullmatch("[0-9a-f]{64}", content["sha256"]):
-            raise ValueError(f"{content['sha256']!r} is no SHA-256")
+            raise ValueError(f"{content['sha256']!r} is not a SHA-256")
         return cls(whole_number(content["size"]), content["sha256"])
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What is said of a checkpoint beside its tensors.
+    """The description of a checkpoint, without its tensors.
 
     Attributes:
-        step: how many steps the run had taken, None when `save_checkpoint` was not told.
-        sequence: greater than that of every checkpoint that was begun before in the same folder.
-        layout: of the ranks that saved it.
-        files: all files but the manifest, by name.
+        step: number of steps that the run had taken; None if `save_checkpoint` was not given one.
+        sequence: number of the save, larger than that of every save begun before in the same folder.
+        layout: the layout of the ranks that saved it.
+        files: size and digest of every file except the manifest, by name.
     """
 
     step: int | None
@@ -65,13 +65,13 @@ class Manifest:
     files: Mapping[str, Digest]
 
     def write(self, folder: Path) -> None:
-        """Raises OSError."""
+        """Writes the manifest. Raises OSError."""
         content = {"format": FORMAT, **asdict(self)}
         write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _sha256(content)}, indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises UsageError for one that is damaged, or of another format."""
+        """Reads the manifest of a checkpoint. Raises UsageError if it is damaged, or of another format."""
         content = read_json(folder / MANIFEST, (folder / MANIFEST).read_bytes, _mapping)
         _require_format(folder, content.get("format"))
         return read_json(folder / MANIFEST, lambda: content, cls._of)
@@ -79,11 +79,11 @@ class Manifest:
     @classmethod
     def _of(cls, content: dict[str, Any]) -> Manifest:
         if content.pop("sha256") != _sha256(content):
-            raise ValueError("its SHA-256 is another")
+            raise ValueError("its SHA-256 does not match")
         step, layout = content["step"], content["layout"]
         files = {file_name(name): Digest.read(digest) for name, digest in content["files"].items()}
         if INDEX not in files:
-            raise ValueError(f"it lists no {INDEX}")
+            raise ValueError(f"it does not list {INDEX}")
         return cls(
             None if step is None else whole_number(step),
             whole_number(content["sequence"]),
@@ -92,36 +92,36 @@ class Manifest:
         )
 
     def require_sizes(self, folder: Path) -> None:
-        """Raises UsageError for the first file that is missing or not as long as it was written."""
+        """Raises UsageError for the first file that is missing or has another size than was written."""
         for name, digest in self.files.items():
             file = folder / name
             if not file.is_file():
                 raise UsageError(f"{file} is missing: the checkpoint is damaged; load an earlier one")
             if (size := file.stat().st_size) != digest.size:
                 raise UsageError(
-                    f"{file} is damaged: it has {size} bytes, {digest.size} were written; load an earlier checkpoint"
+                    f"{file} is damaged: it has {size} bytes instead of {digest.size}; load an earlier checkpoint"
                 )
 
     def require_digests(self, folder: Path, names: Iterable[str]) -> None:
-        """Raises UsageError for the first file of `names` that holds other bytes than were written."""
+        """Raises UsageError for the first file in `names` whose content has changed."""
         for name in names:
             if Digest.of(folder / name) != self.files[name]:
-                raise UsageError(f"{folder / name} is damaged: its SHA-256 is another; load an earlier checkpoint")
+                raise UsageError(f"{folder / name} is damaged: its SHA-256 does not match; load an earlier checkpoint")
 
 
 def find(path: Path) -> Path:
-    """Where the checkpoint called `path` is. Raises UsageError when there is none."""
+    """The folder of the checkpoint called `path`. Raises UsageError if there is none."""
     for folder in (path, previous(path)):
         if (folder / MANIFEST).is_file():
             return folder
-    hint = ", and latest_checkpoint(folder) finds the last of a folder" if path.is_dir() else ""
+    hint = ", and latest_checkpoint(folder) finds the newest in a folder" if path.is_dir() else ""
     what = f"has no {MANIFEST}" if path.exists() else "does not exist"
-    raise UsageError(f"{path} is no checkpoint: it {what}; save_checkpoint writes one{hint}")
+    raise UsageError(f"{path} is not a checkpoint: it {what}; save_checkpoint writes one{hint}")
 
 
 def verified(folder: Path, rank: int, ranks: int) -> Manifest:
-    """The manifest of a checkpoint whose files have their sizes and, as far as they are the share of `rank` of so many,
-    their digests; none of 0. Raises UsageError for what is damaged, or cannot be read.
+    """The manifest of a checkpoint after checking the sizes of all files, and the digests of the share of files that
+    falls to `rank` of `ranks` (no digests if `ranks` is 0). Raises UsageError for damaged or unreadable files.
     """
     manifest = Manifest.read(folder)
     try:
@@ -133,7 +133,7 @@ def verified(folder: Path, rank: int, ranks: int) -> Manifest:
 
 
 def read_json(file: Path, content: Callable[[], Any], of: Callable[[Any], T]) -> T:
-    """What `of` makes of the content of `file`, parsed where it is bytes. Raises UsageError where it cannot."""
+    """The result of `of` for the content of `file`; bytes are parsed as JSON. Raises UsageError if that fails."""
     try:
         found = content()
         return of(json.loads(found) if isinstance(found, bytes) else found)
@@ -143,16 +143,16 @@ def read_json(file: Path, content: Callable[[], Any], of: Callable[[Any], T]) ->
 
 
 def whole_number(value: Any) -> int:
-    """Raises ValueError for what is no int of 0 or more."""
+    """`value`, if it is an int of at least 0; otherwise raises ValueError."""
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     return value
 
 
 def file_name(value: Any) -> str:
-    """Raises ValueError for what does not name a file of the checkpoint's own folder."""
+    """`value`, if it is the name of a file in the checkpoint's own folder; otherwise raises ValueError."""
     if not isinstance(value, str) or value != Path(value).name or value in ("", "..") or "\0" in value:
-        raise ValueError(f"{value!r} does not name a file of its folder")
+        raise ValueError(f"{value!r} is not the name of a file in its folder")
     return value
 
 
@@ -165,13 +165,14 @@ def _mapping(content: Any) -> dict[str, Any]:
 def _require_format(folder: Path, found: Any) -> None:
     if type(found) is int and found > FORMAT:
         raise UsageError(
-            f"{folder} was written by a newer pipeflow: its format is {found}, this one reads {FORMAT}; update pipeflow"
+            f"{folder} was written by a newer pipeflow: its format is {found}, and this pipeflow reads {FORMAT}; "
+            "update pipeflow"
         )
     if type(found) is not int or found != FORMAT:
-        raise UsageError(f"{folder} is of format {found!r}, and this pipeflow reads {FORMAT}: load another checkpoint")
+        raise UsageError(f"{folder} has format {found!r}, but this pipeflow reads {FORMAT}: load another checkpoint")
 
 
 def _sha256(content: Mapping[str, Any]) -> str:
-    """Of the same content always the same, however it is spaced."""
+    """The SHA-256 of JSON content, independent of its spacing."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()

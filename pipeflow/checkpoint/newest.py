@@ -1,4 +1,4 @@
-"""Which of a folder's checkpoints is the newest, and which are to go."""
+"""latest_checkpoint: finds the newest checkpoint in a folder; also removes old ones."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
 
 LOG = logging.getLogger("pipeflow")
-_LEFT_OUT = "checkpoint %s is left out: %s"
+_LEFT_OUT = "checkpoint %s is skipped: %s"
 
 
 def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) -> Path | None:
-    """The newest checkpoint in `folder` that is whole: that of the highest step, and of equal steps the one that was
-    begun last; one that was saved without a step counts as of the highest step before it. None when there is none. What
-    is damaged is left out, and the log "pipeflow" is warned of it.
+    """Returns the newest complete checkpoint in `folder`, None if there is none. It is the one with the highest step;
+    among equal steps, the one whose save began last. A checkpoint saved without a step counts as having the highest
+    step before it. Damaged checkpoints are skipped with a warning in the logger "pipeflow".
 
-    Every file must have the size that it was written with and, with `verify`, the digest; and all that the index lists
-    must be there and be read. Then all ranks call it together where pipeflow was launched: each looks into a share of
-    the files, and all get the same answer. Without `verify` any rank may call it alone; `load_checkpoint` verifies in
-    any case.
+    Args:
+        folder: the folder that contains the checkpoints.
+        verify: if True, check the digest of every file and read everything in the index. If pipeflow was launched, all
+            ranks must then call it together: each checks a share of the files, and all get the same answer. If False,
+            only the sizes of files are checked, and any rank may call it alone. `load_checkpoint` always verifies.
 
-    Raises PipelineError where a rank failed.
+    Raises PipelineError if a rank failed.
     """
     if not verify:
         return _first_whole(_newest_first(Path(folder)), lambda path: _fault(path, 0, 0))
@@ -52,7 +53,9 @@ def _first_whole(paths: Iterable[Path], fault_of: Callable[[Path], str | None], 
 
 
 def _fault(path: Path, rank: int, ranks: int) -> str | None:
-    """What is wrong with a checkpoint, as far as `rank` of so many looks into its files; none of 0."""
+    """What is wrong with a checkpoint, None if nothing. `rank` checks its share of the files' contents, one of `ranks`
+    shares; none if `ranks` is 0.
+    """
     try:
         folder = find(path)
         manifest = verified(folder, rank, ranks)
@@ -66,7 +69,7 @@ def _fault(path: Path, rank: int, ranks: int) -> str | None:
 
 
 def _fault_anywhere(context: Context, path: Path) -> str | None:
-    """What any rank found wrong in its share; the same on all."""
+    """The first fault that a rank found in its share, None if there is none; the same on all ranks."""
     found: list[str | None] = []
     Task(context, lambda: found.append(_fault(path, context.rank, context.world_size))).wait()
     everyone: list[str | None] = all_gather_object(context.world, found[0])  # type: ignore[assignment]  # as all ranks send
@@ -74,7 +77,7 @@ def _fault_anywhere(context: Context, path: Path) -> str | None:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Every checkpoint whose manifest can be read; the others are warned of."""
+    """The checkpoints whose manifest can be read, newest first; warns of the others."""
     reached, order = -1, dict[Path, tuple[int, int]]()
     for path, manifest in _saved_in_order(folder, warn=True):
         step = reached if manifest.step is None else manifest.step
@@ -83,13 +86,15 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def keep_newest(path: Path, keep: int) -> None:
-    """Removes all checkpoints beside `path` but the `keep` that were begun last, and those that links in the folder
+    """Removes old checkpoints beside `path`. Keeps the `keep` that were begun last, and those that links in the folder
     point to.
     """
     linked = {each.resolve() for each in path.parent.iterdir() if each.is_symlink()}
     for old, manifest in _saved_in_order(path.parent)[:-keep]:
         if old.resolve() not in linked:
-            gone = folders.temporary_for(old, manifest.sequence)  # a removal cut short leaves no half of a checkpoint
+            gone = folders.temporary_for(
+                old, manifest.sequence
+            )  # so an interrupted removal leaves no half of a checkpoint
             try:
                 find(old).rename(gone)
             except (UsageError, FileNotFoundError):
@@ -100,7 +105,7 @@ def keep_newest(path: Path, keep: int) -> None:
 
 
 def next_sequence(folder: Path) -> int:
-    """More than the sequence of any checkpoint in `folder`, and of any that is being written."""
+    """A sequence number larger than that of any checkpoint in `folder`, including those being written."""
     complete = [manifest.sequence for _, manifest in _saved_in_order(folder)]
     return 1 + max([*complete, *(int(found["sequence"] or 0) for _, found in folders.hidden(folder))], default=0)
 
@@ -118,7 +123,7 @@ def _saved_in_order(folder: Path, *, warn: bool = False) -> list[tuple[Path, Man
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    """What is called a checkpoint in `folder`, those whose replacement was cut short among them; no links."""
+    """Paths of the checkpoints in `folder`, without links. Includes those whose replacement was cut short."""
     there = {path for path in folder.iterdir() if not path.name.startswith(".")} if folder.is_dir() else set()
     there |= {folder / found["name"] for _, found in folders.hidden(folder) if found["process"] is None}
     for path in there:

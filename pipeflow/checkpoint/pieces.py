@@ -1,5 +1,5 @@
-"""Pieces: the tensors of a model that this rank holds, by their name in the whole model and their place in the whole
-tensor. A checkpoint is made of them, so it does not know the layout that wrote it.
+"""Pieces: this rank's parts of a model's tensors, by name in the whole model and offset in the whole tensor. A
+checkpoint consists of pieces, so it is independent of the layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipeflow.runtime.names import plain_name
 from pipeflow.runtime.pipeline import Pipeline
 
 Names = Callable[[int, str], str]
-"""`names(stage, name)` is the name in the whole model of what a stage's module calls `name`."""
+"""`names(stage, name)` returns the name in the whole model of the tensor that a stage's module calls `name`."""
 
 Sizes = tuple[int, ...]
 _BLOCK = "\0"  # between the name of a tensor and the number of a block
@@ -32,8 +32,8 @@ _BLOCK = "\0"  # between the name of a tensor and the number of a block
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor: its values, where they begin in the whole, and the whole's shape. One whose values do not lie
-    together in the whole is made of `blocks` that do, and its offset has no meaning.
+    """A part of a tensor: its values, their offset in the whole, and the whole's shape. If the values are not
+    contiguous in the whole, they consist of `blocks` that are, and the offset has no meaning.
     """
 
     tensor: Tensor
@@ -42,7 +42,7 @@ class Piece:
     blocks: tuple[Piece, ...] = ()
 
     def copied(self) -> Piece:
-        """The same values in memory of their own, on the CPU."""
+        """A copy on the CPU."""
         return Piece(self.tensor.detach().to("cpu", copy=True), self.offset, self.shape)
 
     @classmethod
@@ -51,13 +51,13 @@ class Piece:
 
     @classmethod
     def distributed(cls, tensor: DTensor) -> Piece:
-        """What this rank holds of a tensor that torch has in parts."""
+        """This rank's part of a DTensor."""
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return cls(tensor.to_local(), torch.Size(offset), tensor.shape)
 
     @classmethod
     def of(cls, tensor: Tensor, split: Split, rank: int) -> Piece:
-        """What tensor rank `rank` holds of a split tensor, the padding left out."""
+        """The part of a split tensor on tensor rank `rank`, without padding."""
         offset, shape = [0] * tensor.dim(), list(tensor.shape)
         if split.blocks:
             shape[split.dim] = split.size
@@ -77,7 +77,7 @@ def _blocks(tensor: Tensor, split: Split, rank: int, shape: Sequence[int]) -> It
 
 
 def apart(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
-    """The blocks of pieces that are made of some, each under a name of its own; all others as they are."""
+    """The pieces, with those made of blocks replaced by their blocks, each under its own name."""
     found: dict[str, Piece] = {}
     for name, piece in pieces.items():
         blocks = {f"{name}{_BLOCK}{index}": block for index, block in enumerate(piece.blocks)}
@@ -86,13 +86,13 @@ def apart(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
 
 
 def name_of_whole(name: str) -> str:
-    """Of the tensor to which a piece belongs, by the name that it has in `apart`."""
+    """The name of a piece's tensor, from the piece's name in the result of `apart`."""
     return name.partition(_BLOCK)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A parameter or buffer of a stage of this rank; `split` is None when the tensor ranks all have the whole."""
+    """A parameter or buffer of one of this rank's stages; `split` is None if every tensor rank has the whole."""
 
     name: str
     stage: int
@@ -110,7 +110,7 @@ class LocalTensor:
         return self.piece_of(self.tensor)
 
     def piece_of(self, tensor: Tensor) -> Piece:
-        """That of a tensor of the same shape, which lies over the ranks as this one does."""
+        """The piece for another tensor of the same shape that is split in the same way."""
         tensor = tensor.detach()
         if isinstance(tensor, DTensor):
             return Piece.distributed(tensor)
@@ -122,7 +122,7 @@ class LocalTensor:
 
 
 class TensorSpec(NamedTuple):
-    """What the ranks tell each other of a tensor; `tied` has the ranks of the pipeline that share it, if any."""
+    """A tensor's description for other ranks; `tied` has the ranks of the pipeline that share it, if any."""
 
     name: str
     stage: int
@@ -131,16 +131,16 @@ class TensorSpec(NamedTuple):
 
 
 def context_of(model: nn.Module) -> Context:
-    """Where the ranks that hold `model` are; without a launch, a world of one."""
+    """The context of `model`'s ranks; without a launch, a world of one."""
     if isinstance(model, Pipeline):
         return model.context
     return context_here()
 
 
 def local_tensors(model: nn.Module, context: Context, names: Names | None) -> list[LocalTensor]:
-    """All parameters and persistent buffers of this rank. A tensor that has several names is there under each.
+    """All parameters and persistent buffers of this rank. A tensor with several names is listed under each.
 
-    Raises UsageError when two of this rank's stages use one name for two tensors.
+    Raises UsageError if two of this rank's stages use one name for two tensors.
     """
     splits = splits_of(model)
     tied = ranks_of_tied(model) | ranks_of_buffers(model)
@@ -150,7 +150,7 @@ def local_tensors(model: nn.Module, context: Context, names: Names | None) -> li
             plain = plain_name(own)
             name = plain if names is None else names(stage, plain)
             if not isinstance(tensor, Tensor):
-                raise UsageError(f"{name!r} is no tensor but a {type(tensor).__name__}, which a checkpoint cannot hold")
+                raise UsageError(f"{name!r} is a {type(tensor).__name__}; a checkpoint can only hold plain tensors")
             key = id(tensor)
             local = LocalTensor(name, stage, tensor, splits.get(key), tied.get(key), context.tensor_rank)
             if found.setdefault(name, local).tensor is not tensor:
@@ -169,9 +169,9 @@ def _stages(model: nn.Module, context: Context) -> Iterator[tuple[int, nn.Module
 
 
 def whole_model(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> dict[str, TensorSpec]:
-    """The whole model by name, from each rank's TensorSpecs.
+    """The tensors of the whole model by name, from each rank's TensorSpecs.
 
-    Raises UsageError when two stages use one name for two tensors, or ranks disagree on a shape.
+    Raises UsageError if two stages use one name for two tensors, or if ranks disagree on a shape.
     """
     by_name: dict[str, TensorSpec] = {}
     for each in (TensorSpec(*spec) for one in everyone for spec in one):
@@ -179,19 +179,19 @@ def whole_model(everyone: Sequence[Sequence[tuple[Any, ...]]]) -> dict[str, Tens
         if first.stage != each.stage and (first.tied is None or first.tied != each.tied):
             raise _collision(each.name, first.stage, each.stage)
         if first.shape != each.shape:
-            raise UsageError(f"{each.name!r} is {first.shape} on one rank and {each.shape} on another")
+            raise UsageError(f"{each.name!r} has shape {first.shape} on one rank and {each.shape} on another")
     return by_name
 
 
 def _collision(name: str, stage: int, other: int) -> UsageError:
     return UsageError(
-        f"stages {stage} and {other} both have a tensor named {name!r}: give blocks the index that they have in the "
-        "whole model, as nn.ModuleDict keys, or pass names=lambda stage, name: ..."
+        f"stages {stage} and {other} both have a tensor named {name!r}: name blocks by their index in the whole model, "
+        "with nn.ModuleDict, or pass names=lambda stage, name: ..."
     )
 
 
 def require_same_model(path: object, model: Mapping[str, Sizes], saved: Mapping[str, Sizes]) -> None:
-    """Raises UsageError naming the first tensors that differ, by name or shape, from those that were saved."""
+    """Raises UsageError that names the first tensors whose name or shape differs from the saved ones."""
     differences = [
         *(f"it has no {name!r}" for name in model if name not in saved),
         *(f"its {name!r} is not in the model" for name in saved if name not in model),
@@ -207,21 +207,21 @@ def require_same_model(path: object, model: Mapping[str, Sizes], saved: Mapping[
 
 
 def state_piece(local: LocalTensor, key: str, tensor: Tensor) -> Piece:
-    """That of an optimizer's state of a parameter: it lies as the parameter does when it has its shape, else every
-    rank has the whole. Raises UsageError where neither is known.
+    """The piece for an optimizer's state of a parameter. A state of the parameter's shape is split like the parameter;
+    any other is whole on every rank. Raises UsageError for a state of another shape if the parameter is split.
     """
     if tensor.shape == local.tensor.shape:
         return local.piece_of(tensor)
     if local.split is not None and tensor.numel() != 1:
         raise UsageError(
-            f"the optimizer keeps {key!r} of shape {tuple(tensor.shape)} for {local.name!r}, which is split over the "
-            "tensor ranks: such a state cannot be saved; use an optimizer whose states have the parameter's shape"
+            f"the optimizer's state {key!r} of {local.name!r} has shape {tuple(tensor.shape)}, and the parameter is "
+            "split over tensor ranks: use an optimizer whose states have the parameter's shape"
         )
     return Piece.whole(tensor.detach())
 
 
 def grouped(tensors: Sequence[LocalTensor]) -> dict[int, list[LocalTensor]]:
-    """By the id of the tensor: all names of a tied one together."""
+    """The tensors grouped by id, so that all names of a tied one are together."""
     groups: dict[int, list[LocalTensor]] = defaultdict(list)
     for each in tensors:
         groups[id(each.tensor)].append(each)

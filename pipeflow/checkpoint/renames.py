@@ -1,4 +1,6 @@
-"""What a weight is called elsewhere, and how its entries lie there. What must not live here: files."""
+"""Rename and Transform: names and layouts of weights in files of other libraries. Must not contain: reading and
+writing files.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,32 @@ from pipeflow.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """How a stored weight becomes the model's, and back. Both are applied to whole tensors, and to "meta" tensors to
-    learn the shape.
+    """A conversion of a stored weight to the model's weight, and back. Both functions get whole tensors; they also get
+    tensors on the meta device, to find out the shape.
+
+    Attributes:
+        to_ours: converts the stored tensor to the model's.
+        to_theirs: converts the model's tensor to the stored one.
     """
 
     to_ours: Callable[[Tensor], Tensor]
     to_theirs: Callable[[Tensor], Tensor]
 
     def then(self, other: Transform) -> Transform:
-        """This one, then `other`, on the way to the model; the other way around on the way out."""
+        """Returns the Transform that applies this one, then `other`, when loading; in reverse order when saving."""
         return Transform(
             lambda theirs: other.to_ours(self.to_ours(theirs)), lambda ours: self.to_theirs(other.to_theirs(ours))
         )
 
     @staticmethod
     def transposed() -> Transform:
-        """A matrix (inputs, outputs), as of GPT-2's Conv1D, for one (outputs, inputs), as of nn.Linear."""
+        """Transposes a stored matrix [inputs, outputs], as in GPT-2's Conv1D, to [outputs, inputs], as in nn.Linear."""
         return Transform(Tensor.t, Tensor.t)
 
     @staticmethod
     def interleaved(heads: int, parts: int = 3) -> Transform:
-        """Rows that are stored as all queries, all keys, all values, (parts, heads, width), for rows that have those
-        of each head together, (heads, parts, width), as a layer needs it that is split by heads.
+        """Reorders the rows of a packed projection from [parts, heads, width] (all queries, all keys, all values) to
+        [heads, parts, width] (queries, keys, values of each head), so that the layer can be split by heads.
         """
         return Transform(
             lambda theirs: _swapped(theirs, parts, heads),
@@ -44,7 +50,7 @@ class Transform:
 
     @staticmethod
     def padded(*, stored: int, size: int) -> Transform:
-        """`stored` rows for `size` rows, of which the last ones are zero: a vocabulary rounded up."""
+        """Pads a weight of `stored` rows to `size` rows with zeros, such as for a vocabulary that is rounded up."""
         return Transform(
             lambda theirs: functional.pad(theirs, [0, 0] * (theirs.dim() - 1) + [0, size - stored]),
             lambda ours: ours[:stored],
@@ -60,8 +66,12 @@ AS_IT_IS = Transform(lambda theirs: theirs, lambda ours: ours)
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """A weight called `ours` in the model is called `theirs` in the files. Each "{}" in `ours` stands for one part of
-    a name, and is put where `theirs` has its own.
+    """The name of a weight, or of several by a pattern, in files.
+
+    Args:
+        ours: name in the whole model. Each "{}" stands for one part of the name, without dots.
+        theirs: name in the files, with the same number of "{}", which get the same parts in order.
+        transform: conversion between the stored weight and the model's; by default none.
 
     >>> Rename("blocks.{}.wide.weight", "h.{}.mlp.c_fc.weight").theirs_of("blocks.7.wide.weight")
     'h.7.mlp.c_fc.weight'
@@ -73,16 +83,16 @@ class Rename:
 
     def __post_init__(self) -> None:
         if self.ours.count("{}") != self.theirs.count("{}"):
-            raise UsageError(f"{self.ours!r} and {self.theirs!r} must have as many {{}} as each other")
+            raise UsageError(f"{self.ours!r} and {self.theirs!r} must have the same number of {{}}")
 
     def theirs_of(self, name: str) -> str | None:
-        """What the files call `name`; None when this is not about it."""
+        """Returns the name of the weight `name` in the files; None if it does not match `ours`."""
         found = re.fullmatch(re.escape(self.ours).replace(r"\{\}", r"([^.]+)"), name)
         return None if found is None else self.theirs.format(*found.groups())
 
 
 def renamed(name: str, renames: Iterable[Rename]) -> tuple[str, Transform]:
-    """What the files call `name`, by the first rename that is about it; its own name when none is."""
+    """The name of `name` in the files and its transform, by the first rename that matches; unchanged if none does."""
     for rename in renames:
         if (theirs := rename.theirs_of(name)) is not None:
             return theirs, rename.transform

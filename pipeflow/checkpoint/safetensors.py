@@ -1,5 +1,5 @@
-"""Weights in the files that Hugging Face models come in: safetensors, several of them with an index. Every rank reads
-and writes what it holds, one weight at a time. What must not live here: what weights are called elsewhere.
+"""Loads and saves weights in safetensors files, as Hugging Face models use them. Every rank reads and writes its own
+weights, one at a time. Must not contain: names in other libraries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of this rank and what the files have for it."""
+    """A tensor of this rank, with its name in the files and its transform."""
 
     local: LocalTensor
     theirs: str
@@ -37,7 +37,7 @@ class _Entry:
         return self.local.name
 
     def stored(self, whole: Tensor) -> dict[str, Tensor]:
-        """What the files have of the whole tensor."""
+        """The tensors to store for the whole tensor, by name in the files."""
         return {self.theirs: self.transform.to_theirs(whole)}
 
 
@@ -48,17 +48,17 @@ def _entries(model: nn.Module, context: Context, names: Names | None, rename: Se
 def load_safetensors(
     path: StrPath, model: nn.Module, rename: Sequence[Rename] = (), *, names: Names | None = None
 ) -> None:
-    """Fills all weights and persistent buffers of `model` from safetensors files. All ranks call it together; each
-    reads what it holds, and of a split weight without a transform only its part.
+    """Loads all weights and persistent buffers of `model` from safetensors files. All ranks call it together; each
+    reads only its own weights, and only its part of a split weight that has no transform.
 
     Args:
         path: a file, or a folder with `model.safetensors` or `model.safetensors.index.json`.
-        model: a Pipeline, or any module. Dtypes may differ from the files'.
-        rename: what the files call a weight, by its name in the whole model; the first that is about it counts, and
-            a weight that none is about has one name in both. What the files have besides is not read.
-        names: as for `save_checkpoint`.
+        model: a Pipeline, or any module. Its dtypes may differ from the files'.
+        rename: names and layouts of weights in the files. The first Rename that matches a weight is used; a weight
+            without one has the same name in the files. Other tensors in the files are ignored.
+        names: as in `save_checkpoint`.
 
-    Raises UsageError, before anything is changed, for what is missing or has another shape, and where the package
+    Raises UsageError, before anything is changed, if a weight is missing or has another shape, or if the package
     safetensors is not installed; PipelineError on the ranks that did not notice.
     """
     context = context_of(model)
@@ -67,22 +67,25 @@ def load_safetensors(
         entries = _entries(model, context, names, rename)
         if missing := [entry for entry in entries if entry.theirs not in files.files]:
             listed = ", ".join(f"{entry.theirs!r} for {entry.name!r}" for entry in missing[:5])
-            raise UsageError(f"{path} lacks {len(missing)} weights of the model: {listed}; see rename")
+            raise UsageError(
+                f"{path} lacks {len(missing)} weights of the model: {listed}; pass rename if they have other names"
+            )
         entries.sort(key=lambda entry: files.files[entry.theirs])
         for entry in entries:
             _require_shape(entry, files[entry.theirs].get_shape(), path)
-        all_gather(context.world, [0.0])  # from here on all ranks know that it can be loaded
+        all_gather(context.world, [0.0])  # now all ranks know that it can be loaded
         Task(context, lambda: _fill_all(entries, files)).wait()
 
 
 def _require_shape(entry: _Entry, shape: Sequence[int], path: StrPath) -> None:
     wanted = entry.local.piece.shape
     found = None
-    with suppress(RuntimeError):  # of a transform that cannot be applied
+    with suppress(RuntimeError):  # from a transform that cannot be applied
         found = entry.transform.to_ours(torch.empty(shape, device="meta")).shape
     if found != wanted:
         raise UsageError(
-            f"{entry.theirs!r} of {path} is {tuple(shape)}, which does not make {tuple(wanted)} for {entry.name!r}"
+            f"{entry.theirs!r} in {path} has shape {tuple(shape)}, which does not fit {entry.name!r} of shape "
+            f"{tuple(wanted)}: check the model's sizes and rename"
         )
 
 
@@ -104,18 +107,18 @@ def save_safetensors(
     names: Names | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes all weights and persistent buffers to safetensors files in the folder `path`: `model.safetensors`, or
-    several with `model.safetensors.index.json`. All ranks call it together. The first replica writes; each of its
-    pipeline ranks puts its split weights together one at a time, and holds at most `shard_bytes` of them. Files of
-    these names that were there before are replaced when all others are written.
+    """Saves all weights and persistent buffers as safetensors files in the folder `path`: `model.safetensors`, or
+    several files and `model.safetensors.index.json`. All ranks call it together. The first replica writes: each of its
+    pipeline ranks gathers its split weights one at a time and holds at most `shard_bytes` of them. Existing files of
+    these names are replaced after all files were written.
 
     Args:
-        path, model, rename, names: as for `load_safetensors`. A tied weight of two names is written once where
-            `rename` gives both the same one.
-        shard_bytes: how large a file may become, unless one weight alone is larger.
+        path, model, names: as in `load_safetensors`.
+        rename: as in `load_safetensors`. A tied weight with two names is written once if `rename` maps both to one.
+        shard_bytes: maximum size of a file in bytes, unless a single weight is larger.
 
-    Raises UsageError when two weights get one name, and where the package safetensors is not installed; PipelineError
-    on the ranks that did not notice.
+    Raises UsageError if two weights get one name, or if the package safetensors is not installed; PipelineError on the
+    ranks that did not notice.
     """
     path, context = Path(path), context_of(model)
     with context.alarm.raised_everywhere():

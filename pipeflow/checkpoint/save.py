@@ -1,4 +1,4 @@
-"""Saving: a run's state into a folder, by names and shapes that no layout changes, written by all ranks together."""
+"""save_checkpoint: saves a run's state to a folder, by names and shapes that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ LOG = logging.getLogger("pipeflow")
 
 
 class Saving:
-    """A checkpoint that is being written; it gets its name when the last rank is done."""
+    """A checkpoint that is being written. It appears under its name when the last rank is done.
+
+    Attributes:
+        path: the checkpoint's path.
+    """
 
     def __init__(self, job: Job, context: Context, *, aloud: bool) -> None:
         self.path = job.path
@@ -33,7 +37,7 @@ class Saving:
         self._task = Task(context, self._run_aloud if aloud else job.run)
 
     def _run_aloud(self) -> None:
-        """Nobody may ever wait for this save, so that its failure is said at once."""
+        """Runs the save and logs an error at once, since the program may never call `wait`."""
         try:
             self._job.run()
         except UsageError as error:
@@ -41,9 +45,9 @@ class Saving:
             raise
 
     def wait(self) -> Path:
-        """Returns the checkpoint's path once it is complete on all ranks, which call this together.
+        """Waits until the checkpoint is complete and returns its path. All ranks call it together.
 
-        Raises UsageError where writing failed, and PipelineError on every other rank.
+        Raises UsageError on a rank that could not write, and PipelineError on the others.
         """
         if self._complete:
             return self.path
@@ -59,7 +63,7 @@ class Saving:
         return self.path
 
     def _complete_late(self) -> None:
-        """Where a file system was too slow to show the last rank all parts."""
+        """Completes the checkpoint if a slow file system did not show the last rank all parts."""
         if self._context.rank == 0:
             self._job.complete()
 
@@ -77,37 +81,39 @@ def save_checkpoint(
     keep: int | None = None,
     asynchronous: bool = False,
 ) -> Saving:
-    """Writes a run's state to the folder `path`, which all ranks must see; all of them call it together. Replicas
-    share the writing. Until all is on disk, what was at `path` before stays what `load_checkpoint` reads, whenever
-    a process is killed; what a killed save left behind goes with the next save beside it.
+    """Saves a run's state to the folder `path`, on storage that all ranks share. All ranks call it together; replicas
+    share the writing.
 
-    Every weight and persistent buffer is stored under its name in the whole model: the name that it has within its
-    stage, so stages must not number their blocks anew. A weight with two names is stored under both. Of buffers,
-    those of the first replica are stored.
+    If a process is killed during the save, `load_checkpoint` still reads the previous checkpoint at `path`; the next
+    save in the same folder removes what the killed one left.
+
+    Every weight and persistent buffer is stored under its name in the whole model. That is its name within its stage,
+    so a stage must not number its blocks from 0 again. A weight with two names is stored under both. Buffers are those
+    of the first replica.
 
     Args:
-        path: a name in a folder that only one run writes to, such as `runs/7/step-00001000`.
-        model: a Pipeline, or any module that each rank has whole but for its split parameters.
-        optimizer: its states and options are stored by the names of its parameters.
-        scheduler: of the learning rate; that of rank 0 is stored, so all ranks' groups must be alike.
-        step: how many steps the run has taken; `latest_checkpoint` compares it, and takes the last save where steps
-            are equal or none is given.
-        data: how far the data was read, by all replicas together: plain values and tensors, those of rank 0.
-        extra: more of that kind.
-        names: `names(stage, name)` gives a tensor's name in the whole model, where the module's own will not do.
-        keep: how many checkpoints to leave in the folder that holds `path`, those that were begun last; by default all.
-            What a link in the folder points to stays besides.
-        asynchronous: return once this rank's part is copied to the CPU, and write while training goes on. Where that
-            fails, the rank that failed logs an error at once, and `wait` raises it.
+        path: the checkpoint's name in a folder that only one run writes to, such as `runs/7/step-00001000`.
+        model: a Pipeline, or any module that every rank holds whole except for parameters split over tensor ranks.
+        optimizer: optimizer whose states and options to save, by the names of its parameters.
+        scheduler: learning-rate scheduler to save; rank 0's is stored, so groups must be alike on all ranks.
+        step: number of steps taken; `latest_checkpoint` returns the highest, and among equal or missing steps the last
+            save.
+        data: position in the data of all replicas together, as plain values and tensors; rank 0's is stored.
+        extra: further plain values and tensors; rank 0's are stored.
+        names: `names(stage, name)` returns a tensor's name in the whole model, if its name in the stage differs.
+        keep: number of checkpoints to keep in the folder of `path`, those begun last; by default all. Checkpoints that
+            a link in the folder points to are kept as well.
+        asynchronous: return after this rank's part is copied to the CPU, and write while training goes on. If that
+            fails, the failed rank logs an error at once, and `wait` raises it.
 
-    Returns a Saving, whose `wait` all ranks call together; unless `asynchronous` it has nothing left to wait for.
+    Returns a Saving; all ranks call its `wait` together. Without `asynchronous` it is already complete.
 
-    Raises UsageError on the rank that noticed what is wrong, or could not write, and PipelineError on the others.
+    Raises UsageError on a rank that noticed a mistake or could not write, and PipelineError on the others.
     """
     if keep is not None and keep < 1:
-        raise UsageError(f"keep must be at least 1, the checkpoint that is saved, got {keep}")
+        raise UsageError(f"keep must be at least 1 (the checkpoint being saved), got {keep}")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-        raise UsageError(f"step must be a whole number, how many steps the run has taken, got {step!r}")
+        raise UsageError(f"step must be a whole number (of steps that the run has taken), got {step!r}")
     context = context_of(model)
     with context.alarm.raised_everywhere():
         tensors = local_tensors(model, context, names)

@@ -1,9 +1,9 @@
-"""What a checkpoint is of: the names under which weights, optimizer states, random states and what is said of the run
-are stored, and how they come back. What must not live here: files, and who writes what.
+"""The contents of a checkpoint: the names under which weights, optimizer states, random states and values of the run
+are stored, and how they are restored. Must not contain: files, or which rank writes what.
 
-A weight `name` is stored as `model.name`, its optimizer's state `key` as `optimizer.key.name`, and the options of its
-group with the states that are no tensors as `options.name`. `random.rank` belongs to a rank of the world, `run` to the
-whole.
+A weight `name` is stored as `model.name`, its optimizer state `key` as `optimizer.key.name`, and the options of its
+group and states that are not tensors as `options.name`. `random.rank` belongs to one rank of the world, `run` to the
+whole run.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ MODEL, OPTIMIZER, OPTIONS, RUN = "model.", "optimizer.", "options.", "run"
 
 
 class Scheduler(Protocol):
-    """A learning rate scheduler, as torch.optim.lr_scheduler has them."""
+    """A learning-rate scheduler, such as those in torch.optim.lr_scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Returns its state in plain values."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes them back."""
+        """Restores a saved state."""
 
 
 def weight_pieces(tensors: Sequence[LocalTensor]) -> dict[str, Piece]:
-    """All weights and buffers."""
+    """The pieces of all weights and buffers."""
     return {MODEL + each.name: each.piece for each in tensors}
 
 
 def weight_shapes(storage: Storage) -> dict[str, tuple[int, ...]]:
-    """The saved weights' names in the whole model, and their shapes."""
+    """The shapes of the saved weights, by name in the whole model."""
     return {name.removeprefix(MODEL): each.shape for name, each in storage.tensors.items() if name.startswith(MODEL)}
 
 
 def optimizer_content(
     optimizer: Wrapper, tensors: Sequence[LocalTensor]
 ) -> tuple[dict[str, Piece], dict[str, bytes], dict[str, Any]]:
-    """The states that this rank keeps, its groups' options with the states that are no tensors, and what the
-    optimizer says besides.
+    """An optimizer's state on this rank: tensors, plain values (options of groups and states that are not tensors), and
+    further entries of its `state_dict`.
     """
     told = optimizer.state_dict()
     pieces: dict[str, Piece] = {}
@@ -76,15 +76,15 @@ def optimizer_content(
 
 
 def _all_names(model: nn.Module, tensors: Sequence[LocalTensor]) -> dict[str, list[LocalTensor]]:
-    """Per parameter of `model`, by the name that it has there, all its names in the whole model."""
+    """All names in the whole model of each parameter of `model`, by its name in `model`."""
     groups = grouped(tensors)
     return {plain_name(name): groups[id(parameter)] for name, parameter in model.named_parameters()}
 
 
 class OptimizerLoad:
-    """The states and options of an optimizer, on their way from a checkpoint: `pieces` are to be filled.
+    """An optimizer's states and options while they are loaded: fill `pieces`, then call `apply`.
 
-    Raises UsageError when the checkpoint lacks some, or the optimizer's groups are not those that were saved.
+    Raises UsageError if the checkpoint lacks some of them, or if the optimizer's groups differ from the saved ones.
     """
 
     def __init__(self, optimizer: Wrapper, tensors: Sequence[LocalTensor], storage: Storage) -> None:
@@ -103,21 +103,21 @@ class OptimizerLoad:
             self._states[own] = {**found, **plain[own]["values"]}
 
     def apply(self, others: Mapping[str, Any]) -> None:
-        """Gives the optimizer what was read, and what it said `others`."""
+        """Gives the optimizer its states and the `others`, the further entries of its `state_dict`."""
         self._optimizer.load_state_dict({**others, "state": self._states, "param_groups": self._groups})
 
 
 def _require_options(names: Collection[str], stored: Collection[str]) -> None:
     if names and not any(name.startswith(OPTIONS) for name in stored):
-        raise UsageError("the checkpoint was saved without an optimizer: load it without one")
+        raise UsageError("the checkpoint was saved without an optimizer: call load_checkpoint without one")
     if missing := [name for name in names if OPTIONS + name not in stored]:
         raise UsageError(
-            f"the checkpoint's optimizer did not have {missing[0]!r}: make the optimizer of the same parameters"
+            f"the checkpoint's optimizer did not have {missing[0]!r}: make the optimizer from the same parameters"
         )
 
 
 def _common_options(names: Iterable[str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Those that a group's parameters were saved with; none for an empty group. Raises UsageError when they differ."""
+    """The options that all parameters of a group were saved with. Raises UsageError if they differ."""
     first: str | None = None
     for name in names:
         if first is None:
@@ -125,13 +125,13 @@ def _common_options(names: Iterable[str], options: Mapping[str, Mapping[str, Any
         elif options[name] != options[first]:
             raise UsageError(
                 f"one group of the optimizer has {first!r}, saved with {dict(options[first])}, and {name!r}, saved "
-                f"with {dict(options[name])}: make its groups as they were when it was saved"
+                f"with {dict(options[name])}: make the groups as they were at the save"
             )
     return {} if first is None else dict(options[first])
 
 
 def _plain_states(name: str, storage: Storage) -> dict[str, Any]:
-    """Of a parameter the "options" of its group, the "values" of its plain states and the names of its "tensors"."""
+    """A parameter's plain values: its group's "options", "values" of plain states, and names of its "tensors"."""
     read: dict[str, Any] = storage.value(OPTIONS + name)
     return _checked(
         OPTIONS + name,
@@ -150,11 +150,11 @@ def _is_dict(value: object) -> bool:
 
 
 def _checked(name: str, read: T, fits: Callable[[], bool]) -> T:
-    """A plain value that was read. Raises UsageError where it is not what was saved under that name."""
+    """The plain value `read`, if it fits. Raises UsageError if it cannot be the value saved under `name`."""
     with suppress(LookupError, TypeError, AttributeError):
         if fits():
             return read
-    raise UsageError(f"{name!r} holds something else than was saved: the checkpoint is damaged; load an earlier one")
+    raise UsageError(f"{name!r} is not the value that was saved: the checkpoint is damaged; load an earlier one")
 
 
 def _room(local: LocalTensor, key: str, storage: Storage) -> Tensor:
@@ -166,7 +166,7 @@ def _room(local: LocalTensor, key: str, storage: Storage) -> Tensor:
 
 
 def read_run(storage: Storage) -> dict[str, Any]:
-    """What is said of the run: its "step", "data", "extra" and "scheduler", and more where there is an optimizer."""
+    """Values of the run: "step", "data", "extra" and "scheduler", and "optimizer" if one was saved."""
     run: dict[str, Any] = storage.value(RUN)
     return _checked(
         RUN,
@@ -181,7 +181,7 @@ def read_run(storage: Storage) -> dict[str, Any]:
 
 
 def random_pieces(context: Context) -> dict[str, Piece]:
-    """The states of torch's default generators, and of those of the tensor-parallel layers, which are this rank's."""
+    """The states of this rank's generators: torch's default ones, and those of tensor-parallel layers."""
     states = {"cpu": torch.get_rng_state()}
     if context.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(context.device)
@@ -191,8 +191,8 @@ def random_pieces(context: Context) -> dict[str, Piece]:
 
 
 def saved_random(pieces: Mapping[str, Piece], storage: Storage) -> dict[str, Piece]:
-    """Those of `pieces` that were saved: of the CPU always, of what else the ranks had then. Raises UsageError for one
-    that is missing, or of another size.
+    """The `pieces` that were saved: always the CPU's generator, others if the rank had them then. Raises UsageError if
+    one is missing or has another size.
     """
     found = {name: piece for name, piece in pieces.items() if name in storage.tensors or name.endswith(".cpu")}
     for name, piece in found.items():
@@ -205,17 +205,19 @@ def _has_shape(storage: Storage, name: str, piece: Piece) -> bool:
 
 
 def require_random(pieces: Mapping[str, Piece]) -> None:
-    """Raises UsageError for a state that no generator takes."""
+    """Raises UsageError for a state that generators do not accept."""
     for name, piece in pieces.items():
         device = "cuda" if name.endswith(".cuda") else "cpu"
         try:
             torch.Generator(device).set_state(piece.tensor)
         except (RuntimeError, TypeError) as error:
-            raise UsageError(f"{name!r} is no state of a generator: the checkpoint is damaged; load another") from error
+            raise UsageError(
+                f"{name!r} is not the state of a random generator: the checkpoint is damaged; load another"
+            ) from error
 
 
 def restore_random(context: Context, pieces: Mapping[str, Piece]) -> None:
-    """Sets the generators to what was read into their pieces, as far as there are any."""
+    """Sets the generators to the states that were read into their pieces, if there are any."""
     states = {name.split(".", 2)[2]: piece.tensor for name, piece in pieces.items()}
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])

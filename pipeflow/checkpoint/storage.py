@@ -1,6 +1,6 @@
-"""A checkpoint's data files: a rank writes its part of what is to be saved, and reads what makes up the pieces that it
-holds. Tensors and plain values lie one after the other, each as `torch.save` writes it, which is the format of
-torch.distributed.checkpoint. What must not live here: names of weights, and who writes what.
+"""A checkpoint's data files: a rank writes its part of the content, and reads the parts of its own pieces. Tensors and
+plain values follow one another, each as `torch.save` writes it, as in torch.distributed.checkpoint. Must not contain:
+names of weights, or which rank writes what.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from pipeflow.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a rank has to write, by name: pieces of tensors, and plain values as `to_bytes` makes them."""
+    """The content that a rank has to write, by name: pieces of tensors, and plain values as bytes from `to_bytes`."""
 
     pieces: Mapping[str, Piece]
     values: Mapping[str, bytes]
 
     def copied(self) -> Content:
-        """The same in memory of its own, on the CPU."""
+        """A copy on the CPU."""
         return Content({name: piece.copied() for name, piece in self.pieces.items()}, self.values)
 
 
 def to_bytes(name: str, value: object) -> bytes:
-    """A plain value as it is stored. Raises UsageError for one that could not be read back."""
+    """The bytes of a plain value in a checkpoint. Raises UsageError for a value that could not be read back."""
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
         _loaded(stream.getvalue())
     except Exception as error:  # pickle's errors are of many kinds
         reason = str(error).splitlines()[0]
-        raise UsageError(f"{name} holds more than plain values and tensors: convert it first ({reason})") from error
+        raise UsageError(f"{name} must only contain plain values and tensors: convert it first ({reason})") from error
     return stream.getvalue()
 
 
@@ -51,7 +51,7 @@ def _loaded(stored: bytes) -> Any:
 
 
 class _Sink:
-    """A file that is being written, digested on the way."""
+    """A file that is being written; its digest is computed on the way."""
 
     def __init__(self, file: Path) -> None:
         self.name = file.name
@@ -63,7 +63,7 @@ class _Sink:
     def write(self, data: Any) -> int:
         try:
             self._stream.write(data)
-        except OSError as error:  # torch.save would tell of a position that it did not expect
+        except OSError as error:  # torch.save would only report an unexpected position
             self.error = error
             raise
         self._hash.update(data)
@@ -71,7 +71,7 @@ class _Sink:
         return len(data)
 
     def flush(self) -> None:
-        """torch.save asks; it is done at the end."""
+        """Does nothing; torch.save calls it, and `close` flushes."""
 
     def save(self, value: Tensor) -> Where:
         """Appends a tensor. Raises OSError."""
@@ -90,7 +90,7 @@ class _Sink:
         return Where(self.name, self.bytes, self.write(value))
 
     def close(self) -> Digest:
-        """Returns when the disk has all. Raises OSError."""
+        """Flushes the file to disk and returns its digest. Raises OSError."""
         with self._stream:
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -98,7 +98,7 @@ class _Sink:
 
 
 def write(file: Path, content: Content) -> tuple[dict[str, Where], Digest]:
-    """Writes a rank's part until the disk has it; returns where everything is, and the digest. Raises OSError."""
+    """Writes a rank's part to disk. Returns the place of each entry, and the file's digest. Raises OSError."""
     sink = _Sink(file)
     places = {name: sink.append(value) for name, value in content.values.items()}
     places |= {name: sink.save(_compact(piece.tensor)) for name, piece in content.pieces.items()}
@@ -106,13 +106,13 @@ def write(file: Path, content: Content) -> tuple[dict[str, Where], Digest]:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """On the CPU, in memory that holds nothing else."""
+    """The tensor on the CPU, in a storage that holds nothing else."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 class Storage:
-    """A checkpoint's content, open for reading. Raises UsageError where its index is damaged."""
+    """A checkpoint's content, open for reading. Raises UsageError if its index is damaged."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
@@ -122,18 +122,18 @@ class Storage:
     def _index(self) -> bytes:
         content = (self._folder / INDEX).read_bytes()
         if Digest.of_bytes(content) != self._manifest.files[INDEX]:
-            raise ValueError("its SHA-256 is another")
+            raise ValueError("its SHA-256 does not match")
         return content
 
     def value(self, name: str) -> Any:
-        """The plain value of that name. Raises UsageError for one that is not there, or not as it was written."""
+        """The plain value `name`. Raises UsageError if it is missing or damaged."""
         if name not in self.values:
             raise UsageError(f"{self._folder} has no {name!r}: the checkpoint is damaged; load an earlier one")
         return self._read(name, self.values[name])
 
     def require_readable(self, rank: int, ranks: int) -> None:
-        """Reads all plain values and, of the tensors, the share of `rank` of so many. Raises UsageError for one that is
-        not what the index says.
+        """Reads all plain values, and the share of the tensors that falls to `rank` of `ranks`. Raises UsageError for
+        one that does not agree with the index.
         """
         for name in self.values:
             self.value(name)
@@ -142,9 +142,9 @@ class Storage:
                 self._tensor(name, part)
 
     def parts_of(self, pieces: Mapping[str, Piece]) -> Iterator[tuple[Tensor, Tensor]]:
-        """What makes up the pieces, part by part: the entries of a piece, and the values that were saved for them.
+        """Yields pairs of tensors that together fill the pieces: a view of a piece, and the saved values for it.
 
-        Raises UsageError for a tensor that is not what the index says.
+        Raises UsageError for a tensor that does not agree with the index.
         """
         for key, piece in apart(pieces).items():
             name = name_of_whole(key)
@@ -158,7 +158,7 @@ class Storage:
         tensor: Tensor = self._read(name, part.where)
         fits = isinstance(tensor, Tensor) and (tensor.dtype, tuple(tensor.shape)) == (stored.dtype, part.sizes)
         if not fits or tensor.layout is not torch.strided:
-            raise self._damaged(name, part.where, "it holds something else than was saved")
+            raise self._damaged(name, part.where, "it is not the tensor that was saved")
         return tensor
 
     def _read(self, name: str, where: Where) -> Any:
@@ -175,6 +175,6 @@ class Storage:
 
 @torch.no_grad()
 def fill(parts: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Puts saved values where they belong."""
+    """Copies saved values into the pieces."""
     for entries, saved in parts:
         entries.copy_(saved)

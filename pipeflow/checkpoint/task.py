@@ -1,4 +1,4 @@
-"""Work that takes some ranks longer than others, such as reading and writing files."""
+"""Task: work that takes longer on some ranks than on others, such as reading and writing files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def context_here() -> Context:
 
 
 class Task:
-    """`work` on a thread of its own, for whose end the interpreter waits. What a GPU was told before is done first."""
+    """Runs `work` on its own thread, which the interpreter waits for at exit. Earlier GPU work finishes first."""
 
     def __init__(self, context: Context, work: Callable[[], None]) -> None:
         self._context = context
@@ -33,8 +33,8 @@ class Task:
         self._thread.start()
 
     def wait(self) -> None:
-        """Returns when every rank's is done; all ranks call it together. They hear of each other often enough
-        that none is given up for being slow. Raises what this rank's work raised, and LinkError.
+        """Waits until the work of every rank is done; all ranks call it together. They exchange messages meanwhile, so
+        a slow rank causes no timeout. Raises the error of this rank's work, and LinkError.
         """
         pulse, everybody = min(1.0, self._context.world.timeout / 4), False
         while not everybody:

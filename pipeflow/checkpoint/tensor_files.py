@@ -1,5 +1,5 @@
-"""The files of safetensors: a folder of one, or of several with an index. They are read by slices, and written by all
-ranks together. What must not live here: what weights are called elsewhere.
+"""safetensors files: a folder with one file, or with several and an index. They are read by slices, and written by all
+ranks together. Must not contain: names in other libraries.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ StrPath = str | os.PathLike[str]
 
 
 class TensorFiles:
-    """The tensors of a file, or of a folder, by their names. One file is open at a time: ask for the tensors of one
-    after the other.
+    """The tensors of a file or folder by name. One file is open at a time, so read the tensors of one file after
+    another.
 
     Attributes:
-        files: by the name of each tensor, its file.
+        files: the file of each tensor, by the tensor's name.
 
-    Raises UsageError where there are none, and where the package safetensors is not installed.
+    Raises UsageError if there are no such files, or if the package safetensors is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,8 +43,8 @@ class TensorFiles:
         self._open: tuple[Path, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
-        """What reads the tensor, or parts of it, by slices; `[...]` is all of it. Raises UsageError where the file does
-        not have what the index says.
+        """An object whose slices read parts of the tensor; `[...]` reads all of it. Raises UsageError if the file lacks
+        a tensor that the index lists.
         """
         file = self.files[name]
         if self._open is None or self._open[0] != file:
@@ -52,10 +52,10 @@ class TensorFiles:
         try:
             return self._open[1].get_slice(name)
         except package().SafetensorError as error:
-            raise UsageError(f"{file} has no {name!r}, which the index says it has: fetch it again") from error
+            raise UsageError(f"{file} has no {name!r}, although the index lists it: download it again") from error
 
     def by_file(self, names: Sequence[str]) -> list[str]:
-        """In an order in which each file is opened once."""
+        """The names in an order in which each file is opened once."""
         return sorted(names, key=lambda name: (self.files[name], name))
 
 
@@ -64,10 +64,10 @@ def _files_of(path: Path) -> dict[str, Path]:
         try:
             return {name: path / file for name, file in json.loads((path / INDEX).read_bytes())["weight_map"].items()}
         except (KeyError, AttributeError, json.JSONDecodeError) as error:
-            raise UsageError(f"{path / INDEX} is damaged: {error!r}; fetch it again") from error
+            raise UsageError(f"{path / INDEX} is damaged: {error!r}; download it again") from error
     file = path / SINGLE if path.is_dir() else path
     if not file.is_file():
-        raise UsageError(f"{path} has no weights: give a .safetensors file, or a folder with {SINGLE} or {INDEX}")
+        raise UsageError(f"{path} has no weights: pass a .safetensors file, or a folder with {SINGLE} or {INDEX}")
     with _open(file) as opened:
         return dict.fromkeys(opened.keys(), file)
 
@@ -76,11 +76,11 @@ def _open(file: Path) -> Any:
     try:
         return package().safe_open(file, framework="pt")
     except (package().SafetensorError, FileNotFoundError) as error:
-        raise UsageError(f"{file} is damaged or missing: {error}; fetch it again") from error
+        raise UsageError(f"{file} is damaged or missing: {error}; download it again") from error
 
 
 def package() -> Any:
-    """The package safetensors. Raises UsageError where it is not installed."""
+    """Imports the package safetensors. Raises UsageError if it is not installed."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -90,7 +90,7 @@ def package() -> Any:
 
 @torch.no_grad()
 def fill_piece(piece: Piece, whole: Any) -> None:
-    """Gives a piece its part of the whole: of a tensor, or of what reads one by slices."""
+    """Fills a piece from the whole: a tensor, or an object that reads one by slices."""
     if not piece.tensor.numel():
         return
     for block in piece.blocks or (piece,):
@@ -101,7 +101,7 @@ def fill_piece(piece: Piece, whole: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor of this rank, the names that the files have for what it becomes, and how it becomes that."""
+    """A tensor of this rank with its `names` in the files; `stored` makes the tensors to store from the whole."""
 
     local: LocalTensor
     names: tuple[str, ...]
@@ -116,15 +116,19 @@ def write_together(
     shard_bytes: int,
     beside: Callable[[Path], None] | None = None,
 ) -> None:
-    """Writes the files of a model to the folder `path`; all ranks call it together, inside the alarm, each with what it
-    holds. The first replica writes; each of its pipeline ranks puts its split weights together one at a time, and holds
-    at most `shard_bytes` of them. Files are written under hidden names, and get their own when all are written; where
-    that fails, what was there stays.
+    """Writes a model's files to the folder `path`. All ranks call it together, inside `alarm.raised_everywhere()`.
+
+    The first replica writes: each of its pipeline ranks gathers its split weights one at a time. Files are written
+    under hidden names and renamed when all are written; if that fails, existing files stay.
 
     Args:
-        beside: writes more files into the folder that it is given, on the first rank.
+        path: the folder.
+        outputs: this rank's tensors.
+        context: this rank's context.
+        shard_bytes: maximum size of a file in bytes, unless a single weight is larger.
+        beside: called on the first rank with a folder to write further files to.
 
-    Raises UsageError when two weights get one name, and on the rank that could not write.
+    Raises UsageError if two weights get one name, and on a rank that could not write.
     """
     package()
     first_names = {id(output.local.tensor): output.local.name for output in reversed(outputs)}
@@ -145,7 +149,7 @@ def write_together(
 
     try:
         if context.rank == 0:
-            _discard(path, "*")  # of a save that was cut short
+            _discard(path, "*")  # left by an interrupted save
         all_gather(context.world, [0.0])
         Task(context, work).wait()
         parts: list[Any] = all_gather_object(context.world, written)
@@ -157,7 +161,7 @@ def write_together(
         if context.rank == 0:
             shutil.rmtree(path / _BESIDE, ignore_errors=True)
             if is_new:
-                with suppress(OSError):  # where it is not empty
+                with suppress(OSError):  # if it is not empty
                     path.rmdir()
         raise
 
@@ -170,8 +174,8 @@ def _discard(path: Path, ranks: str) -> None:
 
 
 def _writers(everyone: Sequence[Sequence[tuple[tuple[str, ...], str, TensorSpec]]]) -> dict[tuple[str, ...], int]:
-    """The rank that writes each tensor: the lowest that has it. Each rank told, of each of its tensors, what the files
-    call it and the first of its names. Raises UsageError when two weights get one name.
+    """The rank that writes each tensor: the lowest that has it. `everyone` has for each rank, and each of its tensors,
+    the names in the files, the first name, and the spec. Raises UsageError if two weights get one name.
     """
     known: dict[str, tuple[int, str, TensorSpec]] = {}
     found: dict[tuple[str, ...], int] = {}
@@ -186,7 +190,7 @@ def _writers(everyone: Sequence[Sequence[tuple[tuple[str, ...], str, TensorSpec]
 
 
 class _Part(NamedTuple):
-    """A file under its temporary name, what it has, and how many bytes of it are tensors."""
+    """A file under its temporary name, the names of its tensors, and their size in bytes."""
 
     file: str
     names: tuple[str, ...]
@@ -194,7 +198,7 @@ class _Part(NamedTuple):
 
 
 def _write(path: Path, outputs: Sequence[Output], context: Context, shard_bytes: int) -> list[_Part]:
-    """Writes this rank's files. The tensor ranks come along, since each has a part of what is split."""
+    """Writes this rank's files. Other tensor ranks take part too, since each holds a part of the split tensors."""
     parts: list[_Part] = []
     collected: dict[str, Tensor] = {}
 
@@ -204,7 +208,7 @@ def _write(path: Path, outputs: Sequence[Output], context: Context, shard_bytes:
             try:
                 package().torch.save_file(collected, path / file, metadata={"format": "pt"})
             except (OSError, package().SafetensorError) as error:
-                raise UsageError(f"writing {path / file} failed: {error}") from error
+                raise UsageError(f"{path / file} could not be written: {error}") from error
             parts.append(_Part(file, tuple(collected), sum(tensor.nbytes for tensor in collected.values())))
             collected.clear()
 
@@ -221,7 +225,7 @@ def _write(path: Path, outputs: Sequence[Output], context: Context, shard_bytes:
 
 
 def _whole(local: LocalTensor, context: Context) -> Tensor:
-    """The whole tensor on the CPU, in memory of its own."""
+    """A copy of the whole tensor on the CPU."""
     tensor = local.tensor.detach().contiguous()
     if local.split is None:
         return tensor.to("cpu", copy=True)
@@ -231,7 +235,7 @@ def _whole(local: LocalTensor, context: Context) -> Tensor:
 
 
 def _publish(path: Path, parts: Sequence[_Part]) -> None:
-    """Gives the files the names that Hugging Face's libraries look for, the index last."""
+    """Renames the files to the names that Hugging Face's libraries expect, the index last."""
     old = {file.name for file in path.glob("model*.safetensors")} | {INDEX}
     files = [f"model-{index:05}-of-{len(parts):05}.safetensors" for index in range(1, len(parts) + 1)]
     files = files if len(parts) > 1 else [SINGLE]

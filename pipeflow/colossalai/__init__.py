@@ -1,5 +1,5 @@
-"""The names of ColossalAI's tutorials: `colossalai.x` is `pipeflow.colossalai.x`. Each is one of pipeflow's own, or a
-thin adapter of it.
+"""The names of ColossalAI's tutorials: `pipeflow.colossalai.x` replaces `colossalai.x`. Each is one of pipeflow's own
+classes or functions, or a thin adapter of it.
 """
 
 from __future__ import annotations

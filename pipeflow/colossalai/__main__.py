@@ -1,10 +1,10 @@
-"""Runs a script that was written for ColossalAI, as it stands:
+"""Runs a script that was written for ColossalAI, unchanged:
 
     python -m pipeflow.colossalai SCRIPT ARGUMENTS
     torchrun --nproc-per-node 4 -m pipeflow.colossalai SCRIPT ARGUMENTS
 
-In it `colossalai` and `megatron` are pipeflow's modules of these names, and `model_zoo` is that of the examples, where
-these lie beside the package. On a machine without a GPU, what it puts on "cuda" is put on the CPU.
+In the script, `colossalai` and `megatron` are pipeflow's modules of these names, and `model_zoo` is the one in
+pipeflow's examples, if they are next to the package. On a machine without a GPU, "cuda" means the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LED_HERE = ("colossalai", "megatron")
 
 
 class Leading(MetaPathFinder, Loader):
-    """Finds `colossalai.x` as the module `x` of the package of that name here: the very same object."""
+    """Imports `colossalai.x` as the same module object as `pipeflow.colossalai.x`; likewise for the other packages."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname.partition(".")[0] not in LED_HERE or find_spec(_here(fullname)) is None:
@@ -43,7 +43,7 @@ class Leading(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to run; the module keeps its own spec, in whose place the import has put another."""
+        """Runs nothing, since the module is loaded already; restores its own spec, which the import has replaced."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
@@ -53,7 +53,7 @@ def _here(name: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the script that `argv` names, by default the command line's."""
+    """Runs the script named in `argv`, by default the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeflow.colossalai", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

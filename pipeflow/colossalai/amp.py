@@ -6,8 +6,8 @@ from enum import StrEnum
 
 
 class AMP_TYPE(StrEnum):  # noqa: N801  # its name in every tutorial
-    """How a model is trained in 16 bits: each is a mode of HalfPrecision."""
+    """Ways to train a model in 16 bits; each is a mode of HalfPrecision."""
 
     NAIVE = "parameters"
     TORCH = "autocast"
-    APEX = "apex"  # NVIDIA's, which is refused
+    APEX = "apex"  # NVIDIA's, not supported

@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.cluster`: who prints."""
+"""ColossalAI's `colossalai.cluster`: prints on one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["DistCoordinator"]
 
 
 class DistCoordinator:
-    """This process among all. Raises UsageError before `launch`."""
+    """The place of this process among all processes. Raises UsageError before `launch`."""
 
     @property
     def rank(self) -> int:
@@ -19,7 +19,7 @@ class DistCoordinator:
         return current_context().world_size
 
     def is_master(self) -> bool:
-        """Whether this is rank 0."""
+        """Returns True on rank 0."""
         return self.rank == 0
 
     def print_on_master(self, msg: str) -> None:

@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.core`: the global context, a face of `current_context()` and `current_config()`."""
+"""ColossalAI's `colossalai.core`: the global context, on `current_context()` and `current_config()`."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from pipeflow.training.launch import current_config, keep_config
 
 
 class GlobalContext:
-    """Every question raises UsageError before `launch`, except `is_initialized`."""
+    """The global context. All methods except `is_initialized` raise UsageError before `launch`."""
 
     @property
     def config(self) -> Any:
-        """What the job was configured with; None when it was launched without a configuration."""
+        """The job's configuration; None if it was launched without one."""
         return current_config() if is_launched() else None
 
     def load_config(self, config: object) -> None:
-        """Sets `config`; for launchers."""
+        """Sets the configuration; for launchers."""
         keep_config(config)
 
     def is_initialized(self, mode: ParallelMode) -> bool:
-        """Whether the ranks of that mode are known: of all, once launched."""
+        """Returns True once the job is launched, for every mode."""
         return is_launched()
 
     def get_global_rank(self) -> int:
-        """This process's rank in the world."""
+        """Returns this process's rank in the world."""
         return current_context().rank
 
     def get_ranks_in_group(self, mode: ParallelMode) -> list[int]:
-        """Their ranks in the world, this one's among them, in order."""
+        """Returns the world ranks of the mode's ranks, including this one, in ascending order."""
         context = current_context()
         return list(_RANKS[mode](context.layout, context.rank))
 
     def get_world_size(self, mode: ParallelMode) -> int:
-        """How many there are."""
+        """Returns the number of the mode's ranks."""
         return len(self.get_ranks_in_group(mode))
 
     def get_local_rank(self, mode: ParallelMode) -> int:
-        """Which of them this is, counted from 0."""
+        """Returns this rank's index among the mode's ranks, from 0."""
         return self.get_ranks_in_group(mode).index(self.get_global_rank())
 
     def is_first_rank(self, mode: ParallelMode) -> bool:
-        """Whether this is the first of them."""
+        """Returns True if this is the first of the mode's ranks."""
         return self.get_local_rank(mode) == 0
 
     def is_last_rank(self, mode: ParallelMode) -> bool:
-        """Whether this is the last of them."""
+        """Returns True if this is the last of the mode's ranks."""
         return self.get_local_rank(mode) == self.get_world_size(mode) - 1
 
     def is_pipeline_first_stage(self) -> bool:
-        """Whether this is the first rank of its pipeline."""
+        """Returns True if this is the first rank of its pipeline."""
         return self.is_first_rank(ParallelMode.PIPELINE)
 
     def is_pipeline_last_stage(self) -> bool:
-        """Whether this is the last rank of its pipeline."""
+        """Returns True if this is the last rank of its pipeline."""
         return self.is_last_rank(ParallelMode.PIPELINE)
 
     @property
@@ -73,7 +73,7 @@ class GlobalContext:
         return current_context().data_size
 
     def destroy(self) -> None:
-        """Gives the channels back and forgets the configuration; nothing to do when nothing was launched."""
+        """Closes the channels and drops the configuration. Does nothing if nothing was launched."""
         if is_launched():
             current_context().close()
 

@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.initialize`: an engine and loaders as the configuration says."""
+"""ColossalAI's `colossalai.initialize`: makes an engine and loaders from the configuration."""
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ def initialize(
     schedule: Schedule | None = None,
     verbose: bool = True,
 ) -> tuple[Engine, Any, Any, Any]:
-    """An engine for this rank's part of the model, made by `make_engine` from the configuration of the launch. All
-    ranks call it together.
+    """Makes an engine for this rank's part of the model with `make_engine`, from the launch's configuration. All ranks
+    call it together. Returns the engine, the training loader, the test loader and the learning-rate scheduler (None for
+    those not given).
 
     Args:
         model: this rank's module, or an nn.ModuleList of its chunks.
-        optimizer: made from the model's parameters.
-        criterion: as `Called` calls it.
-        train_dataloader: comes back without the batches that do not fill a step of `gradient_accumulation`; with
-            `dali=dict(mixup_alpha=...)` its images are mixed, and the criterion takes their labels.
-        test_dataloader: comes back as it is.
-        lr_scheduler: comes back; with `gradient_accumulation` its `step()` counts steps of the optimizer.
-        schedule: by default as of `make_engine`.
-        verbose: whether rank 0 says which schedule runs.
+        optimizer: an optimizer of the model's parameters.
+        criterion: the loss function, called with outputs and labels as separate arguments (see `Called`).
+        train_dataloader: returned without batches that do not fill a step of `gradient_accumulation`. With
+            `dali=dict(mixup_alpha=...)` its images are mixed, and the criterion must accept mixed labels.
+        test_dataloader: returned unchanged.
+        lr_scheduler: returned; with `gradient_accumulation`, its `step()` counts steps of the optimizer.
+        schedule: by default as in `make_engine`.
+        verbose: if True, rank 0 logs which schedule runs.
 
-    Returns the engine and the last three, None where None was given. Raises UsageError as `make_engine` does, for a
-    loader with fewer batches than a step takes, and for one that cannot mix its images.
+    Raises UsageError as `make_engine` does, for a loader with fewer batches than a step takes, and for a loader whose
+    images cannot be mixed.
     """
     given = current_config()
     config, logger = Config() if given is None else given, get_dist_logger()
     if config.gpu_augmentation:
         logger.warning(
-            "dali: gpu_aug is not done here: augment images in the transform of the data set, or say gpu_aug=False",
+            "dali: gpu_aug has no effect here: augment images in the data set's transform, and set gpu_aug=False",
             ranks=[0],
         )
     mixes = config.mixup_alpha > 0 and train_dataloader is not None
@@ -82,7 +83,7 @@ def initialize(
 def _mixed(loader: Any, alpha: float) -> DataParallelLoader:
     if not isinstance(loader, DataParallelLoader):
         raise UsageError(
-            f"dali: mixup_alpha mixes what utils.get_dataloader loads, and train_dataloader is a "
-            f"{type(loader).__name__}: use get_dataloader, or leave mixup_alpha out"
+            f"dali: mixup_alpha needs a loader from utils.get_dataloader, but train_dataloader is a "
+            f"{type(loader).__name__}: use get_dataloader, or remove mixup_alpha"
         )
     return mixed(loader, alpha)

@@ -1,5 +1,5 @@
-"""The layout of the processes, which ColossalAI's programs choose after their launch: with a plugin of a booster, or
-with a process group of a ShardConfig.
+"""The layout of the processes. ColossalAI's programs choose it after their launch, with a Booster's plugin or with a
+ShardConfig's process group.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pipeflow.training.launch import current_config, keep_config
 
 
 def lay_out(pipeline: int, tensor: int) -> Context:
-    """The context with these sizes, the rest of the world replicas: the current one, or where its sizes are others, a
-    new one of the same processes. Dropout over tensor ranks is then seeded by torch's seed on rank 0. All ranks call it
-    together.
+    """Returns a context with these pipeline and tensor sizes; further ranks are replicas. It is the current context if
+    its sizes are the same, otherwise a new one for the same processes, with tensor-parallel dropout seeded from
+    torch's seed on rank 0. All ranks call it together.
 
-    Raises UsageError before a launch, and where the world does not fit; then the current context stays.
+    Raises UsageError before a launch, and if the sizes do not fit the world; the current context then stays.
     """
     if not is_launched():
         raise UsageError("nothing was launched: call colossalai.launch_from_torch() first")
@@ -35,7 +35,7 @@ def lay_out(pipeline: int, tensor: int) -> Context:
     with context.alarm.raised_everywhere():
         everyone: list[Any] = all_gather_object(context.world, (pipeline, tensor, torch.initial_seed()))
         if any(each[:2] != everyone[0][:2] for each in everyone):
-            raise UsageError(f"the ranks ask for other sizes of pipeline and tensor: {[each[:2] for each in everyone]}")
+            raise UsageError(f"the ranks ask for different (pipeline, tensor) sizes: {[each[:2] for each in everyone]}")
     config, timeout, device = current_config(), context.world.timeout, context.device
     context.close()
     context = launch(pipeline, tensor, timeout=timeout, device=device)
@@ -45,19 +45,19 @@ def lay_out(pipeline: int, tensor: int) -> Context:
 
 
 def tensor_group(process_group: Any) -> Group:
-    """The tensor group of the context, laid out as `process_group` says: a group of torch.distributed's, whose ranks
-    are neighbours; a group of pipeflow's, which is returned; or None for the ranks that the launch laid out, or for
-    all of the world where it laid out none.
+    """The tensor group for `process_group`: a group of torch.distributed with neighbouring ranks, to which the layout
+    is adapted; a group of pipeflow, which is returned; or None for the launch's tensor ranks, or for the whole world if
+    it has none.
 
-    Raises UsageError for ranks that are no neighbours, and as `lay_out`.
+    Raises UsageError if the ranks are not neighbours, and as `lay_out` does.
     """
     if isinstance(process_group, dist.ProcessGroup):
         ranks = dist.get_process_group_ranks(process_group)
         context = lay_out(current_context().pipeline_size if is_launched() else 1, len(ranks))
         if list(context.layout.tensor_ranks(context.rank)) != ranks:
             raise UsageError(
-                f"the tensor ranks of rank {context.rank} are {list(context.layout.tensor_ranks(context.rank))}, and "
-                f"the process group has {ranks}: make groups of neighbours"
+                f"the tensor ranks of rank {context.rank} are {list(context.layout.tensor_ranks(context.rank))}, but "
+                f"the process group has {ranks}: make groups of neighbouring ranks"
             )
         return context.tensor
     if process_group is not None:

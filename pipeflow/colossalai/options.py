@@ -1,4 +1,4 @@
-"""Options of ColossalAI's that do nothing here, refused by name unless they have the value that asks for nothing."""
+"""ColossalAI's options that have no effect here; other values than their defaults raise an error."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pipeflow.core.errors import UsageError, unknown
 
 
 class Elsewhere(NamedTuple):
-    """An option that is not honoured.
+    """An option without effect.
 
     Attributes:
-        default: the value that asks for nothing, and is taken.
-        instead: what to do where another value was wanted.
+        default: the value that has no effect, and is accepted.
+        instead: what to do instead of another value.
     """
 
     default: Any
@@ -23,14 +23,14 @@ class Elsewhere(NamedTuple):
 def require_nothing_else(
     owner: type, others: Mapping[str, Any], elsewhere: Mapping[str, Elsewhere], own: Collection[str]
 ) -> dict[str, Any]:
-    """The values of all options in `elsewhere`, which are their defaults. `others` are the keywords that `owner` was
-    given beside its `own`.
+    """Checks the options `others` that the class `owner` got besides its `own`. Returns the values of all options in
+    `elsewhere`, which are their defaults.
 
-    Raises UsageError for an option that there is not, naming the nearest, and for one that would change something.
+    Raises UsageError for an unknown option (with the nearest name), and for a value that is not the default.
     """
     for name, value in others.items():
         if name not in elsewhere:
             raise unknown(f"option of {owner.__name__}", name, [*own, *elsewhere])
         if value != elsewhere[name].default:
-            raise UsageError(f"{owner.__name__} does nothing with {name}={value!r}: {elsewhere[name].instead}")
+            raise UsageError(f"{owner.__name__} does not support {name}={value!r}: {elsewhere[name].instead}")
     return {name: each.default for name, each in elsewhere.items()}

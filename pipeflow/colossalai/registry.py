@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.registry`. LAYERS has torch.nn's classes, too."""
+"""ColossalAI's `colossalai.registry`. LAYERS also has torch.nn's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WithoutGpu: a script that was written for GPUs, where there is none."""
+"""WithoutGpu: runs code that was written for GPUs on a machine without one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class WithoutGpu(TorchFunctionMode):
-    """Inside, what torch's functions are told to put on "cuda" is put on the CPU."""
+    """Inside the `with` block, torch's functions use the CPU wherever the code says "cuda"."""
 
     def __torch_function__(
         self,

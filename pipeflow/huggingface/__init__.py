@@ -1,5 +1,5 @@
-"""Models of transformers in pipelines: loaded, trained and saved, of which each rank makes its own part alone. The
-library is an optional extra, `pipeflow[huggingface]`, which is imported when a function here first needs it.
+"""Models of transformers in pipelines: loading, training and saving, where each rank makes only its own part. The
+library is an optional extra, `pipeflow[huggingface]`; it is imported when a function here first needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Trainer", "from_config", "from_pretrained", "generate", "save_pretra
 
 
 def __getattr__(name: str) -> object:
-    """The Trainer, whose class has to be made from that of transformers."""
+    """The Trainer; its class is made on first use, since it derives from transformers' Trainer."""
     if name != "Trainer":
         raise AttributeError(f"module 'pipeflow.huggingface' has no attribute {name!r}")
     from pipeflow.huggingface.trainer_refusals import require_libraries

@@ -1,5 +1,5 @@
-"""Adapters, such as peft's LoRA: what a Pipeline of an adapted model saves is what peft reads. peft itself is never
-imported: an adapted model brings its own functions. What must not live here: how they are trained, which needs nothing.
+"""Adapters, such as peft's LoRA: saves the adapters of a Pipeline so that peft can read them. peft is never imported;
+an adapted model brings its own functions. Must not contain: training, which needs no special code.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _PARTS = ".adapters-in-parts"
 
 
 def is_adapted(root: object) -> bool:
-    """Whether a model has adapters of peft around it."""
+    """True if a model has adapters of peft."""
     return hasattr(root, "peft_config") and hasattr(root, "base_model") and hasattr(root, "save_pretrained")
 
 
 def save_adapters(model: Pipeline, root: Any, folder: Path) -> None:
-    """Writes the adapters of all stages to a folder that peft reads, and nothing of the model they adapt. All ranks
-    call it together, inside the alarm. Each writes what it trains; rank 0 reads that again, and peft writes it as one.
+    """Saves the adapters of all stages, without the adapted model, to a folder that peft reads. All ranks call it
+    together, inside `alarm.raised_everywhere()`. Each writes its own adapters; then rank 0 reads them, and peft writes
+    them as one file.
     """
     tensors = [each for each in local_tensors(model, model.context, None) if each.tensor.requires_grad]
     outputs = [Output(each, (each.name,), partial(_as_it_is, each.name)) for each in tensors]

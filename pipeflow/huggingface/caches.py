@@ -1,6 +1,6 @@
-"""Caches of keys and values while text is generated: each stage has transformers' own for each microbatch, and the rank
-that runs transformers' loop has a ledger, which holds no keys but tells what happens to the caches. What must not live
-here: what ranks say to each other.
+"""Key-value caches for generation. Each stage has one of transformers' caches per microbatch. The rank that runs
+transformers' loop has a ledger: a cache without keys that records what the loop does to it. Must not contain: messages
+between ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pipeflow.huggingface.library import library
 from pipeflow.stages.entries import Stateful
 
 Told = tuple[str, list[Any], int]
-"""A method of a cache, its arguments, and the length of the cache before the call."""
+"""A recorded call: a method of a cache, its arguments, and the length of the cache before the call."""
 
 _KNOWN = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 
 
 def empty_cache(config: Any) -> Any:
-    """What transformers' `generate` makes for a model of this configuration. Raises UsageError for layers that keep
-    something else than keys and values.
+    """The cache that transformers' `generate` makes for a model of this configuration. Raises UsageError if layers keep
+    anything besides keys and values.
     """
     transformers = library()
     text = config.get_text_config(decoder=True)
@@ -36,24 +36,24 @@ def empty_cache(config: Any) -> Any:
 
 
 def require_known(cache: Any) -> None:
-    """Raises UsageError for a cache that stages cannot have their parts of."""
+    """Raises UsageError for a cache that cannot be divided among stages."""
     kinds = {type(layer).__name__ for part in _parts(cache) for layer in part.layers}
     if type(cache).__name__ not in ("DynamicCache", "EncoderDecoderCache") or kinds - _KNOWN:
         raise UsageError(
             f"a pipeline generates with a DynamicCache of keys and values, got a {type(cache).__name__} of "
-            f"{', '.join(sorted(kinds)) or 'no layers'}: leave out cache_implementation= and past_key_values="
+            f"{', '.join(sorted(kinds)) or 'no layers'}: remove cache_implementation= and past_key_values="
         )
 
 
 class Caches:
-    """Those of this rank's stages in one generation, by stage and first row of the microbatch.
+    """The caches of this rank's stages in one generation, by stage and first row of the microbatch.
 
     Args:
-        config: of the model.
-        begun: what was done to the empty ledger.
+        config: the model's configuration.
+        begun: calls that were made on the empty ledger.
 
     Attributes:
-        length: how many positions all of them have.
+        length: number of positions in each cache.
     """
 
     def __init__(self, config: Any, begun: Sequence[Told] = ()) -> None:
@@ -63,7 +63,7 @@ class Caches:
         self._caches: dict[tuple[int, int], tuple[Any, int]] = {}  # with the number of rows
 
     def of(self, stage: int, rows: Tensor) -> Any:
-        """The cache of a stage for a microbatch of these rows of the batch."""
+        """The cache of a stage for the microbatch with these rows of the batch."""
         key = stage, int(rows[0])
         if key not in self._caches:
             made = empty_cache(self.config)
@@ -75,9 +75,7 @@ class Caches:
         return cache
 
     def apply(self, told: Told) -> None:
-        """Does to all of them what was done to the ledger. Raises UsageError where rows would have to pass between
-        ranks.
-        """
+        """Repeats a call on the ledger on all caches. Raises UsageError if rows would have to move between ranks."""
         name, arguments, self.length = told
         for cache, rows in self._caches.values():
             fill_up(cache, self.length, rows)
@@ -93,8 +91,8 @@ class Caches:
             sizes = [rows for _, rows in mine]
             if sum(sizes) < len(chosen):
                 raise UsageError(
-                    "beam search moves rows between microbatches, whose caches lie on two ranks under this schedule: "
-                    "pass generate(schedule=) one of one microbatch"
+                    "beam search moves rows between microbatches, but their caches are on two ranks under this "
+                    "schedule: pass generate(schedule=) a schedule with one microbatch"
                 )
             for parts in zip(*(_parts(cache) for cache, _ in mine), strict=True):
                 for layers in _distinct(zip(*(part.layers for part in parts), strict=True)):
@@ -102,7 +100,7 @@ class Caches:
 
 
 def _reorder(layers: tuple[Any, ...], chosen: Tensor, sizes: list[int]) -> None:
-    """Chooses rows of a layer that lies in microbatches."""
+    """Selects rows of a cache layer that is split into microbatches."""
     if layers[0].get_seq_length() == 0:
         return
     for name in ("keys", "values"):
@@ -120,22 +118,22 @@ def _distinct(columns: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _parts(cache: Any) -> list[Any]:
-    """The caches in a cache; that of the decoder's own positions first."""
+    """The caches inside a cache, the one of the decoder's own positions first."""
     if hasattr(cache, "self_attention_cache"):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]
 
 
 def call(cache: Any, name: str, *arguments: Any) -> None:
-    """Calls a method of every layer that keeps the decoder's own positions."""
+    """Calls a method of every cache layer of the decoder's own positions."""
     for (layer,) in _distinct(zip(_parts(cache)[0].layers, strict=True)):
         if hasattr(layer, name):
             getattr(layer, name)(*arguments)
 
 
 def fill_up(cache: Any, length: int, rows: int) -> None:
-    """Brings layers to `length` positions that no block of this stage has written to: models ask any of them how far
-    they are. Those of a kind are one layer, of empty heads.
+    """Extends cache layers without a block in this stage to `length` positions, since models ask any layer for its
+    length. Layers of a kind share one layer with empty heads.
     """
     layers = _parts(cache)[0].layers
     behind: dict[Hashable, Any] = {}
@@ -148,10 +146,10 @@ def fill_up(cache: Any, length: int, rows: int) -> None:
 
 
 class _Ledger:
-    """Beside a class of caches: tells what is done to it.
+    """A mixin for a class of caches that records the calls made on it.
 
     Attributes:
-        told: since it was last taken note of.
+        told: calls recorded since they were last read.
     """
 
     told: list[Told]
@@ -175,13 +173,16 @@ class _Ledger:
         self.told.append((name, list(arguments), length))
 
     def _refuse(self, *_: object, **__: object) -> None:
-        raise UsageError("this way of generating changes the number of rows in the cache, which a pipeline cannot do")
+        raise UsageError(
+            "this way of generating changes the number of rows in the cache, which a pipeline does not support: "
+            "use greedy search, sampling or beam search"
+        )
 
     batch_repeat_interleave = batch_select_indices = reset = update = _refuse
 
 
 def ledger_of(cache: Any) -> Any:
-    """Makes a ledger of an empty cache."""
+    """Turns an empty cache into a ledger."""
     kind = type(cache)
     cache.told = []
     cache.__class__ = type(kind.__name__, (_Ledger, kind), {"__module__": kind.__module__})
@@ -189,14 +190,14 @@ def ledger_of(cache: Any) -> Any:
 
 
 class CacheEntry(Stateful):
-    """The cache as an entry of a batch, of `rows` of it."""
+    """The cache as an entry of a batch, for `rows` of it."""
 
     def __init__(self, rows: Tensor, caches: Caches) -> None:
         self.rows, self.caches = rows, caches
 
     @property
     def key(self) -> Hashable:
-        """None: a plan is made with an empty cache."""
+        """The same for every cache, since a plan is made with an empty one."""
         return type(self).__name__
 
     def planned(self) -> object:
@@ -204,19 +205,19 @@ class CacheEntry(Stateful):
         return empty_cache(self.caches.config)
 
     def own(self, stage: int) -> object:
-        """That of the stage."""
+        """The stage's own cache."""
         return self.caches.of(stage, self.rows)
 
 
 class GrowingEntry(Stateful):
-    """A tensor (rows, positions of the cache and `new` ones), such as an attention mask."""
+    """A tensor [rows, positions] such as an attention mask; the last `new` positions are not in the cache yet."""
 
     def __init__(self, value: Tensor, new: int) -> None:
         self.value, self.new = value, new
 
     @property
     def key(self) -> Hashable:
-        """What the part for the new positions looks like."""
+        """The properties that a plan depends on: rows, number of new positions, dtype."""
         return type(self).__name__, len(self.value), self.new, self.value.dtype
 
     def planned(self) -> object:
@@ -224,7 +225,7 @@ class GrowingEntry(Stateful):
         return self.value[:, -self.new :].clone()
 
     def own(self, stage: int) -> object:
-        """All of it."""
+        """The whole tensor."""
         return self.value
 
 

@@ -1,4 +1,4 @@
-"""Draws: random numbers that depend on what they are for, and not on what was drawn before."""
+"""SeededDraws: random numbers that depend on the tensor they fill, and not on earlier draws."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _GENERATOR = RLock()  # torch's own, which all threads share
 
 
 class SeededDraws(TorchDispatchMode):
-    """While it is entered, each operator of this thread that draws at random starts from a seed of its own: of `seed`,
-    the name of the tensor that it fills, and how often that was filled before. torch's generator is left as it was.
+    """Inside the `with` block, each random operator of this thread gets its own seed, made from `seed`, the name of the
+    tensor that it fills, and how often that tensor was filled before. torch's generator stays unchanged.
 
     Attributes:
-        place: stands for the name, where an operator fills no tensor that has one.
+        place: used instead of the name if an operator fills no named tensor.
     """
 
     def __init__(self, seed: int) -> None:
@@ -31,7 +31,7 @@ class SeededDraws(TorchDispatchMode):
         self._counts: Counter[str] = Counter()
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Gives a name to the memory of a tensor."""
+        """Names the memory of a tensor."""
         storage: Any = tensor.untyped_storage()
         self._alive.append(storage)
         self._names[storage._cdata] = name

@@ -1,6 +1,6 @@
-"""Generation: text from a language model in stages. One rank runs transformers' own `generate`, each of whose forwards
-goes through the pipeline; the others run their stages when it asks. So sampling, beams, stopping criteria and
-streamers are transformers'. What must not live here: caches.
+"""Text generation with a language model in stages. One rank runs transformers' own `generate`; each of its forwards
+goes through the pipeline, and the other ranks run their stages when it asks. So sampling, beam search, stopping
+criteria and streamers are transformers'. Must not contain: caches.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _GROWING = ("decoder_attention_mask", "attention_mask")
 def generate(
     model: Pipeline, input_ids: Tensor | None = None, *, schedule: Schedule | None = None, **keywords: Any
 ) -> Any:
-    """What `generate` of the whole model in transformers returns, on every rank. All ranks make the same call; each
-    replica has a prompt of its own.
+    """Generates text with transformers' `generate`, and returns its result on every rank. All ranks make the same call;
+    each replica has its own prompt.
 
-    The rank that has the last stage, the first of its tensor ranks, runs transformers' loop: it alone draws random
-    numbers, from torch's own generator, and asks logits processors, stopping criteria and `streamer`. Each stage keeps
-    the keys and values of its own blocks.
+    The rank with the last stage (the first of its tensor ranks) runs transformers' loop. Only this rank draws random
+    numbers, from torch's default generator, and calls logits processors, stopping criteria and the `streamer`. Each
+    stage keeps the keys and values of its own blocks.
 
     Args:
-        model: made of a model of transformers by `Pipeline.from_module`, or by a function of `pipeflow.huggingface`. It
-            should be in evaluation mode.
-        input_ids: the prompt (rows, positions), or what else the model takes first, such as input_features; rows of
-            several lengths are padded on the left.
-        schedule: by default the Pipeline's: how many microbatches the rows are split into, for which stages work at
-            once.
-        **keywords: as for `generate` of transformers: attention_mask, max_new_tokens, do_sample, num_beams,
-            generation_config and so on.
+        model: Pipeline of a transformers model, made by `Pipeline.from_module` or by `pipeflow.huggingface`. It should
+            be in evaluation mode.
+        input_ids: the prompt [rows, positions], padded on the left, or the model's other main input, such as
+            input_features.
+        schedule: the schedule of each forward; by default the Pipeline's. It splits the rows into microbatches, so that
+            stages work at the same time.
+        **keywords: as in transformers' `generate`: attention_mask, max_new_tokens, do_sample, num_beams,
+            generation_config and others.
 
-    Raises UsageError for a model that generates no text, a prompt without tokens, a cache of another kind than
-    transformers' DynamicCache, and within a step.
+    Raises UsageError if the model cannot generate text, if the prompt has no tokens, for another cache than
+    transformers' DynamicCache, and if it is called within a step.
     """
     first = _shell_of(model)
     _require_prompt(input_ids, keywords)
@@ -70,7 +70,7 @@ def generate(
 
 
 def _shell_of(model: Pipeline) -> Any:
-    """The whole model, as a stage of this rank has it. Raises UsageError where it generates no text."""
+    """The whole model in the form that a stage of this rank has. Raises UsageError if it cannot generate text."""
     if not isinstance(model, Pipeline):
         raise UsageError(f"generate takes a pipeflow.Pipeline, got {type(model).__name__}")
     stage = model.chunks[-1]
@@ -84,8 +84,8 @@ def _shell_of(model: Pipeline) -> Any:
     found: Any = stage.root.get_base_model() if hasattr(stage.root, "get_base_model") else stage.root  # type: ignore[operator]  # of peft
     if not getattr(found, "can_generate", bool)():
         raise UsageError(
-            f"a {type(found).__name__} generates no text: take a class of transformers with a language model's head, "
-            "such as AutoModelForCausalLM or AutoModelForSeq2SeqLM gives"
+            f"a {type(found).__name__} cannot generate text: use a class with a language model's head, such as from "
+            "AutoModelForCausalLM or AutoModelForSeq2SeqLM"
         )
     empty_cache(found.config)
     return found
@@ -104,14 +104,14 @@ def _require_prompt(inputs: Tensor | None, keywords: Mapping[str, Any]) -> None:
         )
         raise UsageError(f"generate needs a prompt of at least one token: input_ids (rows, positions), got {found}")
     if keywords.get("use_cache") is False or keywords.get("past_key_values") is not None:
-        raise UsageError("a pipeline generates with caches of its own: leave out use_cache= and past_key_values=")
+        raise UsageError("a pipeline generates with its own caches: remove use_cache= and past_key_values=")
 
 
 class _Turns:
-    """What the ranks of a replica do together: a turn is one forward, or the end. The rank that drives says which.
+    """The turns of a replica's ranks: a turn is one forward, or the end. The driving rank says which.
 
     Attributes:
-        drives: whether this rank does.
+        drives: True on the driving rank.
     """
 
     def __init__(self, model: Pipeline, schedule: Schedule, config: Any) -> None:
@@ -128,7 +128,7 @@ class _Turns:
         self._failed = False
 
     def drive(self, shell: Any, inputs: Tensor | None, keywords: dict[str, Any]) -> Any:
-        """Runs transformers' loop, and tells what it gave."""
+        """Runs transformers' loop, and sends its result to the other ranks."""
         try:
             output = shell.generate(*([] if inputs is None else [inputs]), **{"use_cache": True, **keywords})
         except BaseException:
@@ -144,7 +144,7 @@ class _Turns:
         return output
 
     def follow(self) -> Any:
-        """Runs this rank's stages in each turn; returns what the driver was given."""
+        """Runs this rank's stages in each turn. Returns the result that the driving rank sends."""
         output, is_over = None, False
         while not is_over:
             order, is_over, _ = self._turn(None)
@@ -153,7 +153,7 @@ class _Turns:
         return output
 
     def ledger(self, cache: Any) -> Any:
-        """Begins a generation with an empty cache."""
+        """Starts a generation with an empty cache, and returns its ledger."""
         require_known(cache)
         self._ledger = ledger_of(cache)
         return self._ledger
@@ -162,7 +162,7 @@ class _Turns:
         """One forward of the whole model."""
         ledger, cache = self._ledger, entries.pop("past_key_values", None)
         if cache is not None and cache is not ledger:
-            raise UsageError("a pipeline generates with caches of its own: leave out past_key_values=")
+            raise UsageError("a pipeline generates with its own caches: remove past_key_values=")
         past = None if cache is None else int(ledger.get_seq_length())
         told = [] if cache is None else ledger.told
         changed = {
@@ -178,7 +178,7 @@ class _Turns:
         return output
 
     def _turn(self, order: tuple[Any, ...] | None) -> tuple[tuple[Any, ...], bool, Any]:
-        """One turn: what the driver said, whether all replicas are at their end, and what the model returned."""
+        """Takes one turn. Returns the driver's order, whether all replicas have ended, and the model's output."""
         world, output = self._context.world, None
         try:
             with self._model.alarm.raised_everywhere("generates"):
@@ -225,7 +225,7 @@ def _ids(entries: Mapping[str, Any]) -> Tensor:
 
 
 def _entry(name: str, tree: object, rows: int) -> Any:
-    """An entry of a batch of so many rows: tensors without rows go to each microbatch whole."""
+    """An entry of a batch with `rows` rows; tensors without rows go whole to each microbatch."""
 
     def marked(leaf: object) -> object:
         is_split = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows and name != "cache_position"
@@ -239,16 +239,16 @@ def _detached(leaf: object) -> object:
 
 
 class _Shell:
-    """Beside a class of transformers: an object like the model of a stage, whose calls go through the pipeline."""
+    """A mixin for a class of transformers: an object like a stage's model, whose calls go through the pipeline."""
 
     _turns: _Turns
 
     def __init_subclass__(cls) -> None:
-        """Keeps that of the class from running."""
+        """Prevents the class's own `__init_subclass__` from running."""
 
     @classmethod
     def of(cls, model: nn.Module, turns: _Turns) -> Any:
-        """Such an object; it shares all that `model` has, which stays as it is."""
+        """Makes such an object; it shares the attributes of `model`, which is not changed."""
         kind = type(model)
         made: Any = object.__new__(type(kind.__name__, (cls, kind), {"__module__": kind.__module__}))
         vars(made).update(vars(model), _turns=turns)
@@ -263,20 +263,20 @@ class _Shell:
         return _Encoder(self, super().get_encoder())  # type: ignore[misc]  # of the class beside
 
     def _prepare_cache_for_generation(self, config: Any, keywords: dict[str, Any], *rest: Any) -> Any:
-        """As transformers does, but the cache is a ledger."""
+        """Like transformers', but makes the cache a ledger."""
         made = super()._prepare_cache_for_generation(config, keywords, *rest)  # type: ignore[misc]  # of the class beside
         keywords["past_key_values"] = self._turns.ledger(keywords.get("past_key_values"))
         return made
 
 
 class _Encoder:
-    """The encoder of a model in stages: what it makes is had from a forward with a single token for the decoder."""
+    """The encoder of a model in stages. Its output comes from a forward with a single token for the decoder."""
 
     def __init__(self, shell: Any, encoder: nn.Module) -> None:
         self._shell, self.forward = shell, encoder.forward  # whose parameters transformers looks at
 
     def __call__(self, **entries: Any) -> Any:
-        """What it makes of its inputs."""
+        """Returns the encoder's output for its inputs."""
         taken = signature(self._shell.forward).parameters
         given = {name: each for name, each in entries.items() if name in taken and each is not None}
         inputs = given[self._shell.main_input_name]

@@ -1,6 +1,6 @@
-"""Keys: what checkpoints call the parameters and buffers of a model, and what becomes of them on the way. From
-transformers 5 on its own functions say it; 4.57 has them inside of its loading alone, so what is done for it is written
-here. What must not live here: files, and ranks.
+"""Keys: the names that checkpoints use for a model's parameters and buffers, and conversions between the two. From
+transformers 5 on its own functions tell; version 4.57 has them only inside its loading, so they are written out here.
+Must not contain: files, or ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ Shapes = Callable[[str], Iterable[int]]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Tensors of a checkpoint, and what they become.
+    """Tensors of a checkpoint, and the model's tensors that are made from them.
 
     Attributes:
-        keys: of the checkpoint.
-        names: what the model calls the tensors that they become. It may lack them.
-        convert: makes these, by name, of those, in the order of their keys; None where one stays what it is.
+        keys: names in the checkpoint.
+        names: names of the model's tensors; the model may lack some.
+        convert: makes the model's tensors, by name, from the checkpoint's, in the order of `keys`; None if a tensor
+            stays as it is.
     """
 
     keys: tuple[str, ...]
@@ -38,16 +39,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a tensor of the model becomes in a checkpoint: tensors with these keys, which `stored` makes of it."""
+    """A tensor of the model in a checkpoint: tensors with these `keys`, which `stored` makes from it."""
 
     keys: tuple[str, ...]
     stored: Callable[[Tensor], Mapping[str, Tensor]]
 
 
 def names_of(skeleton: Any) -> dict[str, tuple[str, ...]]:
-    """The names of parameters and persistent buffers, and with each those of the same tensor, the one that checkpoints
-    have in front.
-    """
+    """All names of each parameter and persistent buffer, by each of its names; the one in checkpoints comes first."""
     tensors = skeleton.state_dict(keep_vars=True)
     by_tensor: dict[int, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -58,7 +57,7 @@ def names_of(skeleton: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _aliases(skeleton: Any) -> set[str]:
-    """The names under which checkpoints do not have tensors that have others, too."""
+    """Names of tied tensors that checkpoints do not use."""
     tied = getattr(skeleton, "all_tied_weights_keys", None)
     if tied is None:
         tied = getattr(skeleton, "_tied_weights_keys", None) or ()
@@ -66,9 +65,9 @@ def _aliases(skeleton: Any) -> set[str]:
 
 
 def sources_of(skeleton: Any, keys: Iterable[str], shape: Shapes) -> list[Source]:
-    """What becomes of the tensors of a checkpoint; `shape` tells that of one of them.
+    """The Sources of a checkpoint's tensors; `shape` returns the shape of one by its key.
 
-    Raises UsageError where they cannot be converted.
+    Raises UsageError if they cannot be converted.
     """
     known = dict.fromkeys(skeleton.state_dict(keep_vars=True), True)
     conversions = _conversions(skeleton, legacy=True)
@@ -99,7 +98,7 @@ def sources_of(skeleton: Any, keys: Iterable[str], shape: Shapes) -> list[Source
 
 
 def _conversions(skeleton: Any, *, legacy: bool) -> list[Any] | None:
-    """What transformers does to checkpoints of such a model; None where it does not tell."""
+    """The conversions of transformers for checkpoints of such a model; None if it does not tell."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:
@@ -110,7 +109,7 @@ def _conversions(skeleton: Any, *, legacy: bool) -> list[Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Tensors that a converter of transformers takes together, each with the pattern that its key fits."""
+    """Tensors that a converter of transformers takes together, each with the pattern that matches its key."""
 
     skeleton: Any
     first: str
@@ -118,19 +117,19 @@ class _Group:
     members: list[tuple[str, str]]
 
     def source(self, shape: Shapes) -> Source:
-        """Raises UsageError where the converter fails."""
+        """The group as a Source. Raises UsageError if the converter fails."""
         keys = tuple(key for _, key in self.members)
         try:
             names = self.convert([torch.empty(tuple(shape(key)), device="meta") for key in keys])
         except Exception as error:  # of any operation of transformers
             raise UsageError(
-                f"{keys[0]} and {len(keys) - 1} other tensors cannot be made {self.first}, as transformers' "
-                f"{self.converter.operations} would: {error}"
+                f"{keys[0]} and {len(keys) - 1} other tensors cannot be converted to {self.first} with transformers' "
+                f"{self.converter.operations}: {error}"
             ) from error
         return Source(keys, tuple(names), self.convert)
 
     def convert(self, tensors: list[Tensor]) -> dict[str, Tensor]:
-        """By name, what the tensors become."""
+        """The model's tensors that are made from the checkpoint's, by name."""
         converter = copy.deepcopy(self.converter)
         for (pattern, key), tensor in zip(self.members, tensors, strict=True):
             converter.add_tensor(self.first, key, pattern, tensor)
@@ -153,9 +152,9 @@ def _renamed(skeleton: Any, key: str, known: Mapping[str, bool]) -> str:
 
 
 def targets_of(skeleton: Any) -> dict[str, Target]:
-    """By the name of each parameter and persistent buffer, what it becomes in a checkpoint.
+    """The Target of each parameter and persistent buffer, by its name.
 
-    Raises UsageError where several tensors have to be converted together.
+    Raises UsageError if several tensors have to be converted together.
     """
     names = {name: same[0] for name, same in names_of(skeleton).items()}
     made = _reverted_targets(skeleton, set(names.values()))
@@ -188,7 +187,7 @@ def _reverted_targets(skeleton: Any, names: set[str]) -> dict[str, Target]:
         else:
             found[name] = _converted(name, tensor, revert)
         if not left.issuperset(found[name].keys):
-            raise UsageError(f"{name} has to be converted together with other parameters, so it cannot be saved alone")
+            raise UsageError(f"{name} cannot be saved alone: its format needs other parameters too")
         left -= set(found[name].keys)
     return found
 
@@ -201,7 +200,7 @@ def _converted(name: str, tensor: Tensor, revert: Callable[[Mapping[str, Tensor]
     try:
         keys = tuple(revert({name: tensor}))
     except Exception as error:  # of any operation of transformers
-        raise UsageError(f"{name} cannot be converted to what checkpoints have: {error}") from error
+        raise UsageError(f"{name} cannot be converted to the format of checkpoints: {error}") from error
     return Target(keys, lambda whole: revert({name: whole}))
 
 

@@ -1,4 +1,4 @@
-"""The library transformers, imported when it is first needed. What must not live here: what is done with it."""
+"""Imports the library transformers when it is first needed. Must not contain: uses of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeflow.core.errors import UsageError
 
 
 def library() -> Any:
-    """The package transformers. Raises UsageError where it is not installed."""
+    """Returns the package transformers. Raises UsageError if it is not installed."""
     try:
         import transformers
     except ImportError as error:

@@ -1,5 +1,5 @@
-"""Loading: Pipelines of transformers' models of which each rank makes its own part alone, with the values of a
-checkpoint, or with first ones.
+"""from_pretrained and from_config: Pipelines of transformers models with a checkpoint's weights or initial ones. Each
+rank makes only its own part.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ def from_config(
     seed: int = 0,
     **options: Any,
 ) -> Pipeline:
-    """A Pipeline of a model of transformers with first values, as the model's class gives them. Each rank makes the
-    parameters of its own stages alone. What is drawn at random for a parameter depends on `seed` and the parameter's
-    name, so the weights are the same under every schedule and layout. The model is in training mode.
+    """Makes a Pipeline of a transformers model with the initial weights of its class. Each rank makes only the
+    parameters of its own stages. Random weights depend only on `seed` and the parameter's name, so they are the same
+    under every schedule and layout. The model is in training mode.
 
     Args:
-        config: its configuration, a transformers.PreTrainedConfig.
-        schedule, example: as for `Pipeline.from_module`.
-        kind: the class of the model, or an auto class such as transformers.AutoModelForCausalLM, or the name of one; by
-            default the first of `config.architectures`.
-        dtype: of the parameters; by default that which `config` says, else torch's default.
-        seed: of what is drawn.
-        options: more of `Pipeline.from_module`, such as `cuts`, `criterion` and `autocast`.
+        config: the model's configuration, a transformers.PreTrainedConfig.
+        schedule, example: as in `Pipeline.from_module`.
+        kind: the model's class, an auto class such as transformers.AutoModelForCausalLM, or the name of one; by default
+            the first of `config.architectures`.
+        dtype: dtype of the parameters; by default the one in `config`, else torch's default.
+        seed: seed of the random weights.
+        options: further arguments of `Pipeline.from_module`, such as `cuts`, `criterion` and `autocast`.
 
-    Raises UsageError for a class that is not known, and as `Pipeline.from_module` does.
+    Raises UsageError for an unknown class, and as `Pipeline.from_module` does.
     """
     with _together() as context:
         blueprint = Blueprint(model_class(config, kind), config, _dtype(dtype, config))
         skeleton = blueprint.skeleton().train()
-        all_gather(context.world, [0.0])  # torch's default dtype was another one meanwhile, on all threads
+        all_gather(context.world, [0.0])  # torch's default dtype, which all threads share, was changed meanwhile
     model = Pipeline.from_module(skeleton, schedule, example, **options)
     with _together():
         make_owned(model)
@@ -74,27 +74,27 @@ def from_pretrained(
     seed: int = 0,
     **options: Any,
 ) -> Pipeline:
-    """A Pipeline of a model of transformers with the weights that a folder has in safetensors files. Each rank makes
-    the parameters of its own stages alone, and reads these alone; of one that is split over the tensor ranks, its
-    part. As in transformers the model is in evaluation mode: call `model.train()` to train it with dropout.
+    """Makes a Pipeline of a transformers model with the weights in a folder of safetensors files. Each rank makes and
+    reads only the parameters of its own stages, and only its part of those split over tensor ranks. As in transformers,
+    the model is in evaluation mode: call `model.train()` to train it with dropout.
 
     Args:
-        folder: as `save_pretrained` of transformers or of pipeflow writes it, on a file system that all ranks see.
-        schedule, example: as for `Pipeline.from_module`.
-        kind: the class of the model, or an auto class such as transformers.AutoModelForCausalLM, or the name of one; by
-            default that which `config.json` names.
-        config: the configuration, in the place of the folder's.
-        dtype: of the parameters; by default that which the configuration says, else that of the weights.
-        new: modules or parameters that get first values, as `from_config` gives them, whatever the folder has. By
-            default those that it lacks of a head, which is what lies outside of the base model, and of a pooler; a
-            warning is logged that names them. With () nothing may be missing.
-        seed: of what is drawn for them.
-        options: more of `Pipeline.from_module`, such as `cuts`, `criterion` and `autocast`.
+        folder: folder written by `save_pretrained` of transformers or of pipeflow, on storage that all ranks share.
+        schedule, example: as in `Pipeline.from_module`.
+        kind: the model's class, an auto class such as transformers.AutoModelForCausalLM, or the name of one; by default
+            the class that `config.json` names.
+        config: the configuration; by default the folder's.
+        dtype: dtype of the parameters; by default the one in the configuration, else that of the weights.
+        new: names of modules or parameters that get initial weights, as from `from_config`, even if the folder has
+            them. By default the missing weights of a head (everything outside the base model) or a pooler; a warning
+            names them. With () no weight may be missing.
+        seed: seed of these initial weights.
+        options: further arguments of `Pipeline.from_module`, such as `cuts`, `criterion` and `autocast`.
 
-    What the folder has of another head is not read.
+    Weights of another head in the folder are ignored.
 
-    Raises UsageError for a folder or class that is none, for weights that are missing, left over or of another shape,
-    all of which it lists, and as `Pipeline.from_module` does.
+    Raises UsageError if the folder or class is unknown, if weights are missing, left over or of another shape (all are
+    listed), and as `Pipeline.from_module` does.
     """
     path = Path(folder)
     with _together() as context:
@@ -117,7 +117,7 @@ def from_pretrained(
 
 @contextmanager
 def _together() -> Iterator[Context]:
-    """What all ranks do, and may take long for."""
+    """A context for work that all ranks do together and that may take long."""
     context = current_context()
     with context.alarm.raised_everywhere():
         context.alarm.expect_slow()
@@ -131,7 +131,7 @@ def _dtype(asked: torch.dtype | None, config: Any, files: TensorFiles | None = N
     if found is None:
         found = (files and dtype_in(files)) or torch.get_default_dtype()
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UsageError(f"dtype must be a torch.dtype of floating point, such as torch.bfloat16, got {found!r}")
+        raise UsageError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {found!r}")
     return found
 
 

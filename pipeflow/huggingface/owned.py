@@ -1,4 +1,4 @@
-"""The parameters that a rank owns: they come from the meta device into memory, and get values."""
+"""The parameters that a rank owns: allocated from the meta device, and filled with values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipeflow.runtime.pipeline import Pipeline
 
 
 def make_owned(model: Pipeline) -> None:
-    """Puts zeros in the place of the parameters of this rank that are on the meta device, on the device where it
-    computes. A parameter that has several places stays one.
+    """Replaces this rank's parameters on the meta device by zeros on its own device. A parameter that is registered in
+    several places stays one parameter.
     """
     made: dict[int, nn.Parameter] = {}
     for owner in model.modules():
@@ -30,12 +30,12 @@ def make_owned(model: Pipeline) -> None:
 
 
 def owned_names(model: Pipeline) -> list[str]:
-    """Those that the parameters of this rank have in the whole model, each by its first one."""
+    """Names in the whole model of this rank's parameters; the first name of each."""
     return [name for name, _ in model.named_parameters()]
 
 
 def fill(model: Pipeline, values: Mapping[str, Tensor]) -> None:
-    """Gives parameters of this rank their values, or their parts of these, which come whole and by name."""
+    """Fills this rank's parameters from whole `values`, by name; split parameters get their part."""
     for local in local_tensors(model, model.context, None):
         if local.name in values:
             fill_piece(local.piece, values[local.name])

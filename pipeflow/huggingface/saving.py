@@ -1,4 +1,4 @@
-"""Saving: a Pipeline of a model of transformers as a folder that transformers reads."""
+"""save_pretrained: saves a Pipeline of a transformers model as a folder that transformers reads."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from pipeflow.stages.stage import ModuleStage
 
 
 def save_pretrained(model: Pipeline, folder: str | os.PathLike[str], *, shard_bytes: int = 5 * 10**9) -> None:
-    """Writes a folder that `from_pretrained` reads, that of transformers and that of pipeflow. All ranks call it
-    together, and it returns when all have written. The ranks of the first replica write the weights of their own
-    stages, those that are split over the tensor ranks whole, under the names that transformers gives them; a tied
-    weight is written once. What the folder had of these files is replaced when all new ones are written. Of a model
-    that peft has adapted the adapters alone are written, as peft does.
+    """Saves a model to a folder that `from_pretrained` of transformers and of pipeflow reads. All ranks call it
+    together; it returns when all have written.
+
+    The ranks of the first replica write the weights of their own stages under transformers' names; weights split over
+    tensor ranks are written whole, a tied weight once. Existing files are replaced after all new ones were written. For
+    a model with peft adapters only the adapters are saved, as peft does.
 
     Args:
-        model: a Pipeline of a model of transformers, of `from_pretrained`, `from_config` or `Pipeline.from_module`.
-        folder: on a file system that all ranks see.
-        shard_bytes: how large a file may become, unless one weight alone is larger.
+        model: Pipeline of a transformers model, made by `from_pretrained`, `from_config` or `Pipeline.from_module`.
+        folder: folder on storage that all ranks share.
+        shard_bytes: maximum size of a file in bytes, unless a single weight is larger.
 
-    Raises UsageError for another model, and where writing failed; PipelineError on the ranks that did not notice.
+    Raises UsageError for another model, or if writing failed; PipelineError on the ranks that did not notice.
     """
     context = model.context
     with context.alarm.raised_everywhere():
@@ -45,12 +46,12 @@ def save_pretrained(model: Pipeline, folder: str | os.PathLike[str], *, shard_by
         root = module_of(model)
         config = _config(root)
         targets = targets_of(Blueprint(type(root), config, torch.float32).skeleton())
-        all_gather(context.world, [0.0])  # torch's default dtype was another one meanwhile, on all threads
+        all_gather(context.world, [0.0])  # torch's default dtype, which all threads share, was changed meanwhile
         tensors = local_tensors(model, context, None)
         if others := [each.name for each in tensors if each.name not in targets]:
             raise UsageError(
-                f"the model has {others[0]}, which a {type(root).__name__} of its configuration has not: merge or "
-                "remove what was added to it, or save with pipeflow.save_safetensors"
+                f"the model has {others[0]}, which a {type(root).__name__} with its configuration lacks: merge or "
+                "remove added modules, or save with pipeflow.save_safetensors"
             )
         outputs = [Output(each, targets[each.name].keys, targets[each.name].stored) for each in tensors]
 
@@ -63,22 +64,22 @@ def save_pretrained(model: Pipeline, folder: str | os.PathLike[str], *, shard_by
 
 
 def module_of(model: Pipeline) -> Any:
-    """The model of transformers whose forward this rank's stages run; of its parameters it has those of one stage.
+    """The transformers model whose forward this rank's stages run; it has only the parameters of one stage.
 
-    Raises UsageError for a Pipeline of something else.
+    Raises UsageError for a Pipeline of another model.
     """
     chunk = next(iter(model.chunks), None)
     root = chunk.root if isinstance(chunk, ModuleStage) else None
     if not isinstance(root, library().PreTrainedModel):
         raise UsageError(
-            f"this is for Pipelines of a model of transformers, but the model is a {type(root or chunk).__name__}: "
+            f"this needs a Pipeline of a transformers model, but the model is a {type(root or chunk).__name__}: "
             "make the Pipeline with pipeflow.huggingface.from_pretrained, from_config or Pipeline.from_module"
         )
     return root
 
 
 def _config(root: Any) -> Any:
-    """The configuration of what is saved."""
+    """The configuration to save."""
     config = copy.deepcopy(root.config)
     config.architectures = [type(root).__name__]
     config.dtype = next(each.dtype for each in root.parameters() if each.is_floating_point())

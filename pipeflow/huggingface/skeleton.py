@@ -1,6 +1,5 @@
-"""Skeletons: models of transformers whose parameters are on the meta device, without memory, but whose buffers are
-real, since checkpoints lack most of them; and first values of some of the parameters. Both come from the class's own
-constructor. What must not live here: files, and stages.
+"""Skeletons: transformers models with parameters on the meta device and real buffers (checkpoints lack most buffers);
+and initial values of some parameters. Both come from the class's own constructor. Must not contain: files, or stages.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.draws import SeededDraws
 
-_ONE_AT_A_TIME = RLock()  # torch's hook, and what transformers replaces while it initialises, are of all threads
+_ONE_AT_A_TIME = RLock()  # all threads share torch's hook, and functions that transformers replaces meanwhile
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,9 @@ class Blueprint:
     """A model that can be made, in whole or in part.
 
     Attributes:
-        kind: its class.
-        config: its configuration.
-        dtype: torch's default while it is made: that of all its parameters, unless its class says another one.
+        kind: the model's class.
+        config: the model's configuration.
+        dtype: torch's default dtype while the model is made; the dtype of its parameters unless the class sets another.
     """
 
     kind: Any
@@ -37,19 +36,19 @@ class Blueprint:
     dtype: torch.dtype
 
     def skeleton(self) -> Any:
-        """The model, in evaluation mode, with all parameters on the meta device.
+        """Makes the model in evaluation mode, with all parameters on the meta device.
 
-        Raises UsageError where its class cannot make it.
+        Raises UsageError if its class cannot make it.
         """
         model, _ = self._constructed(_Kept({}, {}, 0))
         self._widen(model)
         return model.eval()
 
     def initial(self, names: Collection[str], seed: int) -> dict[str, Tensor]:
-        """First values of the parameters with these names, as the class's own constructor and `_init_weights` give
-        them. What is drawn at random for a parameter depends on `seed` and its name alone.
+        """Initial values of the parameters `names`, from the class's own constructor and `_init_weights`. Random values
+        depend only on `seed` and the parameter's name.
 
-        Raises UsageError for a parameter that the class makes in no place where it can be kept.
+        Raises UsageError for a parameter that the class makes as a copy of another one.
         """
         if not names:
             return {}
@@ -62,25 +61,25 @@ class Blueprint:
         made = dict(model.named_parameters())
         if unmade := [name for name in names if made[name].is_meta]:
             raise UsageError(
-                f"{self.kind.__name__} makes {unmade[0]} as a copy of another parameter, so a part of the model cannot "
-                "be made without the rest: make a checkpoint of the whole model, and load that"
+                f"{self.kind.__name__} makes {unmade[0]} as a copy of another parameter, so it cannot be made in "
+                "parts: save the whole model with transformers, and load it with from_pretrained"
             )
         return {name: made[name].detach() for name in names}
 
     def _constructed(self, kept: _Kept) -> tuple[Any, list[nn.Parameter]]:
         with _ONE_AT_A_TIME, kept, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            default = torch.get_default_dtype()  # which another thread may change before
+            default = torch.get_default_dtype()  # read under the lock: another thread may have changed it
             torch.set_default_dtype(self.dtype)
             try:
                 return self.kind(copy.deepcopy(self.config)), kept.order
             except Exception as error:
-                raise UsageError(f"{self.kind.__name__} cannot be made of this configuration: {error}") from error
+                raise UsageError(f"{self.kind.__name__} cannot be made from this configuration: {error}") from error
             finally:
                 torch.set_default_dtype(default)
 
     def _widen(self, model: Any) -> None:
-        """Gives those parameters float32 that models keep so, whatever the others are."""
+        """Sets parameters to float32 that the model keeps in float32 under any dtype."""
         kept = set[str]()
         if self.dtype is torch.float16:
             kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -93,13 +92,13 @@ class Blueprint:
 
 @dataclass
 class _Kept:
-    """While it is entered, the parameters that modules of this thread register go to the meta device, but for some.
+    """Inside the `with` block, parameters that modules of this thread register go to the meta device, except some.
 
     Attributes:
-        dtypes: of those that are kept, by their number in the order of registering.
-        names: of all parameters, likewise.
-        seed: of what is drawn for them.
-        order: the parameters, as they were registered.
+        dtypes: dtypes of the parameters that are kept, by their index in the order of registration.
+        names: names of all parameters, by the same index.
+        seed: seed of their random values.
+        order: the parameters in the order of registration.
     """
 
     dtypes: Mapping[int, torch.dtype]

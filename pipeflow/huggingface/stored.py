@@ -1,4 +1,4 @@
-"""Stored: the weights in a folder, what of a model they lack or have besides, and how a rank reads its own of them."""
+"""Stored: the weights in a folder, how they differ from a model's, and how a rank reads its own weights."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def files_in(folder: Path) -> TensorFiles:
-    """The tensors in a folder. Raises UsageError where there are none, and where they are pickled."""
+    """The tensors in a folder. Raises UsageError if there are none, or if they are pickled."""
     if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
             if (folder / name).is_file():
                 raise UsageError(
-                    f"{folder} has its weights in {name}, a pickle, which may run any code when it is read: write them "
-                    "as safetensors once, with AutoModel.from_pretrained(folder).save_pretrained(other)"
+                    f"{folder} has its weights in {name}, a pickle, which can run any code when it is read: convert "
+                    "them to safetensors once, with AutoModel.from_pretrained(folder).save_pretrained(other)"
                 )
     return TensorFiles(folder)
 
 
 def dtype_in(files: TensorFiles) -> torch.dtype | None:
-    """That of the first tensor of floating point."""
+    """The dtype of the first floating-point tensor; None if there is none."""
     return next((found for name in files.files if (found := _DTYPES.get(files[name].get_dtype()))), None)
 
 
 class Stored:
-    """The weights of a folder as those of a model.
+    """The weights in a folder, seen as weights of a model.
 
     Args:
-        skeleton: the model, of which names and shapes count.
-        folder: its path, for errors.
-        files: what is in it.
+        skeleton: the model; only its names and shapes are used.
+        folder: the folder's path, for errors.
+        files: the tensors in the folder.
     """
 
     def __init__(self, skeleton: Any, folder: Path, files: TensorFiles) -> None:
@@ -58,15 +58,15 @@ class Stored:
         self._sources = [source for source in sources if not self._is_second(source, there)]
 
     def _is_second(self, source: Source, there: Collection[str]) -> bool:
-        """Whether it is of a tensor that is there under the name that counts, too."""
+        """True if its tensor is also in the folder under its first name."""
         [first, *_] = self._names.get(source.names[0], source.names)
         return first not in source.names and first in there
 
     def new_names(self, new: Sequence[str] | None, context: Context) -> set[str]:
-        """The names of all parameters that are to get first values, because the user says so with `new`, or because
-        they are of a head or a pooler that the folder lacks. All ranks call it together; each looks at some files.
+        """The names of all parameters that get initial values: those in `new`, or those of a head or a pooler that the
+        folder lacks. All ranks call it together; each reads some of the files.
 
-        Raises UsageError, the same one on every rank, that lists all that is missing, left over or of another shape.
+        Raises the same UsageError on every rank; it lists all missing and left-over tensors and wrong shapes.
         """
         wanted = self._named_new(new)
         there = {name for source in self._sources for name in source.names}
@@ -82,8 +82,8 @@ class Stored:
         with told_alike(context.world):
             if problems:
                 raise UsageError(
-                    f"{self._folder} does not fit {type(self._skeleton).__name__}: {'; '.join(problems)}. With "
-                    "new=[...] the modules or parameters that it names get first values instead"
+                    f"{self._folder} does not fit {type(self._skeleton).__name__}: {'; '.join(problems)}. Pass "
+                    "new=[...] to give the modules or parameters that it names initial values"
                 )
         if context.rank == 0:
             self._warn(heads, left)
@@ -91,24 +91,22 @@ class Stored:
 
     def _warn(self, heads: Collection[str], left: Collection[str]) -> None:
         if heads:
-            LOG.warning("%s lacks %s: they get first values, and have to be trained", self._folder, _listed(heads))
+            LOG.warning("%s lacks %s: they get initial values and must be trained", self._folder, _listed(heads))
         if left:
-            LOG.info("%s has %s, which the model lacks: they are not read", self._folder, _listed(left))
+            LOG.info("%s has %s, which the model lacks: they are ignored", self._folder, _listed(left))
 
     def _named_new(self, new: Sequence[str] | None) -> set[str]:
-        """All names of the tensors that `new` names, or whose modules it names. Raises UsageError for one that names
-        nothing.
-        """
+        """All names of the tensors that `new` names directly or by a module. Raises UsageError for an unknown name."""
         found: set[str] = set()
         for each in new or ():
             named = {name for name in self._shapes if f"{name}.".startswith(f"{each}.")}
             if not named:
-                raise UsageError(f"new has {each!r}, which is no module or parameter of the model")
+                raise UsageError(f"new has {each!r}, which is not a module or parameter of the model")
             found |= named
         return {alias for name in found for alias in self._names[name]}
 
     def _lacking(self, there: Collection[str]) -> set[str]:
-        """The parameters of which no name is `there`, by the first of their names."""
+        """First names of the parameters that have no name in `there`."""
         ignored = _pattern(self._skeleton, "missing")
         parameters = dict(self._skeleton.named_parameters(remove_duplicate=False))
         return {
@@ -119,7 +117,7 @@ class Stored:
 
     @property
     def _prefix(self) -> str:
-        """That of the base model's names; "" where the model is the base model."""
+        """The prefix of the base model's names; "" if the model is the base model."""
         prefix = str(self._skeleton.base_model_prefix)
         return f"{prefix}." if prefix and hasattr(self._skeleton, prefix) else ""
 
@@ -127,7 +125,7 @@ class Stored:
         return not name.startswith(self._prefix) or "pooler" in name.split(".")
 
     def _extra(self, source: Source) -> list[str]:
-        """The keys of a source of which the model has nothing."""
+        """The keys of a source if the model has none of its tensors."""
         ignored = _pattern(self._skeleton, "unexpected")
         if any(name in self._shapes for name in source.names):
             return []
@@ -135,14 +133,14 @@ class Stored:
         return [] if any(name in buffers or ignored(name) for name in source.names) else list(source.keys)
 
     def _is_of_other_head(self, key: str) -> bool:
-        """Whether a tensor that the model lacks lies outside of what it has of the checkpoint."""
+        """True if a tensor that the model lacks belongs to another head."""
         if "pooler" in key.split("."):
             return True
         prefix = f"{self._skeleton.base_model_prefix}."
         return any(each.startswith(prefix) for each in self._files.files) and not key.startswith(prefix)
 
     def _share(self, context: Context) -> list[Source]:
-        """The sources of which this rank checks the shapes, a file's all together."""
+        """The sources whose shapes this rank checks; those of one file stay together."""
         files = sorted(set(self._files.files.values()))
         mine = set(files[context.rank :: context.world_size])
         return [source for source in self._sources if self._files.files[source.keys[0]] in mine]
@@ -163,7 +161,9 @@ class Stored:
         ]
 
     def read(self, model: Pipeline, new: Collection[str]) -> None:
-        """Fills what this rank owns, but for what is `new`. All ranks call it together, inside the alarm."""
+        """Fills this rank's parameters, except the `new` ones. All ranks call it together, inside
+        `alarm.raised_everywhere()`.
+        """
         owned = {local.name: local for local in local_tensors(model, model.context, None) if local.name not in new}
         sources = [source for source in self._sources if any(name in owned for name in source.names)]
         by_file = self._files.by_file([source.keys[0] for source in sources])
@@ -183,7 +183,7 @@ class Stored:
 
 
 def _pattern(skeleton: Any, what: str) -> Any:
-    """Whether transformers ignores that a tensor of this name is missing, or unexpected."""
+    """A function that tells whether transformers ignores a name that is `what`: "missing" or "unexpected"."""
     patterns = list(getattr(skeleton, f"_keys_to_ignore_on_load_{what}", None) or ())
     if what == "unexpected":
         patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]

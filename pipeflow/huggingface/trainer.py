@@ -1,5 +1,5 @@
-"""Trainer: transformers' Trainer for a Pipeline. Its loop, arguments, callbacks, schedules and metrics are
-transformers'; a step, the data's division, clipping, evaluation and checkpoints are the pipeline's.
+"""Trainer: transformers' Trainer for a Pipeline. Loop, arguments, callbacks, learning-rate schedules and metrics are
+transformers'; steps, division of the data, clipping, evaluation and checkpoints are the pipeline's.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from pipeflow.huggingface.trainer_replicas import shared_outputs
 from pipeflow.optim.clip import grad_norm as norm_of
 from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
 
-transformers: Any = library()  # typed otherwise in each of its versions
+transformers: Any = library()  # its types differ between versions
 STATE = "pipeflow"
-"""The folder in a checkpoint that has what `pipeflow.load_checkpoint` reads."""
+"""The folder in a checkpoint that `pipeflow.load_checkpoint` reads."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
-    """Trains a Pipeline as transformers' Trainer trains a model: with its arguments, callbacks, logs, learning rates,
-    metrics and checkpoints. Every rank makes one, with the same arguments, and makes the same calls.
+    """transformers' Trainer for a Pipeline, with its arguments, callbacks, logs, learning rates, metrics and
+    checkpoints. Every rank makes one with the same arguments, and makes the same calls.
+
+    Losses and gradients are means over all accumulated batches of all replicas, weighted by what the module's loss
+    counts, such as tokens. Logits and metrics are the same on every rank. Rank 0 logs. All ranks write a checkpoint
+    together, to a folder on storage that they share; besides transformers' files it has a folder that
+    `pipeflow.load_checkpoint` reads.
 
     Args:
-        model: a Pipeline that `from_module` or `from_pretrained` made.
-        args: transformers' TrainingArguments. A device is a replica here: `per_device_train_batch_size` samples are a
-            batch of one pipeline, which its schedule cuts into microbatches.
-        arguments, options: as of transformers' Trainer.
+        model: a Pipeline made by `from_module`, `from_pretrained` or `from_config`.
+        args: transformers' TrainingArguments. Here a device is a replica: `per_device_train_batch_size` is the number
+            of samples in a batch of one pipeline, which its schedule splits into microbatches.
+        arguments, options: further arguments of transformers' Trainer.
 
-    Losses and gradients are means over what the module's loss counts, such as tokens, of all accumulated batches of all
-    replicas. Logits and metrics are the same on every rank. Rank 0 logs. All ranks write a checkpoint together, to
-    a folder that all must see; beside the files of transformers it has a folder that `pipeflow.load_checkpoint` reads.
-
-    Raises UsageError for what is not possible under a pipeline, naming the argument.
+    Raises UsageError that names the argument if it is not possible with a pipeline.
     """
 
     model: Pipeline
@@ -57,7 +58,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         given = inspect.signature(transformers.Trainer.__init__).bind(self, model, args, *arguments, **options)
         require_possible(args, model, given.arguments)
         if type(self).compute_loss is not Trainer.compute_loss:
-            raise UsageError(f"{type(self).__name__}.compute_loss would not be called: {_COMPUTES}")
+            raise UsageError(f"a pipeline does not call {type(self).__name__}.compute_loss: {_COMPUTES}")
         context = model.context
         local = int(os.environ.get("LOCAL_RANK", context.rank))
         world = World(context.data_size, context.rank, local, context.device)
@@ -76,7 +77,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         seed_layers(args.seed, context)
 
     def _introspect(self, args: Any) -> None:
-        """What transformers finds out about a model, about the module that was cut."""
+        """Sets the attributes that transformers reads from a model, from the module that was cut."""
         base = self._base
         takes = inspect.signature(base.forward).parameters.values()
         takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes)
@@ -88,7 +89,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
 
     @property
     def _base(self) -> Any:
-        """The module that was cut, without adapters around it; this rank has its own stages' parameters alone."""
+        """The module that was cut, without adapters; it has only the parameters of this rank's stages."""
         inner: Any = getattr(self._root, "get_base_model", None)
         return self._root if inner is None else inner()
 
@@ -98,7 +99,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
             self._signature_columns = [*names, "label", "label_ids", *self.label_names]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the accelerator that divides data among replicas, in the place of accelerate's."""
+        """Makes pipeflow's accelerator, which divides data among replicas, instead of accelerate's."""
         config, seed = self.args.accelerator_config, self.args.data_seed
         seed = self.args.seed if seed is None else seed
         state = self.args.distributed_state
@@ -107,10 +108,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Nothing to do: a Pipeline is where it computes."""
+        """Does nothing: a Pipeline is on its device already."""
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Which of this rank's parameters decay, by the names that they have in the whole module."""
+        """Returns the names, in the whole module, of this rank's parameters that get weight decay."""
         decay = super().get_decay_parameter_names
         return [name for chunk in self.model.chunks for name in decay(chunk.root)]
 
@@ -118,12 +119,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         return norm_of(self.model).float() if grad_norm is None else grad_norm
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *others: Any) -> Any:
-        """As transformers', from random states that all ranks of a replica share."""
+        """Like transformers', with random states that all ranks of a replica share."""
         with self._drawing():
             return super().get_batch_samples(epoch_iterator, num_batches, *others)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Runs one batch through the pipeline. Returns its part of the accumulated batches' mean loss."""
+        """Runs one batch through the pipeline. Returns its share of the mean loss of the accumulated batches."""
         self.model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -142,25 +143,25 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         return output.loss * part
 
     def _part_of(self, inputs: Any, num_items_in_batch: Any) -> float:
-        """How much of the accumulated batches a batch is, those of all replicas together."""
+        """The batch's share of the accumulated batches of all replicas, as a fraction."""
         batches = int(self.current_gradient_accumulation_steps)
         if batches == 1 or num_items_in_batch is None:
             return 1 / batches
         return float(self._get_num_items_in_batch([inputs], self.args.device) / num_items_in_batch)
 
     def compute_loss(self, *_: Any, **__: Any) -> Any:
-        """Refuses: a rank has a part of the model only."""
-        raise UsageError(f"compute_loss is not called under a pipeline: {_COMPUTES}")
+        """Raises UsageError, since a rank has only a part of the model."""
+        raise UsageError(f"a pipeline does not call compute_loss: {_COMPUTES}")
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **options: Any) -> Any:
-        """As transformers', on the same batches on all ranks of a replica."""
+        """Like transformers', with the same batches on all ranks of a replica."""
         with self.accelerator.reading(dataloader):
             return super().evaluation_loop(Reading(dataloader, self._drawing), *arguments, **options)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Evaluates a batch. Returns the loss, logits and labels, on every rank of the pipeline alike."""
+        """Evaluates a batch. Returns loss, logits and labels, the same on every rank of the pipeline."""
         labels = tuple(inputs.get(name) for name in self.label_names)
         inputs = self._prepare_inputs(inputs)
         has_labels = bool(labels) and all(each is not None for each in labels)
@@ -185,7 +186,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         return loss, logits, prepared[0] if prepared is not None and len(prepared) == 1 else prepared
 
     def _shared(self, outputs: Any, labels: Any, ignore_keys: list[str] | None, samples: int) -> Any:
-        """The logits and the module's own mean loss, which the last stage has, on all ranks of the pipeline."""
+        """Sends the last stage's logits and the module's own mean loss to all ranks of the pipeline."""
         if outputs is None:
             return shared_outputs(None, self.model.context)
         ignored = ["loss", *(self._ignored if ignore_keys is None else ignore_keys)]
@@ -209,7 +210,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         return getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder that transformers reads; all ranks call it together."""
+        """Saves the model to a folder that transformers reads. All ranks call it together."""
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
@@ -234,7 +235,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         )
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Nothing: random states are in what `_save_optimizer_and_scheduler` saves."""
+        """Does nothing: `_save_optimizer_and_scheduler` also saves the random states."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_checkpoint(self._state_in(resume_from_checkpoint), self.model)
@@ -243,8 +244,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         path = Path(checkpoint, STATE)
         if not path.exists():
             raise UsageError(
-                f"{checkpoint} has no folder {STATE!r}, as one that was saved with save_only_model=True: make the "
-                "Pipeline with pipeflow.huggingface.from_pretrained(folder), and train without resume_from_checkpoint"
+                f"{checkpoint} has no folder {STATE!r}, perhaps because of save_only_model=True: make the Pipeline "
+                "with pipeflow.huggingface.from_pretrained(folder), and train without resume_from_checkpoint"
             )
         return path
 
@@ -254,7 +255,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
             self._drawing = DataRandom(self.args.seed + loaded.step)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Nothing: random states are in what `_load_optimizer_and_scheduler` loads."""
+        """Does nothing: `_load_optimizer_and_scheduler` also loads the random states."""
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -264,5 +265,5 @@ _COMPUTES = "give the Pipeline a criterion, as with from_module(criterion=), or 
 
 
 def _samples(inputs: Mapping[str, Any]) -> int:
-    """How many a batch has."""
+    """Number of samples in a batch."""
     return next((len(each) for each in inputs.values() if isinstance(each, Tensor) and each.dim()), 0)

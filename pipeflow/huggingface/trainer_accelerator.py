@@ -1,6 +1,6 @@
-"""The accelerator that the Trainer of transformers asks for, for ranks of a pipeline. Accelerate's own would wrap the
-model in DistributedDataParallel and give each process other data; this one gives each replica its part of the data, and
-leaves the model and its gradients to the Pipeline. What must not live here: the training loop.
+"""Accelerator: the object that transformers' Trainer uses instead of accelerate's. accelerate would wrap the model in
+DistributedDataParallel and give each process other data; this one gives each replica its part of the data and leaves
+the model and its gradients to the Pipeline. Must not contain: the training loop.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from pipeflow.runtime.pipeline import Pipeline
 
 @dataclass
 class World:
-    """This rank among the others, as TrainingArguments asks for it: transformers' processes are replicas here, and one
-    rank of all, number 0, writes and logs.
+    """This rank's place, with the attributes that TrainingArguments needs. transformers' processes are replicas here;
+    only rank 0 of the world writes and logs.
 
     Attributes:
-        num_processes: the replicas.
-        process_index: the rank in the world.
-        local_process_index: that on this machine.
+        num_processes: number of replicas.
+        process_index: rank in the world.
+        local_process_index: rank on this machine.
+        device: this rank's device.
     """
 
     num_processes: int
@@ -54,7 +55,7 @@ class World:
 
 
 class _Gradients:
-    """Whether the next step ends an accumulation, and whether a loader gave its last batch."""
+    """Flags: whether the next step ends an accumulation, and whether a loader is at its last batch."""
 
     def __init__(self) -> None:
         self.sync_gradients = True
@@ -70,13 +71,13 @@ class _Gradients:
 
 
 class Accelerator:
-    """Stands in the place of accelerate's Accelerator; has what the Trainer uses of it.
+    """Replaces accelerate's Accelerator, with the methods that the Trainer uses.
 
     Args:
-        model: the Pipeline that is trained.
-        world: this rank.
-        seed: of the order of the samples.
-        split_batches: whether a loader's batch is that of all replicas together.
+        model: the Pipeline to train.
+        world: this rank's place.
+        seed: seed of the order of the samples.
+        split_batches: True if a loader's batch is the batch of all replicas together.
     """
 
     distributed_type = DistributedType.NO
@@ -109,16 +110,16 @@ class Accelerator:
         return self.gradient_state.sync_gradients
 
     def prepare(self, *given: Any) -> Any:
-        """Loaders give this replica's part of the data; all else is as it was."""
+        """Returns its arguments; loaders are divided, so that they read this replica's part of the data."""
         made = tuple(self._divided(each) if isinstance(each, DataLoader) else each for each in given)
         return made[0] if len(made) == 1 else made
 
     def prepare_model(self, model: Any, **_: object) -> Any:
-        """The model: a Pipeline is ready."""
+        """Returns the model: a Pipeline needs no preparation."""
         return model
 
     def unwrap_model(self, model: Any, **_: object) -> Any:
-        """The model: nothing wraps it."""
+        """Returns the model: nothing wraps it."""
         return model
 
     def _divided(self, loader: DataLoader[Any]) -> Any:
@@ -130,7 +131,7 @@ class Accelerator:
             whole = loader.batch_sampler
             samples = whole.batch_size if self._split else whole.batch_size * self.num_processes
             part = Part(whole.sampler, samples, whole.drop_last, self.num_processes, index)
-            vars(loader)["batch_sampler"], dividing = part, False  # which a loader refuses to be given
+            vars(loader)["batch_sampler"], dividing = part, False  # a loader does not let it be assigned
         return prepare_data_loader(
             loader,
             num_processes=self.num_processes if dividing else 1,
@@ -145,36 +146,36 @@ class Accelerator:
         )
 
     def no_sync(self, *_: object, **__: object) -> Any:
-        """Nothing to hold back: the Trainer tells each step whether it reduces."""
+        """Does nothing: the Trainer tells each step whether it reduces gradients."""
         return nullcontext()
 
     def clip_grad_norm_(self, _: object, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips the whole model's gradient, whichever parameters are given. Returns its norm before."""
+        """Clips the whole model's gradient, whatever parameters are passed. Returns the norm before clipping."""
         return clip_grad_norm_(self._model, max_norm, norm_type).float()
 
     def gather(self, tree: Any) -> Any:
-        """Tensors of all replicas, along dim 0."""
+        """Concatenates the tensors of all replicas along dim 0."""
         return gathered(tree, self._context)
 
     def gather_for_metrics(self, tree: Any, *_: object, **__: object) -> Any:
-        """As `gather`, without the samples with which the last batch was filled up."""
+        """Like `gather`, without the samples that fill up the last batch."""
         whole, loader = self.gather(tree), self.gradient_state.loader
         if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
             return whole
         return tree_map_only(Tensor, lambda tensor: tensor[: loader.remainder], whole)
 
     def pad_across_processes(self, tree: Any, dim: int = 0, pad_index: int = 0, **_: object) -> Any:
-        """Tensors as long as the longest of all replicas."""
+        """Pads tensors to the length of the longest among all replicas."""
         return padded(tree, self._context, dim, pad_index)
 
     def wait_for_everyone(self) -> None:
-        """Returns when all ranks have called it."""
+        """Waits until all ranks have called it."""
         with self._context.alarm.raised_everywhere():
             all_gather(self._context.world, [0.0])
 
     @contextmanager
     def reading(self, loader: Any) -> Iterator[None]:
-        """Inside, `gather_for_metrics` is about the batches of `loader`."""
+        """Inside the `with` block, `gather_for_metrics` applies to batches of `loader`."""
         before, self.gradient_state.loader = self.gradient_state.loader, loader
         try:
             yield
@@ -182,7 +183,7 @@ class Accelerator:
             self.gradient_state.loader = before
 
     def free_memory(self, *given: Any) -> Any:
-        """Keeps nothing, so frees nothing."""
+        """Does nothing: it holds no memory."""
         return given
 
     def print(self, *values: object, **options: Any) -> None:
@@ -191,4 +192,4 @@ class Accelerator:
             print(*values, **options)  # noqa: T201  # what it is for
 
     def end_training(self) -> None:
-        """Nothing to end: `context.close()` gives the channels back."""
+        """Does nothing: `context.close()` closes the channels."""

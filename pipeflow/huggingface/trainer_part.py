@@ -1,4 +1,4 @@
-"""Part: which samples of each batch a replica reads. What must not live here: the order of the samples."""
+"""Part: the samples of each batch that a replica reads. Must not contain: the order of the samples."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch.utils.data import BatchSampler
 
 
 class Part(BatchSampler):
-    """One replica's part of each batch: the batches of one process, cut into as many consecutive parts as there are
-    replicas, whose sizes differ by one at most. So replicas together read what a single process would. A last batch of
-    fewer samples than replicas is filled up with its first ones.
+    """One replica's part of each batch. A batch is cut into consecutive parts, one per replica, whose sizes differ by
+    at most one, so all replicas together read the batches of a single process. A last batch with fewer samples than
+    replicas is filled up with its first samples.
 
     Args:
         sampler: the order of the samples.
-        samples: of a batch of all replicas.
-        drop_last: whether to leave out a last batch that has fewer.
-        num_processes: the replicas.
-        index: this one.
+        samples: number of samples in a batch of all replicas.
+        drop_last: leave out a last batch with fewer samples.
+        num_processes: number of replicas.
+        index: index of this replica.
     """
 
     def __init__(self, sampler: Iterable[int], samples: int, drop_last: bool, num_processes: int, index: int) -> None:

@@ -1,5 +1,5 @@
-"""The random numbers of a Trainer: those of the data, which all ranks of a replica draw alike, and those of the layers,
-which are other ones in each stage.
+"""Random numbers of a Trainer: those for data are alike on all ranks of a replica, those for layers differ between
+stages.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pipeflow.parallel.context import Context
 
 
 class DataRandom:
-    """Random states of Python, numpy and torch's CPU that only reading data draws from: samplers, data sets, collators.
-    Ranks that draw other numbers for dropout still read the same batches.
+    """Random states of Python, numpy and torch's CPU generator used only for reading data (samplers, data sets,
+    collators). So ranks read the same batches although their dropout draws other numbers.
 
     Args:
-        seed: the same on every rank.
+        seed: the seed, the same on every rank.
     """
 
     def __init__(self, seed: int) -> None:
         outside = _states()
         random.seed(seed)
-        numpy.random.seed(seed % 2**32)  # which data sets draw from
+        numpy.random.seed(seed % 2**32)  # data sets may draw from it
         torch.default_generator.manual_seed(seed)
         self._inside = _states()
         _restore(outside)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, whatever is drawn comes from these states."""
+        """Inside the `with` block, random numbers come from these states."""
         outside = _states()
         _restore(self._inside)
         try:
@@ -44,7 +44,7 @@ class DataRandom:
 
 
 class Reading:
-    """A loader of batches which draws from a DataRandom; in all else the loader itself."""
+    """A loader whose random numbers come from a DataRandom; otherwise it behaves like the loader."""
 
     def __init__(self, loader: Any, drawing: DataRandom) -> None:
         self._loader = loader
@@ -67,7 +67,7 @@ class Reading:
 
 
 def seed_layers(seed: int, context: Context) -> None:
-    """Seeds torch for this rank's layers: the same on tensor ranks, another one in each stage and each replica."""
+    """Seeds torch for this rank's layers: alike on tensor ranks, differently in each stage and each replica."""
     torch.manual_seed(seed + 1024 * (context.pipeline_rank + context.pipeline_size * context.data_rank))
 
 

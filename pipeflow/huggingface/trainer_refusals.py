@@ -1,5 +1,5 @@
-"""What a Trainer under a pipeline does not do, each with what to do instead: an argument that were ignored would mean
-another training than the one that was asked for.
+"""Arguments of the Trainer that a pipeline does not support, each with what to do instead. They raise errors, because
+ignoring one would change the training that the user asked for.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from pipeflow.huggingface.library import library
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.stage import ModuleStage
 
-_DIVIDES = "pipeflow.launch(pipeline=, tensor=) says how the model is divided"
-_BEFORE = "do so with the module before it is cut"
+_DIVIDES = "pipeflow.launch(pipeline=, tensor=) determines how the model is divided"
+_BEFORE = "apply it to the module before it is cut"
 _CRITERION = "give the Pipeline a criterion, as with from_module(criterion=)"
 _ARGUMENTS = {
     "fsdp": _DIVIDES,
     "deepspeed": _DIVIDES,
     "parallelism_config": _DIVIDES,
     "mp_parameters": _DIVIDES,
-    "torch_compile": "it would compile the whole model, of which a rank has a part",
-    "torchdynamo": "it would compile the whole model, of which a rank has a part",
-    "jit_mode_eval": "it would trace the whole model, of which a rank has a part",
-    "use_liger_kernel": f"it patches a whole model: {_BEFORE}",
-    "neftune_noise_alpha": f"it hooks a whole model: {_BEFORE}",
+    "torch_compile": "it compiles the whole model, but a rank has only a part",
+    "torchdynamo": "it compiles the whole model, but a rank has only a part",
+    "jit_mode_eval": "it traces the whole model, but a rank has only a part",
+    "use_liger_kernel": f"it patches the whole model: {_BEFORE}",
+    "neftune_noise_alpha": f"it hooks into the whole model: {_BEFORE}",
     "activation_checkpointing": "call module.gradient_checkpointing_enable() on the module before it is cut",
     "gradient_checkpointing": "call module.gradient_checkpointing_enable() on the module before it is cut",
     "fp16": "use bf16=True with a Pipeline made with autocast=torch.bfloat16",
     "fp16_full_eval": "evaluation runs in the dtypes of the Pipeline",
     "bf16_full_eval": "evaluation runs in the dtypes of the Pipeline",
-    "auto_find_batch_size": "memory runs out on one rank, and all would have to start again: choose a batch size",
+    "auto_find_batch_size": "if one rank runs out of memory, all would have to start again: choose a batch size",
     "label_smoothing_factor": _CRITERION,
-    "use_legacy_prediction_loop": "the present evaluation loop is the one that pipelines run",
-    "enable_jit_checkpoint": "ranks are told to end at different moments: save every so many steps",
-    "save_on_each_node": "all ranks write one checkpoint together, into a folder that all of them see",
-    "debug": "its hooks look at a whole model",
+    "use_legacy_prediction_loop": "pipelines support only the current evaluation loop",
+    "enable_jit_checkpoint": "ranks are told to end at different moments: use save_steps",
+    "save_on_each_node": "all ranks write one checkpoint together, to a folder that all of them share",
+    "debug": "its hooks need the whole model",
 }
 _DATA = {"dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
 _OF_MODELS = ("galore", "apollo", "lomo", "adalomo")
@@ -45,7 +45,7 @@ _OF_WHOLE_WEIGHTS = ("adafactor", "stable_adamw")
 
 
 def require_libraries() -> None:
-    """Raises UsageError where transformers or accelerate is not installed."""
+    """Raises UsageError if transformers or accelerate is not installed."""
     library()
     try:
         import accelerate  # noqa: F401  # asked for only
@@ -65,30 +65,31 @@ def require_pipeline(model: object) -> Pipeline:
         )
     if not all(isinstance(chunk, ModuleStage) for chunk in model.chunks):
         raise UsageError(
-            "Trainer takes a Pipeline that from_module or from_pretrained made, whose batches are dicts of a forward's "
-            "keywords, but the chunks of this one were given"
+            "Trainer needs a Pipeline made by from_module or from_pretrained, whose batches are dicts of the forward's "
+            "arguments; this Pipeline was made from chunks"
         )
     return model
 
 
 def require_possible(args: Any, model: Pipeline, options: Mapping[str, Any]) -> None:
-    """Raises UsageError that names the first argument which a Trainer of `model` cannot honour.
+    """Raises UsageError that names the first argument that a Trainer of `model` does not support.
 
     Args:
-        args: TrainingArguments.
-        options: the Trainer's other arguments by their names.
+        args: the TrainingArguments.
+        model: the Pipeline.
+        options: the Trainer's other arguments by name.
     """
     for name, instead in _ARGUMENTS.items():
         if getattr(args, name, None):
             raise _refused(f"TrainingArguments({name}={getattr(args, name)!r})", instead)
     if args.save_only_model and args.load_best_model_at_end:
-        raise _refused("TrainingArguments(save_only_model=True, load_best_model_at_end=True)", "save the state as well")
+        raise _refused("TrainingArguments(save_only_model=True, load_best_model_at_end=True)", "save the state too")
     if options.get("model_init") is not None:
-        raise _refused("Trainer(model_init=)", "make the Pipeline before, and a Trainer for each")
+        raise _refused("Trainer(model_init=)", "make the Pipeline first, and a new Trainer for each Pipeline")
     if options.get("compute_loss_func") is not None:
         raise _refused("Trainer(compute_loss_func=)", _CRITERION)
     if args.bf16 and model.autocast is not torch.bfloat16:
-        raise _refused("TrainingArguments(bf16=True)", "make the Pipeline with autocast=torch.bfloat16, which it means")
+        raise _refused("TrainingArguments(bf16=True)", "make the Pipeline with autocast=torch.bfloat16 too")
     _require_usual_data(args, model)
     _require_optimizer(args.optim, model)
 
@@ -107,13 +108,13 @@ def _require_usual_data(args: Any, model: Pipeline) -> None:
 def _require_optimizer(optim: Any, model: Pipeline) -> None:
     name = str(getattr(optim, "value", optim))
     if name.startswith(_OF_MODELS):
-        raise _refused(f"TrainingArguments(optim={name!r})", "it looks at a whole model: use 'adamw_torch'")
+        raise _refused(f"TrainingArguments(optim={name!r})", "it needs the whole model: use 'adamw_torch'")
     if name in _OF_WHOLE_WEIGHTS and model.context.tensor_size > 1:
         raise _refused(
             f"TrainingArguments(optim={name!r})",
-            "it looks at whole weights, of which a tensor rank has a part: use 'adamw_torch'",
+            "it needs whole weights, but a tensor rank has only parts: use 'adamw_torch'",
         )
 
 
 def _refused(what: str, instead: str) -> UsageError:
-    return UsageError(f"{what} is not possible under a pipeline: {instead}")
+    return UsageError(f"{what} is not possible with a pipeline: {instead}")

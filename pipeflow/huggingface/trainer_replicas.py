@@ -1,5 +1,5 @@
-"""What the Trainer's ranks tell each other: outputs of the last stage to the other stages, values of one replica to the
-others. What must not live here: what is done with them.
+"""Messages between the Trainer's ranks: the last stage's outputs to the other stages, and values between replicas. Must
+not contain: how they are used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pipeflow.parallel.transport.agreement import all_gather_object, exchange
 from pipeflow.parallel.transport.protocol import Tag
 
 PADDING = -100
-"""What sequences of unlike lengths are filled up with, as in transformers."""
+"""The value that pads sequences of different lengths, as in transformers."""
 
 
 def shared_outputs(outputs: Any, context: Context) -> Any:
-    """Outputs that one or two ranks of a pipeline have, on all of its ranks, which call this together: tensors in
-    tuples, lists and dicts. Others pass None.
+    """Sends outputs (tensors in tuples, lists and dicts) that one or two ranks of a pipeline have to all of its ranks.
+    They call it together; ranks without outputs pass None.
     """
     transport = context.transport
     tensors: list[Tensor] = []
@@ -39,7 +39,7 @@ def shared_outputs(outputs: Any, context: Context) -> Any:
         for tensor in tensors:
             body = tensor.cpu()
             peers = [rank for rank, told in enumerate(everyone) if told is None]
-            exchange(transport, Tag.CONTROL, dict.fromkeys(peers, body), {}, "telling the outputs")
+            exchange(transport, Tag.CONTROL, dict.fromkeys(peers, body), {}, "sending the outputs")
     elif outputs is None:
         tensors = []
         for shape, dtype in looks:
@@ -50,14 +50,14 @@ def shared_outputs(outputs: Any, context: Context) -> Any:
 
 
 def gathered(tree: Any, context: Context) -> Any:
-    """Every replica's tensors of `tree`, one after the other along dim 0, those without one stacked. All replicas call
-    this together, with tensors that are alike but for dim 0.
+    """Concatenates the tensors in `tree` of all replicas along dim 0; scalars are stacked. All replicas call it
+    together, with tensors whose shapes differ only in dim 0.
     """
     return _each(tree, lambda tensor: _gathered(tensor, context))
 
 
 def padded(tree: Any, context: Context, dim: int, value: int = PADDING) -> Any:
-    """Tensors of `tree` made as long along `dim` as the longest one of all replicas, filled up with `value`."""
+    """Pads the tensors in `tree` along `dim` with `value` to the longest length among all replicas."""
 
     def pad(tensor: Tensor) -> Tensor:
         if tensor.dim() <= dim:

@@ -1,3 +1,3 @@
-"""The names of Megatron-LM's labs: `megatron.x` is `pipeflow.megatron.x`. Each is one of pipeflow's own, or a thin
-adapter of it. Where Megatron-LM has sequences first, (sequence, batch, hidden), everything here has batches first.
+"""The names of Megatron-LM's labs: `pipeflow.megatron.x` replaces `megatron.x`. Each is one of pipeflow's own classes
+or functions, or a thin adapter of it. Megatron-LM's tensors are (sequence, batch, hidden); here the batch comes first.
 """

@@ -1,4 +1,4 @@
-"""Models made of pipeflow's layers, for every layout. `gpt` is a GPT, `gpt_stages` builds it over a pipeline."""
+"""Models made of pipeflow's layers, for every layout: `gpt` is a GPT, `gpt_stages` builds its pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A GPT for every layout: whole, a pipeline stage of it, and one tensor rank's part of either.
+"""A GPT for every layout: the whole model, a pipeline stage, or one tensor rank's part of either; and its loss.
 
-The layers are pipeflow.tensor's, which with one tensor rank are ordinary ones. A stage has the blocks that it is given
-and, where it is the first or the last, what belongs to that end of the model; a block keeps the index it has in the
-whole model, so parameters have the same name under every cut. And its loss. What must not live here: which rank holds
-what, and the first weights (`gpt_stages`).
+The layers are pipeflow.tensor's; with one tensor rank they are ordinary layers. A block keeps its index in the whole
+model, so parameters have the same names under every cut. Must not contain: which rank holds which stage, or initial
+weights (see `gpt_stages`).
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def causal(attention_mask: Tensor | None, length: int) -> Tensor | None:
-    """What each token may look at: what is before it, as far as `attention_mask` lets it.
+    """Combines the causal mask with `attention_mask`: a token attends to itself and to earlier tokens that it allows.
 
-    The mask is bool, True for what may be seen, or a number added to the scores. One of shape (batch, 1, 1, length)
-    says it per key and is made (batch, 1, length, length) here, every token seeing at least itself; any other says it
-    per query already, and stays as it is. None: everything before a token may be seen.
+    The mask is bool (True: attend) or numbers that are added to the scores. A mask of shape (batch, 1, 1, length) is
+    per key and becomes (batch, 1, length, length), in which every token attends at least to itself. A mask of another
+    shape is per query already and is returned as it is. None means no mask besides the causal one, and returns None.
     """
     if attention_mask is None or attention_mask.shape[-2] != 1:
         return attention_mask
@@ -44,11 +43,11 @@ def causal(attention_mask: Tensor | None, length: int) -> Tensor | None:
 
 
 class Attention(nn.Module):
-    """Self-attention in heads. Query, key and value come out of one layer, interleaved per head (its weight is one of
-    heads x 3 x head size rows), so that its parts on the tensor ranks are whole heads.
+    """Multi-head self-attention. One layer computes query, key and value, interleaved per head (its weight has
+    heads x 3 x head size rows), so that each tensor rank has whole heads.
 
-    Without dropout no score is kept. With it, which scores are dropped follows from the rank's own random numbers,
-    which torch's scaled_dot_product_attention cannot be given, so they are computed here.
+    Without dropout it uses torch's scaled_dot_product_attention. With dropout scores are computed here, because that
+    function cannot draw from the rank's own random generator.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         if hidden_size % heads:
-            raise UsageError(f"{heads} heads do not divide a hidden size of {hidden_size}")
+            raise UsageError(f"hidden_size {hidden_size} must be divisible by the number of heads, {heads}")
         self.head_size = hidden_size // heads
         self.query_key_value = ColumnParallelLinear(
             hidden_size, 3 * hidden_size, dtype=dtype, sequence_parallel=sequence_parallel
@@ -85,11 +84,24 @@ class Attention(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """One layer: attention, then a perceptron `mlp_ratio` times as wide, each behind its norm and beside its input.
+    """One transformer block: attention, then an MLP, each with a layer norm before it and a residual connection.
 
-    Takes and gives `(hidden_states, attention_mask)`: (batch, length, hidden), of length / tensor size under sequence
-    parallelism, and a mask as of `causal`. With `checkpoint` it keeps its input alone, and is computed again in its
-    backward.
+    Its forward takes and returns `(hidden_states, attention_mask)`: hidden states (batch, length, hidden), with
+    length / tensor size under sequence parallelism, and a mask as in `causal`.
+
+    Args:
+        hidden_size: width of the hidden states.
+        num_attention_heads: number of heads; must divide `hidden_size`.
+        mlp_ratio: width of the MLP's inner layer, in multiples of `hidden_size`.
+        activation: activation function of the MLP.
+        attention_dropout: dropout probability of attention scores.
+        dropout: dropout probability of the outputs of attention and MLP.
+        layer_norm_epsilon: epsilon of the layer norms.
+        dtype: dtype of the parameters.
+        checkpoint: activation checkpointing: keep only the input, and recompute the block in its backward.
+        sequence_parallel: split the hidden states over the tensor ranks by length.
+
+    Raises UsageError if the heads do not divide the hidden size.
     """
 
     def __init__(
@@ -130,8 +142,16 @@ class GPTBlock(nn.Module):
 
 
 class GPTEmbedding(nn.Module):
-    """A vector per token, and one per place: ids (batch, length) become (batch, length, hidden). The word table is
-    split by words, the position table by hidden.
+    """Token and position embeddings: ids (batch, length) become hidden states (batch, length, hidden). Tensor ranks
+    split the token table by vocabulary, the position table by hidden size.
+
+    Args:
+        hidden_size: width of the hidden states.
+        vocab_size: number of tokens in the vocabulary.
+        max_position_embeddings: maximum length of a sequence.
+        dropout: dropout probability of the sum.
+        dtype: dtype of the parameters.
+        sequence_parallel: return only this tensor rank's part of the length.
     """
 
     def __init__(
@@ -162,7 +182,15 @@ class GPTEmbedding(nn.Module):
 
 
 class GPTLMHead(VocabParallelClassifier):
-    """Scores for every word: (batch, length, dim) becomes (batch, length, this rank's words)."""
+    """The head: hidden states (batch, length, dim) become logits (batch, length, this rank's part of the vocabulary).
+
+    Args:
+        vocab_size: number of tokens in the vocabulary.
+        dim: width of the hidden states.
+        dtype: dtype of the parameters.
+        bias: add a bias.
+        sequence_parallel: the input is this tensor rank's part of the length.
+    """
 
     def __init__(
         self,
@@ -176,8 +204,8 @@ class GPTLMHead(VocabParallelClassifier):
 
 
 class GPTLMLoss(nn.Module):
-    """The mean cross-entropy of each token given those before it: logits (batch, length, this rank's words) against
-    the very ids (batch, length) that went in, shifted by one.
+    """Mean cross-entropy of predicting each token from the tokens before it. Takes logits (batch, length, this rank's
+    part of the vocabulary) and the input ids (batch, length) as labels, which it shifts by one.
     """
 
     def __init__(self) -> None:
@@ -190,12 +218,25 @@ class GPTLMLoss(nn.Module):
 
 
 class GPTStage(nn.Module):
-    """`num_layers` blocks of a GPT, the first of them block `start` of the whole model; with the embedding where it is
-    the `first` stage, with the last norm and the head where it is the `last`.
+    """A pipeline stage of a GPT: some blocks, with the embedding if it is the first stage, and with the last norm and
+    the head if it is the last. With both it is the whole model.
 
-    The first stage takes `input_ids`, (batch, length), and may take `position_ids`; every other takes the output of
-    the one before it, (batch, length, hidden). All take `attention_mask`: (batch, length), 0 where there is padding;
-    or one of four dimensions, as of `causal`. The last makes logits, (batch, length, this rank's words).
+    The first stage takes `input_ids` (batch, length) and optionally `position_ids`; other stages take the previous
+    stage's output (batch, length, hidden). All take `attention_mask`: (batch, length) with 0 for padding, or one of
+    four dimensions as in `causal`. The last stage returns logits (batch, length, this rank's part of the vocabulary).
+
+    Args:
+        num_layers: number of blocks in this stage.
+        hidden_size, num_attention_heads, mlp_ratio, layer_norm_epsilon, dtype, checkpoint: as in GPTBlock.
+        vocab_size, max_position_embeddings: as in GPTEmbedding.
+        embed_drop_rate: dropout probability of the embedding.
+        act_func: activation function of the MLPs.
+        attn_drop_rate: dropout probability of attention scores.
+        drop_rate: dropout probability of the outputs of attention and MLP.
+        first: whether this is the first stage.
+        last: whether this is the last stage.
+        start: index of its first block in the whole model.
+        sequence_parallel: split hidden states over the tensor ranks by length.
     """
 
     def __init__(
@@ -248,7 +289,7 @@ class GPTStage(nn.Module):
 
     @property
     def word_tables(self) -> list[nn.Module]:
-        """The embedding of words and the head, where they are here: one weight, to be tied."""
+        """Returns the modules of this stage that share the token table: the token embedding and the head."""
         return [part for part in (self.embedding and self.embedding.word_embeddings, self.head) if part is not None]
 
     def forward(

@@ -1,7 +1,7 @@
-"""A GPT over a pipeline: which rank holds what, and which of it is one weight.
+"""Pipeline stages of a GPT: which rank holds which stage, initial weights, and tied weights.
 
-A rank makes its own stages alone, first without memory (torch's meta device), then on its device with their first
-weights; so no model is too big to begin with. What is not here: the model itself, and how it is trained.
+A rank makes only its own stages, first on torch's meta device, then on its own device with initial weights, so the
+whole model never has to fit on one rank. Must not contain: the model itself, or how it is trained.
 """
 
 from __future__ import annotations
@@ -31,9 +31,18 @@ def build_stage(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> GPTStage:
-    """The stage with blocks [start, end) of `num_layers`, nothing else allocated; `options` are GPTStage's.
+    """Makes the stage with blocks [start, end) of a GPT, and allocates nothing else. A stage that is first and last
+    ties its token embedding to its head; `tie` ties those of two stages.
 
-    One that is first and last ties its two word tables; two stages are tied by `tie`.
+    Args:
+        start: index of its first block.
+        end: index after its last block.
+        num_layers: number of blocks of the whole model.
+        first: whether this is the first stage.
+        last: whether this is the last stage.
+        seed: seed of the initial weights.
+        device: device of the weights; "meta" allocates no memory.
+        options: further arguments of GPTStage.
     """
     with torch.device("meta"):
         stage = GPTStage(end - start, first=first, last=last, start=start, **options)
@@ -50,8 +59,8 @@ def begin(
     std: float = 0.02,
     tied: bool = True,
 ) -> None:
-    """Gives a stage that is on the meta device memory on `device`, and its first weights; where it is first and last,
-    its two word tables become one weight unless they are not `tied`. On "meta" it stays without memory.
+    """Moves a stage from the meta device to `device` and gives it initial weights. If it is first and last, its token
+    embedding and head share one weight, unless `tied` is False. On "meta" it stays without memory.
     """
     if torch.device(device).type != "meta":
         stage.to_empty(device=device)
@@ -61,15 +70,15 @@ def begin(
 
 
 def initialize(stage: GPTStage, num_layers: int, seed: int, *, std: float = 0.02, tied: bool = True) -> None:
-    """Gives a stage its first weights: GPT-2's, each drawn from `seed` and from its name in the whole model alone. Tied
-    word tables begin alike.
+    """Gives a stage GPT-2's initial weights. Each depends only on `seed` and on the weight's name in the whole model.
+    If `tied`, embedding and head get the same weights.
     """
 
     def fill(name: str, block: Tensor, generator: torch.Generator) -> None:
         if name.endswith("bias"):
             block.zero_()
         elif block.dim() == 1:
-            block.fill_(1)  # of a norm
+            block.fill_(1)  # weight of a norm
         else:
             residual = name.endswith("output.weight")  # two of a layer add to the residual stream
             block.normal_(0, std / (2 * num_layers) ** 0.5 if residual else std, generator=generator)
@@ -87,15 +96,15 @@ def build_gpt_pipeline(
     placement: Placement | None = None,
     **options: Any,
 ) -> nn.Module:
-    """This rank's stages of a GPT, in chunk order: a module, or an nn.ModuleList when there are several. The first
-    stage's word table and the last one's head are tied, wherever in the pipeline they are.
+    """Makes this rank's stages of a GPT. Returns a module, or an nn.ModuleList in chunk order if there are several. The
+    token embedding of the first stage and the head of the last are tied.
 
     Args:
-        num_layers: of the whole model.
-        num_chunks: stages a rank.
-        device: where; the rank's own unless given. On "meta" weights have shapes and no memory.
-        placement: of the schedule; unless given, stages are dealt to the ranks in turn.
-        options: GPTStage's, and the `seed` of the weights.
+        num_layers: number of blocks of the whole model.
+        num_chunks: number of stages per rank.
+        device: device of the weights; by default the rank's own. On "meta" weights have no memory.
+        placement: the schedule's placement; by default stage s is on rank s modulo the number of ranks.
+        options: further arguments of GPTStage, and the `seed` of the weights.
     """
     context = current_context()
     if placement is None:
@@ -117,7 +126,7 @@ def build_gpt_pipeline(
 
 
 def tie(stages: Iterable[GPTStage], placement: Placement) -> None:
-    """Makes the word tables of the first and the last stage one weight, also where both are on one rank."""
+    """Ties the token embedding of the first stage to the head of the last, also if both are on one rank."""
     ranks = [*placement.ranks_of(0), *placement.ranks_of(placement.num_stages - 1)]
     wrapper = PipelineSharedModuleWrapper(ranks)
     for stage in stages:

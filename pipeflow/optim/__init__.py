@@ -1,5 +1,5 @@
-"""What steps the parameters, around torch's optimizers: sharded states, float32 masters, loss scaling, clipping; and
-the optimizer and the schedules of rates that torch lacks.
+"""Wrappers of torch's optimizers (sharded states, float32 masters, loss scaling), gradient clipping, and an optimizer
+and learning-rate schedules that torch lacks.
 """
 
 from __future__ import annotations

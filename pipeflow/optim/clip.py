@@ -1,4 +1,4 @@
-"""The norm of a whole model's gradient, and clipping to it. What must not live here: optimizers."""
+"""Gradient clipping by the norm of a whole model's gradient. Must not contain: optimizers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pipeflow.runtime.pipeline import Pipeline
 
 
 def grad_norm(model: Pipeline, norm_type: float = 2.0) -> Tensor:
-    """The norm of the whole model's gradient as one vector, `model.loss_scale` taken out: a float64 scalar, the same
-    bits on every rank of the world. All of them call it together.
+    """Returns the norm of the whole model's gradient, seen as one vector and divided by `model.loss_scale`: a float64
+    scalar, bit-identical on every rank of the world. All ranks call it together.
 
-    Every weight counts once: one that is split over tensor ranks, by fully_shard or as torch's DTensor, by its parts,
-    a tied one by the copy on its lowest rank, and those that replicas share by the first replica's. A complex entry
-    counts by its magnitude. Where any gradient of any rank of the world is not finite, neither is the norm.
+    Every weight counts once: a weight that is split over ranks by its parts, a tied weight by one copy, replicas by the
+    first one. A complex entry counts by its magnitude. The norm is infinite if any gradient on any rank is not finite.
 
     Args:
-        norm_type: the norm's order, such as 1, 2 or math.inf for the largest magnitude.
+        model: the pipeline whose gradients to measure.
+        norm_type: order of the norm, such as 1, 2, or math.inf for the largest magnitude.
 
-    Raises UsageError for a `norm_type` that is not positive, PipelineError as `execute_pipeline` does.
+    Raises UsageError if `norm_type` is not positive, and PipelineError as `execute_pipeline` does.
     """
     return _grad_norm(model, norm_type, {})
 
 
 def _grad_norm(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, float]) -> Tensor:
-    """As `grad_norm`, of gradients multiplied by `factors`."""
+    """Like `grad_norm`, with gradients multiplied by `factors`."""
     with model.alarm.raised_everywhere():
         if not norm_type > 0:
             raise UsageError(f"norm_type must be positive, such as 2.0 or math.inf, got {norm_type}")
@@ -43,15 +43,19 @@ def _grad_norm(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter,
 
 
 def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scales the gradients of all ranks so that their global norm is at most `max_norm`, and returns the norm before,
-    as `grad_norm` does. All ranks call it together, whatever steps the model: where that is a MasterWeights, its next
-    step scales the float32 gradients instead, so that those in 16 bits lose nothing; what is clipped again before that
-    step counts as scaled already.
+    """Scales the gradients of all ranks so that their global norm is at most `max_norm`. Returns the norm before
+    scaling, as `grad_norm` does. All ranks call it together.
 
-    Gradients stay multiplied by `model.loss_scale`, which the norm leaves out; a norm that is not finite leaves them
-    as they are.
+    It works with any optimizer. With MasterWeights, the next step scales the float32 gradients instead, so 16-bit
+    gradients lose no precision; a second clipping before that step takes the first into account. `model.loss_scale`
+    stays in the gradients, but not in the norm. If the norm is not finite, gradients stay as they are.
 
-    Raises UsageError for a `max_norm` or `norm_type` that is not positive, PipelineError as `execute_pipeline` does.
+    Args:
+        model: the pipeline whose gradients to clip.
+        max_norm: maximum norm of the whole gradient.
+        norm_type: order of the norm, as in `grad_norm`.
+
+    Raises UsageError if `max_norm` or `norm_type` is not positive, and PipelineError as `execute_pipeline` does.
     """
     pending: dict[nn.Parameter, float] = {}
     for clipping in model.clippings:
@@ -68,16 +72,16 @@ def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) ->
 
 
 def _clip_factor(norm: Tensor, max_norm: float) -> float:
-    """What to multiply gradients of that norm by; 1 where the norm is small enough, or not finite."""
+    """The factor that scales gradients with `norm` to `max_norm`; 1 if the norm is small enough, or not finite."""
     if not max_norm > 0:
         raise UsageError(f"max_norm must be positive, got {max_norm}")
     if not norm.isfinite():
         return 1.0
-    return min(1.0, max_norm / (norm.item() + 1e-6))  # torch adds it too: a pipeline changes no digit
+    return min(1.0, max_norm / (norm.item() + 1e-6))  # torch adds it too, so results agree in every digit
 
 
 def _norms(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, float]) -> list[float]:
-    """The norm of what of this rank's gradients counts, and that of the rest, which another rank counts."""
+    """Norms of two groups of this rank's gradients: those that this rank counts, and those that another rank counts."""
     layout, rank = model.context.layout, model.context.rank
     split, elsewhere = splits_of(model), model.gradients.counted_elsewhere
     norms: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -91,7 +95,7 @@ def _norms(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, flo
             norms[not first].append(norm * factors.get(parameter, 1.0))
     device = model.context.device
     both: list[float] = torch.stack([_combined(_stacked(each, device), norm_type) for each in norms]).tolist()
-    return both  # by one look at the device's memory
+    return both  # with one transfer from the device
 
 
 def _stacked(norms: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -99,7 +103,7 @@ def _stacked(norms: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _combined(norms: Tensor, norm_type: float) -> Tensor:
-    """The norm of a vector whose parts have these, scaled by the largest, whose powers could overflow."""
+    """The norm of a vector whose parts have these norms. They are scaled by the largest, since powers may overflow."""
     largest = norms.max()
     scaled = torch.linalg.vector_norm(norms / largest, norm_type)
     return torch.where(largest > 0, largest * scaled, largest)

@@ -1,4 +1,4 @@
-"""Lamb: Adam's update, scaled per weight to that weight's norm (You et al., 2020, arXiv:1904.00962, algorithm 2)."""
+"""Lamb: Adam's update, scaled per weight by the weight's norm (You et al., 2020, arXiv:1904.00962, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -22,23 +22,27 @@ from pipeflow.parallel.sharding import Split, local_part, settled, splits_of
 
 
 class Lamb(Optimizer):
-    """With m and v the moving averages of the gradient and of its square, a weight p is stepped by
-    `lr * |p| / |u| * u`, where `u = m / (sqrt(v) + eps) + weight_decay * p`; by `lr * u` where either norm is 0.
+    """The Lamb optimizer. With moving averages m of the gradient and v of its square, it subtracts
+    `lr * |p| / |u| * u` from a weight p, where `u = m / (sqrt(v) + eps) + weight_decay * p`; if either norm is 0, it
+    subtracts `lr * u`.
 
-    The norms are those of the whole weight, also where fully_shard, torch's DTensor or tensor ranks hold it in parts:
-    one exchange for all weights of a step. Which weights tensor ranks hold in parts is said by `model`; a `Zero` or
-    `MasterWeights` around this optimizer says it, too. Without tensor ranks nothing needs to be said.
+    |p| and |u| are norms of the whole weight, also if fully_shard, torch's DTensor or tensor ranks hold it in parts;
+    one exchange per step computes them for all weights. With several tensor ranks, Lamb must know which weights are
+    split: pass `model`, or wrap Lamb in `Zero` or `MasterWeights`, which know the model.
 
     Args:
-        params: parameters or groups, as for torch's optimizers.
-        lr, betas, eps, weight_decay: options of a group.
-        adam: steps by lr * u. An option of a group, such as the biases and norms.
-        bias_correction: divides m by 1 - betas[0] ** t and v by 1 - betas[1] ** t in step t, as the paper does.
-            ColossalAI leaves it out, so that is the default. An option of a group.
+        params: parameters or parameter groups, as for torch's optimizers.
+        lr: learning rate. This and the next five are options of a group.
+        betas: decay rates of the moving averages m and v.
+        eps: added to the square root of v.
+        weight_decay: factor of the weight p in u.
+        adam: subtract lr * u instead, such as for biases and norms.
+        bias_correction: divide m by 1 - betas[0] ** t and v by 1 - betas[1] ** t in step t, as in the paper. The
+            default is without, as in ColossalAI.
         model: the module that has the parameters, or a Pipeline of it.
 
-    Raises UsageError for options out of range, and for a parameter that `model` does not have; in a step for sparse
-    gradients, and where there are tensor ranks and nobody said which weights they hold in parts.
+    Raises UsageError for options out of range and for parameters that `model` lacks. `step` raises UsageError for
+    sparse gradients, and if there are several tensor ranks and Lamb does not know the model.
     """
 
     _model: nn.Module | None = None
@@ -68,15 +72,15 @@ class Lamb(Optimizer):
             self.lies_in(model, {})
 
     def lies_in(self, model: nn.Module, stepped: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Says whose parameters are stepped, and what is `stepped` in place of each, as a master is; itself where that
-        has no entry.
+        """Tells Lamb the model of its parameters, and the tensor that is `stepped` in place of each, such as a master;
+        a parameter without an entry is stepped itself.
         """
         self._model, self._stepped = model, stepped
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # None, as torch's
-        """Steps all parameters that have a gradient. All ranks that hold parts of the same weights step together.
-        Raises PipelineError as `execute_pipeline` does, where there are tensor ranks.
+        """Steps all parameters that have a gradient. All ranks that hold parts of the same weights call it together.
+        With several tensor ranks, raises PipelineError as `execute_pipeline` does.
         """
         loss = None
         if closure is not None:
@@ -92,8 +96,8 @@ class Lamb(Optimizer):
             return nullcontext()
         if self._model is None:
             raise UsageError(
-                "Lamb looks at whole weights, and tensor ranks hold parts of them: say of which module these are the "
-                "parameters, Lamb(model.parameters(), ..., model=model)"
+                "Lamb needs the norms of whole weights, but tensor ranks hold parts of them: pass the model, as in "
+                "Lamb(model.parameters(), ..., model=model)"
             )
         return context.alarm.raised_everywhere()
 
@@ -101,7 +105,7 @@ class Lamb(Optimizer):
         splits, parts = self._splits(), []
         for parameter in (each for group in self.param_groups for each in group["params"]):
             if parameter.grad is not None and parameter.grad.is_sparse:
-                raise UsageError("Lamb needs whole gradients, got a sparse one: make the embedding with sparse=False")
+                raise UsageError("Lamb does not support sparse gradients: make the embedding with sparse=False")
         for group in self.param_groups:
             wholes = []
             for parameter in group["params"]:
@@ -116,7 +120,7 @@ class Lamb(Optimizer):
             self._step_parts(parts)
 
     def _step_wholes(self, parameters: list[nn.Parameter], group: Mapping[str, Any]) -> None:
-        """Steps parameters of which this rank has the whole."""
+        """Steps parameters that this rank holds whole."""
         weights, changes = [_entries(parameter) for parameter in parameters], self._changes(parameters, group)
         trusts = None
         if not group["adam"]:
@@ -124,8 +128,8 @@ class Lamb(Optimizer):
         _apply(weights, changes, trusts, group["lr"])
 
     def _step_parts(self, parts: Sequence[tuple[nn.Parameter, Mapping[str, Any], Split | None]]) -> None:
-        """Steps parameters of which other ranks have further parts: works out all updates, adds up their squared norms
-        in one exchange, then steps.
+        """Steps parameters that other ranks hold parts of: computes all updates, sums their squared norms in one
+        exchange, then steps.
         """
         updates = [
             _Update(parameter, None if parameter.grad is None else self._changes([parameter], group)[0], split)
@@ -137,14 +141,14 @@ class Lamb(Optimizer):
                 _apply([_entries(update.parameter)], [update.change], trusts, group["lr"])
 
     def _splits(self) -> dict[int, Split]:
-        """What is stepped and lies in parts on the tensor ranks, by its id."""
+        """How the stepped tensors are split over the tensor ranks, by the tensor's id; whole ones are left out."""
         if self._model is None or context_if_launched() is None:
             return {}
         splits = splits_of(self._model)
         return {id(self._stepped.get(p, p)): splits[id(p)] for p in self._model.parameters() if id(p) in splits}
 
     def _changes(self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]) -> list[Tensor]:
-        """What the paper scales, u, of each parameter: of the entries that are here."""
+        """The update u of each parameter, for the entries on this rank."""
         states = [self._state_of(parameter) for parameter in parameters]
         steps = [state["step"] for state in states]
         means, squares = ([_entries(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
@@ -162,7 +166,7 @@ class Lamb(Optimizer):
         if group["bias_correction"]:
             torch._foreach_div_(roots, [math.sqrt(1 - second ** step.item()) for step in steps])
         torch._foreach_add_(roots, group["eps"])
-        torch._foreach_reciprocal_(roots)  # in place: memory that is new costs more than a division
+        torch._foreach_reciprocal_(roots)  # in place: allocating memory costs more than a division
         changes = roots
         torch._foreach_mul_(changes, means)
         if group["bias_correction"]:
@@ -180,11 +184,11 @@ class Lamb(Optimizer):
 
 
 _AT_ONCE = {"cpu": 2**16}
-"""How many numbers are stepped together: on a CPU what stays in its cache, elsewhere what keeps it busy at one call."""
+"""Number of elements stepped together: on a CPU as many as fit its cache, elsewhere enough to keep the device busy."""
 
 
 def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters that are stepped together, in their order."""
+    """Lists of parameters to step together, in their order."""
     batch: list[nn.Parameter] = []
     numbers = 0
     for parameter in parameters:
@@ -198,7 +202,7 @@ def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 
 def _apply(weights: list[Tensor], changes: list[Tensor], trusts: list[Tensor] | None, lr: float | Tensor) -> None:
-    """Steps `weights`; `changes` are scaled in place."""
+    """Subtracts the scaled `changes` from `weights`; `changes` are overwritten."""
     if trusts is None:
         torch._foreach_mul_(changes, lr)
     else:
@@ -206,11 +210,11 @@ def _apply(weights: list[Tensor], changes: list[Tensor], trusts: list[Tensor] | 
     torch._foreach_sub_(weights, changes)
 
 
-_ROW = 4096  # numbers: a sum of so many squares in float32 is right to about 2e-6
+_ROW = 4096  # elements: a float32 sum of so many squares has a relative error of about 2e-6
 
 
 def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Their 2-norms, in float64. On a CPU, where float64 is slow, those of float32 are put together from rows."""
+    """The 2-norms of the tensors, in float64. On a CPU, where float64 is slow, float32 tensors are summed by rows."""
     rows = [_norm_by_rows(tensor) if tensor.is_cpu and tensor.dtype == torch.float32 else None for tensor in tensors]
     if all(norm is not None for norm in rows):
         return [norm for norm in rows if norm is not None]
@@ -218,7 +222,7 @@ def _norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _norm_by_rows(tensor: Tensor) -> Tensor | None:
-    """None where that is no faster, or where squares in float32 may be too large or too small."""
+    """The 2-norm, summed by rows; None if that is no faster, or if float32 squares may overflow or underflow."""
     if tensor.numel() < _ROW or not tensor.is_contiguous():
         return None
     flat = tensor.view(-1)
@@ -229,34 +233,34 @@ def _norm_by_rows(tensor: Tensor) -> Tensor | None:
 
 
 def _trust(norm: Tensor, change: Tensor) -> Tensor:
-    """The norm of a weight over that of its u, 1 where either is 0."""
+    """The norm of a weight divided by the norm of its u; 1 if either is 0."""
     return torch.where((norm > 0) & (change > 0), norm / change, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Update:
-    """Of one parameter: the u that is to be scaled, None where there is no gradient, and how tensor ranks split it."""
+    """The update of one parameter: its u, None without a gradient, and how tensor ranks split it."""
 
     parameter: nn.Parameter
     change: Tensor | None
     split: Split | None
 
     def squares(self) -> Tensor:
-        """Those of the norms of what is here of the weight and of u; zeros where there is no gradient."""
+        """Squared norms of this rank's parts of the weight and of u; zeros without a gradient."""
         weight = _entries(self.parameter)
         if self.change is None:
             return torch.zeros(2, dtype=torch.float64, device=weight.device)
         return torch.stack(_norms([self._real(each) for each in (weight, self.change)])).square_()
 
     def _real(self, entries: Tensor) -> Tensor:
-        """Without what pads this rank's part; our own layers pad with zeros, so DTensors of theirs need no look."""
+        """The entries without padding. pipeflow's own layers pad with zeros, so their DTensors stay as they are."""
         if self.split is None or isinstance(self.parameter, DTensor):
             return entries
         return self.split.unpadded(entries, current_context().tensor_rank)
 
 
 def _trusts(updates: Sequence[_Update]) -> Tensor:
-    """Per update the norm of the whole weight over that of the whole u, 1 where either is 0."""
+    """For each update the norm of the whole weight divided by the norm of the whole u; 1 if either is 0."""
     device = _entries(updates[0].parameter).device
     squares = torch.stack([update.squares().to(device) for update in updates])
     _sum_over_meshes(squares, [update.parameter for update in updates])
@@ -265,7 +269,7 @@ def _trusts(updates: Sequence[_Update]) -> Tensor:
 
 
 def _sum_over_meshes(squares: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Puts the sum over the parts of a DTensor in place of that part's, for all that lie alike at once."""
+    """Replaces the squares of each DTensor's part by the sum over its parts; DTensors laid out alike share a sum."""
     alike: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[int]] = defaultdict(list)
     for row, parameter in enumerate(parameters):
         if isinstance(parameter, DTensor):
@@ -283,6 +287,6 @@ def _sum_over_tensor_ranks(squares: Tensor, rows: list[int]) -> None:
 
 
 def _entries(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, as real numbers, in the memory where it lies."""
+    """This rank's entries as a real-valued view."""
     local = local_part(tensor)
     return torch.view_as_real(local) if local.is_complex() else local

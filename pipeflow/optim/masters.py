@@ -1,5 +1,5 @@
-"""MasterWeights: an optimizer for a model in 16 bits, which steps float32 copies of its weights (Micikevicius et al.,
-2018, arXiv:1710.03740, section 3.1).
+"""MasterWeights: an optimizer for 16-bit models that steps float32 copies of the weights (Micikevicius et al., 2018,
+arXiv:1710.03740, section 3.1).
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ LOG = logging.getLogger("pipeflow")
 
 
 class MasterWeights(Wrapper):
-    """Gives `optimizer` float32 masters to step in place of the model's bfloat16 or float16 parameters, which are
-    rounded from them after each step. What is float32 or float64 already is its own master. Weights that something else
-    changes, such as a checkpoint that is loaded without this optimizer, are taken for masters in the next step; but for
-    what is written through `parameter.data`, which torch tells nobody: write to the parameter, under torch.no_grad().
+    """Wraps an optimizer so that it steps float32 copies (masters) of the model's bfloat16 or float16 parameters; the
+    parameters are rounded from them after each step. float32 and float64 parameters are their own masters.
 
-    With a scaler, gradients are `model.loss_scale` times too large until `step` divides them, in float32. When any
-    gradient on any rank of the world is not finite, no rank steps, and the scale is the same on all of them. All
-    ranks make theirs and step together.
+    If other code changes a parameter, such as a checkpoint loaded without this optimizer, the next step copies it to
+    its master. torch does not report writes through `parameter.data`, so write to the parameter itself, under
+    torch.no_grad().
+
+    With a scaler, gradients are `model.loss_scale` times too large until `step` divides them, in float32. If any
+    gradient on any rank of the world is not finite, all ranks skip the step and change the scale alike. All ranks make
+    a MasterWeights and call `step` together.
 
     Args:
-        model: the pipeline.
-        optimizer: made from its parameters, or a Zero of one.
-        scaler: needed for float16, whose smallest gradients would be zero.
+        model: this rank's Pipeline.
+        optimizer: an optimizer of its parameters, or a Zero of one.
+        scaler: loss scaler; needed for float16, in which small gradients would become zero.
 
     Attributes:
-        skipped: how many steps were left out. `step_was_skipped` says it of the last one:
+        skipped: number of skipped steps. For the last step see `step_was_skipped`:
             `if not optimizer.step_was_skipped: scheduler.step()`.
 
-    Raises UsageError when `optimizer` steps other parameters.
+    Raises UsageError if `optimizer` steps other parameters.
     """
 
     model: Pipeline
@@ -63,13 +65,13 @@ class MasterWeights(Wrapper):
             states[id(master)] = plain.state.pop(parameter, {})
         for group in plain.param_groups:
             group["params"] = [self.stepped[parameter] for parameter in group["params"]]
-        give_states(plain, states)  # some have them from the start
+        give_states(plain, states)  # some optimizers have states from the start
         self.share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, so no loss
-        """Steps the masters and rounds the parameters from them, or skips the step where a gradient overflowed.
-        Raises PipelineError as `execute_pipeline` does.
+        """Steps the masters and rounds the parameters from them; with a scaler, skips the step if a gradient
+        overflowed. Raises PipelineError as `execute_pipeline` does.
         """
         self.refuse_closure(closure)
         norm, factor = self._clipping.taken()
@@ -107,7 +109,7 @@ class MasterWeights(Wrapper):
 
     @torch.no_grad()
     def _read_changed(self) -> None:
-        """Takes weights that others than this optimizer have changed for masters."""
+        """Copies weights that other code changed to their masters."""
         for parameter, version in self._versions.items():
             master = self.stepped[parameter]
             if parameter._version != version and not torch.equal(parameter, master.to(parameter.dtype)):
@@ -115,14 +117,14 @@ class MasterWeights(Wrapper):
         self._note_versions()
 
     def state_dict(self) -> dict[str, Any]:
-        """As any Wrapper's, with the scaler's under "scaler"."""
+        """Returns the state as `Wrapper.state_dict` does, with the scaler's state as "scaler"."""
         self._read_changed()
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
         return {**super().state_dict(), **scaler}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from `state_dict`; the model's parameters become its masters, rounded. Raises UsageError when it
-        does not fit.
+        """Restores a `state_dict`; the model's parameters are rounded from its masters. Raises UsageError if it does
+        not fit.
         """
         super().load_state_dict(state_dict)
         self._note_versions()

@@ -1,8 +1,8 @@
 """Learning-rate schedules that torch.optim.lr_scheduler lacks: a linear warm-up, then a decay, as closed forms of the
-step t = `last_epoch`. With T = `total_steps` and w = `warmup_steps`, what is counted may be steps or epochs alike.
+step t = `last_epoch`, with T = `total_steps` and w = `warmup_steps`. Steps may be optimizer steps or epochs.
 
-Each is an LRScheduler of torch's: a rate per group of the optimizer, from that group's own base rate, and a
-`state_dict` that goes on where it was. From T on the rate stays as it is at T, however many steps follow.
+Each is one of torch's LRSchedulers: it sets the rate of every parameter group from the group's own base rate, and its
+`state_dict` resumes it. After step T the rate stays constant.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ Rate = float | Tensor
 
 
 class WarmupLR(LRScheduler, ABC):
-    """Base of the schedules here: the base rate times (t + 1) / w while t < w, then `decayed`.
+    """Base class of the schedules here: the base rate times (t + 1) / w while t < w, then `decayed`. If w is T or more,
+    training ends within the warm-up.
 
-    Where w is T or more, training ends within the warm-up.
+    Args:
+        optimizer: the optimizer whose rates are set.
+        total_steps: T, number of steps of the whole training.
+        warmup_steps: w, number of steps of the warm-up; 0 for none.
+        last_epoch: index of the last step before resuming; -1 at the start.
 
-    Raises UsageError for a `total_steps` below 1, and for a negative warm-up.
+    Raises UsageError if `total_steps` is less than 1 or `warmup_steps` is negative.
     """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
@@ -37,7 +42,7 @@ class WarmupLR(LRScheduler, ABC):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Rate]:
-        """The rate of every group at `last_epoch`."""
+        """Returns the rate of every group at `last_epoch`."""
         step = min(self.last_epoch, self.total_steps)
         if step < self.warmup_steps:
             return [base * self.warmed(step) for base in self.base_lrs]
@@ -46,20 +51,27 @@ class WarmupLR(LRScheduler, ABC):
     _get_closed_form_lr = get_lr  # torch's name, for `step(epoch)`
 
     def warmed(self, step: int) -> float:
-        """The factor of the base rate while `step` < w."""
+        """Returns the factor of the base rate while `step` < w."""
         return (step + 1) / self.warmup_steps
 
     @abstractmethod
     def decayed(self, base: Rate, step: int) -> Rate:
-        """The rate at a `step` from w to T."""
+        """Returns the rate at a `step` from w to T."""
 
     def _left(self, step: int, start: int) -> float:
-        """How much of the way from `start` to T is left at `step`; all of it where there is no way."""
+        """The fraction of the steps from `start` to T that remains at `step`; 1 if there are none."""
         return (self.total_steps - step) / (self.total_steps - start) if start < self.total_steps else 1.0
 
 
 class LinearWarmupLR(WarmupLR):
-    """Base rate times (t + 1) / (w + 1) while t < w, then times (T - t) / (T - w), down to 0 at T.
+    """Linear warm-up and decay: the base rate times (t + 1) / (w + 1) while t < w, then times (T - t) / (T - w), which
+    is 0 at T.
+
+    Args:
+        optimizer: the optimizer whose rates are set.
+        total_steps: T, number of steps of the whole training.
+        warmup_steps: w, number of steps of the warm-up; 0 for none.
+        last_epoch: index of the last step before resuming; -1 at the start.
 
     >>> from torch import nn, optim
     >>> optimizer = optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
@@ -73,7 +85,7 @@ class LinearWarmupLR(WarmupLR):
     """
 
     def warmed(self, step: int) -> float:
-        """(t + 1) / (w + 1): the peak is the first step of the decay."""
+        """Returns (t + 1) / (w + 1), so the first step of the decay has the base rate."""
         return (step + 1) / (self.warmup_steps + 1)
 
     def decayed(self, base: Rate, step: int) -> Rate:
@@ -81,9 +93,14 @@ class LinearWarmupLR(WarmupLR):
 
 
 class PolynomialWarmupLR(WarmupLR):
-    """After the warm-up, from the base rate to `end_lr` at T: end_lr + (base - end_lr) * ((T - t) / (T - w)) ** power.
+    """Polynomial decay after a linear warm-up: end_lr + (base - end_lr) * ((T - t) / (T - w)) ** power.
 
-    Raises UsageError for a negative `end_lr`, and for a `power` that is not positive.
+    Args:
+        optimizer, total_steps, warmup_steps, last_epoch: as in LinearWarmupLR.
+        end_lr: the rate at T.
+        power: exponent of the decay; 1 is linear.
+
+    Raises UsageError if `end_lr` is negative or `power` is not positive.
     """
 
     def __init__(
@@ -106,10 +123,14 @@ class PolynomialWarmupLR(WarmupLR):
 
 
 class FlatAnnealingWarmupLR(WarmupLR):
-    """After the warm-up, the base rate for `pct_start` of the steps that are left (rounded down), then a cosine from it
-    to `eta_min` at T. With pct_start=1 the rate stays flat.
+    """After a linear warm-up, a constant rate, then half a cosine down to `eta_min` at T.
 
-    Raises UsageError for a `pct_start` that is not from 0 to 1, and for a negative `eta_min`.
+    Args:
+        optimizer, total_steps, warmup_steps, last_epoch: as in LinearWarmupLR.
+        pct_start: fraction of the steps after the warm-up that keep the base rate, from 0 to 1; 1 never decays.
+        eta_min: the rate at T.
+
+    Raises UsageError if `pct_start` is not from 0 to 1 or `eta_min` is negative.
     """
 
     def __init__(
@@ -121,7 +142,7 @@ class FlatAnnealingWarmupLR(WarmupLR):
         eta_min: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        _require(0 <= pct_start <= 1, "pct_start", "a part of the steps, from 0 to 1", pct_start)
+        _require(0 <= pct_start <= 1, "pct_start", "a fraction of the steps, from 0 to 1", pct_start)
         _require(eta_min >= 0, "eta_min", "a rate of at least 0", eta_min)
         self.pct_start = pct_start
         self.eta_min = eta_min
@@ -134,15 +155,23 @@ class FlatAnnealingWarmupLR(WarmupLR):
 
 
 class FlatAnnealingLR(FlatAnnealingWarmupLR):
-    """FlatAnnealingWarmupLR without a warm-up, down to 0."""
+    """FlatAnnealingWarmupLR without a warm-up, down to 0 at T.
+
+    Args:
+        optimizer, total_steps, pct_start, last_epoch: as in FlatAnnealingWarmupLR.
+    """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, pct_start: float = 0.72, last_epoch: int = -1) -> None:
         super().__init__(optimizer, total_steps, pct_start=pct_start, last_epoch=last_epoch)
 
 
 class CosineAnnealingWarmupLR(FlatAnnealingWarmupLR):
-    """After the warm-up, half a cosine from the base rate to `eta_min` at T (Loshchilov and Hutter, 2017,
-    arXiv:1608.03983, without restarts). torch's CosineAnnealingLR rises again after its end; this one stays.
+    """After a linear warm-up, half a cosine from the base rate to `eta_min` at T (Loshchilov and Hutter, 2017,
+    arXiv:1608.03983, without restarts). Unlike torch's CosineAnnealingLR, the rate does not rise again after T.
+
+    Args:
+        optimizer, total_steps, warmup_steps, last_epoch: as in LinearWarmupLR.
+        eta_min: the rate at T.
     """
 
     def __init__(
@@ -157,10 +186,14 @@ class CosineAnnealingWarmupLR(FlatAnnealingWarmupLR):
 
 
 class MultiStepWarmupLR(WarmupLR):
-    """After the warm-up, the base rate times `gamma` to the power of how many `milestones` were reached. These are
-    counted from the start of training, the warm-up included; those after T are never reached.
+    """After a linear warm-up, the base rate, multiplied by `gamma` at each milestone.
 
-    Raises UsageError where there are no milestones, or one lies in the warm-up.
+    Args:
+        optimizer, total_steps, warmup_steps, last_epoch: as in LinearWarmupLR.
+        milestones: steps at which the rate falls, counted from the start of the warm-up; those after T have no effect.
+        gamma: factor of the rate at a milestone.
+
+    Raises UsageError if there are no milestones, or if one lies in the warm-up.
     """
 
     def __init__(
@@ -173,7 +206,7 @@ class MultiStepWarmupLR(WarmupLR):
         last_epoch: int = -1,
     ) -> None:
         fits = len(milestones) > 0 and min(milestones) >= warmup_steps
-        what = f"the steps at which the rate falls, none before warmup_steps={warmup_steps}, such as [30, 60]"
+        what = f"a list of steps such as [30, 60], none before warmup_steps={warmup_steps}"
         _require(fits, "milestones", what, milestones)
         self.milestones = list(milestones)
         self.gamma = gamma

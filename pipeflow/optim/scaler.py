@@ -1,5 +1,5 @@
-"""LossScaler: which number a loss is multiplied by, so that small gradients survive float16 (Micikevicius et al., 2018,
-arXiv:1710.03740, section 3.2). What must not live here: who multiplies, and who finds an overflow.
+"""LossScaler: the factor of the loss that keeps small gradients above zero in float16 (Micikevicius et al., 2018,
+arXiv:1710.03740, section 3.2). Must not contain: the multiplication, or the search for overflows.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from pipeflow.core.errors import UsageError
 
 
 class LossScaler:
-    """Grows after a run of steps without overflow, and shrinks when overflows come often.
+    """A loss scale that grows after steps without overflow and shrinks after overflows.
 
     Args:
-        initial_scale: at the start.
-        growth_factor, growth_interval: the scale grows by this after so many steps without overflow in a row.
-        backoff_factor, hysteresis: it shrinks by this at an overflow, from the `hysteresis`-th since it grew last.
-        min_scale, max_scale: it stays between them.
+        initial_scale: the scale at the start.
+        growth_factor: factor by which the scale grows.
+        backoff_factor: factor by which the scale shrinks, less than 1.
+        growth_interval: number of consecutive steps without overflow after which the scale grows.
+        hysteresis: number of overflows since it last grew from which each overflow shrinks the scale; 1 shrinks it at
+            every overflow.
+        min_scale, max_scale: bounds of the scale.
 
     Attributes:
-        scale: what to multiply the loss by now.
+        scale: the current factor of the loss.
 
-    Raises UsageError for numbers that make no sense.
+    Raises UsageError for numbers out of range.
     """
 
     def __init__(
@@ -37,19 +40,23 @@ class LossScaler:
     ) -> None:
         if not 0 < min_scale <= initial_scale <= max_scale:
             bounds = f"min_scale {min_scale} <= initial_scale {initial_scale} <= max_scale {max_scale}"
-            raise UsageError(f"it must be 0 < {bounds}")
+            raise UsageError(f"a LossScaler needs 0 < {bounds}")
         if not 0 < backoff_factor < 1 < growth_factor:
-            raise UsageError(f"it must be 0 < backoff_factor {backoff_factor} < 1 < growth_factor {growth_factor}")
+            raise UsageError(
+                f"a LossScaler needs 0 < backoff_factor {backoff_factor} < 1 < growth_factor {growth_factor}"
+            )
         if growth_interval < 1 or hysteresis < 1:
-            raise UsageError(f"growth_interval {growth_interval} and hysteresis {hysteresis} must be 1 or more")
+            raise UsageError(
+                f"growth_interval and hysteresis must be at least 1, got {growth_interval} and {hysteresis}"
+            )
         self.scale = initial_scale
         self._growth = (growth_factor, growth_interval, max_scale)
         self._backoff = (backoff_factor, hysteresis, min_scale)
-        self._clean = 0  # steps in a row
+        self._clean = 0  # consecutive steps without overflow
         self._patience = hysteresis
 
     def update(self, *, overflow: bool) -> None:
-        """Takes note of a step. All ranks call it alike."""
+        """Updates the scale after a step. All ranks call it alike."""
         if overflow:
             factor, _, smallest = self._backoff
             self._clean, self._patience = 0, max(0, self._patience - 1)
@@ -63,9 +70,9 @@ class LossScaler:
             self.scale = min(largest, self.scale * factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, and what it will do next."""
+        """Returns the scale and its counters."""
         return {"scale": self.scale, "clean": self._clean, "patience": self._patience}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from `state_dict`."""
+        """Restores a `state_dict`."""
         self.scale, self._clean, self._patience = (state_dict[key] for key in ("scale", "clean", "patience"))

@@ -1,4 +1,4 @@
-"""Zero: the states of an optimizer spread over the data ranks, stage 1 of ZeRO (Rajbhandari et al., 2020,
+"""Zero: an optimizer whose states are distributed over the data ranks, as in stage 1 of ZeRO (Rajbhandari et al., 2020,
 arXiv:1910.02054, section 5.1).
 """
 
@@ -20,40 +20,40 @@ from pipeflow.parallel.transport.work import Work
 from pipeflow.runtime.gradients.bucket import in_buckets
 from pipeflow.runtime.pipeline import Pipeline
 
-BUCKET = 2**25  # bytes of weights that are sent at once
-_UNDER_WAY = 4  # buckets
+BUCKET = 2**25  # bytes of weights that are sent together
+_UNDER_WAY = 4  # buckets in transfer at once
 
 
 class Zero(Wrapper):
-    """Steps on each data rank the parameters that it owns, then gives the new values to the others; a rank keeps the
-    states of its own alone. All data ranks step together.
+    """Distributes an optimizer's states over the data ranks. Each data rank owns some parameters: it keeps their
+    states, steps them, and sends the new values to the other data ranks. All data ranks call `step` together.
 
-    Parameters are owned whole, by the data rank that owns least so far, the largest first: an optimizer that looks
-    at a whole weight works as ever, and every weight gets the bits that one rank would give it. For float32 masters
-    of those that are owned only, wrap it: `MasterWeights(model, Zero(model, optimizer))`.
-
-    torch.distributed.optim.ZeroRedundancyOptimizer is not used: it needs torch's process groups, so no threads, no
-    channels that start afresh after a failure, no name for a lost rank; it makes its optimizer itself, so no
-    masters for what it owns; and its states are gathered on one rank to be saved.
+    Parameters are owned whole, so optimizers that need whole weights work, and results are bit-identical to those of
+    one rank. For float32 masters of only the owned parameters, wrap it: `MasterWeights(model, Zero(model, optimizer))`.
 
     Args:
-        model: the pipeline; its gradients are the same on all data ranks.
-        optimizer: made from its parameters, on every rank with the same groups.
+        model: this rank's Pipeline; its gradients must be the same on all data ranks.
+        optimizer: an optimizer of its parameters, with the same groups on every rank.
 
     Attributes:
-        owners: which data rank owns each parameter.
+        owners: the data rank that owns each parameter.
 
-    Raises UsageError when `optimizer` is a wrapper, steps other parameters, or those of a module under fully_shard.
+    Raises UsageError if `optimizer` is a wrapper, has parameters that are not in the model, or if the model uses
+    fully_shard.
     """
+
+    # torch.distributed.optim.ZeroRedundancyOptimizer is not used: it needs torch's process groups (no threads, no fresh
+    # channels after a failure, no name of a lost rank), makes its optimizer itself (no masters of owned parameters
+    # only), and gathers its states on one rank to save them.
 
     model: Pipeline
 
     def __init__(self, model: Pipeline, optimizer: Optimizer) -> None:
         if isinstance(optimizer, Wrapper):
-            raise UsageError("Zero goes inside: MasterWeights(model, Zero(model, optimizer))")
+            raise UsageError("Zero must be the inner wrapper: MasterWeights(model, Zero(model, optimizer))")
         super().__init__(model, optimizer)
         if any(map(is_distributed, self.parameters)):
-            raise UsageError("fully_shard spreads the optimizer's states itself: leave Zero out")
+            raise UsageError("fully_shard already distributes the optimizer's states: use the optimizer without Zero")
         self._group = model.context.data
         self.owners = owners_of(self.parameters, self._group.size)
         self.stepped = {p: p for p in self.parameters if self.owners[p] == self._group.rank}
@@ -66,7 +66,7 @@ class Zero(Wrapper):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, so no loss
-        """Steps what is owned here and exchanges the new values. Raises PipelineError when a rank fails."""
+        """Steps this rank's own parameters and exchanges the new values. Raises PipelineError if a rank fails."""
         self.refuse_closure(closure)
         with self.model.alarm.raised_everywhere():
             self.inner.step()
@@ -86,7 +86,7 @@ class Zero(Wrapper):
 
 
 def owners_of(parameters: Sequence[nn.Parameter], ranks: int) -> dict[nn.Parameter, int]:
-    """Per parameter, the data rank that owns it: the largest first, each to the rank that owns least so far."""
+    """The data rank that owns each parameter: from the largest on, each goes to the rank that owns least so far."""
     loads = [0] * ranks
     owners = {}
     for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
@@ -98,13 +98,13 @@ def owners_of(parameters: Sequence[nn.Parameter], ranks: int) -> dict[nn.Paramet
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Parameters of one owner and dtype that are sent at once."""
+    """Parameters of one owner and dtype that are sent together."""
 
     owner: int
     parameters: list[nn.Parameter]
 
     def packed(self, stepped: dict[nn.Parameter, nn.Parameter]) -> Tensor:
-        """A row for their values, in the parameters' dtype; filled with those of what was `stepped`."""
+        """A flat tensor for their values, in the parameters' dtype, filled with the values of the `stepped` ones."""
         first, sizes = self.parameters[0], [parameter.numel() for parameter in self.parameters]
         values = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         for parameter, part in zip(self.parameters, values.split(sizes), strict=True):

@@ -1,4 +1,4 @@
-"""What tests of pipelines need: ranks as threads or processes, tiny models, a conformance suite for transports."""
+"""Tools for tests of pipelines: ranks as threads or processes, tiny models, and a conformance suite for transports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the engine asks of a transport, as checks. Each is called on every rank together, with that rank's transport,
-and raises AssertionError where a promise is broken. Give the transport a timeout of a few seconds.
+"""The engine's requirements on a transport, as checks. All ranks call a check together, each with its own transport; it
+raises AssertionError if the transport breaks a requirement. Give the transport a timeout of a few seconds.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pipeflow.parallel.transport.work import LinkError, Work
 
 _SOON = 1.0  # seconds
 _MANY = 8  # transfers
-_TAGS = tuple(tag for tag in Tag if tag is not Tag.CONTROL)  # that one is for the meetings within a check
+_TAGS = tuple(tag for tag in Tag if tag is not Tag.CONTROL)  # CONTROL is for the meetings within a check
 
 
 def conform(transport: Transport) -> None:
-    """Makes every check in turn. Needs at least two ranks."""
+    """Runs all checks, one after another. Needs at least two ranks."""
     for check in CHECKS:
         check(transport)
 
 
 def tells_its_place(transport: Transport) -> None:
-    """Every rank from 0 to size is there once; each has a timeout; reopening what is open changes nothing."""
+    """Each rank from 0 to size - 1 exists once and has a timeout; reopening open channels changes nothing."""
     transport.reopen()
     assert transport.timeout > 0, f"timeout {transport.timeout}"
     assert [int(rank) for [rank] in all_gather(transport, [transport.rank])] == list(range(transport.size))
 
 
 def keeps_order(transport: Transport) -> None:
-    """The transfers with one tag are a FIFO between every ordered pair of ranks."""
+    """Transfers with one tag between an ordered pair of ranks arrive in order."""
     for tag in Tag:
         sent = [
             _send(transport, peer, tag, _number(transport, tag, step))
@@ -48,7 +48,7 @@ def keeps_order(transport: Transport) -> None:
 
 
 def keeps_tags_apart(transport: Transport) -> None:
-    """No tag waits for another: what was sent first, with one, may be received last."""
+    """Tags do not wait for each other: a tensor sent first may be received last if its tag is another."""
     sent = [_send(transport, peer, tag, _number(transport, tag, tag)) for tag in Tag for peer in _peers(transport)]
     for tag in reversed(Tag):
         for peer in _peers(transport):
@@ -57,9 +57,7 @@ def keeps_tags_apart(transport: Transport) -> None:
 
 
 def receives_ahead(transport: Transport) -> None:
-    """Receives may be posted before anything is sent, many at once; they are filled in their order, and one wait for
-    those of all tags is enough.
-    """
+    """Many receives may be posted before anything is sent. They are filled in order, and one wait covers all tags."""
     ends = [(tag, _number(transport, tag, step)) for tag in _TAGS for step in range(_MANY)]
     arriving = {peer: [torch.full_like(tensor, -1) for _, tensor in ends] for peer in _peers(transport)}
     received = {
@@ -76,7 +74,7 @@ def receives_ahead(transport: Transport) -> None:
 
 
 def sends_without_waiting(transport: Transport) -> None:
-    """A send returns at once though its receive is not posted yet, however much is on its way."""
+    """A send returns at once even if its receive is not posted yet, no matter how many bytes are in transfer."""
     tensors = [_number(transport, Tag.ACTIVATION, step).expand(1 << 18).contiguous() for step in range(16)]
     sent = []
     if transport.rank == 0:
@@ -91,7 +89,7 @@ def sends_without_waiting(transport: Transport) -> None:
 
 
 def moves_any_tensor(transport: Transport) -> None:
-    """Tensors of every dtype and of any shape arrive as they are, those without an element too."""
+    """Tensors of every dtype and shape arrive unchanged, including empty ones."""
     shapes = ((), (1,), (0,), (3, 0, 2), (2, 3, 4))
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
     tensors = [torch.ones(shape, dtype=dtype) for shape in shapes for dtype in (*dtypes, torch.bool)]
@@ -104,7 +102,7 @@ def moves_any_tensor(transport: Transport) -> None:
 
 
 def gives_up(transport: Transport) -> None:
-    """A wait for a rank that makes the same call ends when the timeout is over; it names that rank, which lives."""
+    """A wait for a live rank that makes the same call ends after the timeout, with an error that names that rank."""
     all_gather(transport, [0.0])
     transport.patience = transport.timeout
     started = time.monotonic()
@@ -125,7 +123,7 @@ def gives_up(transport: Transport) -> None:
 
 
 def waits_for_who_is_between_calls(transport: Transport) -> None:
-    """A wait for a rank that lives and makes no call does not end before it comes."""
+    """A wait for a live rank that is between two calls lasts until that rank calls, without a timeout."""
     all_gather(transport, [0.0])
     if transport.rank > 0:
         time.sleep(2.2 * transport.timeout)
@@ -133,13 +131,13 @@ def waits_for_who_is_between_calls(transport: Transport) -> None:
 
 
 def tells_own_mistakes_apart(transport: Transport) -> None:
-    """What is wrong with a rank's own tensor is no failure of a channel; the channels may be opened afresh."""
+    """An error in a rank's own tensor is not reported as a broken channel; the channels can be reopened."""
     _sent = _meet(transport, reporter=0)
     if transport.rank == 0:
         try:
             _send(transport, 1, Tag.ACTIVATION, torch.ones(2, 2, device=transport.device).t()).wait()
         except LinkError as error:
-            raise AssertionError(f"a tensor that is not contiguous is told as a broken channel: {error}") from None
+            raise AssertionError(f"a non-contiguous tensor is reported as a broken channel: {error}") from None
         except Exception as error:
             reason = f"{error}"
         else:
@@ -157,7 +155,7 @@ def tells_own_mistakes_apart(transport: Transport) -> None:
 
 
 def tells_the_first_failure(transport: Transport) -> None:
-    """A report wakes whoever waits, for whichever rank; the first one reported is told to all."""
+    """A reported failure wakes every waiting rank; all ranks receive the first one reported."""
     last = transport.size - 1
     _sent = _meet(transport, reporter=last)
     started = time.monotonic()
@@ -175,7 +173,7 @@ def tells_the_first_failure(transport: Transport) -> None:
 
 
 def tells_latecomers(transport: Transport) -> None:
-    """A rank that was busy when a failure was told hears of it at its next wait, though others may start afresh."""
+    """A rank that was busy during a failure learns of it in its next wait, even if others have reopened channels."""
     _sent = _meet(transport, reporter=0)
     if transport.rank > 0:
         time.sleep(0.2)
@@ -188,7 +186,7 @@ def tells_latecomers(transport: Transport) -> None:
 
 
 def starts_afresh(transport: Transport) -> None:
-    """After a failure the channels hold nothing that was under way."""
+    """After a failure, reopened channels contain nothing from before."""
     under_way = [_send(transport, peer, tag, _number(transport, tag, 1)) for tag in _TAGS for peer in _peers(transport)]
     under_way += [
         _receive(transport, peer, tag, _number(transport, tag, 2))
@@ -224,7 +222,7 @@ CHECKS = (
 
 
 def _meet(transport: Transport, reporter: int) -> list[Work]:
-    """All meet; who is to report a failure goes on when all others have left. They hold what is returned until then."""
+    """All ranks meet; `reporter` continues when all others have left. Keep the returned Works alive until then."""
     all_gather(transport, [0.0])
     if transport.rank != reporter:
         return [_send(transport, reporter, Tag.CONTROL, _number(transport, Tag.CONTROL, 0))]
@@ -238,7 +236,7 @@ def _peers(transport: Transport) -> list[int]:
 
 
 def _number(transport: Transport, tag: Tag, number: int) -> Tensor:
-    """A tensor to tell transfers apart, in the memory of its tag."""
+    """A tensor with a number that identifies a transfer, on the device that its tag uses."""
     return torch.tensor([float(number)], device="cpu" if tag.on_host else transport.device)
 
 
@@ -256,7 +254,7 @@ def _finish(works: Iterable[Work]) -> None:
 
 
 def _expect(transport: Transport, peer: int, tag: Tag, expected: Tensor) -> None:
-    """Receives, and compares."""
+    """Receives a tensor and compares it with `expected`."""
     arrived = torch.empty_like(expected)
     _receive(transport, peer, tag, arrived).wait()
     _require_equal(arrived, expected, f"{tag.name} from rank {peer}")
@@ -267,9 +265,9 @@ def _require_equal(arrived: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _broken(transport: Transport, peer: int) -> LinkError:
-    """How a receive fails for which nothing is sent."""
+    """The error of a receive for which nothing is sent."""
     try:
         _receive(transport, peer, Tag.CONTROL, torch.empty(1)).wait()
     except LinkError as error:
         return error
-    raise AssertionError(f"rank {peer} sent nothing, and yet something was received")
+    raise AssertionError(f"something was received although rank {peer} sent nothing")

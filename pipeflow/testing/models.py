@@ -1,5 +1,5 @@
-"""Tiny models that can be cut between any two layers: a stage is layers `start` to `end`, and the plain model is a
-single stage. A layer's initial weights follow from its index alone, whichever thread or process makes it.
+"""Tiny models that can be cut between any two layers: a stage has layers `start` to `end`, and the plain model is a
+single stage. A layer's initial weights depend only on its index, not on the thread or process that makes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS = 11
 
 
 def initial(seed: int, *shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """A weight that follows from `seed`: torch's own random state is one for all threads."""
+    """A weight drawn from `seed`; not from torch's default generator, which all threads share."""
     return nn.Parameter(_normal(torch.Generator().manual_seed(seed), *shape).div(WIDTH**0.5).to(dtype))
 
 
@@ -29,7 +29,7 @@ def _normal(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 class Layer(nn.Module):
-    """A linear layer, whose weight gradient can be deferred, a scale, whose gradient cannot, and a nonlinearity."""
+    """A linear layer (its weight gradient can be deferred), a scale (its gradient cannot), and a nonlinearity."""
 
     def __init__(self, index: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 class Words(nn.Module):
-    """A vector per word: an embedding, or the head that shares its weight."""
+    """A token table: an embedding, or the head that shares its weight."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Words(nn.Module):
         return functional.embedding(words, self.weight)
 
     def score(self, hidden: Tensor) -> Tensor:
-        """The head: per word, how well it fits."""
+        """The head: a score for each word."""
         return functional.linear(hidden, self.weight)
 
 
@@ -73,29 +73,29 @@ class LayersStage(nn.Module):
 
 @dataclass(frozen=True)
 class TinyModel(ABC):
-    """A model of so many layers, and batches for it."""
+    """A model with a number of layers, and batches for it."""
 
     layers: int = 4
     dtype: torch.dtype = torch.float64
 
     @abstractmethod
     def stage(self, start: int, end: int) -> nn.Module:
-        """Layers `start` to `end`, and what belongs before the first and after the last layer."""
+        """Makes the stage with layers `start` to `end`, and parts of the model before the first and after the last."""
 
     @abstractmethod
     def batch(self, samples: int, *, length: int = 3, seed: int = 0) -> tuple[Any, Any]:
-        """`(inputs, labels)` of so many samples, each a sequence of `length`."""
+        """Makes a batch `(inputs, labels)`; each sample is a sequence of `length`."""
 
     def criterion(self, output: Any, labels: Any) -> Tensor:
         return functional.mse_loss(output, labels)
 
     def cut(self, stages: int) -> list[tuple[int, int]]:
-        """Per stage, its layers, as even as can be."""
+        """Returns the range of layers `(start, end)` of each stage, cut as evenly as possible."""
         ends = [self.layers * (stage + 1) // stages for stage in range(stages)]
         return list(zip([0, *ends], ends, strict=False))
 
     def chunks(self, schedule: Schedule, rank: int) -> nn.ModuleList:
-        """The stages that `rank` holds, in chunk order."""
+        """Makes the stages of `rank`, in chunk order."""
         cut = self.cut(schedule.placement.num_stages)
         return nn.ModuleList(self.stage(*cut[stage]) for stage in schedule.placement.stages_of(rank))
 
@@ -103,7 +103,7 @@ class TinyModel(ABC):
         """Ties the weights that `chunks` share with other stages."""
 
     def plain_step(self, batch: tuple[Any, Any], module: nn.Module | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch and the gradient of every parameter, without a pipeline; what one must equal.
+        """Computes the loss of a batch and every parameter's gradient without a pipeline, as a reference.
 
         Adds to the gradients of `module`, by default a new model.
         """
@@ -116,7 +116,7 @@ class TinyModel(ABC):
 
 
 class PlainModel(TinyModel):
-    """A tensor goes in, and one of the same shape passes everywhere: `tensor_shape` can be given."""
+    """A model whose input and all activations are one tensor of the same shape, so `tensor_shape` can be set."""
 
     def stage(self, start: int, end: int) -> nn.Module:
         return PlainStage(self, start, end)
@@ -128,7 +128,7 @@ class PlainModel(TinyModel):
 
 
 class PlainStage(LayersStage):
-    """Layers alone: [batch, length, width] in and out."""
+    """Only layers: [batch, length, width] in and out."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.run(hidden)
@@ -171,7 +171,7 @@ class TiedStage(LayersStage):
 
 
 class KeywordModel(TinyModel):
-    """Takes a dict: the first stage names its values, every stage its mask, and the last one its offset."""
+    """A model whose input is a dict: the first stage takes the values, every stage the mask, the last the offset."""
 
     def stage(self, start: int, end: int) -> nn.Module:
         ends = {(True, True): KeywordWhole, (True, False): KeywordFirst, (False, True): KeywordLast}
@@ -206,15 +206,15 @@ class KeywordLast(LayersStage):
 
 
 class KeywordWhole(LayersStage):
-    """The plain model; it takes whatever the batch has, by name."""
+    """The plain model; it takes all entries of the batch by name."""
 
     def forward(self, values: Tensor, **others: Tensor) -> Tensor:
         return self.run(values, others["attention_mask"]) + others["offset"]
 
 
 class TreeModel(TinyModel):
-    """Its stages exchange trees: a hidden state, the first one (a skip connection over all stages), a tensor that
-    wants no gradient, and integers.
+    """A model whose stages exchange trees: a hidden state, the first hidden state (a skip connection over all stages),
+    a tensor without gradient, and integers.
     """
 
     def stage(self, start: int, end: int) -> nn.Module:

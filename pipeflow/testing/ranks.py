@@ -1,5 +1,5 @@
-"""Ranks for a test: the same function on every rank, each with its context. With a deadline: what hangs is ended,
-and every rank's stack is shown.
+"""Ranks for tests: run a function on every rank, each with its context. After a deadline ranks that hang are ended, and
+every rank's stack is shown.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pipeflow.parallel.launch import launch
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.transport.local import Hub, LocalTransport
 
-PRELOADED = ["pipeflow.testing", "pipeflow.runtime.pipeline", "torch._dynamo"]  # the last, for optimizers
+PRELOADED = ["pipeflow.testing", "pipeflow.runtime.pipeline", "torch._dynamo"]  # torch._dynamo: for optimizers
 _GRACE = 5.0  # seconds for a process to end
 
 
 class RankError(Exception):
-    """Some ranks failed, or hung. The message holds each one's traceback or stack."""
+    """Some ranks failed or hung. The message contains the traceback or stack of each."""
 
 
 def run_threads(
@@ -47,11 +47,20 @@ def run_threads(
     tensor: int = 1,
     data: int = 1,
 ) -> list[Any]:
-    """Calls `function(*arguments)` on every rank, each a thread of this process over a LocalTransport; returns what
-    each returned. On a GPU each rank computes on a stream of its own. `ranks` counts the whole world: `data`
-    replicas of pipelines whose every rank is `tensor` threads.
+    """Calls `function(*arguments)` on every rank, with ranks as threads of this process over a LocalTransport. Returns
+    the list of results by rank.
 
-    Raises RankError after `deadline` seconds, or when a rank raised.
+    Args:
+        function: called on every rank; `current_context()` is that rank's context.
+        ranks: size of the whole world.
+        arguments: passed to the function.
+        deadline: seconds after which ranks that still run count as hanging.
+        timeout: the transport's timeout in seconds, as in `launch`.
+        device: "cpu", or a GPU; on a GPU each rank computes on its own stream.
+        tensor: number of tensor ranks.
+        data: number of replicas; the pipeline has ranks / (tensor * data) ranks.
+
+    Raises RankError if a rank raised an error, or did not finish within the deadline.
     """
     hub, place, layout = Hub(ranks), torch.device(device), Layout.of(ranks, ranks // (tensor * data), tensor)
     results: list[Any] = [None] * ranks
@@ -95,16 +104,22 @@ def run_processes(
     tensor: int = 1,
     data: int = 1,
 ) -> list[Any]:
-    """Calls `function(*arguments)` on every rank, each a process that has called `launch`; returns what each
-    returned, None for those of `may_die` that were killed. Function, arguments and results must pickle. `ranks`,
-    `tensor` and `data` are as for `run_threads`.
+    """Calls `function(*arguments)` on every rank, with ranks as processes that have called `launch`. Returns the list
+    of results by rank.
 
-    Raises RankError after `deadline` seconds, having ended all of them, or when a rank raised or died.
+    Args:
+        function, ranks, arguments, tensor, data: as in `run_threads`; function, arguments and results must be
+            picklable.
+        deadline: seconds after which ranks that still run are ended.
+        timeout: as in `launch`, in seconds.
+        may_die: ranks that may be killed by the test; their result is then None.
+
+    Raises RankError if a rank raised an error or died, or did not finish within the deadline.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port, layout = free_port(), Layout.of(ranks, ranks // (tensor * data), tensor)
-    together = context.Barrier(ranks)  # processes start one after the other; `timeout` is for what comes then
+    together = context.Barrier(ranks)  # all processes start before `timeout` begins to count
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
         processes: list[BaseProcess] = []
@@ -145,7 +160,7 @@ def _run_rank(
     except BaseException:
         connection.send((False, traceback.format_exc()))
     finally:
-        atexit._run_exitfuncs()  # which the exit of a multiprocessing child leaves out
+        atexit._run_exitfuncs()  # a multiprocessing child does not run them at exit
 
 
 def _collect(
@@ -173,7 +188,7 @@ def _collect(
 
 
 def _require_ended(processes: list[BaseProcess], folder: Path) -> None:
-    """Every process ends by itself once its function has returned."""
+    """Raises RankError unless every process ends by itself after its function has returned."""
     errors: dict[int, str] = {}
     for rank, process in enumerate(processes):
         process.join(_GRACE)
@@ -196,7 +211,7 @@ def _raise_errors(errors: dict[int, str], deadline: float) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Returns a TCP port that is free on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,5 +1,5 @@
-"""This rank's stages of a model that is given as a list of layers. What must not live here: how layers are measured,
-and how stages run.
+"""build_stages: makes this rank's stages of a model given as a list of layers. Must not contain: how layers are
+measured, or how stages run.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ Partition = Cut | Literal["parameters"] | LayerCosts
 def build_stages(
     layers: Layers, placement: Placement | None = None, *, partition: Partition = "uniform", seed: int | None = None
 ) -> nn.ModuleList:
-    """This rank's stages of the model whose layers these are, each an nn.Sequential, in the order of its chunks: for
-    `Pipeline`. A layer keeps its name of the whole model in its stage, so parameters and checkpoints have the same
-    names under any layout, those of the plain nn.Sequential.
+    """Makes this rank's stages of a model given as a list of layers. Returns one nn.Sequential per chunk, in order, to
+    be passed to `Pipeline`. Layers keep the names that they have in the whole nn.Sequential, so parameters and
+    checkpoints have the same names under any layout.
 
     Args:
         layers: an nn.Sequential, or a list of modules and of callables that make them, such as
-            `functools.partial(Block, width)`. A rank calls those of its own stages alone. Each layer takes one
-            argument, what the layer before it returned.
-        placement: of the schedule; unless given, each rank has one stage. Without a launch there is one rank.
-        partition: "uniform" gives each stage equally many layers; "parameters" makes the stage with the most parameters
-            as small as it can be; `measure_layers(...)` does so for the slowest one, and a list of weights, one a
-            layer, for the heaviest one; pairs `(start, end)`, one a stage, are the stages. The same on all ranks.
-        seed: callables draw their layer's first weights from it and the layer's name, so that they are the same under
-            any layout. Unless given, they draw from torch's default generator as it is.
+            `functools.partial(Block, width)`. A rank calls only the callables of its own stages. Each layer takes one
+            argument, the output of the layer before it.
+        placement: the schedule's placement; by default one stage per rank. Without a launch there is one rank.
+        partition: where to cut; the same on all ranks. "uniform" gives each stage the same number of layers (as nearly
+            as possible). "parameters" balances the number of parameters, the result of `measure_layers(...)` the
+            time, and a list of weights, one per layer, the weight: each makes the largest stage as small as possible.
+            A list of pairs `(start, end)`, one per stage, sets the stages.
+        seed: callables draw initial weights from this seed and the layer's name, so weights are the same under any
+            layout. By default they draw from torch's default generator.
 
-    A parameter that layers of several stages have, as one object, is tied over the ranks of these stages, as
-    PipelineSharedModuleWrapper does. The log "pipeflow" is told the number of parameters per stage.
+    If layers of several stages share a parameter object, it is tied over the ranks of these stages, as
+    PipelineSharedModuleWrapper does. The logger "pipeflow" logs the number of parameters of each stage.
 
-    Raises UsageError for what is no list of layers, for a placement that does not fit the ranks, for fewer layers than
-    stages, and for a partition that does not fit the layers.
+    Raises UsageError if `layers` is not a list of layers, if the placement does not fit the ranks, if there are fewer
+    layers than stages, or if the partition does not fit the layers.
     """
     context, named = context_if_launched(), named_layers(layers)
     size, rank = (1, 0) if context is None else (context.pipeline_size, context.pipeline_rank)
     placement = Placement.linear(size) if placement is None else placement
     if placement.num_ranks != size:
-        raise UsageError(f"the placement is for {placement.num_ranks} ranks, the pipeline has {size}")
+        raise UsageError(f"the placement is for {placement.num_ranks} ranks, but the pipeline has {size}")
     parts = cut_layers(layers, placement.num_stages, partition)
     names, chunks = list(named), nn.ModuleList()
     for stage in placement.stages_of(rank):
@@ -72,7 +73,14 @@ def build_stages(
 
 
 def cut_layers(layers: Layers, num_stages: int, partition: Partition = "uniform") -> list[Part]:
-    """The part `(start, end)` of each stage, as `build_stages` cuts it. Raises UsageError as it does."""
+    """Returns the range of layers `(start, end)` of each stage, as `build_stages` cuts them.
+
+    Args:
+        layers, partition: as in `build_stages`.
+        num_stages: number of stages of the whole model.
+
+    Raises UsageError as `build_stages` does.
+    """
     named = named_layers(layers)
     if isinstance(partition, LayerCosts):
         partition = partition.weights
@@ -80,8 +88,8 @@ def cut_layers(layers: Layers, num_stages: int, partition: Partition = "uniform"
         partition = [sum(_sizes(_described(name, layer)).values()) for name, layer in named.items()]
     elif isinstance(partition, str) and partition != "uniform":
         raise UsageError(
-            'partition is "uniform", "parameters", what measure_layers returns, a list of weights, one a layer, or a '
-            f"list of pairs (start, end), one a stage; got {partition!r}"
+            'partition must be "uniform", "parameters", the result of measure_layers, a list of weights (one per '
+            f"layer), or a list of pairs (start, end), one per stage; got {partition!r}"
         )
     return stage_parts(len(named), num_stages, partition)
 
@@ -92,16 +100,16 @@ def _made(name: str, layer: Layer, seed: int | None) -> nn.Module:
 
 
 def _described(name: str, layer: Layer) -> nn.Module:
-    """A layer whose parameters have shapes, but no memory where it had to be made."""
+    """The layer as a module; if it has to be made, its parameters are on the meta device."""
     with torch.device("meta"):
         made = make_layer(name, layer)
     if any(map(is_lazy, made.parameters())):
-        raise UsageError(f"layer {name} has parameters without a shape yet: run it once, or cut by a list of weights")
+        raise UsageError(f"layer {name} has lazy parameters without a shape: run it once, or cut by a list of weights")
     return made
 
 
 def _sizes(module: nn.Module) -> Mapping[int, int]:
-    """How many numbers each parameter has, over all tensor ranks, by its id."""
+    """Number of elements of each whole parameter (over all tensor ranks), by the parameter's id."""
     splits = splits_of(module)
     return {
         id(parameter): 0 if is_lazy(parameter) else prod(whole_shape(parameter, splits.get(id(parameter))))
@@ -110,7 +118,7 @@ def _sizes(module: nn.Module) -> Mapping[int, int]:
 
 
 def _tie(layers: Sequence[Layer], parts: Sequence[Part], placement: Placement, rank: int) -> None:
-    """Ties what layers share that lie in different stages, where these are on several ranks."""
+    """Ties parameters that stages on several ranks share."""
     for parameter, stages in _shared(layers, parts):
         ranks = sorted({holder for stage in stages for holder in placement.ranks_of(stage)})
         if rank in ranks and len(ranks) > 1:
@@ -118,7 +126,7 @@ def _tie(layers: Sequence[Layer], parts: Sequence[Part], placement: Placement, r
 
 
 def _shared(layers: Sequence[Layer], parts: Sequence[Part]) -> Iterator[tuple[nn.Parameter, set[int]]]:
-    """The parameters that several stages have, and which: in the same order on every rank."""
+    """The parameters that several stages share, each with these stages, in the same order on every rank."""
     found: dict[nn.Parameter, set[int]] = defaultdict(set)
     for stage, (start, end) in enumerate(parts):
         for layer in layers[start:end]:

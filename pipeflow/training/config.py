@@ -1,5 +1,5 @@
-"""Config: what a job is configured with, read from a dict or a Python file and checked, as a value. What must not live
-here: anything that acts on it.
+"""Config: a job's configuration as a value, read from a dict or a Python file and checked. Must not contain: anything
+that acts on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeflow.optim.precision import HalfPrecision
 
 
 class Section(Mapping[str, Any]):
-    """A dict that is read by attributes too, its dicts like itself."""
+    """A mapping whose entries are also attributes; nested dicts become Sections too."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self._entries = {key: Section(entry) if isinstance(entry, dict) else entry for key, entry in entries.items()}
@@ -45,25 +45,25 @@ class Section(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What pipeflow reads of a configuration. Everything that was given, the user's own keys too, is an attribute under
-    its own name: `config.BATCH_SIZE`, `config.model.num_chunks`.
+    """A configuration that was read by `read_config`. Every key that was given, including the user's own, is also an
+    attribute: `config.BATCH_SIZE`, `config.model.num_chunks`. Attributes without a default are None if not given.
 
     Attributes:
-        pipeline, tensor: the layout, from `parallel`; the data ranks are what is left of the world.
-        num_microbatches: NUM_MICRO_BATCHES, None when not given.
-        num_chunks: NUM_CHUNKS or model.num_chunks, None when not given.
-        tensor_shape: TENSOR_SHAPE, that of one microbatch between stages, its first entry perhaps None as a
-            Pipeline takes it; None when not given.
-        precision: from `fp16` or `bf16`, None for what the parameters are.
-        clip_grad_norm: 0 when gradients are not to be clipped.
-        gradient_accumulation: batches per step of the optimizer.
-        batch_size: BATCH_SIZE, of one data rank, None when not given.
-        num_epochs: NUM_EPOCHS, None when not given.
-        seed: None when not given.
-        log_path: LOG_PATH, a folder, None when not given.
-        mixup_alpha: from `dali`, of Mixup; 0 for images as they are.
-        gpu_augmentation: from `dali`, whether images were to be augmented on the GPU, which nothing does here.
-        given: all of it.
+        pipeline, tensor: pipeline and tensor size, from `parallel`, 1 by default; further ranks are data ranks.
+        num_microbatches: number of microbatches per batch, from NUM_MICRO_BATCHES.
+        num_chunks: number of stages per rank, from NUM_CHUNKS or model.num_chunks.
+        tensor_shape: shape of one microbatch between stages, from TENSOR_SHAPE; as in Pipeline, its first entry may be
+            None.
+        precision: precision and loss scaling, from `fp16` or `bf16`; None leaves the parameters as they are.
+        clip_grad_norm: maximum norm of the gradient; 0, the default, disables clipping.
+        gradient_accumulation: number of batches per optimizer step, 1 by default.
+        batch_size: number of samples per batch and data rank, from BATCH_SIZE.
+        num_epochs: number of epochs, from NUM_EPOCHS.
+        seed: seed of random numbers.
+        log_path: folder for log files, from LOG_PATH.
+        mixup_alpha: Mixup's alpha, from `dali`; 0, the default, disables Mixup.
+        gpu_augmentation: whether `dali` asks for augmentation on the GPU; pipeflow only stores it.
+        given: the whole configuration as given.
     """
 
     pipeline: int = 1
@@ -83,16 +83,20 @@ class Config:
     given: Section = field(default_factory=lambda: Section({}))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "given":  # a copy that is being made has none yet
+        if name == "given":  # copy and pickle ask before it is set
             raise AttributeError(name)
         return getattr(self.given, name)
 
 
 def read_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
-    """The configuration in a dict, or in a Python file's names.
+    """Reads and checks a configuration.
 
-    Raises UsageError for a file that is not there, for values that cannot work, for unknown keys in the sections
-    `parallel`, `fp16` and `bf16`, and for a key that is much like a known one. Other unknown keys are the user's.
+    Args:
+        source: a dict, the path of a Python file whose variables are the keys, or a Config, which is returned as it is.
+
+    Raises UsageError for a missing file, for invalid values, for unknown keys in the sections `parallel`, `fp16`,
+    `bf16` and `dali`, and for an unknown key that is spelled much like a known one. Other unknown keys are kept for
+    the user.
     """
     if isinstance(source, Config):
         return source
@@ -102,9 +106,9 @@ def read_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
 
 
 def _names_in(file: Path) -> dict[str, Any]:
-    """What a configuration file defines: no private names, modules or classes."""
+    """The public variables of a configuration file, without modules and classes."""
     if file.suffix != ".py" or not file.is_file():
-        raise UsageError(f"a configuration is a dict or a Python file, and {str(file)!r} is no file that ends in .py")
+        raise UsageError(f"a configuration is a dict or a Python file; {str(file)!r} is not an existing .py file")
     names = runpy.run_path(str(file))
     return {
         name: value
@@ -114,7 +118,7 @@ def _names_in(file: Path) -> dict[str, Any]:
 
 
 def _read(given: Section) -> dict[str, Any]:
-    """The attributes that the keys of `given` become."""
+    """The attributes of Config that are read from `given`."""
     found: dict[str, tuple[str, Any]] = {}
     for key, (attribute, read) in KEYS.items():
         value = _value_of(given, key)
@@ -123,12 +127,12 @@ def _read(given: Section) -> dict[str, Any]:
             continue
         other, its = found.setdefault(attribute, (key, became))
         if its != became:
-            raise UsageError(f"the configuration has both {other} and {key}, which differ: give one of them")
+            raise UsageError(f"the configuration has both {other} and {key}, with different values: give one of them")
     return {attribute: became for attribute, (_, became) in found.items()}
 
 
 def _value_of(given: Mapping[str, Any], key: str) -> Any:
-    """What is given under a key, None where nothing is; its dot goes into a section."""
+    """The value under a key, None if it is not given; a dot in the key leads into a section."""
     name, _, inside = key.partition(".")
     value = given.get(name)
     if not inside:
@@ -137,10 +141,10 @@ def _value_of(given: Mapping[str, Any], key: str) -> Any:
 
 
 def _refuse_unread(given: Section) -> None:
-    """Raises UsageError for a key that was meant to be read, and would not be."""
+    """Raises UsageError for keys that the user expects to have an effect, but that would have none."""
     for key in given:
         if key in UNREAD:
-            raise UsageError(f"the configuration's {key!r} is not read: {UNREAD[key]}")
+            raise UsageError(f"the configuration's {key!r} has no effect: {UNREAD[key]}")
         _refuse_slip(key, [known.partition(".")[0] for known in KEYS])
     for section in ("parallel", "dali"):
         if given.get(section) is not None:
@@ -160,19 +164,19 @@ def _refuse_slip(key: str, known: Collection[str]) -> None:
     near = get_close_matches(key.lower(), names, n=1, cutoff=0.85)
     if near and key not in known and key not in USERS:
         raise UsageError(
-            f"the configuration's {key!r} is not read: did you mean {names[near[0]]!r}? "
-            "A key of your own needs a name that is less like it"
+            f"the configuration's {key!r} is not a known key: did you mean {names[near[0]]!r}? "
+            "If it is a key of your own, give it a less similar name"
         )
 
 
 def _require_section(key: str, section: Any, known: Collection[str]) -> None:
     """Raises UsageError unless `section` is a dict of known keys."""
     if not isinstance(section, Mapping):
-        raise UsageError(f"{key} must be a dict of {', '.join(known)}, got {section!r}")
+        raise UsageError(f"{key} must be a dict with the keys {', '.join(known)}, got {section!r}")
     for name in section:
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.0)
-            raise UsageError(f"{key} has no key {name!r}: did you mean {near[0]!r}? It has {', '.join(known)}")
+            raise UsageError(f"{key} has no key {name!r}: did you mean {near[0]!r}? Its keys are {', '.join(known)}")
 
 
 def _checked(kind: str, fits: Callable[[Any], bool], convert: Callable[[Any], Any], key: str, value: Any) -> Any:
@@ -201,9 +205,9 @@ def _is_norm(value: Any) -> bool:
 
 _number = partial(_checked, "a positive whole number", _is_positive, int)
 _seed = partial(_checked, "a whole number", _is_whole, int)
-_shape = partial(_checked, "a tuple of positive whole numbers, the first perhaps None", _is_shape, tuple)
-_norm = partial(_checked, "a number, 0 for no clipping", _is_norm, float)
-_alpha = partial(_checked, "a number, 0 for images as they are", _is_norm, float)
+_shape = partial(_checked, "a tuple of positive whole numbers, whose first may be None", _is_shape, tuple)
+_norm = partial(_checked, "a number of at least 0 (0 disables clipping)", _is_norm, float)
+_alpha = partial(_checked, "a number of at least 0 (0 disables Mixup)", _is_norm, float)
 _flag = partial(_checked, "True or False", lambda value: isinstance(value, bool), bool)
 _folder = partial(_checked, "a folder", lambda value: isinstance(value, str | Path), lambda value: value)
 
@@ -220,7 +224,7 @@ def _tensor(key: str, value: Any) -> int | None:
         _require_section(key, value, ("mode", "size"))
         mode, size = value.get("mode"), value.get("size")
         if mode != "1d" and (mode is not None or (size or 1) > 1):
-            raise UsageError(f"tensor mode {mode!r} does not exist here: write tensor=dict(mode='1d', size={size})")
+            raise UsageError(f"tensor mode {mode!r} is not supported: write tensor=dict(mode='1d', size={size})")
         key, value = f"{key}.size", size
     return None if value is None else _number(key, value)
 
@@ -241,12 +245,12 @@ def _precision(dtype: torch.dtype, scaling: Collection[str], key: str, section: 
     if not section:
         return None
     options = {name: section[name] for name in section if name != "mode"}
-    return HalfPrecision(section.get("mode"), dtype, options)  # which refuses a mode that is none
+    return HalfPrecision(section.get("mode"), dtype, options)  # it checks the mode
 
 
 class Key(NamedTuple):
-    """What a key of a configuration becomes: an attribute of Config, by a function of the key and its value that raises
-    UsageError for a value that cannot work, and gives None for one that says nothing.
+    """How a key of a configuration is read: the attribute of Config that it sets, and a function `read(key, value)`
+    that returns the attribute's value, or None for no value, and raises UsageError for an invalid one.
     """
 
     attribute: str
@@ -271,15 +275,15 @@ KEYS: Mapping[str, Key] = {
     "dali.mixup_alpha": Key("mixup_alpha", _alpha),
     "dali.gpu_aug": Key("gpu_augmentation", _flag),
 }
-"""Every key that is honoured; the dot stands for a dict in the configuration."""
+"""The known keys; a dot stands for a nested dict."""
 
 USERS = frozenset({"PATCH_SIZE"})
-"""Keys of the user's own that are allowed although they are much like a known one: here BATCH_SIZE."""
+"""The user's own keys that are allowed although they are spelled much like a known one (here BATCH_SIZE)."""
 
 UNREAD: Mapping[str, str] = {
     "zero": "wrap the optimizer, as in pipeflow.optim.Zero(model, optimizer)",
-    "gradient_handler": "every step reduces its gradients; leave it out",
+    "gradient_handler": "remove it; every step reduces its gradients",
     "cudnn_benchmark": "set torch.backends.cudnn.benchmark",
     "cudnn_deterministic": "set torch.backends.cudnn.deterministic",
 }
-"""Keys of ColossalAI's that would change what a program does and are not honoured, and what to do instead."""
+"""ColossalAI's keys that change what a program does and are not supported, each with what to do instead."""

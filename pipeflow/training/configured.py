@@ -1,4 +1,4 @@
-"""make_engine: an Engine as a configuration says. What must not live here: what a configuration may say."""
+"""make_engine: makes an Engine from a configuration. Must not contain: which keys a configuration has."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def make_engine(
     config: Source | None = None,
     **options: Any,
 ) -> Engine:
-    """An Engine for this rank's part of a model: its Pipeline, and the precision, clipping and accumulation that the
-    configuration asks for. All ranks call it together.
+    """Makes an Engine for this rank's part of a model: its Pipeline, with the precision, clipping and accumulation of
+    the configuration. All ranks call it together.
 
-    Where the parameters are in 16 bits, the model is converted here; what floating-point numbers its stages are given
-    is converted likewise, and the criterion sees float32. Under autocast it depends on the model in which type a stage
-    passes on its output, so TENSOR_SHAPE is not used there: headers tell shape and type.
+    If the configuration asks for 16-bit parameters, the model and the floating-point inputs of its stages are
+    converted, and the criterion receives float32. Under autocast TENSOR_SHAPE is ignored, because the dtype of a
+    stage's output depends on the model; shapes and dtypes are then sent in headers.
 
     Args:
         chunks: this rank's module, or an nn.ModuleList of its chunks.
-        optimizer: made from their parameters.
-        criterion: as a Pipeline takes it.
-        scheduler: of the learning rate, takes a step after each of the optimizer's.
-        schedule: by default 1f1b, or for an nn.ModuleList interleaved-1f1b, with NUM_MICRO_BATCHES.
-        config: by default what was launched with.
-        options: further arguments of the Pipeline.
+        optimizer: an optimizer of their parameters.
+        criterion: the loss function, as in Pipeline.
+        scheduler: learning-rate scheduler, as in Engine.
+        schedule: the schedule; by default 1f1b for one chunk, interleaved-1f1b for several, with NUM_MICRO_BATCHES.
+        config: the configuration; by default the one passed to `launch_from_config`.
+        options: further keyword arguments for Pipeline.
 
-    Raises UsageError where the configuration lacks NUM_MICRO_BATCHES for a pipeline of several ranks, where NUM_CHUNKS
-    is not how many chunks there are, and as Pipeline, Engine and HalfPrecision do.
+    Raises UsageError if the configuration lacks NUM_MICRO_BATCHES for a pipeline of several ranks, if NUM_CHUNKS is not
+    the number of chunks, and as Pipeline, Engine and HalfPrecision do.
     """
     read = current_config() if config is None else read_config(config)
     read = Config() if read is None else read
@@ -78,22 +78,22 @@ def make_engine(
 
 
 def _schedule(config: Config, chunks: nn.Module) -> Schedule:
-    """What runs the chunks unless the caller says otherwise."""
+    """The default schedule for the chunks."""
     ranks, microbatches = current_context().pipeline_size, config.num_microbatches
     if microbatches is None and ranks > 1:
         raise UsageError(
-            f"the configuration lacks NUM_MICRO_BATCHES, into which a pipeline of {ranks} ranks cuts a batch"
+            f"the configuration lacks NUM_MICRO_BATCHES: set the number of microbatches for a pipeline of {ranks} ranks"
         )
     count = len(chunks) if isinstance(chunks, nn.ModuleList) else 1
     if config.num_chunks not in (None, count):
-        raise UsageError(f"NUM_CHUNKS is {config.num_chunks}, and the model has {count}: build as many chunks a rank")
+        raise UsageError(f"NUM_CHUNKS is {config.num_chunks}, but the model has {count} per rank: make the two equal")
     if count == 1:
         return make_schedule("1f1b", ranks=ranks, microbatches=microbatches or 1)
     return make_schedule("interleaved-1f1b", ranks=ranks, microbatches=microbatches or 1, chunks=count)
 
 
 def _dtype_of(chunks: nn.Module) -> torch.dtype:
-    """That of the first parameter with floating-point numbers."""
+    """The dtype of the first floating-point parameter; float32 if there is none."""
     dtypes = (parameter.dtype for parameter in chunks.parameters() if parameter.is_floating_point())
     return next(dtypes, torch.float32)
 
@@ -101,7 +101,7 @@ def _dtype_of(chunks: nn.Module) -> torch.dtype:
 def _convert(
     chunks: nn.Module, dtype: torch.dtype, criterion: Callable[..., Tensor] | None
 ) -> Callable[..., Tensor] | None:
-    """Converts the chunks and what they are given; returns the criterion for what they make."""
+    """Converts the chunks and, by hooks, their inputs; returns a criterion that takes their outputs."""
     chunks.to(dtype)
 
     def convert(_: nn.Module, positional: Any, keywords: Any) -> Any:
@@ -120,7 +120,7 @@ def _to(dtype: torch.dtype, tree: Any) -> Any:
 
 
 class InFloat(nn.Module):
-    """A criterion that sees the outputs of a model in 16 bits in float32."""
+    """A criterion that converts a model's 16-bit outputs to float32 first."""
 
     def __init__(self, criterion: Callable[..., Tensor]) -> None:
         super().__init__()

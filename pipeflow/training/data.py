@@ -1,5 +1,5 @@
-"""Loading data: every data rank its own part, the same on all ranks of a replica. What must not live here: how a batch
-is cut into microbatches.
+"""Data loading: each data rank gets its own part, the same on all ranks of a replica. Must not contain: how a batch is
+split into microbatches.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ def get_dataloader(
     add_sampler: bool = True,
     **kwargs: Any,
 ) -> DataParallelLoader:
-    """A loader of this data rank's part of `dataset`, the same on all tensor and pipeline ranks, with as many batches
-    on every data rank.
+    """Makes a loader of this data rank's part of `dataset`. All tensor and pipeline ranks of a replica receive the same
+    batches, and all data ranks the same number of batches.
 
-    Order and random numbers follow from `seed`, the epoch and the data rank, never from torch's default generator,
-    which is in another state on every stage; and they leave that one as it was.
+    Order and random numbers depend only on `seed`, the epoch and the data rank. torch's default generator, whose state
+    differs between stages, is neither used nor changed.
 
     Args:
-        dataset: must have a length.
-        batch_size: samples that this data rank takes at once; by default the configuration's BATCH_SIZE, without one 1.
-        shuffle: in another order every epoch.
-        drop_last: leave out the last samples that fill no batch, or not one on every rank; otherwise, where the
-            dataset does not divide among the data ranks, some samples come twice.
-        add_sampler: whether each data rank has a part of its own; otherwise all have the whole.
-        pin_memory: only done where this process computes on a GPU.
-        num_workers, kwargs: as torch.utils.data.DataLoader takes them.
+        dataset: a dataset with a length.
+        batch_size: number of samples per batch on this data rank; by default BATCH_SIZE of the configuration, else 1.
+        shuffle: use another random order in each epoch.
+        seed: seed of the order and of random numbers that the dataset draws.
+        drop_last: leave out the last samples if they don't fill a batch on every data rank. If False and the dataset
+            does not divide evenly among the data ranks, some samples are used twice.
+        pin_memory: as in torch.utils.data.DataLoader, but ignored on CPUs.
+        num_workers, kwargs: as in torch.utils.data.DataLoader.
+        add_sampler: give each data rank its own part of the dataset; if False, each gets all of it.
 
-    Raises UsageError for a dataset without a length, or without a context.
+    Raises UsageError if the dataset has no length, or if this process was not launched.
     """
     context = current_context()
     if not isinstance(dataset, Sized):
-        raise UsageError(f"{type(dataset).__name__} has no length: give each data rank its part of it yourself")
+        raise UsageError(f"{type(dataset).__name__} has no length: make a DataLoader of this data rank's part yourself")
     if batch_size is None:
         config = current_config()
         batch_size = getattr(config, "batch_size", None) or 1
@@ -69,11 +70,11 @@ def get_dataloader(
 
 
 class _Part(DistributedSampler[Any]):
-    """torch's sampler, which can leave out the first samples of an epoch's order: what is left is dealt out anew, so
-    that any number of ranks can go on from there.
+    """torch's sampler, extended to skip the first samples of an epoch's order. The remaining samples are distributed
+    over the ranks again, so any number of ranks can resume there.
     """
 
-    start = 0  # samples of all ranks
+    start = 0  # number of skipped samples, over all ranks
 
     def __iter__(self) -> Iterator[Any]:
         order, ranks = self._order(), self.num_replicas
@@ -82,7 +83,7 @@ class _Part(DistributedSampler[Any]):
         return islice(padded, self.rank, None, ranks)
 
     def left(self, start: int) -> int:
-        """How many samples each rank has from there on."""
+        """Number of samples of each rank from `start` on."""
         left = max(0, self._length - start)
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
 
@@ -100,30 +101,34 @@ class _Part(DistributedSampler[Any]):
 
 
 class DataParallelLoader(DataLoader[Any]):
-    """A loader that knows where it is: `state_dict` after any batch tells how to go on with the next one, on as many
-    data ranks as one likes. Made by `get_dataloader`. After a pass to the last batch, the next one has the next epoch's
-    order.
+    """A DataLoader that can resume after any batch, also on another number of data ranks; `get_dataloader` makes it.
+    After a complete pass over the data the next pass uses the order of the next epoch.
+
+    Attributes:
+        epoch: index of the current epoch, from 0.
     """
 
     epoch = 0
-    _position = 0  # samples of this epoch that all data ranks together were handed
-    _start = 0  # the first of the next pass
+    _position = 0  # samples of this epoch used so far, over all data ranks
+    _start = 0  # first sample of the next pass
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next pass. The epoch that the loader is in already goes on where it was loaded."""
+        """Chooses the epoch, and so the order, of the next pass. If it is the current epoch of a loaded state, the pass
+        continues from that state's position.
+        """
         if epoch != self.epoch:
             self.epoch, self._start = epoch, 0
-        self._position = self._start  # a pass that was left does not count
+        self._position = self._start  # an interrupted pass does not count
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's is more narrow
         part = self._part
         assert self.generator is not None
-        if self._position > self._start:  # the last pass was left, perhaps after its last batch
+        if self._position > self._start:  # the last pass was interrupted, perhaps after its last batch
             self.epoch = self._normal(self.epoch, self._position)["epoch"]
         start, self._start = self._start, 0
         part.set_epoch(self.epoch)
         part.start = self._position = start
-        self.generator.manual_seed(_mixed(part.seed, self.epoch, part.rank))  # of the workers
+        self.generator.manual_seed(_mixed(part.seed, self.epoch, part.rank))  # for the workers
         batches = super().__iter__()
         while True:
             with self._own_random_numbers(part):
@@ -135,7 +140,7 @@ class DataParallelLoader(DataLoader[Any]):
         self.epoch, self._position = self.epoch + 1, 0
 
     def batches_left(self) -> int:
-        """How many the pass that is to come, or under way, still has."""
+        """Number of batches left in the current pass, or in the next one if none is running."""
         left = self._part.left(self._position)
         return left // self._size if self.drop_last else -(-left // self._size)
 
@@ -151,7 +156,7 @@ class DataParallelLoader(DataLoader[Any]):
 
     @contextmanager
     def _own_random_numbers(self, part: _Part) -> Iterator[None]:
-        """Where this process reads the samples itself, what a dataset draws is as determined as the order."""
+        """Seeds the random numbers that the dataset draws, if this process reads the samples itself."""
         if self.num_workers > 0:
             yield
             return
@@ -166,14 +171,14 @@ class DataParallelLoader(DataLoader[Any]):
             random.setstate(others)
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its samples all data ranks together were handed; after an epoch's last batch the
-        next epoch's beginning.
+        """Returns the position in the data: "epoch", and "sample", the number of its samples used so far by all data
+        ranks. After the last batch it is the start of the next epoch.
         """
         return self._normal(self.epoch, self._position)
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Goes on there with the next pass, reading nothing of what came before. The number of data ranks and the
-        batch's size may be others than when it was saved: no sample is lost, none is seen twice.
+        """Makes the next pass continue from a saved position, without reading earlier samples. The number of data ranks
+        and the batch size may differ from those at the save: no sample is lost or repeated.
         """
         state = self._normal(state_dict["epoch"], state_dict["sample"])
         self.epoch = state["epoch"]
@@ -189,7 +194,7 @@ _END = object()
 
 
 def endless(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The batches of one epoch after another. Raises UsageError for a loader without any."""
+    """Yields batches forever, one epoch after another. Raises UsageError if the loader has no batch."""
     if len(loader) == 0:
         raise UsageError("the loader has no batch: use a smaller batch_size, or drop_last=False")
     while True:
@@ -197,5 +202,5 @@ def endless(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _mixed(*numbers: int) -> int:
-    """A seed that differs where any of the numbers does."""
+    """A seed made from all of the numbers."""
     return random.Random(repr(numbers)).getrandbits(63)

@@ -1,4 +1,4 @@
-"""Displays of progress: bars on a terminal, lines elsewhere. What must not live here: what is measured."""
+"""Progress displays: bars on a terminal, lines elsewhere. Must not contain: how metrics are measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST, MOST = 1.0, 30.0  # seconds between two lines, at the tenths of an epoch 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How far training is: `epoch` is the one that runs, from 0 on."""
+    """The progress of training. `epoch` is the index of the current epoch, from 0; `step` counts its steps so far."""
 
     epoch: int
     epochs: int
@@ -28,29 +28,29 @@ class State:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the epoch and the step, of as many characters at any time."""
+        """Texts for the epoch and the step, such as "epoch 2/10"; their widths stay the same during training."""
         epoch = f"{min(self.epoch + 1, self.epochs):>{len(str(self.epochs))}}/{self.epochs}"
         return f"epoch {epoch}", f"step {self.step:>{len(str(self.steps))}}/{self.steps}"
 
 
 class Display(Protocol):
-    """Shows progress."""
+    """An object that shows progress."""
 
     def step(self, state: State, metrics: Mapping[str, float]) -> None:
-        """After a step."""
+        """Called after a step."""
 
     def evaluating(self, state: State, batch: int) -> None:
-        """After a batch of an evaluation."""
+        """Called after each batch of an evaluation."""
 
     def evaluated(self, state: State, metrics: Mapping[str, float]) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""
 
     def close(self) -> None:
-        """At the end, and after an error."""
+        """Called at the end, also after an error."""
 
 
 class Lines:
-    """Plain lines: about ten an epoch, where an epoch takes long."""
+    """Plain lines: about ten per epoch, fewer if epochs are short."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console = console
@@ -79,8 +79,8 @@ class Lines:
 
 
 class Bars:
-    """A bar of epochs, a bar of the epoch's steps, and the metrics below. No thread draws them: they are drawn after a
-    step, at most once in `interval` seconds.
+    """A bar for the epochs, a bar for the steps of the epoch, and the metrics below. They are redrawn after a step, at
+    most once per `interval` seconds; no thread is used.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float], interval: float = 0.5) -> None:
@@ -137,7 +137,7 @@ class Bars:
 
 @dataclass(slots=True)
 class Metrics:
-    """Metrics side by side, in as many lines as it takes; none of them is cut in two."""
+    """Metrics side by side, on as many lines as needed; no metric is broken across lines."""
 
     title: str = ""
     values: Mapping[str, float] | None = None

@@ -1,4 +1,4 @@
-"""Engine: a model, what steps it, and how one step of training is taken. What must not live here: loops over epochs."""
+"""Engine: takes one training step with a Pipeline and an optimizer. Must not contain: loops over epochs."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ LOG = logging.getLogger("pipeflow")
 
 
 class Scheduler(Protocol):
-    """A scheduler of the learning rate, such as torch's."""
+    """A learning-rate scheduler, such as torch's."""
 
     def step(self) -> None:
-        """Takes the next rate."""
+        """Sets the next learning rate."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers."""
+        """Returns the scheduler's state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from there."""
+        """Restores a saved state."""
 
 
 class NonFiniteLossError(PipeflowError, ArithmeticError):
-    """A batch whose loss is infinite or not a number; raised on every rank.
+    """The loss of a batch is infinite or NaN. Raised on every rank.
 
     Attributes:
-        step: how many steps were taken before.
-        microbatch: the first one with such a loss; None where each is finite and their sum is not.
+        step: number of steps taken before this one.
+        microbatch: index of the first microbatch with such a loss; None if only the sum of the losses is not finite.
     """
 
     def __init__(self, loss: float, step: int, microbatch: int | None) -> None:
@@ -58,13 +58,12 @@ class NonFiniteLossError(PipeflowError, ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step of the optimizer was like.
+    """The result of one optimizer step.
 
     Attributes:
-        batches: the Output of each batch that it accumulated.
-        is_taken: whether the optimizer changed the weights; it does not where a gradient overflowed, or the loss was
-            not finite.
-        grad_norm: before clipping, a float64 scalar; None where gradients are not clipped.
+        batches: the Output of each accumulated batch.
+        is_taken: True if the optimizer changed the weights; False if a gradient overflowed or the loss was not finite.
+        grad_norm: norm of the gradient before clipping, a float64 scalar; None without clipping.
     """
 
     batches: tuple[Output, ...]
@@ -73,45 +72,46 @@ class Step:
 
     @property
     def loss(self) -> Tensor:
-        """The mean of the batches' losses, a scalar, on every rank."""
+        """Mean loss of the batches, a scalar, the same on every rank."""
         return torch.stack([_told(output) for output in self.batches]).mean()
 
     @property
     def samples(self) -> int:
-        """Of all batches and replicas."""
+        """Number of samples in all batches, over all replicas."""
         return sum(output.samples for output in self.batches)
 
     @property
     def timeline(self) -> Timeline | None:
-        """That of the last batch, where it was traced."""
+        """Measured timeline of the last batch; None if it was not traced."""
         return self.batches[-1].timeline
 
 
 class Engine:
-    """Takes steps of training: runs batches through a Pipeline, accumulates and clips gradients, steps the optimizer
-    and the learning rate. All ranks make the same calls.
+    """Runs training steps: sends batches through a Pipeline, accumulates and clips gradients, steps the optimizer and
+    the learning rate. All ranks make the same calls.
 
-    `train_step` is one whole step. The same in pieces, once for each batch, whatever is accumulated:
+    `train_step` takes one whole step. The same step in pieces, called once for each batch::
 
         engine.zero_grad()
         engine.execute(batches)
-        engine.step()
+        engine.step()  # does nothing before the last batch
 
     Args:
         model: this rank's Pipeline.
-        optimizer: made from the model's parameters; also a Zero, a MasterWeights or a Lamb.
-        scheduler: of the learning rate; it takes a step after each of the optimizer's.
-        gradient_accumulation: batches per step of the optimizer. The gradient is that of their mean loss.
-        clip_grad_norm: the largest norm of the whole model's gradient; 0 for no clipping.
-        non_finite: what to do where a batch's loss is infinite or not a number: "stop" with a NonFiniteLossError, or
-            "skip" the step that it is a part of.
+        optimizer: an optimizer of the model's parameters: one of torch's, or a Zero, a MasterWeights or a Lamb.
+        scheduler: learning-rate scheduler; it steps after each step of the optimizer that changed the weights.
+        gradient_accumulation: number of batches per optimizer step. The gradient is that of their mean loss.
+        clip_grad_norm: maximum norm of the whole model's gradient; 0 disables clipping.
+        non_finite: what to do if a batch's loss is infinite or NaN: "stop" raises NonFiniteLossError, "skip" skips the
+            step that the batch belongs to.
 
     Attributes:
-        steps: how many were taken, the skipped ones too.
-        skipped: how many were skipped because of their loss.
+        steps: number of steps so far, including skipped ones.
+        skipped: number of steps skipped because of their loss.
+        grad_norm: norm of the gradient before clipping in the last step; None without clipping.
 
-    Raises UsageError for a model or an optimizer of another type, an optimizer of other parameters, and numbers that
-    cannot work.
+    Raises UsageError for a model or an optimizer of another type, for an optimizer of other parameters, and for
+    numbers out of range.
     """
 
     def __init__(
@@ -148,21 +148,22 @@ class Engine:
         self._is_spoiled = False  # by one of them
 
     def train(self, mode: bool = True) -> None:
-        """Puts the model into training mode, or with `mode=False` into that of evaluation."""
+        """Puts the model in training mode, or with `mode=False` in evaluation mode."""
         self.model.train(mode)
 
     def eval(self) -> None:
-        """Puts the model into the mode of evaluation."""
+        """Puts the model in evaluation mode."""
         self.train(False)
 
     def train_step(self, data_iter: Iterator[object], *, return_outputs: bool = False, trace: bool = False) -> Step:
-        """One step of everything: `gradient_accumulation` batches, clipping, the optimizer and the learning rate.
+        """Takes one whole step: runs `gradient_accumulation` batches, clips gradients, steps the optimizer and the
+        learning rate.
 
         Args:
-            data_iter, return_outputs: as `execute_pipeline` takes them.
-            trace: measure the last batch.
+            data_iter, return_outputs: as in `execute_pipeline`.
+            trace: measure the timeline of the last batch.
 
-        Raises NonFiniteLossError, and as `execute_pipeline`.
+        Raises NonFiniteLossError, and the errors of `execute_pipeline`.
         """
         self.zero_grad()
         last = self.gradient_accumulation - 1
@@ -182,8 +183,8 @@ class Engine:
         trace: bool = False,
         schedule: Schedule | None = None,
     ) -> Output:
-        """Runs one batch, as `execute_pipeline` does; every rank is told the loss. Gradients are averaged over the
-        replicas with the last batch of a step. Raises as `train_step`, and UsageError where `step` is due.
+        """Runs one batch with `execute_pipeline`; every rank receives the loss. The last batch of a step averages the
+        gradients over the replicas. Raises the errors of `train_step`, and UsageError if `step` must be called first.
         """
         if forward_only:
             return execute_pipeline(
@@ -209,22 +210,23 @@ class Engine:
         return output
 
     def backward(self, loss: Tensor) -> None:
-        """The gradients of the mean loss of one batch, where this rank has the whole model and called it itself.
-        Raises as `execute`.
+        """Adds the gradients of one batch's mean loss, computed by calling the stages of a one-rank pipeline by hand.
+        Raises UsageError if the pipeline has several ranks or `step` must be called first, and PipelineError as
+        `execute_pipeline` does.
         """
         backward(loss, self.model, reduce=self._is_last_batch(), gradient_scale=1 / self.gradient_accumulation)
         self._batches += 1
 
     def zero_grad(self) -> None:
-        """Clears the gradients before the first batch of a step; before the others it keeps them."""
+        """Clears the gradients before the first batch of a step; keeps them before the other batches."""
         if not self._batches:
             self.optimizer.zero_grad()
 
     def step(self) -> bool:
-        """After the last batch of a step: clips the gradients, steps the optimizer, then the learning rate. After the
-        others it does nothing. Returns whether the optimizer changed the weights.
+        """After the last batch of a step, clips the gradients, steps the optimizer, then the learning rate. After the
+        other batches it does nothing. Returns True if the optimizer changed the weights.
 
-        Raises UsageError where no batch was run since the last step, PipelineError as `execute_pipeline` does.
+        Raises UsageError if no batch was run since the last step, and PipelineError as `execute_pipeline` does.
         """
         if not self._batches:
             raise UsageError("there is nothing to step: run a batch first, with execute or backward")
@@ -245,7 +247,7 @@ class Engine:
         return is_taken
 
     def forget_batches(self) -> None:
-        """Begins the next step anew: batches that were run since the last one no longer count. `zero_grad` clears
+        """Starts the current step again: batches run since the last step no longer count. The next `zero_grad` clears
         their gradients.
         """
         self._batches, self._is_spoiled = 0, False

@@ -1,4 +1,4 @@
-"""Hook: what is done at certain moments of training. What must not live here: what any of them does."""
+"""Hook: the base class of hooks, which a Trainer calls at fixed points. Must not contain: particular hooks."""
 
 from __future__ import annotations
 
@@ -11,68 +11,68 @@ if TYPE_CHECKING:  # the trainer knows its hooks
 
 
 class Hook:
-    """Base of hooks: each method is called by a `Trainer` on every rank, in this order, and does nothing here::
+    """Base class of hooks. A `Trainer` calls these methods on every rank, in this order; here they do nothing::
 
         before_fit
             before_epoch
-                before_step, after_step                             for every step of the optimizer
-            after_training                                          of this epoch
-                before_evaluation, after_batch ..., after_evaluation    where a test loader is given
+                before_step, after_step                             for every optimizer step
+            after_training                                          after the last step of the epoch
+                before_evaluation, after_batch ..., after_evaluation    if fit has a test_loader
             after_epoch
         after_fit
         close                                                       also after an error
 
     Hooks may read and change the trainer: `trainer.engine`, `trainer.step_metrics`, `trainer.metrics`. Every rank needs
-    the same hooks, since some of what they do takes all ranks, such as saving a checkpoint.
+    the same hooks, because some of them, such as CheckpointHook, need all ranks to take part.
 
     Attributes:
-        priority: hooks are called from the lowest to the highest, equal ones in the order in which they were given.
-        needs_outputs: for which of "train" and "test" the last stage's outputs are to be kept.
+        priority: hooks are called in ascending order of priority; hooks of equal priority in the order given.
+        needs_outputs: when the hook needs the last stage's outputs: a set of "train" and "test".
     """
 
     priority = 50
     needs_outputs: frozenset[str] = frozenset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the hook: plain values, those of rank 0; nothing by default. Hooks of one class
-        are told apart by their order.
+        """Returns the plain values that a checkpoint stores for the hook, taken from rank 0; by default none. Several
+        hooks of one class are matched by their order.
         """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave, before the first epoch of a run that is continued."""
+        """Restores what `state_dict` returned, before the first epoch of a resumed run."""
 
     def before_fit(self, trainer: Trainer) -> None:
-        """Before the first epoch; may set where training starts."""
+        """Called before the first epoch; may set where training starts."""
 
     def before_epoch(self, trainer: Trainer) -> None:
-        """Before the first step of an epoch."""
+        """Called before the first step of an epoch."""
 
     def before_step(self, trainer: Trainer) -> None:
-        """Before a step; `trainer.trace_next_step()` has it measured."""
+        """Called before a step; `trainer.trace_next_step()` here measures its timeline."""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """After a step."""
+        """Called after a step."""
 
     def after_training(self, trainer: Trainer) -> None:
-        """After the last step of an epoch, before its evaluation."""
+        """Called after the last step of an epoch, before its evaluation."""
 
     def before_evaluation(self, trainer: Trainer) -> None:
-        """Before the first batch that is evaluated."""
+        """Called before the first batch of an evaluation."""
 
     def after_batch(self, trainer: Trainer, output: Output, labels: object) -> None:
-        """After a batch that is evaluated. `labels` are this replica's, on every rank; `output.outputs` are on the
-        last stage's ranks, None elsewhere.
+        """Called after each batch of an evaluation. Every rank receives `labels`, the labels of its replica's batch;
+        `output.outputs` is None on ranks without the last stage.
         """
 
     def after_evaluation(self, trainer: Trainer) -> None:
-        """After the last batch that is evaluated."""
+        """Called after the last batch of an evaluation."""
 
     def after_epoch(self, trainer: Trainer) -> None:
-        """After an epoch and its evaluation; `trainer.epoch` counts it already."""
+        """Called after an epoch and its evaluation; `trainer.epoch` already counts this epoch."""
 
     def after_fit(self, trainer: Trainer) -> None:
-        """After the last epoch."""
+        """Called after the last epoch."""
 
     def close(self, trainer: Trainer) -> None:
-        """At the very end, whether training went well or not."""
+        """Called last, also if training failed."""

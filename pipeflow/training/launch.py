@@ -1,4 +1,6 @@
-"""A launch as a configuration says: its layout, its seed, its log. What must not live here: how processes meet."""
+"""launch_from_config: a launch with the layout, seed and log of a configuration. Must not contain: how processes
+connect.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,20 @@ def launch_from_config(
     timeout: float = 60.0,
     device: torch.device | str | None = None,
 ) -> Context:
-    """Launches as torchrun's environment and `config` say; without that environment, a world of this process alone.
-    Then `current_config()` is what was read.
+    """Calls `launch` with the layout in `config`. Without torchrun's environment, the world is this process alone.
+    Afterwards `current_config()` returns the configuration.
 
-    Python's and torch's random numbers start from the configuration's seed, or `seed`, the same on all ranks of a
-    stage and another one on each stage; so do those of dropout over tensor ranks (`pipeflow.tensor.manual_seed`). With
-    LOG_PATH each rank keeps a log there.
+    Seeds Python's and torch's random numbers, differently on each pipeline rank and alike on ranks of other
+    replicas and tensor ranks, and the generators of tensor-parallel dropout (`pipeflow.tensor.manual_seed`). If the
+    configuration has LOG_PATH, each rank writes a log file there.
 
     Args:
-        config: a dict, or the path of a Python file; see `Config`.
-        seed: where the configuration has none.
-        verbose: whether rank 0 says how the ranks are laid out.
-        timeout, device: as of `launch`.
+        config: a dict, the path of a Python file, or a Config.
+        seed: the seed if the configuration has none.
+        verbose: if True, rank 0 logs the layout.
+        timeout, device: as in `launch`.
 
-    Raises UsageError for a configuration or a world that cannot work.
+    Raises UsageError for an invalid configuration or a layout that does not fit the world; also `launch`'s errors.
     """
     checked = read_config(config)
     context = launch(checked.pipeline, checked.tensor, timeout=timeout, device=device)
@@ -55,14 +57,12 @@ def launch_from_config(
 
 
 def keep_config(config: object) -> None:
-    """Makes `config` the current one; for launchers other than `launch_from_config`."""
+    """Makes `config` the current configuration. For launchers other than `launch_from_config`."""
     keep(_CONFIG, config)
 
 
 def current_config() -> Any:
-    """What this job was configured with; None when it was launched without a configuration. Raises UsageError when
-    there is no context.
-    """
+    """Returns this job's configuration; None if it was launched without one. Raises UsageError before the launch."""
     current_context()
     return kept(_CONFIG)
 

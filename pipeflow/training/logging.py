@@ -1,4 +1,4 @@
-"""Logging for many ranks: who says it, and who keeps it. What must not live here: what is said."""
+"""Logging on many ranks: which ranks log a message, and to which files. Must not contain: the messages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class DistributedLogger:
-    """A logger of which each rank is told who is to speak. Made by `get_dist_logger`."""
+    """A logger whose methods can be restricted to some ranks; `get_dist_logger` makes it."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self.logger = logger
 
     def debug(self, message: str, *, ranks: Collection[int] | None = None) -> None:
-        """Says it on those `ranks` of the world, by default on all."""
+        """Logs a message on those `ranks` of the world, by default on all."""
         self._say(logging.DEBUG, message, ranks)
 
     def info(self, message: str, *, ranks: Collection[int] | None = None) -> None:
@@ -40,12 +40,12 @@ class DistributedLogger:
             self.logger.log(level, "%s", message, stacklevel=3)
 
     def set_level(self, level: str) -> None:
-        """The least that is said, such as "INFO"."""
+        """Sets the lowest level that is logged, such as "INFO"."""
         self.logger.setLevel(level)
 
     def log_to_file(self, folder: str | Path) -> Path:
-        """Keeps what this rank says in `folder`/rank_<rank>.log, which it returns, after what is there already. Makes
-        the folder, whichever rank comes first. Called again for the same folder, it changes nothing.
+        """Appends this rank's messages to `folder`/rank_<rank>.log and returns that path. Creates the folder if it is
+        missing. A second call with the same folder changes nothing.
         """
         rank = _rank()
         file = Path(folder, f"rank_{rank}.log")
@@ -64,8 +64,8 @@ class DistributedLogger:
 
 
 def get_dist_logger(name: str = "pipeflow") -> DistributedLogger:
-    """The logger of that name, shown in the terminal from INFO on; the first call sets that up, unless the logger has
-    a handler already.
+    """Returns the logger `name`. The first call makes it print messages from INFO on to the terminal, unless it already
+    has a handler.
     """
     from rich.logging import RichHandler
 
@@ -76,13 +76,16 @@ def get_dist_logger(name: str = "pipeflow") -> DistributedLogger:
             handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
             logger.addHandler(handler)
             logger.setLevel(logging.INFO)
-            logger.propagate = False  # else a handler of the root would say it again
+            logger.propagate = False  # a handler of the root logger would repeat the message
     return DistributedLogger(logger)
 
 
 def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = ("pipeflow",)) -> None:
-    """Lets the loggers that exist by now say warnings only: those of `include`, by default all, without those of
-    `exclude` and what is below them.
+    """Sets existing loggers to log only warnings and errors.
+
+    Args:
+        include: names of the loggers; by default all that exist.
+        exclude: names of loggers to leave as they are, together with the loggers below them.
     """
     for name in list(logging.root.manager.loggerDict) if include is None else include:
         if not any(name == kept or name.startswith(f"{kept}.") for kept in exclude):

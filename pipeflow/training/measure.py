@@ -1,5 +1,5 @@
-"""How long each layer of a model takes, measured on the device that will run it, as plain numbers for plans. What must
-not live here: what follows from the numbers.
+"""measure_layers: measures the time of each layer of a model on the device that will run it. Must not contain: how the
+times are used.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ Clock = Callable[[], float]
 
 
 def measure_layers(layers: Layers, example: Any, *, runs: int = 5, clock: Clock = time.perf_counter) -> LayerCosts:
-    """The costs of each layer for one microbatch: in seconds, the medians of some runs after a first one that does not
-    count. All ranks call it together, and are told what the first one measured; without a launch this process
-    measures, on the device of the example.
+    """Measures the cost of each layer for one microbatch: medians of several runs, in seconds. All ranks call it
+    together and receive the measurements of the first; without a launch this process measures on the device of the
+    example.
 
-    Layers are measured one after the other, each as a copy on the rank's device, which is dropped before the next one
-    is made. So no more memory is needed than for the largest layer, and the layers, their gradients and the random
-    state stay as they are. The criterion is not measured. `torch.autocast` and the modes of the layers (`train`,
-    `eval`) count as they do in training.
+    Layers are measured one at a time, each as a copy on the rank's device that is then freed. So only the largest layer
+    has to fit into memory, and the layers, their gradients and the random state stay unchanged. `torch.autocast` and
+    the layers' modes (`train`, `eval`) apply as in training. The criterion is not measured.
 
     Args:
-        layers: as of `build_stages`.
+        layers: as in `build_stages`.
         example: one microbatch, the first layer's input.
-        runs: of which the medians are taken.
-        clock: tells the time, in any unit.
+        runs: number of measured runs per layer; one warm-up run comes before them.
+        clock: function that returns the time; its unit is the unit of the result.
 
-    Raises UsageError for what is no list of layers, and for an example on the meta device, where nothing is computed.
+    Raises UsageError if `layers` is not a list of layers, or if the example is on the meta device.
     """
     require_positive(runs=runs)
     context = context_if_launched()
@@ -57,12 +56,12 @@ def measure_layers(layers: Layers, example: Any, *, runs: int = 5, clock: Clock 
 
 
 def _rows(costs: LayerCosts) -> list[list[float]]:
-    """As one rank tells the others."""
+    """The costs as lists, to be sent to other ranks."""
     return [list(getattr(costs, column.name)) for column in fields(costs)]
 
 
 class _Stopwatch:
-    """The time when a device has done all that it was given."""
+    """A clock that waits until the device has finished its work."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self.device = device
@@ -75,7 +74,7 @@ class _Stopwatch:
 
 
 class _Times(NamedTuple):
-    """Of one run of one layer."""
+    """Times of one run of one layer."""
 
     forward: float
     backward_input: float
@@ -84,7 +83,7 @@ class _Times(NamedTuple):
 
 def _measured(layers: Layers, example: Any, runs: int, now: _Stopwatch) -> LayerCosts:
     if any(tensor.is_meta for tensor in _tensors(example)):
-        raise UsageError("the example is on the meta device, where nothing is computed: give one with values")
+        raise UsageError("the example is on the meta device, where nothing is computed: pass one with values")
     rows: list[tuple[float, float, float, float]] = []
     value = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(now.device), example)
     with random_state_kept(), torch.enable_grad():
@@ -100,9 +99,7 @@ def _measured(layers: Layers, example: Any, runs: int, now: _Stopwatch) -> Layer
 
 
 def _run(layer: nn.Module, value: Any, now: _Stopwatch) -> _Times:
-    """Once as in training, and once with the weights frozen, so that the backward has the gradient of the input
-    alone.
-    """
+    """Runs the layer as in training, then with frozen weights, whose backward gives only the input's gradient."""
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     forward, backward = _forward_and_backward(layer, value, now)
     for parameter in weights:
@@ -127,7 +124,7 @@ def _forward_and_backward(layer: nn.Module, value: Any, now: _Stopwatch) -> tupl
 
 
 def _given(value: Any) -> Any:
-    """The same values without the graph that made them, for another one to begin with; a layer may write into them."""
+    """Copies of the values, detached from their graph; a layer may write into them."""
 
     def apart(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad).clone()

@@ -1,5 +1,5 @@
-"""Mixup (arXiv 1710.09412): images are trained on in weighted pairs; and the loss and the accuracy of such labels,
-which take plain ones as well.
+"""Mixup (arXiv 1710.09412): training on weighted pairs of images, with a loss and an accuracy that accept mixed and
+plain labels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeflow.training.data import DataParallelLoader
 
 
 class MixedLabels(TypedDict):
-    """The labels of mixed images: each is `lam` parts of one of `targets_a` and 1 - `lam` of one of `targets_b`."""
+    """Labels of mixed images: image i is `lam` parts of class `targets_a[i]`, 1 - `lam` of class `targets_b[i]`."""
 
     targets_a: Tensor
     targets_b: Tensor
@@ -25,31 +25,31 @@ class MixedLabels(TypedDict):
 
 
 class Mixup:
-    """Mixes each image of a batch with another one of it, by one weight for the batch.
+    """Mixes each image of a batch with another image of the batch, with one weight for the whole batch.
 
-    Everything is drawn from torch's default generator, which a loader of `get_dataloader` seeds alike on all ranks of a
-    replica: it is for that loader's `collate_fn`.
+    Use it as `collate_fn` of a `get_dataloader` loader: random numbers come from torch's default generator, which that
+    loader seeds alike on all ranks of a replica.
 
     Args:
-        alpha: the weight is drawn from Beta(alpha, alpha): near 0 or 1 for a small alpha. 0 mixes nothing.
-        collate: makes the batch of pairs (image, label) that is mixed.
+        alpha: the weight is drawn from Beta(alpha, alpha), near 0 or 1 for a small alpha. 0 disables mixing.
+        collate: function that makes a batch from pairs (image, label), before mixing.
 
     Raises UsageError for a negative alpha.
     """
 
     def __init__(self, alpha: float = 0.2, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         if not alpha >= 0:
-            raise UsageError(f"mixup's alpha is 0 or more, got {alpha}")
+            raise UsageError(f"Mixup's alpha must be at least 0, got {alpha}")
         self.alpha = alpha
         self.collate = collate
 
     def __call__(self, samples: Sequence[tuple[Any, Any]]) -> tuple[Tensor, MixedLabels]:
-        """The batch of these pairs (image, label): images (batch, ...), and their labels (batch)."""
+        """Makes a mixed batch from pairs (image, label): images [batch, ...] and MixedLabels of shape [batch]."""
         images, labels = self.collate(list(samples))
         return self.mix(images, labels)
 
     def mix(self, images: Tensor, labels: Tensor) -> tuple[Tensor, MixedLabels]:
-        """A batch, mixed."""
+        """Mixes a batch: images [batch, ...] and labels [batch]."""
         lam = torch.ones(())
         if self.alpha:
             lam = torch.distributions.Beta(self.alpha, self.alpha).sample()
@@ -59,10 +59,10 @@ class Mixup:
 
 
 class MixupLoss(nn.Module):
-    """The loss of mixed labels, lam * loss(targets_a) + (1 - lam) * loss(targets_b); of plain ones, the loss itself.
+    """Loss for mixed labels, lam * loss(targets_a) + (1 - lam) * loss(targets_b); for plain labels, the loss itself.
 
     Args:
-        loss_fn_cls: makes the loss, a module or function of outputs and labels, such as nn.CrossEntropyLoss.
+        loss_fn_cls: class or function that makes the loss, such as nn.CrossEntropyLoss.
     """
 
     def __init__(self, loss_fn_cls: Callable[[], Callable[[Tensor, Tensor], Tensor]]) -> None:
@@ -79,8 +79,8 @@ class MixupLoss(nn.Module):
 
 
 class MixupAccuracy(nn.Module):
-    """How many samples of a batch score their label highest, an integer tensor without dimensions; of mixed labels,
-    `targets_a` counts.
+    """Number of samples in a batch whose label has the largest score, an integer scalar. For mixed labels `targets_a`
+    is compared.
     """
 
     def forward(self, outputs: Tensor, targets: Tensor | MixedLabels) -> Tensor:
@@ -89,7 +89,7 @@ class MixupAccuracy(nn.Module):
 
 
 def mixed(loader: DataParallelLoader, alpha: float) -> DataParallelLoader:
-    """A loader as `loader`, whose batches are mixed. Raises UsageError as Mixup does."""
+    """Returns a copy of `loader` whose batches are mixed by Mixup(alpha). Raises UsageError as Mixup does."""
     other = copy(loader)
     other.collate_fn = Mixup(alpha, loader.collate_fn)
     return other

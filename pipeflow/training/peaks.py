@@ -1,5 +1,5 @@
-"""Peaks: the operations per second that the device of a rank is sold with. What must not live here: the numbers, which
-are in `planning/device.py`, and what is measured.
+"""Peaks: FLOP/s of a rank's device according to its data sheet. Must not contain: the numbers, which are in
+`planning/device.py`, or measurements.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import torch
 from pipeflow.planning.device import DEVICES
 from pipeflow.runtime.pipeline import Pipeline
 
-_SLOWER = {"laptop", "ti", "super", "d", "mig", "max"}  # other devices that are sold under the same name
+_SLOWER = {"laptop", "ti", "super", "d", "mig", "max"}  # names of other devices contain these words
 
 
 def peak_of(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """FLOP/s of a device that torch calls `name`, in products of `dtype`; None where they are not known.
+    """Peak FLOP/s of matrix products in `dtype` on the device that torch calls `name`; None if unknown.
 
     >>> peak_of("NVIDIA A100-SXM4-80GB", torch.bfloat16, tf32=False)
     312000000000000.0
@@ -30,7 +30,7 @@ def peak_of(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
 
 
 def peak_flops(model: Pipeline) -> float | None:
-    """FLOP/s of the device that this rank's stages compute on, in their precision; None where it is not known."""
+    """Peak FLOP/s of this rank's device, in the precision of its stages; None if unknown."""
     if model.context.device.type != "cuda":
         return None
     parameter = next(model.parameters(), None)

@@ -1,5 +1,5 @@
-"""Position: how far training came in an epoch, and how it goes on from there. What must not live here: steps, and what
-else a checkpoint holds.
+"""Position: where training is in an epoch's data, and how to resume there. Must not contain: how steps are taken, or
+the other contents of a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ LOG = logging.getLogger("pipeflow")
 
 
 class Position:
-    """Which batches of an epoch were used, and the sums over them.
+    """The number of used batches of an epoch, and sums over them.
 
-    A DataParallelLoader goes on with the next sample, under any number of data ranks and any batch size. A loader with
-    `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader, goes on where its own state says. Any
-    other one begins the epoch again, and the batches that were used are skipped: it must give them in the same order.
+    A DataParallelLoader resumes at the next sample, with any number of data ranks and any batch size. A loader with
+    `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader, resumes from its own state. Any other
+    loader starts the epoch again and its used batches are skipped, so it must yield them in the same order.
 
     Attributes:
-        loader: of the batches; see `attach`.
-        epoch: the one that it is in; -1 before the first.
-        batches: how many of its batches each replica used.
-        is_trained: whether all of its steps were taken.
-        is_told: whether hooks were told so.
+        loader: the loader of the batches; see `attach`.
+        epoch: index of the epoch; -1 before the first.
+        batches: number of batches of this epoch that each replica used.
+        is_trained: True if all steps of this epoch were taken.
+        is_told: True if the hooks' `after_training` was called for this epoch.
     """
 
     def __init__(self, context: Context) -> None:
@@ -51,18 +51,18 @@ class Position:
         self._iterator: Iterator[Any] | None = None
 
     def attach(self, loader: Iterable[Any]) -> None:
-        """Takes batches from that loader. An epoch that was under way with another one is forgotten."""
+        """Takes batches from `loader`. If another loader was attached before, its unfinished epoch is dropped."""
         if self.loader is not loader and self._is_attached:
             self._reset(-1)
         self.loader, self._is_attached = loader, True
 
     @property
     def mean_loss(self) -> float:
-        """Of the samples of this epoch that were used; not a number where there are none."""
+        """Mean loss of the used samples of this epoch; NaN if there are none."""
         return self._loss / self._samples if self._samples else math.nan
 
     def begin(self, epoch: int) -> Iterator[Any]:
-        """The batches of that epoch which were not used yet."""
+        """Returns an iterator over the unused batches of `epoch`."""
         if epoch != self.epoch:
             self._reset(epoch)
         loader = self.loader
@@ -82,15 +82,15 @@ class Position:
             sampler.set_epoch(self.epoch)
         if not self.batches:
             return iter(loader)
-        before = torch.get_rng_state()  # what was drawn then for these batches is not drawn again
+        before = torch.get_rng_state()  # skipping must not draw random numbers again
         try:
             if self._place is not None:
                 loader.load_state_dict(self._place)  # type: ignore[attr-defined]  # it was saved with one
                 return iter(loader)
             if isinstance(sampler, RandomSampler) and self._context.rank == 0:
                 LOG.warning(
-                    "a %s that shuffles has another order each time, so some samples of this epoch may come twice and "
-                    "others not at all: use pipeflow.get_dataloader",
+                    "a %s that shuffles has another order each time, so some samples of this epoch may be used twice "
+                    "and others not at all: use pipeflow.get_dataloader",
                     type(loader).__name__,
                 )
             batches = iter(loader)
@@ -100,7 +100,7 @@ class Position:
             torch.set_rng_state(before)
 
     def batches_left(self) -> int:
-        """How many of this epoch are to come; asked before the first of them."""
+        """Number of unused batches of this epoch. Call it before the first of them is taken."""
         loader = self.loader
         if isinstance(loader, DataParallelLoader):
             return loader.batches_left() if loader.epoch == self.epoch else 0
@@ -110,9 +110,9 @@ class Position:
         """Counts a step that was taken.
 
         Args:
-            loss: the mean of its samples.
-            samples: of all replicas.
-            batches: of each replica.
+            loss: mean loss of the step's samples.
+            samples: number of samples, over all replicas.
+            batches: number of batches of each replica.
         """
         self._loss, self._samples = self._loss + loss * samples, self._samples + samples
         self.batches += batches
@@ -120,7 +120,7 @@ class Position:
             self._place = self.loader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on all ranks, which call this together."""
+        """Returns the position as plain values, the same on every rank. All ranks call it together."""
         loader, kind = self.loader, _kind(self.loader)
         if kind == _OWN and not self.is_trained and self.batches:
             own = to_bytes("the loader's state_dict()", loader.state_dict()).hex()  # type: ignore[attr-defined]  # it has one
@@ -143,27 +143,27 @@ class Position:
         }
 
     def require_fits(self, state: dict[str, Any], epoch: int) -> None:
-        """Raises UsageError where `state` was saved within `epoch`, and this loader cannot go on from there."""
+        """Raises UsageError if `state` was saved within `epoch` and this loader cannot resume from it."""
         if state["epoch"] != epoch or state["is_trained"] or not state["batches"]:
             return
         kind, replicas = _kind(self.loader), self._context.data_size
         was = f"the checkpoint was saved after {state['batches']} batches of an epoch"
         if kind != state["kind"]:
-            raise UsageError(f"{was} of {state['kind']}, and this is {kind}: continue with a loader of the same kind")
+            raise UsageError(f"{was} of {state['kind']}, but this is {kind}: resume with a loader of the same kind")
         if _extent(self.loader) != state["length"]:
             unit = "samples" if kind == _PARALLEL else "batches"
             raise UsageError(
-                f"{was} of {state['length']} {unit}, and this one has {_extent(self.loader)}: continue with the same "
+                f"{was} of {state['length']} {unit}, but this loader has {_extent(self.loader)}: resume with the same "
                 "data, or from the end of an epoch"
             )
         if kind != _PARALLEL and replicas != state["replicas"]:
             raise UsageError(
-                f"{was} on {state['replicas']} data ranks, and there are {replicas}: only a loader of get_dataloader "
-                "goes on with another number; otherwise continue from the end of an epoch"
+                f"{was} on {state['replicas']} data ranks, but there are {replicas} now: use a loader from "
+                "get_dataloader, which can resume with another number, or resume from the end of an epoch"
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on there with the next `begin`."""
+        """Restores a saved position; the next `begin` resumes there."""
         self._reset(state["epoch"])
         self.batches, self.is_trained, self.is_told = state["batches"], state["is_trained"], state["is_told"]
         self._loss, self._samples, self._place = state["loss"], state["samples"], state["place"]
@@ -182,7 +182,7 @@ def _kind(loader: Iterable[Any]) -> str:
 
 
 def _extent(loader: Iterable[Any]) -> int:
-    """The samples of an epoch, of all replicas; its batches where they are not known."""
+    """Number of samples in an epoch, over all replicas; the number of batches if that is unknown."""
     if isinstance(loader, DataParallelLoader):
         assert isinstance(loader.dataset, Sized)
         return len(loader.dataset)

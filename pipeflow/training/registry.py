@@ -1,6 +1,4 @@
-"""Registries: classes that a configuration names, with their arguments. What must not live here: what is built of
-them.
-"""
+"""Registry: looks up classes by the names in a configuration. Must not contain: how they become a model."""
 
 from __future__ import annotations
 
@@ -17,8 +15,11 @@ C = TypeVar("C")
 
 
 class Registry:
-    """Classes and functions by their names; beside those that were registered, the classes of the modules of
-    `third_party_library`.
+    """Classes and functions by name.
+
+    Args:
+        name: name of the registry, for errors.
+        third_party_library: Python modules whose classes can be looked up too.
 
     >>> layers = Registry("layers")
     >>> @layers.register_module
@@ -33,18 +34,18 @@ class Registry:
         self._modules: dict[str, Any] = {}
 
     def register_module(self, module: C) -> C:
-        """Notes it under its name, and returns it, so that it may be a decorator. Raises UsageError where another one
-        has that name.
+        """Registers a class or function under its name and returns it; can be used as a decorator. Raises UsageError if
+        another one has that name.
         """
         name: str = module.__name__  # type: ignore[attr-defined]  # a class or a function
         known = self._modules.setdefault(name, module)
         if _origin(known) != _origin(module):
-            raise UsageError(f"{self.name} has another {name!r} already, of {known.__module__}: rename one of them")
+            raise UsageError(f"{self.name} already has another {name!r}, from {known.__module__}: rename one of them")
         self._modules[name] = module
         return module
 
     def get_module(self, name: str) -> Any:
-        """Raises UsageError for a name that is not registered."""
+        """Returns the class or function `name`. Raises UsageError if there is none."""
         found = self._found(name)
         if found is None:
             near = get_close_matches(name, self._names(), n=1, cutoff=0.0)
@@ -53,7 +54,7 @@ class Registry:
         return found
 
     def has(self, name: str) -> bool:
-        """Whether it is registered, or a class of a library."""
+        """True if `name` is registered, or a class of one of the libraries."""
         return self._found(name) is not None
 
     def _names(self) -> list[str]:
@@ -68,8 +69,11 @@ class Registry:
 
 
 def makers(specifications: Sequence[Mapping[str, Any]], *registries: Registry) -> list[Callable[[], Any]]:
-    """A callable for each specification, a dict whose `type` names a class of one of `registries` and whose other
-    entries are its arguments; nothing is made yet. The first registry that has the name counts.
+    """Returns a callable for each specification that makes the specified object when it is called.
+
+    Args:
+        specifications: dicts; "type" names a class, the other entries are its keyword arguments.
+        registries: where to look up the class; the first registry that has the name is used.
 
     >>> layers = Registry("layers")
     >>> _ = layers.register_module(complex)
@@ -77,12 +81,12 @@ def makers(specifications: Sequence[Mapping[str, Any]], *registries: Registry) -
     >>> make()
     (1+2j)
 
-    Raises UsageError for what is no list of such dicts, for a name that no registry has, and for arguments that the
-    class does not take.
+    Raises UsageError if `specifications` is not a list of such dicts, if no registry has the name, or if the class does
+    not take the arguments.
     """
     if isinstance(specifications, str | Mapping) or not isinstance(specifications, Sequence):
         raise UsageError(
-            f"layers are specified by a list of dicts such as {_EXAMPLE}, got {type(specifications).__name__}"
+            f"layers must be specified by a list of dicts such as {_EXAMPLE}, got {type(specifications).__name__}"
         )
     return [_maker(index, each, registries) for index, each in enumerate(specifications)]
 
@@ -106,5 +110,5 @@ def _maker(index: int, specification: object, registries: Sequence[Registry]) ->
 
 
 def _origin(module: Any) -> tuple[str, str]:
-    """Where it is defined: one that is imported again is the same."""
+    """Module and name where it is defined; they stay the same if the module is imported again."""
     return module.__module__, module.__qualname__

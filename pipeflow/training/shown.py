@@ -1,4 +1,4 @@
-"""Shown: metrics as text. What must not live here: where the text goes."""
+"""Metrics as text. Must not contain: where the text goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SHARES = ("MFU", "bubble", "planned bubble")
 
 
 def number(name: str, value: float) -> str:
-    """The value of the metric `name`.
+    """The value of the metric `name` as text.
 
     >>> number("loss", 0.123456), number("samples/s", 12345.678), number("bubble", 0.25)
     ('0.1235', '12,346', '25.0%')
@@ -19,7 +19,7 @@ def number(name: str, value: float) -> str:
 
 
 def joined(metrics: Mapping[str, float]) -> str:
-    """All metrics in one line.
+    """All metrics on one line.
 
     >>> joined({"loss": 0.5, "learning rate": 1e-3})
     'loss = 0.5, learning rate = 0.001'
@@ -28,7 +28,7 @@ def joined(metrics: Mapping[str, float]) -> str:
 
 
 def items(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Names and values; the planned bubble stands behind the measured one.
+    """Names and values as text; the planned bubble is shown with the measured one.
 
     >>> items({"loss": 0.5, "bubble": 0.25, "planned bubble": 0.2})
     [('loss', '0.5'), ('bubble', '25.0% (planned 20.0%)')]

@@ -1,4 +1,4 @@
-"""Timers: how long a piece of a program takes, measured by hand. What must not live here: the spans of a step, which
+"""Timers: measure the time of a piece of a program. Must not contain: the timeline of a step, which
 `execute_pipeline(..., trace=True)` measures.
 """
 
@@ -14,11 +14,11 @@ from pipeflow.parallel.context import context_if_launched
 
 
 class Timer:
-    """A stopwatch, in seconds. It waits for what this process has begun on its GPU, at each end.
+    """A stopwatch, in seconds. Starting and stopping wait until this process's GPU has finished its work.
 
     Attributes:
-        elapsed: the last time that was stopped, 0 before.
-        history: the times that were kept.
+        elapsed: the last measured time, in seconds; 0 before the first.
+        history: the measured times that were kept, in seconds.
     """
 
     def __init__(self) -> None:
@@ -27,61 +27,69 @@ class Timer:
         self._begun: float | None = None
 
     def start(self) -> None:
-        """Starts, or starts anew."""
+        """Starts the timer, or starts it again."""
         self._begun = _now()
 
     def stop(self, keep_in_history: bool = False) -> float:
-        """The time since `start`. Raises UsageError without one."""
+        """Returns the seconds since `start`; `keep_in_history=True` adds them to `history`. Raises UsageError if the
+        timer is not running.
+        """
         if self._begun is None:
-            raise UsageError("this timer does not run: call start() before stop()")
+            raise UsageError("this timer is not running: call start() before stop()")
         self.elapsed, self._begun = _now() - self._begun, None
         if keep_in_history:
             self.history.append(self.elapsed)
         return self.elapsed
 
     def get_elapsed_time(self) -> float:
-        """`elapsed`."""
+        """Returns `elapsed`."""
         return self.elapsed
 
     def get_history_sum(self) -> float:
-        """All that was kept."""
+        """Returns the sum of `history`."""
         return sum(self.history)
 
     def get_history_mean(self) -> float:
-        """The mean of what was kept, 0 when that is nothing."""
+        """Returns the mean of `history`; 0 if it is empty."""
         return self.get_history_sum() / max(1, len(self.history))
 
     def reset(self) -> None:
-        """Forgets all, and no longer runs."""
+        """Stops the timer and clears its times."""
         self.history.clear()
         self.elapsed, self._begun = 0.0, None
 
 
 class MultiTimer:
-    """Timers by name, each made when it is first started; switched off (`on=False`) it measures nothing."""
+    """Timers by name. A timer is created when it is first started.
+
+    Args:
+        on: False measures nothing.
+    """
 
     def __init__(self, on: bool = True) -> None:
         self.is_on = on
         self._timers: dict[str, Timer] = {}
 
     def start(self, name: str) -> None:
-        """Starts the timer of that name."""
+        """Starts the timer `name`."""
         if self.is_on:
             self._timers.setdefault(name, Timer()).start()
 
     def stop(self, name: str, keep_in_history: bool = False) -> float | None:
-        """The seconds since its start; None when switched off. Raises UsageError for one that does not run."""
+        """Returns the seconds since the timer's start, None if switched off; `keep_in_history=True` keeps them. Raises
+        UsageError if the timer is not running.
+        """
         return self.get_timer(name).stop(keep_in_history) if self.is_on else None
 
     def get_timer(self, name: str) -> Timer:
-        """Raises UsageError for a name that was never started."""
+        """Returns the timer `name`. Raises UsageError if it was never started."""
         if name not in self._timers:
             there = ", ".join(self._timers) or "none"
-            raise UsageError(f"there is no timer {name!r}: start it first; there are {there}")
+            raise UsageError(f"there is no timer {name!r}: start it first (existing timers: {there})")
         return self._timers[name]
 
     def reset(self, name: str | None = None) -> None:
-        """Resets the timer of that name, by default all. Raises UsageError as `get_timer` does."""
+        """Resets the timer `name`, by default all timers. Raises UsageError as `get_timer` does."""
         for each in self._timers.values() if name is None else [self.get_timer(name)]:
             each.reset()
 

@@ -1,5 +1,5 @@
-"""Trainer: epochs of steps, evaluations between them, and hooks for all else. What must not live here: what a step is,
-and what hooks do.
+"""Trainer: the loop over epochs, steps and evaluations, which calls hooks. Must not contain: how a step is taken, or
+what hooks do.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from pipeflow.training.position import Position
 
 
 class Trainer:
-    """Trains by epochs. Every rank makes the same calls, with loaders of its replica's data, as `get_dataloader` gives.
+    """Trains an Engine's model for a number of epochs and calls hooks. All ranks make the same calls, each with a
+    loader of its replica's data, such as `get_dataloader` returns.
 
     Args:
-        engine: which takes the steps.
-        hooks: what else is done, such as logs, metrics and checkpoints.
-        progress: whether rank 0 shows how training goes on, by a ProgressHook, and what is measured for it: the
-            learning rate, the throughput, memory and the bubble, where `hooks` do not have them already.
+        engine: the Engine that takes the steps.
+        hooks: add everything else, such as logs, metrics and checkpoints.
+        progress: if True, rank 0 shows progress. This adds a ProgressHook and the hooks for what it shows (learning
+            rate, throughput, memory, bubble), unless `hooks` has one of the same class.
 
     Attributes:
-        epoch: how many are complete.
-        metrics: of the last epoch, {"train": {name: value}, "test": {name: value}}; the mean losses as "loss".
-        step_metrics: of the last step, by name.
-        loader, test_loader: of the training that runs.
-        step_in_epoch, steps_in_epoch: how many steps of this epoch were taken, and how many it has.
-        epochs: how many there are to be.
-        schedulers: of learning rates, beside the engine's.
-        should_stop: set it on every rank to end the training after the step.
+        epoch: number of completed epochs.
+        metrics: metrics of the last epoch, {"train": {name: value}, "test": {name: value}}; "loss" is the mean loss.
+        step_metrics: metrics of the last step, by name.
+        loader, test_loader: arguments of the current `fit`.
+        step_in_epoch, steps_in_epoch: number of steps taken in this epoch, and number of steps that it has.
+        epochs: number of epochs to train, as passed to `fit`.
+        schedulers: learning-rate schedulers besides the engine's.
+        should_stop: set it to True on every rank to stop training after the current step.
     """
 
     def __init__(self, engine: Engine, hooks: Sequence[Hook] = (), *, progress: bool = False) -> None:
@@ -63,7 +64,7 @@ class Trainer:
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank has the last stage, and so the outputs."""
+        """True if this rank has the last stage, and so receives the outputs."""
         placement = self.engine.model.schedule.placement
         return self.engine.model.context.pipeline_rank in placement.ranks_of(placement.num_stages - 1)
 
@@ -77,18 +78,20 @@ class Trainer:
         max_steps: int | None = None,
         return_outputs: bool | None = None,
     ) -> None:
-        """Trains until `epochs` are complete, those of a run that is continued counted. Batches that do not fill a step
-        at the end of an epoch are left out. An epoch in which training stopped goes on in the next `fit` with the same
-        loader; `after_training` comes once all of its steps were taken.
+        """Trains until `epochs` epochs are complete, including those before a resumed checkpoint. Batches at the end
+        of an epoch that do not fill a step are skipped. If training stops within an epoch, the next `fit` with the
+        same loader continues it; hooks' `after_training` is called once all steps of the epoch were taken.
 
         Args:
-            loader: of batches, `(inputs, labels)`, with a length.
-            test_loader: what is evaluated after every `test_interval` epochs.
-            max_steps: steps of the optimizer after which to stop.
-            return_outputs: whether the last stage's outputs are kept for hooks; by default where a hook needs them.
+            loader: batches `(inputs, labels)`; must have a length.
+            epochs: total number of epochs.
+            test_loader: batches to evaluate after every `test_interval` epochs; must have a length.
+            test_interval: number of epochs between evaluations.
+            max_steps: total number of optimizer steps after which to stop; None for no limit.
+            return_outputs: keep the last stage's outputs for hooks; by default if a hook needs them.
 
-        Raises UsageError for loaders without a batch or a length, for a hook that needs outputs where they are not
-        kept; and as `Engine.train_step`.
+        Raises UsageError for a loader without a length or with too few batches, and for a hook that needs outputs if
+        `return_outputs` is False; also the errors of `Engine.train_step`.
         """
         self._require(loader, "loader")
         if test_loader is not None:
@@ -123,24 +126,26 @@ class Trainer:
                     closing.callback(hook.close, self)
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Evaluates all batches of `loader`. Returns `metrics["test"]`: the mean "loss", where there is a criterion,
-        and the metrics of hooks. Raises UsageError as `fit`.
+        """Evaluates all batches of `loader`. Returns `metrics["test"]`: the mean "loss" if the Pipeline has a
+        criterion, and the metrics of hooks. Raises UsageError as `fit` does.
         """
         self._require(loader, "loader")
         self._evaluate(loader, self._kept_outputs(None))
         return self.metrics["test"]
 
     def predict(self, inputs: object) -> object:
-        """The last stage's outputs for a batch of inputs, on the ranks that have it; None on the others."""
+        """Runs a batch of inputs in evaluation mode. Returns the last stage's outputs on the ranks that have it, None
+        on the others.
+        """
         with self._evaluating():
             return self.engine.execute(iter([(inputs, None)]), forward_only=True, return_outputs=True).outputs
 
     def trace_next_step(self) -> None:
-        """Has the next step measured, for its `timeline`; for hooks, on every rank alike."""
+        """Measures the next step, so that its Step has a `timeline`. Hooks call it on every rank."""
         self._is_traced = True
 
     def told_by_last_stage(self, value: float) -> float:
-        """The `value` of the last stage's rank, on every rank; all of them call it together."""
+        """Returns the `value` that a rank with the last stage passed, on every rank. All ranks call it together."""
         context, placement = self.engine.model.context, self.engine.model.schedule.placement
         with context.alarm.raised_everywhere():
             rows = all_gather(context.world, [value])
@@ -148,9 +153,9 @@ class Trainer:
         return rows[teller][0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is, in plain values: epoch, steps, position in the data, sums of this epoch, learning rates,
-        and what hooks keep. All ranks call it together, between two steps; with the weights, the optimizer and the
-        random states of `save_checkpoint` it is all that training needs to go on.
+        """Returns the progress of training in plain values: epoch, steps, position in the data, sums of this epoch,
+        learning rates and the state of hooks. All ranks call it together, between two steps. Together with what
+        `save_checkpoint` stores (weights, optimizer, random states), training can resume from it.
         """
         return {
             "epoch": self.epoch,
@@ -163,7 +168,7 @@ class Trainer:
         }
 
     def require_fits(self, state: dict[str, Any]) -> None:
-        """Raises UsageError for a state that training cannot go on from with these loaders and learning rates."""
+        """Raises UsageError if training cannot resume from `state` with these loaders and learning-rate schedulers."""
         saved, here = [name for name, _ in state["rates"]], [type(each).__name__ for each in self._all_schedulers()]
         if saved != here:
             raise UsageError(
@@ -173,7 +178,9 @@ class Trainer:
         self._position.require_fits(state["position"], state["epoch"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on there with the next step. Raises UsageError as `require_fits`, with nothing changed."""
+        """Restores the progress of training; the next step continues from it. Raises UsageError as `require_fits`
+        does, and then changes nothing.
+        """
         self.require_fits(state)
         self.epoch, self.engine.steps, self.engine.skipped = state["epoch"], state["steps"], state["skipped"]
         self.metrics = {when: dict(metrics) for when, metrics in state["metrics"].items()}
@@ -194,7 +201,7 @@ class Trainer:
         return [*([] if own is None else [own]), *self.schedulers]
 
     def _is_trained(self) -> bool:
-        """Whether all steps of this epoch were taken."""
+        """True if all steps of this epoch were taken."""
         return self._position.is_trained and self._position.epoch == self.epoch
 
     def _train_epoch(self, keeps: frozenset[str], max_steps: int | None) -> None:
@@ -243,7 +250,7 @@ class Trainer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Inside, the model is in the mode of evaluation."""
+        """Puts the model in evaluation mode inside the `with` block."""
         was_training = self.engine.model.training
         self.engine.eval()
         try:
@@ -255,7 +262,7 @@ class Trainer:
         return self.should_stop or (max_steps is not None and self.engine.steps >= max_steps)
 
     def _kept_outputs(self, return_outputs: bool | None) -> frozenset[str]:
-        """When outputs are kept: as the hooks need them, or as the caller says."""
+        """The phases ("train", "test") in which outputs are kept: those that hooks need, or as the caller says."""
         needing = {when: hook for hook in self.hooks for when in hook.needs_outputs}
         if return_outputs is None:
             return frozenset(needing)

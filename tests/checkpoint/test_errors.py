@@ -81,7 +81,7 @@ def test_a_damaged_file_is_named_and_nothing_is_changed(tmp_path: Path, damage: 
 
 def test_a_path_that_is_none(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "step", model())
-    with pytest.raises(UsageError, match=r"nothing is no checkpoint: it does not exist"):
+    with pytest.raises(UsageError, match=r"nothing is not a checkpoint: it does not exist"):
         load_checkpoint(tmp_path / "nothing", model())
     with pytest.raises(UsageError, match=r"has no checkpoint.json.*latest_checkpoint\(folder\) finds"):
         load_checkpoint(tmp_path, model())
@@ -116,9 +116,9 @@ def test_what_the_optimizer_needs_and_is_not_there(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(UsageError, match="saved without a scheduler"):
         load_checkpoint(tmp_path / "step", module, scheduler=scheduler)
-    with pytest.raises(UsageError, match="no parameter of the model: make it from"):
+    with pytest.raises(UsageError, match="parameters that are not in the model: make it from"):
         save_checkpoint(tmp_path / "step", model(), optimizer)
-    with pytest.raises(UsageError, match="more than plain values and tensors"):
+    with pytest.raises(UsageError, match="must only contain plain values and tensors"):
         save_checkpoint(tmp_path / "step", module, extra=Path)
 
 
@@ -180,7 +180,7 @@ def test_a_failed_write_is_raised_on_every_rank(tmp_path: Path) -> None:
         assert len(messages) == 2
         for message in messages:
             assert message.startswith("UsageError" if rank == 1 else "PipelineError")
-            assert f"writing checkpoint {tmp_path / 'first'} failed: [Errno 27] File too large" in message
+            assert f"checkpoint {tmp_path / 'first'} could not be written: [Errno 27] File too large" in message
     assert [entry.name for entry in tmp_path.iterdir()] == ["second"]
 
 
@@ -197,7 +197,7 @@ def test_damage_that_one_rank_sees_stops_all(tmp_path: Path) -> None:
     under((1, 1, 1), lambda: Run().save(tmp_path / "step"))
     file = flip(tmp_path / "step")
     for message, unchanged in under((2, 2, 1), load_what_is_damaged, tmp_path / "step"):
-        assert f"{file} is damaged: its SHA-256 is another" in message
+        assert f"{file} is damaged: its SHA-256 does not match" in message
         assert unchanged
 
 

@@ -106,7 +106,7 @@ def test_what_is_damaged_is_left_out_with_a_warning(
         newest = latest_checkpoint(tmp_path)
     assert newest == tmp_path / "step-1"
     for step in (2, 3):
-        assert f"checkpoint {tmp_path / f'step-{step}'} is left out" in caplog.text
+        assert f"checkpoint {tmp_path / f'step-{step}'} is skipped" in caplog.text
     load_checkpoint(newest, loaded := model())
     assert filled(loaded) == {1}
     save_checkpoint(tmp_path / "step-4", model(4), step=4)
@@ -146,7 +146,7 @@ def test_what_has_fitting_digests_but_cannot_be_read_is_left_out(
     forge(tmp_path / "step-2")
     with caplog.at_level(logging.WARNING, "pipeflow"):
         newest = latest_checkpoint(tmp_path)
-    assert f"checkpoint {tmp_path / 'step-2'} is left out" in caplog.text
+    assert f"checkpoint {tmp_path / 'step-2'} is skipped" in caplog.text
     assert newest == tmp_path / "step-1"
     load_checkpoint(newest, loaded := model())
     assert filled(loaded) == {1}
@@ -216,7 +216,9 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
     save_checkpoint(tmp_path / "step-1", model(1), step=1)
     with monkeypatch.context() as patch:
         full(patch)
-        with pytest.raises(UsageError, match=r"step-2 failed: .*No space left on device; nothing was published"):
+        with pytest.raises(
+            UsageError, match=r"step-2 could not be written: .*No space left on device; nothing was saved"
+        ):
             save_checkpoint(tmp_path / "step-2", model(2, width), step=2)
     assert names(tmp_path) == ["step-1"]
 
@@ -228,7 +230,10 @@ def test_an_asynchronous_save_that_fails_says_so_at_once(
         full(patch)
         saving = save_checkpoint(tmp_path / "step-2", model(2), asynchronous=True)
         saving._task._thread.join()  # nobody waits for it
-    assert f"rank 0: writing checkpoint {tmp_path / 'step-2'} failed: [Errno 28] No space left on device" in caplog.text
+    assert (
+        f"rank 0: checkpoint {tmp_path / 'step-2'} could not be written: [Errno 28] No space left on device"
+        in caplog.text
+    )
     with pytest.raises(UsageError, match="No space left on device"):
         saving.wait()
     save_checkpoint(tmp_path / "step-3", model(3))

@@ -211,12 +211,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp_style": "gpipe"}, "pp_style must be one of 1f1b, interleaved, zbv, got 'gpipe'"),
     ({"pp_style": "interleaved"}, "needs num_model_chunks of 2 or more, got 1"),
     ({"num_model_chunks": 2}, "pp_style='1f1b' has 1 stages a rank, got num_model_chunks=2"),
-    ({"microbatch_size": 1}, "give num_microbatches or microbatch_size, not both"),
+    ({"microbatch_size": 1}, "pass num_microbatches or microbatch_size, not both"),
     ({"num_microbatches": None}, "a pipeline needs num_microbatches or microbatch_size"),
     ({"num_microbatches": 0}, "num_microbatches must be a whole number, 1 or more, got 0"),
     ({"precision": "fp8"}, "precision must be one of fp16, bf16, fp32, got 'fp8'"),
-    ({"cpu_offload": True}, "does nothing with cpu_offload=True: optimizer states stay on the device"),
-    ({"enable_sequence_parallelism": True}, "does nothing with enable_sequence_parallelism=True: models as they come"),
+    ({"cpu_offload": True}, "does not support cpu_offload=True: optimizer states stay on the device"),
+    ({"enable_sequence_parallelism": True}, "does not support enable_sequence_parallelism=True: sharded models"),
     ({"pp_size": 3}, "a world of 2 processes is not divisible into replicas of 3"),
     ({"num_layers_per_stage": [4]}, "num_layers_per_stage has 1 numbers for 2 stages"),
     ({"max_norm": -1.0}, "max_norm must be positive"),
@@ -238,12 +238,12 @@ def test_a_booster_refuses() -> None:
     def rank() -> None:
         module, batch = made("llama")
         booster = Booster(plugin=HybridParallelPlugin(**PIPELINE))
-        with pytest.raises(UsageError, match="steps what is no parameter of the model"):
+        with pytest.raises(UsageError, match="has parameters that are not in the model"):
             booster.boost(module, SGD([nn.Parameter(torch.ones(1))], lr=0.1))
         model, optimizer, *_ = booster.boost(module, SGD(module.parameters(), lr=0.1))
         with pytest.raises(UsageError, match=r"run every batch with booster\.execute_pipeline"):
             model(**batch)
-        with pytest.raises(UsageError, match="the model has run no batch yet"):
+        with pytest.raises(UsageError, match="the model has not run a batch yet"):
             booster.backward(torch.ones((), requires_grad=True), optimizer)
         with pytest.raises(UsageError, match="training needs the optimizer that boost returned"):
             booster.execute_pipeline(iter([batch]), model, causal_loss)
@@ -254,11 +254,11 @@ def test_a_booster_refuses() -> None:
         with pytest.raises(PipelineError, match="You must specify exactly one of input_ids or inputs_embeds"):
             booster.execute_pipeline(iter([{"labels": batch["input_ids"]}]), model, causal_loss, optimizer)
         booster.execute_pipeline(iter([batch]), model, causal_loss, optimizer)
-        with pytest.raises(UsageError, match="takes the model that boost returned"):
+        with pytest.raises(UsageError, match="needs the model that boost returned"):
             booster.execute_pipeline(iter([batch]), module, causal_loss, optimizer)
         with pytest.raises(UsageError, match="this rank has a part of the model only"):
             booster.backward(torch.ones((), requires_grad=True), optimizer)
-        with pytest.raises(UsageError, match="that was not boosted"):
+        with pytest.raises(UsageError, match="that is not boosted yet"):
             booster.boost(model)
 
     run_threads(rank, 2)

@@ -127,16 +127,16 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
         for file, said in [
             ("nowhere", "there is no file or folder"),
             ("text", "damaged"),
-            ("step.pt", "is no state_dict of tensors"),
+            ("step.pt", "is not a state_dict of tensors"),
             ("few.pt", "lacks .* weights of the model"),
         ]:
             with pytest.raises(PipeflowError, match=said):
                 booster.load_model(training.model, tmp_path / file)
-        with pytest.raises(UsageError, match="is no checkpoint: it does not exist"):
+        with pytest.raises(UsageError, match="is not a checkpoint: it does not exist"):
             booster.load_optimizer(training.optimizer, tmp_path / "nowhere")
-        with pytest.raises(UsageError, match=r"is no file of torch\.save"):
+        with pytest.raises(UsageError, match=r"was not written by torch\.save"):
             booster.load_lr_scheduler(training.rates, tmp_path / "text")
-        with pytest.raises(UsageError, match="the model has run no batch yet"):
+        with pytest.raises(UsageError, match="the model has not run a batch yet"):
             booster.save_optimizer(training.optimizer, tmp_path / "optimizer")
         with pytest.raises(UsageError, match="the model that boost returned"):
             booster.save_model(nn.Linear(1, 1), tmp_path / "model")

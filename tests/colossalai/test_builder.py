@@ -135,7 +135,11 @@ def test_verbose_says_how_the_layers_are_cut(caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (CONFIG, {"partition_method": "parameters"}, 'partition_method is "layer" or "parameter", got \'parameters\''),
+        (
+            CONFIG,
+            {"partition_method": "parameters"},
+            'partition_method must be "layer" or "parameter", got \'parameters\'',
+        ),
         (CONFIG[:1], {"num_chunks": 2}, "1 layers cannot fill 2 stages"),
         (CONFIG[:3], {"num_chunks": 2, "partition_method": "layer"}, "3 layers do not divide into 2 chunks"),
         ({"type": "Residual"}, {}, "a list of dicts"),

@@ -161,7 +161,9 @@ def test_criteria_are_called_as_there() -> None:
 
 
 def schedules() -> list[Any]:
-    with pytest.raises(UsageError, match="takes no tensor_shape here: write TENSOR_SHAPE into the configuration"):
+    with pytest.raises(
+        UsageError, match="does not support tensor_shape here: write TENSOR_SHAPE into the configuration"
+    ):
         PipelineSchedule(4, tensor_shape=(1, 2))
     with pytest.raises(UsageError, match="no option 'shape'"):
         InterleavedPipelineSchedule(4, 2, shape=1)
@@ -192,7 +194,7 @@ def test_an_engine_of_a_part_of_the_model() -> None:
 
 def refused() -> None:
     loader = get_dataloader(samples(4), 2)
-    with pytest.raises(UsageError, match="has 2 batches, and a step takes 3"):
+    with pytest.raises(UsageError, match="has 2 batches, but a step takes 3"):
         initialized({"gradient_accumulation": 3}, loader)
     with pytest.raises(UsageError, match="train_dataloader is a DataLoader: use get_dataloader"):
         initialized({"dali": {"mixup_alpha": 0.2}}, DataLoader(samples(4), 2))

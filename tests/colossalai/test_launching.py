@@ -142,7 +142,7 @@ def test_the_parsers_options() -> None:
     assert set(vars(parser.parse_args([])).values()) == {None}
 
 
-@pytest.mark.parametrize(("backend", "message"), [("mpi", "backend 'mpi' does not exist"), ("nccl", "needs a GPU")])
+@pytest.mark.parametrize(("backend", "message"), [("mpi", "backend 'mpi' is not supported"), ("nccl", "needs a GPU")])
 def test_backends_that_are_not_there(backend: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(UsageError, match=message):
@@ -164,7 +164,7 @@ def test_other_launchers_say_where_a_process_is(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for missing, value in zip(names, ("5", "8", "1"), strict=True):
-        with pytest.raises(UsageError, match=f"{missing} is not a number in this environment: start the program with"):
+        with pytest.raises(UsageError, match=f"environment variable {missing} is not a number: start the program with"):
             launcher({}, "host", 29500)
         monkeypatch.setenv(missing, value)
     launcher({}, "host", 29500, backend="gloo", seed=3)

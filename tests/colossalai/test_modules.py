@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
 from pathlib import Path
 
@@ -113,9 +114,17 @@ def test_adapters_are_where_the_tutorials_look(module: str) -> None:
 
 
 def test_a_face_is_thin() -> None:
-    """What is more than a few lines belongs to a layer below; but nothing else there has tensors like ColoTensor."""
+    """Longer code belongs to the packages below; only tensors like ColoTensor exist nowhere else."""
     for path in set(ROOT.rglob("*.py")) - set(ROOT.glob("tensor/*.py")):
-        assert len(path.read_text().splitlines()) <= 110, path
+        assert lines_of_code(path.read_text()) <= 100, path
+
+
+def lines_of_code(source: str) -> int:
+    """The number of lines outside of docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented) and ast.get_docstring(node)]
+    docstrings = [node.body[0] for node in nodes]
+    return len(source.splitlines()) - sum((each.end_lineno or 0) - each.lineno + 1 for each in docstrings)
 
 
 def test_questions_about_this_process() -> None:
@@ -129,5 +138,5 @@ def test_questions_about_this_process() -> None:
 def test_precisions_are_ours_under_their_names() -> None:
     assert read_config({"fp16": {"mode": AMP_TYPE.NAIVE}}).precision == HalfPrecision("parameters", torch.float16)
     assert read_config({"bf16": {"mode": AMP_TYPE.TORCH}}).precision == HalfPrecision("autocast", torch.bfloat16)
-    with pytest.raises(UsageError, match="takes mode 'parameters' or 'autocast', got"):
+    with pytest.raises(UsageError, match="must be 'parameters' or 'autocast', got"):
         read_config({"fp16": {"mode": AMP_TYPE.APEX}})

@@ -195,7 +195,7 @@ def test_what_stands_in_two_places_is_replaced_by_one() -> None:
     [
         (
             {"Layr": ModulePolicyDescription()},
-            "WrongPolicy is about modules of Layr, and Model has modules of Att",
+            "WrongPolicy is for modules of Layr, but Model only has modules of Att",
         ),
         (
             {
@@ -204,7 +204,7 @@ def test_what_stands_in_two_places_is_replaced_by_one() -> None:
                     sub_module_replacement=[SubModuleReplacementDescription("attention.qkv[3]", Linear1D_Col)],
                 )
             },
-            r"suffix 'attention.qkv\[3\]' of the policy is no submodule of Layer, which has attention, attention.qkv",
+            r"suffix 'attention.qkv\[3\]' of the policy is not a submodule of Layer, which has attention,",
         ),
     ],
     ids=["class", "suffix"],
@@ -256,9 +256,9 @@ def test_layers_take_a_group_by_either_name() -> None:
 def test_a_config_refuses() -> None:
     with pytest.raises(UsageError, match="unknown option of ShardConfig 'enable_tensor_paralelism'; did you mean"):
         ShardConfig(enable_tensor_paralelism=True)
-    with pytest.raises(UsageError, match=r"enable_sequence_overlap=True: models as they come compute with whole"):
+    with pytest.raises(UsageError, match=r"enable_sequence_overlap=True: sharded models compute with whole"):
         ShardConfig(enable_sequence_overlap=True)
-    with pytest.raises(UsageError, match="a pipeline is run by Booster"):
+    with pytest.raises(UsageError, match="for a pipeline use Booster"):
         ShardConfig(pipeline_stage_manager=object())
     config = ShardConfig(enable_all_optimization=True, enable_sequence_parallelism=False, extra_kwargs={})
     assert config.enable_fused_normalization
@@ -300,6 +300,6 @@ def test_compiled_blocks_train(tensor: int) -> None:
 
 def test_attention_of_other_models_cannot_be_chosen() -> None:
     config = ShardConfig(enable_tensor_parallelism=False, enable_flash_attention=True)
-    with pytest.raises(UsageError, match="enable_flash_attention: Model does not let its attention be chosen"):
+    with pytest.raises(UsageError, match="enable_flash_attention: the attention of Model cannot be changed"):
         ShardFormer(config).optimize(model())
     ShardFormer(ShardConfig(enable_tensor_parallelism=False, enable_all_optimization=True)).optimize(model())

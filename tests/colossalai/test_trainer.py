@@ -166,9 +166,9 @@ def refused() -> None:
     batches = [MODEL.batch(4)]
     with pytest.raises(UsageError, match="AccuracyHook needs outputs, and return_output_label=False drops them"):
         Trainer(engine).fit(batches, 1, hooks=[hooks.AccuracyHook(Accuracy())], return_output_label=False)
-    with pytest.raises(UsageError, match="write NUM_EPOCHS"):
+    with pytest.raises(UsageError, match="set NUM_EPOCHS"):
         Trainer(engine).fit(batches)
-    with pytest.raises(UsageError, match="the engine that initialize gives"):
+    with pytest.raises(UsageError, match="the engine that initialize returned"):
         Trainer(engine.model)
     with pytest.raises(UsageError, match="a hook is a Hook"):
         Trainer(engine).fit(batches, 1, hooks=[hooks.LossHook])  # type: ignore[list-item]  # a class, by mistake
@@ -267,13 +267,13 @@ def other_bad_input() -> None:
     for make, message in (
         (lambda: hooks.SaveCheckpointHook(), "pass checkpoint_dir"),
         (lambda: hooks.LogMetricByEpochHook(Said(), interval=0), "interval must be at least 1"),  # type: ignore[arg-type]  # it is not asked
-        (lambda: hooks.LogMemoryByEpochHook(Said(), report=True), "has no 'report'"),  # type: ignore[arg-type]  # as above
-        (lambda: hooks.ThroughputHook(use_local=True), "leave use_local out"),
+        (lambda: hooks.LogMemoryByEpochHook(Said(), report=True), "has no option 'report'"),  # type: ignore[arg-type]  # as above
+        (lambda: hooks.ThroughputHook(use_local=True), "remove use_local"),
     ):
         with pytest.raises(UsageError, match=message):
             make()
     engine, *_ = initialized({})
-    with pytest.raises(UsageError, match="was given another"):
+    with pytest.raises(UsageError, match="got another one"):
         Trainer(engine).fit(
             [MODEL.batch(4)], 1, hooks=[hooks.SaveCheckpointHook(checkpoint_dir="c", model=torch.nn.Linear(1, 1))]
         )

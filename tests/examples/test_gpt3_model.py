@@ -228,7 +228,7 @@ def test_tensor_ranks_together_are_the_model(tensor: int, options: dict[str, Any
 
 
 def test_heads_must_divide() -> None:
-    with pytest.raises(pipeflow.UsageError, match="5 heads do not divide a hidden size of 32"):
+    with pytest.raises(pipeflow.UsageError, match="hidden_size 32 must be divisible by the number of heads, 5"):
         gpt3.model.GPTBlock(32, 5)
 
 

@@ -48,7 +48,7 @@ def test_a_batch_is_mixed_as_its_labels_say(alpha: float) -> None:
 
 
 def test_a_negative_alpha_is_refused() -> None:
-    with pytest.raises(pipeflow.UsageError, match="0 or more"):
+    with pytest.raises(pipeflow.UsageError, match="must be at least 0"):
         Mixup(-1.0)
 
 

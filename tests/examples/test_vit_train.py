@@ -91,10 +91,10 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[object, li
         ({"NUM_CLASSES": 9}, "NUM_CLASSES is 9, and the images are of 10 classes"),
         ({"WARMUP_EPOCHS": 30}, "WARMUP_EPOCHS must be 0 or more and less than NUM_EPOCHS 30, got 30"),
         ({"LEARNING_RATE": 0}, "LEARNING_RATE must be a positive number, got 0"),
-        ({"MIXUP_ALPHA": -1}, "mixup's alpha is 0 or more, got -1"),
+        ({"MIXUP_ALPHA": -1}, "Mixup's alpha must be at least 0, got -1"),
         ({"DROP_RATES": 0.1}, "the configuration has what is not read: DROP_RATES"),
         ({"PATCH_SIZ": 8}, "the configuration has what is not read: PATCH_SIZ"),
-        ({"BATCH_SIZES": 8}, "the configuration's 'BATCH_SIZES' is not read: did you mean 'BATCH_SIZE'?"),
+        ({"BATCH_SIZES": 8}, "the configuration's 'BATCH_SIZES' is not a known key: did you mean 'BATCH_SIZE'?"),
     ],
     ids=str,
 )
@@ -115,7 +115,11 @@ def test_what_cannot_work_is_one_line_before_anything_starts(
     [
         (None, ("--world_size", "6"), "a world of 6 processes is not divisible into replicas of 4"),
         ("3", (), "a world of 3 processes is not divisible into replicas of 4"),
-        (None, ("--config", "nowhere.py"), "a configuration is a dict or a Python file, and 'nowhere.py' is no file"),
+        (
+            None,
+            ("--config", "nowhere.py"),
+            "a configuration is a dict or a Python file; 'nowhere.py' is not an existing .py file",
+        ),
     ],
 )
 def test_worlds_and_files_that_cannot_be(

@@ -289,7 +289,7 @@ def test_a_prompt_has_tokens(ids: Tensor | None) -> None:
 
 
 def test_caches_are_the_pipelines_own() -> None:
-    assert "leave out use_cache= and past_key_values=" in refused("gpt2", use_cache=False)
+    assert "remove use_cache= and past_key_values=" in refused("gpt2", use_cache=False)
     assert "got a StaticCache of StaticLayer: leave out cache_implementation=" in refused(
         "gpt2", cache_implementation="static"
     )

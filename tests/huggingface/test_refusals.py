@@ -92,7 +92,7 @@ def test_experts_of_another_shape_or_number(tmp_path: Path) -> None:
 
 def test_folders_that_are_none(folder: Path, batch: dict[str, Any], tmp_path: Path) -> None:
     [found] = told(lambda: from_pretrained("meta-llama/none", ONE, batch))
-    assert "meta-llama/none is no folder" in found
+    assert "meta-llama/none is not a folder" in found
     assert "snapshot_download" in found
     (tmp_path / "empty").mkdir()
     [found] = told(lambda: from_pretrained(tmp_path / "empty", ONE, batch))
@@ -125,7 +125,7 @@ def test_an_index_that_promises_what_no_file_has(tmp_path: Path, batch: dict[str
     content["weight_map"][name] = next(file for file in files if file != content["weight_map"][name])
     index.write_text(json.dumps(content))
     [found] = told(lambda: from_pretrained(path, ONE, batch))
-    assert f"has no {name!r}, which the index says it has" in found
+    assert f"has no {name!r}, although the index lists it" in found
 
 
 def test_classes_that_are_not_known(folder: Path, batch: dict[str, Any]) -> None:
@@ -158,7 +158,7 @@ def test_what_is_quantized_is_refused(folder: Path, batch: dict[str, Any]) -> No
 
 def test_dtypes_of_no_floating_point(folder: Path, batch: dict[str, Any]) -> None:
     [found] = told(lambda: from_pretrained(folder, ONE, batch, dtype=torch.int8))
-    assert "dtype must be a torch.dtype of floating point" in found
+    assert "dtype must be a floating-point torch.dtype" in found
 
 
 def test_an_error_of_one_rank_is_raised_on_all(folder: Path, batch: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ def test_an_error_of_one_rank_is_raised_on_all(folder: Path, batch: dict[str, An
         from pipeflow import current_context
 
         path = folder if current_context().rank else folder / "other"
-        with pytest.raises(Exception, match="is no folder") as caught:
+        with pytest.raises(Exception, match="is not a folder") as caught:
             from_pretrained(path, TWO, batch)
         return type(caught.value).__name__
 

@@ -104,7 +104,7 @@ def test_what_is_no_models_is_refused(tmp_path: Path) -> None:
         made = models()
         optimizer = torch.optim.SGD(made[0].parameters(), lr=1.0)
         both = {"model": sharded(made), "optimizer": optimizer.state_dict()}
-        with pytest.raises(UsageError, match="entry 'optimizer' is no model's sharded_state_dict"):
+        with pytest.raises(UsageError, match="entry 'optimizer' is not a model's sharded_state_dict"):
             dist_checkpointing.save(both, tmp_path / "saved")
         with pytest.raises(UsageError, match="entry 'optimizer'"):
             dist_checkpointing.load(both, tmp_path / "saved")

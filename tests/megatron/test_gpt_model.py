@@ -104,15 +104,15 @@ def test_a_stage_has_what_belongs_to_its_place() -> None:
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        ({"pipeline_dtype": torch.bfloat16}, {}, "weights' type, torch.float64: give pipeline_dtype that too"),
-        ({"tensor_model_parallel_size": 2}, {}, "says tensor_model_parallel_size=2, but 1 was initialized"),
-        ({"pipeline_model_parallel_size": 4}, {}, "says pipeline_model_parallel_size=4, but 2 was initialized"),
+        ({"pipeline_dtype": torch.bfloat16}, {}, "pipeline_dtype must be the weights' dtype, torch.float64"),
+        ({"tensor_model_parallel_size": 2}, {}, "has tensor_model_parallel_size=2, but 1 was initialized"),
+        ({"pipeline_model_parallel_size": 4}, {}, "has pipeline_model_parallel_size=4, but 2 was initialized"),
         ({"ffn_hidden_size": 40}, {}, "ffn_hidden_size=40 must be a multiple of hidden_size=16"),
         ({"recompute_granularity": "selective"}, {}, "must be None or 'full', got 'selective'"),
-        ({}, {"position_embedding_type": "rope"}, "positions are 'learned_absolute' here, got 'rope'"),
-        ({}, {"transformer_layer_spec": ModuleSpec(torch.nn.Linear)}, "there is one kind of layer"),
-        ({}, {"pre_process": True, "post_process": True}, "must be (True|False) for this stage, or be left out"),
-        ({}, {"vp_stage": 1}, "there is no stage 1 on this rank: it has 1"),
+        ({}, {"position_embedding_type": "rope"}, "position_embedding_type must be 'learned_absolute', got 'rope'"),
+        ({}, {"transformer_layer_spec": ModuleSpec(torch.nn.Linear)}, "the only kind of layer is"),
+        ({}, {"pre_process": True, "post_process": True}, "must be (True|False) for this stage, got"),
+        ({}, {"vp_stage": 1}, "this rank has no stage 1: it has 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(config: dict[str, Any], options: dict[str, Any], message: str) -> None:

@@ -192,7 +192,7 @@ def test_bad_input_is_one_clear_error() -> None:
     def four(data: Any, model: Any) -> Any:
         return forward_step(data, model)[0], lambda losses: (losses.sum(),) * 4
 
-    told = r"or \(loss, number of tokens, what is logged\), got 4 values"
+    told = r"or \(loss, number of tokens, values to log\), got 4 values"
     refusal(1, told, models, lambda: iter(loader()), forward_step_func=four)
 
 

@@ -116,9 +116,9 @@ def test_checkpointed_layers_drop_alike_again() -> None:
 def test_what_is_not_there_is_refused() -> None:
     def refused() -> None:
         for layer in (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear):
-            with pytest.raises(UsageError, match="adds its bias itself: leave skip_bias_add out"):
+            with pytest.raises(UsageError, match="adds its bias itself: remove skip_bias_add"):
                 layer(4, 4, config=CONFIG, skip_bias_add=True)
-        with pytest.raises(UsageError, match="distribute_saved_activations is not supported"):
+        with pytest.raises(UsageError, match="distribute_saved_activations=True is not supported"):
             tensor_parallel.checkpoint(torch.relu, True, torch.ones(1))
         with pytest.raises(UsageError, match="cannot split out_features=5"):
             tensor_parallel.ColumnParallelLinear(4, 5, config=CONFIG)

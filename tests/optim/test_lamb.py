@@ -177,7 +177,7 @@ def test_a_run_goes_on_from_its_state() -> None:
         ({"eps": -1e-6}, "eps must be at least 0"),
         ({"weight_decay": math.nan}, "weight_decay must be at least 0, got nan"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
-        ({"model": nn.Linear(1, 1)}, "no parameter of the model"),
+        ({"model": nn.Linear(1, 1)}, "parameters that are not in the model"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

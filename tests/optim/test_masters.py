@@ -287,7 +287,7 @@ def misuse() -> None:
     optimizer = MasterWeights(pipeline, adamw(pipeline))
     with pytest.raises(UsageError, match="takes no closure"):
         optimizer.step(lambda: 0.0)
-    with pytest.raises(UsageError, match="before it is wrapped"):
+    with pytest.raises(UsageError, match="before wrapping the optimizer"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     execute_pipeline(blocks.mine(0, torch.bfloat16), pipeline)
     with pytest.raises(UsageError, match="max_norm must be positive"):
@@ -300,7 +300,7 @@ def refuse_other_parameters() -> None:
         (HalfPrecision("autocast"), torch.float16),
     ):
         pipeline = blocks.build(dtype)
-        with pytest.raises(UsageError, match=f"and the model's are in {dtype}: convert it"):
+        with pytest.raises(UsageError, match=f"but the model's are in {dtype}: convert the model"):
             precision.optimizer(pipeline, adamw(pipeline))
 
 
@@ -314,7 +314,7 @@ def test_one_rank(check: Any) -> None:
 
 
 def test_another_mode_is_refused() -> None:
-    with pytest.raises(UsageError, match="takes mode 'parameters' or 'autocast', got 'apex'"):
+    with pytest.raises(UsageError, match="must be 'parameters' or 'autocast', got 'apex'"):
         HalfPrecision("apex")  # type: ignore[arg-type]  # what is refused
 
 

@@ -276,23 +276,23 @@ def broken() -> nn.Module:
 @pytest.mark.parametrize(
     ("layers", "options", "message"),
     [
-        (7, {}, "layers are an nn.Sequential, or a list of modules and of callables that make them, got int"),
-        ([nn.Tanh(), "Tanh"], {}, "layer 1 is neither a module nor a callable that makes one, but 'Tanh'"),
-        ([dict], {}, "layer 0 is to be made by <class 'dict'>, which returned dict, not a module"),
-        (OwnForward(nn.Tanh()), {}, "OwnForward has a forward of its own"),
-        (OwnScale(), {}, "scale belongs to the OwnScale and to none of its layers"),
+        (7, {}, "layers must be an nn.Sequential, or a list of modules and of callables that make them, got int"),
+        ([nn.Tanh(), "Tanh"], {}, "layer 1 must be a module or a callable that makes one, got 'Tanh'"),
+        ([dict], {}, "layer 0: <class 'dict'> must return a module, but returned a dict"),
+        (OwnForward(nn.Tanh()), {}, "OwnForward has its own forward"),
+        (OwnScale(), {}, "scale belongs to the OwnScale, not to one of its layers"),
         ([], {}, "num_layers must be an integer of at least 1, got 0"),
         (
             [nn.Tanh()],
             {"placement": schedule_of("1f1b", 2).placement},
-            "the placement is for 2 ranks, the pipeline has 1",
+            "the placement is for 2 ranks, but the pipeline has 1",
         ),
-        ([nn.Tanh()], {"partition": "parameter"}, 'partition is "uniform", "parameters", .* got \'parameter\''),
+        ([nn.Tanh()], {"partition": "parameter"}, 'partition must be "uniform", "parameters", .* got \'parameter\''),
         ([nn.Tanh()], {"partition": [1, 2]}, r"needs one number for each of the 1 layers, got \[1, 2\]"),
         ([nn.Tanh()], {"partition": [-1.0]}, "must not be negative"),
         ([nn.Tanh()], {"partition": [(0, 2)]}, r"1 stages of 1 layers need 1 pairs \(start, end\).* got \[\(0, 2\)\]"),
         ([nn.Tanh()], {"partition": [(0, 0), (0, 1)]}, "1 stages of 1 layers need 1 pairs"),
-        ([nn.LazyLinear(3)], {"partition": "parameters"}, "layer 0 has parameters without a shape yet"),
+        ([nn.LazyLinear(3)], {"partition": "parameters"}, "layer 0 has lazy parameters without a shape"),
     ],
 )
 def test_bad_layers_are_refused(layers: Any, options: dict[str, Any], message: str) -> None:
@@ -303,7 +303,7 @@ def test_bad_layers_are_refused(layers: Any, options: dict[str, Any], message: s
 def test_an_error_of_a_callable_says_which_layer_it_was_to_make() -> None:
     with pytest.raises(KeyError, match="width") as caught:
         build_stages([nn.Tanh, broken])
-    assert "layer 1 was being made" in caught.value.__notes__[0]
+    assert "while making layer 1" in caught.value.__notes__[0]
 
 
 def build_too_few() -> None:

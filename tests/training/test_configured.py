@@ -107,8 +107,8 @@ def refused(config: dict[str, Any], chunks: int | None) -> str:
     ("config", "chunks", "part"),
     [
         ({}, None, "lacks NUM_MICRO_BATCHES"),
-        ({"NUM_MICRO_BATCHES": 4, "NUM_CHUNKS": 2}, None, "NUM_CHUNKS is 2, and the model has 1"),
-        ({"NUM_MICRO_BATCHES": 4, "NUM_CHUNKS": 1}, 2, "NUM_CHUNKS is 1, and the model has 2"),
+        ({"NUM_MICRO_BATCHES": 4, "NUM_CHUNKS": 2}, None, "NUM_CHUNKS is 2, but the model has 1"),
+        ({"NUM_MICRO_BATCHES": 4, "NUM_CHUNKS": 1}, 2, "NUM_CHUNKS is 1, but the model has 2"),
     ],
     ids=["microbatches", "too few chunks", "too many chunks"],
 )

@@ -212,7 +212,7 @@ def refused() -> list[str]:
 def test_what_cannot_work_is_refused() -> None:
     [messages] = run_threads(refused, 1)
     wanted = (
-        *("a pipeflow.Pipeline", "a torch.optim.Optimizer", "no parameter of the model", "at least 1"),
+        *("a pipeflow.Pipeline", "a torch.optim.Optimizer", "parameters that are not in the model", "at least 1"),
         *("0 for no clipping", "'stop' or 'skip'", "run a batch first", "call step() after each of them"),
     )
     for message, part in zip(messages, wanted, strict=True):

@@ -35,7 +35,7 @@ def test_two_of_a_name_are_refused() -> None:
     class Linear(nn.Module):
         pass
 
-    with pytest.raises(UsageError, match=r"layers has another 'Linear' already, of torch.nn.modules.linear"):
+    with pytest.raises(UsageError, match=r"layers already has another 'Linear', from torch.nn.modules.linear"):
         layers.register_module(Linear)
     assert layers.get_module("Linear") is nn.Linear
 

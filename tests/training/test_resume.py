@@ -387,8 +387,8 @@ def test_what_cannot_go_on_is_said_before_anything_changes(tmp_path: Path) -> No
     wanted = (
         "cannot be written on rank 0: .*Not a directory",
         "checkpoints of another run: choose another folder",
-        "of an epoch of 24 samples, and this one has 21",
-        "of a loader of get_dataloader, and this is a loader without a state_dict",
+        "of an epoch of 24 samples, but this loader has 21",
+        "of a loader of get_dataloader, but this is a loader without a state_dict",
         "give fit a test_loader",
         "other/step-1",
         "step-1 was not saved by a CheckpointHook",
@@ -436,9 +436,9 @@ def lists_of_replicas(folder: Path, samples: int) -> str:
 def test_a_list_goes_on_with_as_many_replicas_only(tmp_path: Path) -> None:
     assert run_threads(lists_of_replicas, 2, tmp_path, 4, data=2) == [""] * 2
     [message] = run_threads(lists_of_replicas, 1, tmp_path, 4)
-    assert "on 2 data ranks, and there are 1" in message
+    assert "on 2 data ranks, but there are 1 now" in message
     [message, _] = run_threads(lists_of_replicas, 2, tmp_path, 8, data=2)
-    assert "after 2 batches of an epoch of 6 batches, and this one has 3" in message
+    assert "after 2 batches of an epoch of 6 batches, but this loader has 3" in message
 
 
 def shuffled(folder: Path) -> list[int]:

@@ -44,7 +44,7 @@ def test_names_do_not_mix(clock: list[float]) -> None:
 
 def test_mistakes_are_told() -> None:
     timer = MultiTimer()
-    with pytest.raises(UsageError, match="there is no timer 'step': start it first; there are none"):
+    with pytest.raises(UsageError, match=r"there is no timer 'step': start it first \(existing timers: none\)"):
         timer.stop("step")
     timer.start("step")
     timer.stop("step")

@@ -1,4 +1,4 @@
-"""LoRA, by the package peft."""
+"""LoRA, with the package peft."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from pipeflow.core.errors import UsageError
 
 
 class Adapters:
-    """What a Booster adds to a model before it is boosted."""
+    """The methods of a Booster that add adapters to a model before it is boosted."""
 
     def enable_lora(
         self, model: nn.Module, pretrained_dir: str | os.PathLike[str] | None = None, lora_config: Any = None
     ) -> Any:
-        """The model with adapters as `lora_config` says, a peft.LoraConfig, or with those in `pretrained_dir`. Make the
-        optimizer of it, then boost both. All ranks draw the same first values if they were seeded alike.
+        """Returns the model with LoRA adapters. Make the optimizer from its parameters, then boost both. All ranks get
+        the same initial weights if they were seeded alike.
 
-        Raises UsageError without either, and where peft is not installed.
+        Args:
+            model: the model.
+            pretrained_dir: folder of trained adapters.
+            lora_config: a peft.LoraConfig for new adapters.
+
+        Raises UsageError if neither is given, or if peft is not installed.
         """
         if (pretrained_dir is None) == (lora_config is None):
-            raise UsageError("enable_lora takes a lora_config for new adapters, or the pretrained_dir of trained ones")
+            raise UsageError("enable_lora needs a lora_config for new adapters, or the pretrained_dir of trained ones")
         try:
             import peft
         except ImportError as error:

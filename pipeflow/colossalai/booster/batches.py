@@ -1,4 +1,4 @@
-"""How a Booster takes a batch: what of it the forward is called with, and what the criterion sees."""
+"""Batches of a Booster: the part that the forward is called with, and the part that the criterion gets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Criterion = Callable[[Any, Any], Tensor]
 
 
 class Batches:
-    """Those of a module: dicts of its forward's keywords, tuples of all its arguments, or its first one. What is in
-    floating point becomes of `dtype`, unless that is None.
+    """Reads batches for a module: a batch is a dict of its forward's arguments, a tuple of all of them, or the first
+    one. Floating-point tensors are converted to `dtype`, unless it is None.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -26,13 +26,13 @@ class Batches:
         self._dtype = dtype
 
     def read(self, batch: object) -> tuple[dict[str, Any], object]:
-        """What the forward takes, and the whole batch, for the criterion."""
+        """Returns the forward's arguments by name, and the whole batch for the criterion."""
         batch = dict(batch) if isinstance(batch, Mapping) else batch
         entries, _ = self._entries.of(batch if isinstance(batch, dict) else (batch, None))
         return self.cast(entries), batch
 
     def cast(self, tree: Any) -> Any:
-        """The tree, its numbers in floating point of the model's dtype."""
+        """Returns the tree with its floating-point tensors in the model's dtype."""
         dtype = self._dtype
         if dtype is None:
             return tree
@@ -40,11 +40,11 @@ class Batches:
 
 
 class Loss:
-    """The loss of a microbatch as ColossalAI's programs compute it, from the output and the whole microbatch.
+    """The loss of a microbatch in ColossalAI's form, computed from the output and the whole microbatch.
 
     Attributes:
-        criterion: of the call that runs.
-        weigh_labels: what a microbatch weighs by its labels; None for its samples.
+        criterion: the criterion of the current call.
+        weigh_labels: function that returns a microbatch's weight from its labels; None weighs by samples.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Loss:
 
     @contextmanager
     def by(self, criterion: Criterion | None) -> Iterator[None]:
-        """Inside, by this one; None leaves it as it is."""
+        """Uses `criterion` inside the `with` block; None keeps the current one."""
         before, self.criterion = self.criterion, self.criterion if criterion is None else criterion
         try:
             yield
@@ -65,18 +65,18 @@ class Loss:
             self.criterion = before
 
     def weigh(self, microbatch: Any) -> float:
-        """What it counts in the batch's mean loss."""
+        """Returns the microbatch's weight in the batch's mean loss."""
         if self.weigh_labels is not None and isinstance(microbatch, Mapping):
             return self.weigh_labels(microbatch.get(LABELS))
         return float(samples_of(microbatch))
 
 
 def samples_of(batch: object) -> int:
-    """How many samples a batch has. Raises UsageError for one without tensors."""
+    """Number of samples in a batch. Raises UsageError for a batch without tensors."""
     tree: object = dict(batch) if isinstance(batch, Mapping) else batch
     found = next((len(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()), None)
     if found is None:
-        raise UsageError(f"a batch is a tree of tensors, got {type(batch).__name__} without one")
+        raise UsageError(f"a batch must contain tensors, got a {type(batch).__name__} without one")
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a Booster makes of a model: a Pipeline, made when the first batch shows how the model's forward runs."""
+"""BoostedModel: a model that a Booster turns into a Pipeline when it gets the first batch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from pipeflow.stages.stage import ModuleStage
 
 
 class BoostedModel(nn.Module):
-    """A model in the hands of a Booster. Until its Pipeline is made it is the whole module, then this rank's part of
-    it: `parameters()` and `train()` are of what is there. Without a pipeline it is called as ever.
+    """A model boosted by a Booster. It is the whole module until its Pipeline is made, then this rank's part of it;
+    `parameters()` and `train()` apply to the current one. With pp_size=1 it can be called like the module.
 
     Args:
-        module: the whole of it, alike on every rank.
-        plugin: says how it is made parallel.
+        module: the whole module, alike on every rank.
+        plugin: the plugin that says how to make it parallel.
 
     Attributes:
-        loss: how it is computed.
-        reduces: whether gradients are averaged over the replicas.
-        names: those of the whole module's parameters, by their ids.
+        loss: the loss of a microbatch.
+        reduces: True if gradients are averaged over the replicas.
+        names: names of the whole module's parameters, by their ids.
     """
 
     def __init__(self, module: nn.Module, plugin: HybridParallelPlugin) -> None:
@@ -55,12 +55,12 @@ class BoostedModel(nn.Module):
     def pipeline(self) -> Pipeline:
         """The Pipeline. Raises UsageError before there is one."""
         if not isinstance(self.inner, Pipeline):
-            raise UsageError("the model has run no batch yet: call booster.execute_pipeline first")
+            raise UsageError("the model has not run a batch yet: call booster.execute_pipeline first")
         return self.inner
 
     def prepare(self, batch: object) -> None:
-        """Makes the Pipeline by a first batch, unless there is one. All ranks call it together. Raises UsageError as
-        `Pipeline.from_module` does.
+        """Makes the Pipeline with a first batch, unless there is one already. All ranks call it together. Raises
+        UsageError as `Pipeline.from_module` does.
         """
         if not isinstance(self.inner, Pipeline):
             made = make_stages(self.inner, self.plugin, self.loss, self._batches, batch)
@@ -70,23 +70,23 @@ class BoostedModel(nn.Module):
             self._waiting.clear()
 
     def when_made(self, action: Callable[[Pipeline], None]) -> None:
-        """Does something with the Pipeline: now, or as soon as there is one."""
+        """Calls `action` with the Pipeline, now or as soon as there is one."""
         if isinstance(self.inner, Pipeline):
             action(self.inner)
         else:
             self._waiting.append(action)
 
     def unwrap(self) -> nn.Module:
-        """The module that was boosted, or once there is a pipeline this rank's first stage of it."""
+        """Returns the boosted module; once the Pipeline is made, this rank's first stage of it."""
         first = self.inner.chunks[0] if isinstance(self.inner, Pipeline) else self.inner
         return first.root if isinstance(first, ModuleStage) else first
 
     def forward(self, *arguments: Any, **entries: Any) -> Any:
-        """The module's output, without a pipeline. Raises UsageError with one."""
+        """Calls the module. Raises UsageError with several pipeline ranks."""
         if self.plugin.pp_size > 1:
             raise UsageError(
-                "a rank has a part of the model only, so it cannot be called, nor its loss be differentiated: run "
-                "every batch with booster.execute_pipeline(data_iter, model, criterion, optimizer)"
+                "this rank has only a part of the model, so the model cannot be called, nor its loss differentiated: "
+                "run every batch with booster.execute_pipeline(data_iter, model, criterion, optimizer)"
             )
         [stage] = self.pipeline.runner.stages.values()
         return stage.call(*self._batches.cast(arguments), **self._batches.cast(entries))
@@ -94,14 +94,14 @@ class BoostedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank, by the names that they have in the module."""
+        """Yields this rank's parameters by their names in the module."""
         start = f"{prefix}." if prefix else ""
         for name, parameter in self.inner.named_parameters("", recurse, remove_duplicate):
             yield start + plain_name(name.removeprefix("chunks.0.") if self.plugin.pp_size == 1 else name), parameter
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients of replicas are added up, not averaged; the next batch outside takes them along."""
+        """Only accumulates gradients inside the `with` block; the next batch after it averages them over replicas."""
         before, self.reduces = self.reduces, False
         try:
             yield

@@ -24,9 +24,11 @@ class Booster(Checkpoints, Adapters):
     """Trains a model as its plugin says. All ranks make the same calls.
 
     Args:
-        plugin: by default one of replicas alone, in `mixed_precision` or the model's own.
+        device: must be None; the launch chooses the device.
+        mixed_precision: "fp16" or "bf16"; only without a plugin. By default the model's own dtype.
+        plugin: a HybridParallelPlugin; by default one with only replicas.
 
-    Raises UsageError for another plugin, a device, which the launch has chosen, and a precision beside a plugin.
+    Raises UsageError for another plugin, for a device, and for a precision besides a plugin.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Booster(Checkpoints, Adapters):
         plugin: HybridParallelPlugin | None = None,
     ) -> None:
         if device or (plugin and mixed_precision):
-            raise UsageError("leave device out, the launch has chosen it, and give precision to the plugin")
+            raise UsageError("remove device, since the launch chooses it, and pass the precision to the plugin")
         plugin = HybridParallelPlugin(1, 1, precision=mixed_precision or "fp32") if plugin is None else plugin
         if not isinstance(plugin, HybridParallelPlugin):
             raise UsageError(f"plugin must be a HybridParallelPlugin, got {type(plugin).__name__}")
@@ -50,11 +52,13 @@ class Booster(Checkpoints, Adapters):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
-        """What trains, in the same order: the model, alike on every rank, as a BoostedModel; the optimizer, made from
-        the whole model's parameters, as a BoostedOptimizer; the others as they are.
+        """Returns its arguments ready for training: the model as a BoostedModel, the optimizer as a BoostedOptimizer,
+        the others unchanged. The model must be alike on every rank, the optimizer made from all of its parameters.
+
+        Raises UsageError if the model is not a module or was boosted before.
         """
         if not isinstance(model, nn.Module) or isinstance(model, BoostedModel):
-            raise UsageError(f"boost takes an nn.Module that was not boosted, got {type(model).__name__}")
+            raise UsageError(f"boost takes an nn.Module that is not boosted yet, got {type(model).__name__}")
         made = BoostedModel(model, self.plugin)
         made.loss.criterion = criterion
         return made, optimizer and BoostedOptimizer(optimizer, made), criterion, dataloader, lr_scheduler
@@ -68,24 +72,33 @@ class Booster(Checkpoints, Adapters):
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Runs the next batch of `data_iter`; under torch.no_grad() it makes no gradients. Returns "loss", the mean
-        loss of the batches of all replicas, and "outputs", where the last stage is; elsewhere, and where they are not
-        asked for, None. Where the model makes a loss over labels itself, microbatches count by their labels that are
-        not -100, else by their samples.
+        """Runs the next batch of `data_iter`; under torch.no_grad() it computes no gradients. Returns a dict with
+        "loss", the mean loss over all replicas, and "outputs". Both are None on ranks without the last stage, and if
+        they are not asked for.
+
+        If the model computes the loss from labels itself, microbatches are weighted by their number of labels other
+        than -100; otherwise by their number of samples.
 
         Args:
-            data_iter: its batches are dicts of the forward's keywords, tuples of all its arguments, or its first one.
-            model, optimizer: as `boost` returned them; an optimizer is needed to train.
-            criterion: `criterion(outputs, inputs)` gives the mean loss of a microbatch from the model's output and all
-                of the microbatch; by default the one that was boosted.
+            data_iter: iterator of batches. A batch is a dict of the forward's arguments, a tuple of all of them, or the
+                first one.
+            model: the model that `boost` returned.
+            criterion: `criterion(outputs, inputs)` returns a microbatch's mean loss from the model's output and the
+                whole microbatch; by default the one passed to `boost`.
+            optimizer: the optimizer that `boost` returned; needed for training.
+            return_loss: return the loss.
+            return_outputs: return the outputs.
 
-        Raises UsageError for what was not boosted, for an empty iterator, and as `pipeflow.execute_pipeline`.
+        Raises UsageError if the model or optimizer is not boosted, for an empty iterator, and as
+        `pipeflow.execute_pipeline` does.
         """
         boosted, trains = boosted_model(model), torch.is_grad_enabled()
         if trains and not isinstance(optimizer, BoostedOptimizer):
-            raise UsageError("training needs the optimizer that boost returned; evaluate under torch.no_grad()")
+            raise UsageError(
+                "training needs the optimizer that boost returned: pass it, or evaluate under torch.no_grad()"
+            )
         if criterion is None and boosted.loss.criterion is None:
-            raise UsageError("there is no criterion: give one to execute_pipeline, or to boost")
+            raise UsageError("there is no criterion: pass one to execute_pipeline or to boost")
         batch = next(data_iter, None) if isinstance(data_iter, Iterator) else None
         if batch is None:
             raise UsageError("data_iter has no batch left: make a new one, iter(dataloader), for every epoch")
@@ -102,9 +115,9 @@ class Booster(Checkpoints, Adapters):
         return {"loss": output.loss if return_loss else None, "outputs": output.outputs}
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
-        """The gradients of a loss that the called model made. Raises UsageError under a pipeline."""
+        """Computes the gradients of a loss of the called model. Raises UsageError with several pipeline ranks."""
         boosted_optimizer(optimizer).backward(loss)
 
     def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> AbstractContextManager[None]:
-        """Inside, gradients are added up over batches; the next batch outside averages all over the replicas."""
+        """Only accumulates gradients inside the `with` block; the next batch after it averages them over replicas."""
         return (boosted_optimizer(optimizer).model if model is None else boosted_model(model)).no_sync()

@@ -1,4 +1,4 @@
-"""The saves and loads of a Booster: weights as Hugging Face's files or one of torch's, optimizers as checkpoints."""
+"""Saving and loading with a Booster: weights as Hugging Face or torch files, optimizers as pipeflow's checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ StrPath = str | os.PathLike[str]
 
 
 class Checkpoints:
-    """All ranks call these together, and see the same files."""
+    """The methods of a Booster that save and load. All ranks call them together, and share the files."""
 
     plugin: HybridParallelPlugin
 
@@ -38,9 +38,16 @@ class Checkpoints:
         size_per_shard: int = 1024,
         use_safetensors: bool = False,
     ) -> None:
-        """Writes all weights, whole, by their names in the module: with `shard` to safetensors files of at most
-        `size_per_shard` MiB in the folder `checkpoint`, with their index; else to one file, as torch.save writes a
-        state_dict, or with `use_safetensors` in that format. Raises UsageError without the package safetensors.
+        """Saves all weights, whole, by their names in the module.
+
+        Args:
+            model: the model that `boost` returned.
+            checkpoint: a folder with `shard`, else a file.
+            shard: write several safetensors files with an index; otherwise one file.
+            size_per_shard: maximum size of such a file in MiB.
+            use_safetensors: write the single file in safetensors format, instead of a state_dict with torch.save.
+
+        Raises UsageError if the package safetensors is not installed.
         """
         path, boosted = Path(checkpoint), boosted_model(model)
         if shard:
@@ -51,9 +58,9 @@ class Checkpoints:
         self._on_rank_0(lambda: files.join(parts, path, use_safetensors=use_safetensors))
 
     def load_model(self, model: nn.Module, checkpoint: StrPath) -> None:
-        """Fills all weights from what `save_model` wrote under any layout, or from a folder of safetensors files.
+        """Loads all weights from files that `save_model` wrote under any layout, or from a folder of safetensors files.
 
-        Raises UsageError for weights that are missing or have another shape, before anything is changed.
+        Raises UsageError, before anything is changed, if a weight is missing or has another shape.
         """
         path, boosted = Path(checkpoint), boosted_model(model)
         if path.is_dir() or not files.is_of_torch(path):
@@ -67,27 +74,27 @@ class Checkpoints:
             self._on_rank_0(lambda: shutil.rmtree(parts))
 
     def save_optimizer(self, optimizer: Optimizer, checkpoint: StrPath, shard: bool = False) -> None:
-        """Writes the optimizer's states, with the weights that they belong to, to the folder `checkpoint`, sharded or
-        not: a checkpoint of pipeflow. Raises UsageError before the first batch, and as `pipeflow.save_checkpoint`.
+        """Saves the optimizer's states, together with the weights, as pipeflow's checkpoint in the folder `checkpoint`;
+        `shard` has no effect. Raises UsageError before the first batch, and as `pipeflow.save_checkpoint` does.
         """
         boosted = boosted_optimizer(optimizer)
         save_checkpoint(checkpoint, boosted.model.pipeline, boosted.inner)
 
     def load_optimizer(self, optimizer: Optimizer, checkpoint: StrPath) -> None:
-        """Reads what `save_optimizer` wrote under any layout, states and weights: under a pipeline as soon as the first
-        batch has made it. Raises UsageError for what is no checkpoint, and as `pipeflow.load_checkpoint`.
+        """Loads states and weights that `save_optimizer` wrote under any layout. With several pipeline ranks they are
+        loaded when the first batch runs. Raises UsageError as `pipeflow.load_checkpoint` does.
         """
         path, boosted = Path(checkpoint), boosted_optimizer(optimizer)
         find(path)
         boosted.model.when_made(lambda _: boosted.load(path))
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
-        """Writes the state of rank 0's scheduler of the learning rate to the file `checkpoint`."""
+        """Saves the state of rank 0's learning-rate scheduler to the file `checkpoint`."""
         state = lr_scheduler.state_dict()
         self._on_rank_0(lambda: files.write(Path(checkpoint), lambda file: torch.save(state, file)))
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
-        """Reads what `save_lr_scheduler` wrote. Raises UsageError for a file that is missing or damaged."""
+        """Loads a file of `save_lr_scheduler`. Raises UsageError if it is missing or damaged."""
         lr_scheduler.load_state_dict(files.read(Path(checkpoint)))
 
     def _on_rank_0(self, function: Callable[[], None]) -> None:
@@ -97,14 +104,14 @@ class Checkpoints:
 
 
 def boosted_model(model: nn.Module) -> BoostedModel:
-    """The model. Raises UsageError for one that was not boosted."""
+    """Returns the model. Raises UsageError if it is not boosted."""
     if not isinstance(model, BoostedModel):
-        raise UsageError(f"this takes the model that boost returned, got {type(model).__name__}")
+        raise UsageError(f"this needs the model that boost returned, got {type(model).__name__}")
     return model
 
 
 def boosted_optimizer(optimizer: Optimizer) -> BoostedOptimizer:
-    """The optimizer. Raises UsageError for one that was not boosted."""
+    """Returns the optimizer. Raises UsageError if it is not boosted."""
     if not isinstance(optimizer, BoostedOptimizer):
-        raise UsageError(f"this takes the optimizer that boost returned, got {type(optimizer).__name__}")
+        raise UsageError(f"this needs the optimizer that boost returned, got {type(optimizer).__name__}")
     return optimizer

@@ -1,4 +1,4 @@
-"""Files of torch.save, and of safetensors, as a Booster writes them: whole or not at all."""
+"""A Booster's files, in the format of torch.save or safetensors, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeflow.checkpoint.tensor_files import SINGLE
 from pipeflow.core.errors import UsageError
 
-_METADATA = {"format": "pt"}  # which transformers asks for
+_METADATA = {"format": "pt"}  # transformers needs it
 
 
 def beside(path: Path) -> Path:
@@ -22,7 +22,7 @@ def beside(path: Path) -> Path:
 
 
 def is_of_torch(path: Path) -> bool:
-    """Whether torch.save wrote the file. Raises UsageError where there is none."""
+    """True if torch.save wrote the file. Raises UsageError if it does not exist."""
     if not path.is_file():
         raise UsageError(f"there is no file or folder {str(path)!r}")
     with path.open("rb") as file:
@@ -30,28 +30,28 @@ def is_of_torch(path: Path) -> bool:
 
 
 def read(path: Path) -> Any:
-    """What torch.save wrote, plain values and tensors. Raises UsageError for anything else."""
+    """Reads plain values and tensors that torch.save wrote. Raises UsageError for anything else."""
     if not path.is_file():
         raise UsageError(f"there is no file {str(path)!r}")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise UsageError(f"{path} is no file of torch.save, or damaged: {error}") from error
+        raise UsageError(f"{path} was not written by torch.save, or is damaged: {error}") from error
 
 
 def write(path: Path, write_to: Callable[[Path], object]) -> None:
-    """Has `path` written. Raises UsageError where it cannot be."""
+    """Writes the file `path` with `write_to`. Raises UsageError if that fails."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_to(temporary)
         temporary.replace(path)
     except (OSError, RuntimeError) as error:
-        raise UsageError(f"writing {path} failed: {error}") from error
+        raise UsageError(f"{path} could not be written: {error}") from error
 
 
 def join(parts: Path, path: Path, *, use_safetensors: bool) -> None:
-    """Makes one file of the safetensors files in a folder, which goes."""
+    """Joins the safetensors files in the folder `parts` into one file, and removes the folder."""
     package = _package()
     whole: dict[str, Tensor] = {}
     for part in sorted(parts.glob("*.safetensors")):
@@ -61,10 +61,10 @@ def join(parts: Path, path: Path, *, use_safetensors: bool) -> None:
 
 
 def divide(path: Path, parts: Path) -> None:
-    """Makes a folder with a safetensors file of what torch.save wrote. Raises UsageError for what are no tensors."""
+    """Converts a file of torch.save to a folder with a safetensors file. Raises UsageError if it is no state_dict."""
     package, whole = _package(), read(path)
     if not isinstance(whole, dict) or not all(isinstance(each, Tensor) for each in whole.values()):
-        raise UsageError(f"{path} is no state_dict of tensors")
+        raise UsageError(f"{path} is not a state_dict of tensors: pass a file that save_model wrote")
     parts.mkdir(exist_ok=True)
     package.save_file({name: each.clone().contiguous() for name, each in whole.items()}, parts / SINGLE, _METADATA)
 

@@ -1,4 +1,4 @@
-"""From a whole module to a rank's Pipeline, as a plugin says."""
+"""Makes a rank's Pipeline from a whole module, as a plugin says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeflow.tensor.table import DEFAULT_RULES
 
 
 def make_whole(module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batches: Batches) -> Pipeline:
-    """A Pipeline of one stage, which is the module itself."""
+    """Makes a Pipeline with one stage, the module itself."""
     policy = plugin.settings.custom_policy
     if policy is None:
         shard(module, group=plugin.context.tensor)
@@ -36,9 +36,9 @@ def make_whole(module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batc
 def make_stages(
     module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batches: Batches, first: object
 ) -> Pipeline:
-    """A Pipeline of several ranks, planned by a first batch.
+    """Makes a Pipeline over several ranks, planned with a first batch.
 
-    Raises UsageError as `Pipeline.from_module`, and for a policy that replaces what stages share.
+    Raises UsageError as `Pipeline.from_module` does, and if the policy replaces a layer that stages share.
     """
     policy = plugin.settings.custom_policy
     schedule, (example, _) = plugin.schedule(samples_of(first)), batches.read(first)
@@ -60,7 +60,7 @@ def _compiled(made: Pipeline, plugin: HybridParallelPlugin) -> Pipeline:
 
 
 def _carry_out(policy: Policy, made: Pipeline, plugin: HybridParallelPlugin) -> None:
-    """On this rank's stages; the engine finds what was replaced with the next step."""
+    """Applies the policy to this rank's stages; the engine notices replaced parameters in the next step."""
     assert made.cut is not None
     owners = Counter(name for stage in made.cut.stages for name in stage.owned)
     before = dict(made.named_parameters())
@@ -69,4 +69,4 @@ def _carry_out(policy: Policy, made: Pipeline, plugin: HybridParallelPlugin) -> 
     after = dict(made.named_parameters())
     for name, parameter in before.items():
         if owners[name] > 1 and after.get(name) is not parameter:
-            raise UsageError(f"the policy replaces {name}, which several stages share: leave it as it is")
+            raise UsageError(f"the policy replaces {name}, which several stages share: remove it from the policy")

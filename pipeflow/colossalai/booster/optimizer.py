@@ -1,4 +1,4 @@
-"""What a Booster makes of an optimizer: one that steps what this rank owns, as the plugin says."""
+"""BoostedOptimizer: an optimizer that a Booster restricts to this rank's parameters and wraps as the plugin says."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from pipeflow.runtime.pipeline import Pipeline
 
 
 class BoostedOptimizer(Optimizer):
-    """Keeps the groups of the optimizer that was given, so schedulers of the learning rate work on either; once the
-    Pipeline is made they have this rank's parameters alone.
+    """An optimizer boosted by a Booster. It shares the groups of the given optimizer, so learning-rate schedulers work
+    on either; once the Pipeline is made, the groups have only this rank's parameters.
 
     Args:
-        inner: made from the parameters of the whole module.
-        model: whose parameters they are.
+        inner: an optimizer of the whole module's parameters.
+        model: the boosted model.
 
     Attributes:
-        inner: what takes the steps.
+        inner: the optimizer that takes the steps.
 
-    Raises UsageError for what is no optimizer, or one of other parameters.
+    Raises UsageError if `inner` is not an optimizer, or has other parameters.
     """
 
     def __init__(self, inner: Optimizer, model: BoostedModel) -> None:
         if not isinstance(inner, Optimizer):
             raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(inner).__name__}")
         if any(id(each) not in model.names for group in inner.param_groups for each in group["params"]):
-            raise UsageError("the optimizer steps what is no parameter of the model: make it from model.parameters()")
+            raise UsageError("the optimizer has parameters that are not in the model: make it from model.parameters()")
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self.model = model
@@ -49,7 +49,7 @@ class BoostedOptimizer(Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def _point_at(self, pipeline: Pipeline) -> None:
-        """Leaves in the groups what this rank owns, and wraps the optimizer as the plugin says."""
+        """Keeps only this rank's parameters in the groups, and wraps the optimizer as the plugin says."""
         here = dict(self.model.named_parameters(remove_duplicate=False))
         kept: set[nn.Parameter] = set()
         for group, names in zip(self.inner.param_groups, self._names, strict=True):
@@ -63,7 +63,7 @@ class BoostedOptimizer(Optimizer):
                 del self.inner.state[parameter]
             elif _has_others(state, parameter):
                 raise UsageError(
-                    f"{type(self.inner).__name__} has states of whole weights, of which a tensor rank has a part: "
+                    f"{type(self.inner).__name__} has states of whole weights, but a tensor rank has only parts: "
                     "boost an optimizer that has taken no step, and load its states with booster.load_optimizer"
                 )
         plugin = self.model.plugin
@@ -76,33 +76,33 @@ class BoostedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, so no loss
         """Clips the gradients to the plugin's max_norm, then steps. All ranks call it together."""
         if closure is not None:
-            raise UsageError("step takes no closure: run execute_pipeline, then step()")
+            raise UsageError("step takes no closure: call execute_pipeline, then step()")
         max_norm = self.model.plugin.settings.max_norm
         self._grad_norm = self.clip_grad_by_norm(max_norm) if max_norm else None
         self.inner.step()
 
     def backward(self, loss: Tensor) -> None:
-        """The gradients of a loss that the called model made. Raises UsageError under a pipeline."""
+        """Computes the gradients of a loss of the called model. Raises UsageError with several pipeline ranks."""
         backward(loss, self.model.pipeline, reduce=self.model.reduces)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters that it was made for."""
+        """Clears the gradients of all parameters of the model."""
         self.inner.zero_grad(set_to_none)
 
     def clip_grad_by_norm(self, max_norm: float) -> Tensor:
-        """`pipeflow.clip_grad_norm_`: of the whole model's gradient."""
+        """Clips the whole model's gradient with `pipeflow.clip_grad_norm_`. Returns the norm before clipping."""
         return clip_grad_norm_(self.model.pipeline, max_norm)
 
     def get_grad_norm(self) -> float | None:
-        """The norm before the last step's clipping; None where nothing was clipped."""
+        """Returns the norm before clipping in the last step; None without clipping."""
         return None if self._grad_norm is None else self._grad_norm.item()
 
     def load(self, checkpoint: Path) -> None:
-        """Reads a checkpoint of pipeflow into the model and this optimizer."""
+        """Loads a pipeflow checkpoint into the model and this optimizer."""
         load_checkpoint(checkpoint, self.model.pipeline, self.inner)
         self._share()
 
 
 def _has_others(state: Mapping[str, Any], parameter: Tensor) -> bool:
-    """Whether there are states of another shape than the parameter."""
+    """True if there are states of another shape than the parameter."""
     return any(isinstance(each, Tensor) and each.dim() and each.shape != parameter.shape for each in state.values())

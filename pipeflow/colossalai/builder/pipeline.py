@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.builder.pipeline`: faces of `build_stages`."""
+"""ColossalAI's `colossalai.builder.pipeline`, on `build_stages`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ __all__ = ["build_pipeline_model", "build_pipeline_model_from_cfg", "partition_b
 
 
 def build_pipeline_model(layers: Layers, num_chunks: int = 1, verbose: bool = False) -> nn.Module:
-    """This rank's part of the model with these layers, cut by `partition_uniform`: a module, or an nn.ModuleList where
-    there are several chunks. `verbose` has rank 0 log how the layers are cut. Raises UsageError as partition_uniform
-    and build_stages do.
+    """Makes this rank's part of a model given as a list of layers, cut by `partition_uniform`. Returns a module, or an
+    nn.ModuleList if there are several chunks.
+
+    Args:
+        layers: as in `pipeflow.training.build_stages`.
+        num_chunks: number of stages per rank.
+        verbose: if True, rank 0 logs how the layers are cut.
+
+    Raises UsageError as partition_uniform and build_stages do.
     """
     return _built(layers, num_chunks, "layer", verbose)
 
@@ -34,12 +40,15 @@ def build_pipeline_model_from_cfg(
     partition_method: str = "parameter",
     verbose: bool = False,
 ) -> nn.Module:
-    """As `build_pipeline_model`, from one dict a layer: its `type` is a name in LAYERS, which has torch.nn's classes,
-    or in MODELS, and its other entries are the arguments. A rank makes the layers of its own stages alone.
+    """Like `build_pipeline_model`, from a list with one dict per layer. A rank makes only the layers of its own stages.
 
-    `partition_method` "layer" cuts by partition_uniform, "parameter" by the number of parameters.
+    Args:
+        config: dicts; "type" is a name in LAYERS (which has torch.nn's classes) or MODELS, the other entries are the
+            arguments.
+        num_chunks, verbose: as in `build_pipeline_model`.
+        partition_method: "layer" cuts by partition_uniform, "parameter" by the number of parameters.
 
-    Raises UsageError for another method, for a dict that specifies no layer, and as `build_pipeline_model` does.
+    Raises UsageError for another method or an invalid dict, and as `build_pipeline_model` does.
     """
     return _built(makers(config, LAYERS, MODELS), num_chunks, partition_method, verbose)
 
@@ -54,7 +63,7 @@ def _built(layers: Layers, num_chunks: int, method: str, verbose: bool) -> nn.Mo
     elif method == "parameter":
         parts = cut_layers(layers, placement.num_stages, "parameters")
     else:
-        raise UsageError(f'partition_method is "layer" or "parameter", got {method!r}')
+        raise UsageError(f'partition_method must be "layer" or "parameter", got {method!r}')
     if verbose:
         listed = (f"{stage} on rank {placement.rank_of(stage)}: {part}" for stage, part in enumerate(parts))
         get_dist_logger().info(f"the layers (start, end) of each stage: {'; '.join(listed)}", ranks=[0])

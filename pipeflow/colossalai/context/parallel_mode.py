@@ -1,4 +1,4 @@
-"""ParallelMode: which ranks a question of the global context is about."""
+"""ParallelMode: a set of ranks that methods of the global context refer to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class ParallelMode(Enum):
-    """Which ranks of the world are meant, seen from one of them."""
+    """A set of ranks of the world, seen from one of them."""
 
     GLOBAL = "all"
     DATA = "those that hold the same weights for other data"

@@ -17,45 +17,45 @@ __all__ = ["Engine"]
 
 
 class Listener(Protocol):
-    """Is told of every batch that an engine runs."""
+    """An object that an engine calls for every batch."""
 
     def before_batch(self, *, is_training: bool) -> None:
-        """Before it."""
+        """Called before a batch."""
 
     def after_batch(self, output: Output, labels: object, *, is_training: bool) -> None:
-        """After it, with the labels that it came with."""
+        """Called after a batch, with its labels."""
 
 
 class Engine(native.Engine):
-    """An Engine of pipeflow's that speaks of schedules. `initialize` makes it.
+    """pipeflow's Engine with ColossalAI's methods; `initialize` makes it.
 
     Attributes:
-        listener: is told of every batch, unless None.
+        listener: an object that is called for every batch, or None.
     """
 
     listener: Listener | None = None
 
     @property
     def schedule(self) -> Schedule:
-        """What runs a batch."""
+        """The schedule of a batch."""
         return self.model.schedule
 
     @property
     def criterion(self) -> Callable[..., Tensor]:
-        """`criterion(output, labels)` is the loss of a batch, as `backward` takes it. Raises UsageError without one."""
+        """`criterion(output, labels)` returns a batch's loss, for `backward`. Raises UsageError if there is none."""
         if self.model.runner.criterion is None:
-            raise UsageError("this engine has no criterion: give one to initialize")
+            raise UsageError("this engine has no criterion: pass one to initialize")
         return self.model.runner.criterion
 
     @property
     def batches_of_step(self) -> int:
-        """How many were run since the last step of the optimizer."""
+        """Number of batches run since the last step of the optimizer."""
         return self._batches
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's output, where this rank has the whole model. Raises UsageError elsewhere."""
+        """Calls the model if this rank has the whole of it; otherwise raises UsageError."""
         if self.schedule.placement.num_ranks > 1:
-            raise UsageError("this rank has a part of the model only: run batches with engine.execute_schedule")
+            raise UsageError("this rank has only a part of the model: run batches with engine.execute_schedule")
         first, *others = self.model.runner.stages.values()
         output = first.call(*inputs, **named)
         for stage in others:
@@ -63,7 +63,7 @@ class Engine(native.Engine):
         return output
 
     def execute(self, data_iter: Iterator[object], **options: Any) -> Output:
-        """As of pipeflow's Engine; iterators of a loader that `initialize` returned go on with the next epoch."""
+        """Like `execute` of pipeflow's Engine; iterators of a loader from `initialize` continue with the next epoch."""
         is_training = not options.get("forward_only", False)
         batch = next_batch(data_iter)
         if self.listener is not None:
@@ -80,10 +80,16 @@ class Engine(native.Engine):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, Tensor | None]:
-        """Runs the next batch of `data_iter`. Returns the outputs, the labels and the mean loss where the last stage
-        is, and None for each elsewhere and for what was not asked for.
+        """Runs the next batch of `data_iter`. Returns outputs, labels and the mean loss on ranks with the last stage;
+        each is None on other ranks, and if it is not asked for.
 
-        Raises UsageError for training without return_loss, and as `execute`.
+        Args:
+            data_iter: iterator of batches `(inputs, labels)`.
+            forward_only: evaluate, without gradients.
+            return_loss: return the loss; must be True for training.
+            return_output_label: return outputs and labels.
+
+        Raises UsageError for training without return_loss, and as `execute` does.
         """
         if not forward_only and not return_loss:
             raise UsageError("return_loss=False needs forward_only=True: training computes the loss")
@@ -99,11 +105,11 @@ class Engine(native.Engine):
 
 
 def has_last_stage(engine: native.Engine) -> bool:
-    """Whether this rank has the outputs."""
+    """True if this rank has the outputs."""
     placement = engine.model.schedule.placement
     return engine.model.context.pipeline_rank in placement.ranks_of(placement.num_stages - 1)
 
 
 def labels_of(batch: Any) -> Any:
-    """Those of a batch that is `(inputs, labels)`; of anything else None, which the step refuses."""
+    """The labels of a batch `(inputs, labels)`; None for anything else, for which the step raises an error."""
     return batch[1] if isinstance(batch, tuple | list) and len(batch) == 2 else None

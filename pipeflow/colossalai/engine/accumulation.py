@@ -1,4 +1,4 @@
-"""What `initialize` gives back: loaders and rates that fit the steps of an optimizer which takes several batches."""
+"""Loaders and learning-rate schedulers that `initialize` returns if a step of the optimizer takes several batches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pipeflow.training.engine import Engine, Scheduler
 
 
 class WholeSteps:
-    """The batches of `loader` that fill whole steps of so many. All else is the loader's own. Raises UsageError for a
-    loader with fewer batches than a step takes.
+    """A loader without the last batches that do not fill a step; otherwise it behaves like `loader`. Raises UsageError
+    if the loader has fewer batches than a step takes.
     """
 
     def __init__(self, loader: Any, batches_per_step: int) -> None:
@@ -21,7 +21,7 @@ class WholeSteps:
         self.batches_per_step = batches_per_step
         if not len(self):
             raise UsageError(
-                f"train_dataloader has {len(loader)} batches, and a step takes {batches_per_step}: use a smaller "
+                f"train_dataloader has {len(loader)} batches, but a step takes {batches_per_step}: use a smaller "
                 "BATCH_SIZE or gradient_accumulation, or drop_last=False"
             )
 
@@ -37,7 +37,7 @@ class WholeSteps:
         return getattr(self.loader, name)
 
     def batches(self) -> Iterator[Any]:
-        """Its batches. The epoch is over with the last one, whether or not more are asked for."""
+        """Yields its batches. The epoch ends with the last one, even if no further batch is asked for."""
         loader = self.loader
         if not isinstance(loader, DataParallelLoader):
             yield from islice(loader, len(self))
@@ -54,8 +54,8 @@ class WholeSteps:
 
 
 class Epoch:
-    """The batches of one epoch, and where the engine asks for them (`next_batch`) those of the epochs after it: the
-    tutorials' loops make one iterator for all epochs.
+    """An iterator over the batches of one epoch. With `next_batch` the engine continues with the next epochs, because
+    the tutorials' loops make one iterator for all epochs.
     """
 
     def __init__(self, steps: WholeSteps) -> None:
@@ -69,14 +69,14 @@ class Epoch:
         return next(self._batches)
 
     def begin_next(self) -> None:
-        """Begins the next epoch."""
+        """Starts the next epoch."""
         self._batches = self._steps.batches()
 
 
 def next_batch(data_iter: Iterator[Any]) -> Any:
-    """The next batch, of the next epoch where this one is over; None where there is none at all."""
+    """The next batch, from the next epoch if this one is over; None if there is none at all."""
     if not isinstance(data_iter, Iterator):
-        return None  # which the step refuses
+        return None  # the step raises an error for it
     batch = next(data_iter, None)
     if batch is None and isinstance(data_iter, Epoch):
         data_iter.begin_next()
@@ -85,12 +85,12 @@ def next_batch(data_iter: Iterator[Any]) -> Any:
 
 
 def unwrapped(loader: Iterable[Any]) -> Iterable[Any]:
-    """The loader that `initialize` was given."""
+    """The loader that was passed to `initialize`."""
     return loader.loader if isinstance(loader, WholeSteps) else loader
 
 
 class ByOptimizerSteps:
-    """A scheduler whose `step()`, called after every batch, counts only where the optimizer has taken a step since."""
+    """A scheduler whose `step()` may be called after every batch, and only steps if the optimizer has stepped since."""
 
     def __init__(self, scheduler: Scheduler, engine: Engine) -> None:
         self.scheduler = scheduler
@@ -98,7 +98,7 @@ class ByOptimizerSteps:
         self._steps = engine.steps
 
     def step(self) -> None:
-        """Takes the next rate, if the optimizer has taken a step since the last call."""
+        """Sets the next learning rate if the optimizer has stepped since the last call."""
         if self._engine.steps > self._steps:
             self._steps = self._engine.steps
             self.scheduler.step()

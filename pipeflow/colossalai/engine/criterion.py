@@ -1,4 +1,4 @@
-"""How ColossalAI calls a criterion: with outputs and labels one by one."""
+"""Called: calls a criterion as ColossalAI does, with outputs and labels as separate arguments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 
 class Called(nn.Module):
-    """A criterion that is given what is in a tuple or list of outputs or labels as so many arguments, and the entries
-    of a dict of labels as keywords, where it has parameters of their names; otherwise the dict.
+    """Calls a criterion with the elements of a tuple or list of outputs or labels as separate arguments. The entries of
+    a dict of labels become keyword arguments if the criterion has parameters of their names; else it gets the dict.
     """
 
     def __init__(self, criterion: Callable[..., Tensor]) -> None:

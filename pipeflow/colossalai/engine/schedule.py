@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.engine.schedule`: its names of schedules of pipeflow's, for this world's pipeline."""
+"""ColossalAI's `colossalai.engine.schedule`: pipeflow's schedules under its names, for this world's pipeline."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["InterleavedPipelineSchedule", "NonPipelineSchedule", "PipelineSchedu
 ELSEWHERE = {
     "tensor_shape": "write TENSOR_SHAPE into the configuration",
     "data_process_func": "write a forward that takes the batch's entries by name",
-    "scatter_gather_tensors": "leave it out: what passes between stages is sent whole",
+    "scatter_gather_tensors": "remove it; tensors between stages are sent whole",
 }
 
 
 def NonPipelineSchedule(**options: Any) -> Schedule:  # noqa: N802  # its name there
-    """One rank and one microbatch. Raises UsageError for options."""
+    """Returns the schedule with one rank and one microbatch. Raises UsageError for options."""
     _refuse(options)
     return make_schedule("1f1b", ranks=1, microbatches=1)
 
 
 def PipelineSchedule(num_microbatches: int, **options: Any) -> Schedule:  # noqa: N802  # its name there
-    """1f1b. Raises UsageError for options, and as make_schedule."""
+    """Returns the schedule 1f1b. Raises UsageError for options, and as make_schedule does."""
     _refuse(options)
     return make_schedule("1f1b", ranks=current_context().pipeline_size, microbatches=num_microbatches)
 
@@ -33,7 +33,9 @@ def PipelineSchedule(num_microbatches: int, **options: Any) -> Schedule:  # noqa
 def InterleavedPipelineSchedule(  # noqa: N802  # its name there
     num_microbatches: int, num_model_chunks: int, **options: Any
 ) -> Schedule:
-    """interleaved-1f1b of so many chunks. Raises UsageError for options, and as make_schedule."""
+    """Returns the schedule interleaved-1f1b with `num_model_chunks` stages per rank. Raises UsageError for options, and
+    as make_schedule does.
+    """
     _refuse(options)
     ranks = current_context().pipeline_size
     return make_schedule("interleaved-1f1b", ranks=ranks, microbatches=num_microbatches, chunks=num_model_chunks)
@@ -42,6 +44,6 @@ def InterleavedPipelineSchedule(  # noqa: N802  # its name there
 def _refuse(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name not in ELSEWHERE:
-            raise UsageError(f"a schedule has no option {name!r}: the options there are {', '.join(ELSEWHERE)}")
+            raise UsageError(f"a schedule has no option {name!r}: ColossalAI's options are {', '.join(ELSEWHERE)}")
         if value:
-            raise UsageError(f"a schedule takes no {name} here: {ELSEWHERE[name]}")
+            raise UsageError(f"a schedule does not support {name} here: {ELSEWHERE[name]}")

@@ -1,5 +1,5 @@
-"""ColossalAI's `colossalai.nn`, in tutorials `from colossalai import nn as col_nn`. Which layer a name stands for
-follows from its arguments alone, never from what was made before.
+"""ColossalAI's `colossalai.nn`, in tutorials `from colossalai import nn as col_nn`. The layer that a name stands for
+depends only on its arguments, never on layers made before.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pipeflow.tensor.patches import PatchEmbedding
 
 __all__ = ["Classifier", "CrossEntropyLoss", "Dropout", "Embedding", "Lamb", "LayerNorm", "Linear", "PatchEmbedding"]
 
-VOCAB_PARALLEL_LIMIT = 2048  # up to so many embeddings or classes a vocabulary is not split
+VOCAB_PARALLEL_LIMIT = 2048  # a vocabulary with up to this number of embeddings or classes is not split
 
 
 def Linear(  # noqa: N802  # its name there
     in_features: int, out_features: int, bias: bool = True, *, input_is_parallel: bool = False, **options: Any
 ) -> ColumnParallelLinear | RowParallelLinear:
-    """A RowParallelLinear where the input is split, as after a Linear; else a ColumnParallelLinear, which splits its
-    output unless `gather_output=True`. Further options are that layer's.
+    """Makes a ColumnParallelLinear, which splits its output unless `gather_output=True`; or, with
+    `input_is_parallel=True`, a RowParallelLinear, whose input is split, as after a Linear. `options` are that layer's.
     """
     if not input_is_parallel:
         return ColumnParallelLinear(in_features, out_features, bias, **options)
     if options.pop("gather_output", False):
-        raise UsageError("Linear with input_is_parallel=True gives a whole output already: leave gather_output out")
+        raise UsageError("Linear with input_is_parallel=True already returns a whole output: remove gather_output")
     return RowParallelLinear(in_features, out_features, bias, **options)
 
 
@@ -43,7 +43,7 @@ def Embedding(  # noqa: N802  # its name there
     vocab_parallel_limit: int = VOCAB_PARALLEL_LIMIT,
     **options: Any,
 ) -> VocabParallelEmbedding | HiddenParallelEmbedding:
-    """A VocabParallelEmbedding for more embeddings than the limit, else a HiddenParallelEmbedding."""
+    """Makes a VocabParallelEmbedding for more embeddings than the limit, else a HiddenParallelEmbedding."""
     layer = VocabParallelEmbedding if num_embeddings > vocab_parallel_limit else HiddenParallelEmbedding
     return layer(num_embeddings, embedding_dim, padding_idx, **options)
 
@@ -56,13 +56,13 @@ def Classifier(  # noqa: N802  # its name there
     vocab_parallel_limit: int = VOCAB_PARALLEL_LIMIT,
     **options: Any,
 ) -> VocabParallelClassifier | RowClassifier:
-    """A VocabParallelClassifier for more classes than the limit, whose logits are split unless `gather_output=True`;
-    else a Classifier, whose logits are whole.
+    """Makes a VocabParallelClassifier for more classes than the limit, with split logits unless `gather_output=True`;
+    else a Classifier, with whole logits.
     """
     layer = VocabParallelClassifier if num_classes > vocab_parallel_limit else RowClassifier
     return layer(in_features, num_classes, bias, **options)
 
 
 def CrossEntropyLoss(*, num_classes: int | None = None, **options: Any) -> CrossEntropy:  # noqa: N802  # its name there
-    """A CrossEntropy of logits that are whole, or split over `num_classes`. Further options are that layer's."""
+    """Makes a CrossEntropy of logits that are whole, or split over `num_classes`. `options` are that layer's."""
     return CrossEntropy(vocab_size=num_classes, **options)

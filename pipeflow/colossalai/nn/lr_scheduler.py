@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.nn.lr_scheduler`: pipeflow's schedules, and torch's under signatures with `total_steps`."""
+"""ColossalAI's `colossalai.nn.lr_scheduler`: pipeflow's schedules, and torch's with an argument `total_steps`."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ Factor = Callable[[int], float]
 def CosineAnnealingLR(  # noqa: N802  # its name there
     optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1
 ) -> lr_scheduler.CosineAnnealingLR:
-    """torch's, with T_max=total_steps."""
+    """Makes torch's CosineAnnealingLR with T_max=total_steps."""
     return lr_scheduler.CosineAnnealingLR(optimizer, total_steps, eta_min, last_epoch)
 
 
 def PolynomialLR(  # noqa: N802  # its name there
     optimizer: Optimizer, total_steps: int, end_lr: float = 0.0001, power: float = 1.0, last_epoch: int = -1
 ) -> PolynomialWarmupLR:
-    """A PolynomialWarmupLR without a warm-up: torch's has no `end_lr`."""
+    """Makes a PolynomialWarmupLR without a warm-up, since torch's PolynomialLR has no `end_lr`."""
     return PolynomialWarmupLR(optimizer, total_steps, 0, end_lr, power, last_epoch)
 
 
 def OneCycleLR(optimizer: Optimizer, total_steps: int, **options: Any) -> lr_scheduler.OneCycleLR:  # noqa: N802  # its name there
-    """torch's, with the groups' rates for `max_lr`."""
+    """Makes torch's OneCycleLR with the groups' rates as `max_lr`."""
     return lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in optimizer.param_groups], total_steps, **options)
 
 

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 
 class Accuracy(nn.Module):
-    """How many samples of a batch score their label highest, an integer tensor without dimensions."""
+    """Number of samples in a batch whose label has the largest score, an integer scalar."""
 
     def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """`outputs` are whole logits (batch, classes), `labels` (batch)."""
+        """Takes whole logits [batch, classes] as `outputs`, and `labels` [batch]."""
         return (outputs.argmax(-1) == labels.to(outputs.device)).sum()

@@ -14,5 +14,5 @@ __all__ = ["HybridAdam", "Lamb"]
 def HybridAdam(  # noqa: N802  # its name there
     model_params: Any, lr: float = 1e-3, *, weight_decay: float = 0.0, adamw_mode: bool = True, **options: Any
 ) -> Adam:
-    """Torch's AdamW, or with `adamw_mode=False` its Adam. Further options are theirs."""
+    """Makes torch's AdamW, or its Adam with `adamw_mode=False`. `options` are theirs."""
     return (AdamW if adamw_mode else Adam)(model_params, lr=lr, weight_decay=weight_decay, **options)

@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.nn.parallel`: GeminiDDP over torch's fully_shard."""
+"""ColossalAI's `colossalai.nn.parallel`: GeminiDDP, on torch's fully_shard."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _POLICIES = ("auto", "static", "cpu", "cuda")
 
 
 class GeminiDDP(nn.Module):
-    """A module whose parameters, gradients and optimizer states are spread over the data ranks by torch's fully_shard,
-    which also averages the gradients. Make the optimizer afterwards, from its parameters.
+    """Shards a module's parameters, gradients and optimizer states over the data ranks with torch's fully_shard, which
+    also averages the gradients. Make the optimizer afterwards, from its parameters.
 
     Args:
-        module: of ColoParameters, which may be split over tensor ranks; others are of all data ranks.
-        device: where it computes.
-        placement_policy: "cpu" keeps what is spread in the memory of the CPU, on which the optimizer then runs; "auto",
-            "static" and "cuda" keep it on the device.
-        pin_memory: of "cpu", whether that memory is pinned, for faster copies to a GPU.
-        search_range_m: changes nothing: it is about Gemini's chunks, and fully_shard has none.
+        module: the module. Its ColoParameters may be split over tensor ranks; other parameters are sharded over all
+            data ranks.
+        device: device of the computation.
+        placement_policy: "cpu" keeps the shards in CPU memory, and the optimizer runs there; "auto", "static" and
+            "cuda" keep them on the device.
+        pin_memory: with "cpu", pin that memory, for faster copies to a GPU.
+        search_range_m: has no effect; it configures Gemini's chunks, which fully_shard does not have.
 
-    Raises UsageError for an unknown policy, and where torch.distributed was not initialized.
+    Raises UsageError for an unknown policy, and if torch.distributed is not initialized.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class GeminiDDP(nn.Module):
     ) -> None:
         super().__init__()
         if placement_policy not in _POLICIES:
-            raise UsageError(f"placement_policy is one of {', '.join(_POLICIES)}, got {placement_policy!r}")
+            raise UsageError(f"placement_policy must be one of {', '.join(_POLICIES)}, got {placement_policy!r}")
         self.module = module.to(device)
         device = torch.device(device)
         first = next((each for each in module.parameters() if isinstance(each, ColoParameter)), None)
@@ -59,7 +60,7 @@ class GeminiDDP(nn.Module):
 
 
 def _mesh(group: ProcessGroup, device: torch.device) -> DeviceMesh:
-    """The data ranks. Raises UsageError where torch has no process group."""
+    """The DeviceMesh of the data ranks. Raises UsageError if torch has no process group."""
     if not torch.distributed.is_initialized():
         raise UsageError("GeminiDDP needs torch.distributed: start the program with torchrun")
     layout = group.layout
@@ -68,7 +69,7 @@ def _mesh(group: ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def _spread(module: nn.Module, mesh: DeviceMesh, offload: OffloadPolicy) -> None:
-    """The blocks of each list by themselves, so that one is whole at a time, then the rest."""
+    """Shards each block of a list separately, so that one is whole at a time, then the rest of the module."""
     for each in module.modules():
         if isinstance(each, nn.ModuleList):
             for block in each:
@@ -77,8 +78,8 @@ def _spread(module: nn.Module, mesh: DeviceMesh, offload: OffloadPolicy) -> None
 
 
 def _plainly(module: nn.Module) -> None:
-    """Puts plain parameters in the places of ColoParameters, of which fully_shard would spread the whole. While a
-    module computes, it sees its own as ColoTensors.
+    """Replaces ColoParameters, whose wholes fully_shard would shard, by plain parameters. While a module computes, its
+    own parameters are ColoTensors.
     """
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():

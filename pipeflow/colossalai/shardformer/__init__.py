@@ -1,6 +1,4 @@
-"""ColossalAI's `colossalai.shardformer`: models of any library over tensor ranks. Pipelines of them are run by a
-`Booster`.
-"""
+"""ColossalAI's `colossalai.shardformer`: splits any library's models over tensor ranks. For pipelines use `Booster`."""
 
 from __future__ import annotations
 

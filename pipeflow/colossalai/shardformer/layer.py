@@ -1,5 +1,5 @@
-"""ColossalAI's `colossalai.shardformer.layer`: the layers of `pipeflow.tensor`, which are made from stock ones for a
-process group of torch.distributed's, too.
+"""ColossalAI's `colossalai.shardformer.layer`: layers of `pipeflow.tensor`, which can be made from torch's layers for
+a process group of torch.distributed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _OURS = {"parallel_input": "input_is_parallel"}
 
 
 class _Named:
-    """Knows ColossalAI's names of arguments."""
+    """A mixin with ColossalAI's names of arguments."""
 
     @classmethod
     def from_native_module(cls, module: Any, group: Any = None, *, process_group: Any = None, **options: Any) -> Self:
-        """As of the class in `pipeflow.tensor`. `group`, or `process_group`, is a group of torch.distributed's or of
-        pipeflow's, by default the tensor group of the context.
+        """Like the method of the class in `pipeflow.tensor`. `group` or `process_group` is a group of torch.distributed
+        or of pipeflow; by default the context's tensor group.
         """
         given = process_group if group is None else group
         own = None if given is None else tensor_group(given)
@@ -51,40 +51,40 @@ class _Named:
 
 
 class Linear1D_Col(_Named, ColumnParallelLinear):  # noqa: N801  # its name there
-    """Split by its outputs."""
+    """A linear layer, split by outputs."""
 
 
 class Linear1D_Row(_Named, RowParallelLinear):  # noqa: N801  # its name there
-    """Split by its inputs."""
+    """A linear layer, split by inputs."""
 
 
 class Classifier1D(_Named, Classifier):
-    """Split by its inputs, which come whole."""
+    """A classifier, split by inputs, which it gets whole."""
 
 
 class VocabParallelClassifier1D(_Named, VocabParallelClassifier):
-    """Split by classes."""
+    """A classifier, split by classes."""
 
 
 class VocabParallelEmbedding1D(_Named, VocabParallelEmbedding):
-    """Split by vocabulary."""
+    """An embedding, split by vocabulary."""
 
 
 class Embedding1D(_Named, HiddenParallelEmbedding):
-    """Split by the hidden dimension."""
+    """An embedding, split by the hidden dimension."""
 
 
 class PatchEmbedding1D(_Named, PatchEmbedding):
-    """Of images."""
+    """An embedding of image patches."""
 
 
 class LayerNorm1D(_Named, LayerNorm):
-    """Whole on every rank."""
+    """A layer norm, whole on every rank."""
 
 
 class Dropout1D(_Named, Dropout):
-    """That draws alike, or not, on the tensor ranks."""
+    """Dropout with the same or with different masks on the tensor ranks."""
 
 
 class VocabParallelCrossEntropyLoss1D(_Named, VocabParallelCrossEntropy):
-    """Of logits that are split."""
+    """Cross-entropy of split logits."""

@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.tensor`: parameters that are split over tensor ranks where a program says so."""
+"""ColossalAI's `colossalai.tensor`: parameters that a program can split over tensor ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts and wholes: what a rank has of a tensor, and the whole of what all ranks have."""
+"""Parts and wholes of tensors: splits a whole into this rank's part, and gathers the parts of all ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from pipeflow.tensor.regions import gather_from_tensor_region, scatter_to_tensor
 
 
 def part_of(whole: Tensor, spec: ColoTensorSpec) -> Tensor:
-    """What this rank has of a tensor that all tensor ranks have, in memory of its own where that is less. Gradients
-    are gathered.
-    """
+    """This rank's part of a whole tensor, copied if it is smaller. Its backward gathers the gradients."""
     if not isinstance(spec.dist_attr, ShardSpec) or spec.pg.tp_world_size() == 1:
         return whole
     last = whole.movedim(spec.dist_attr.dim, -1)
@@ -19,7 +17,7 @@ def part_of(whole: Tensor, spec: ColoTensorSpec) -> Tensor:
 
 
 def whole_of(part: Tensor, spec: ColoTensorSpec) -> Tensor:
-    """What all tensor ranks have together; of the gradient, the same on each, every rank takes its part."""
+    """The whole tensor, gathered from all tensor ranks. In its backward every rank takes its part of the gradient."""
     if not isinstance(spec.dist_attr, ShardSpec) or spec.pg.tp_world_size() == 1:
         return part
     last = part.movedim(spec.dist_attr.dim, -1)

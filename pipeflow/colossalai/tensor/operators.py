@@ -1,5 +1,5 @@
-"""How functions of torch compute with ColoTensors that are split: some as `products` says, pointwise ones part by part,
-all others with the whole.
+"""torch's functions on split ColoTensors: those in `products` compute with parts in their own way, pointwise functions
+part by part, all others with the whole.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _POINTWISE = {
     *("bfloat16", "double", "float", "half", "to"),
     *(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")),
 }
-"""The names of functions that compute every entry from entries in its place."""
+"""Names of pointwise functions."""
 _OF_MEMORY = {
     *("__get__", "__set__", "__hash__", "__len__", "__repr__", "__reduce_ex__", "as_subclass", "backward", "data_ptr"),
     *("detach", "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "is_shared", "nelement"),
     *("numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size"),
     *("storage_offset", "stride", "untyped_storage"),
 }
-"""The names of what is asked of the memory that this rank has."""
+"""Names of functions and attributes that refer to this rank's memory."""
 _OF_STEPS = {
     *("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"),
     *("add", "addcdiv", "addcmul", "clone", "div", "empty_like", "lerp", "mul", "norm", "ones_like", "sub"),
     "zeros_like",
 }
-"""The names of what optimizers and `nn.Module.to` do, without gradients, with parameters and tensors of their shape."""
+"""Names of functions that optimizers and `nn.Module.to` call, without gradients, on parameters and their states."""
 
 
 def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` of arguments among which are ColoTensors."""
+    """The result of `func` for arguments that contain ColoTensors."""
     if not any(map(is_split, tree_leaves((args, kwargs)))) or _is_of_memory(func, args, kwargs):
         return func(*args, **kwargs)
     if (operator := OPERATORS.get(func)) is not None:
@@ -51,7 +51,7 @@ def computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _is_of_memory(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether a function means what this rank has."""
+    """True if a function refers to this rank's part."""
     name = func.__name__
     if name in _OF_MEMORY or (name.endswith("_") and not name.endswith("__")):
         return True
@@ -64,7 +64,7 @@ def _is_of_memory(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 
 def _common(args: Any, kwargs: Any) -> ColoTensorSpec | None:
-    """How all tensors of a pointwise function lie, but for single numbers; None where they lie differently."""
+    """The common spec of all tensors of a pointwise function, except scalars; None if they differ."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim()]
     first = tensors[0]
     if not isinstance(first, ColoTensor) or isinstance(first, nn.Parameter):

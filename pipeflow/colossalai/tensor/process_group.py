@@ -11,17 +11,21 @@ from pipeflow.parallel.transport.group import Group
 
 
 class ProcessGroup:
-    """The world as `dp_degree` x `tp_degree` ranks, of which the tensor ranks are neighbours. Of the two degrees one
-    follows from the other; without any there are data ranks only. Two of equal degrees are equal.
+    """The world as `dp_degree` x `tp_degree` ranks, where tensor ranks are neighbours. Groups of equal degrees are
+    equal.
 
-    Raises UsageError before `launch`, for degrees that do not make up the world, and for a world with a pipeline.
+    Args:
+        tp_degree: number of tensor ranks; by default the world size / `dp_degree`.
+        dp_degree: number of data ranks; by default the world size / `tp_degree`. Without either all are data ranks.
+
+    Raises UsageError before `launch`, if the degrees do not fit the world, and for a world with a pipeline.
     """
 
     def __init__(self, *, tp_degree: int | None = None, dp_degree: int | None = None) -> None:
         context = current_context()
         world = context.world_size
         if context.pipeline_size > 1:
-            raise UsageError("a ProcessGroup has tensor and data ranks only: launch without pipeline=")
+            raise UsageError("a ProcessGroup has only tensor and data ranks: launch without pipeline=")
         given = {"tp_degree": tp_degree, "dp_degree": dp_degree}
         for name, degree in given.items():
             if degree is not None and (degree < 1 or world % degree):
@@ -47,7 +51,7 @@ class ProcessGroup:
 
     @property
     def context(self) -> Context:
-        """Of the launch in which it was made."""
+        """The context of the launch in which it was made."""
         return self._context
 
     @cached_property
@@ -61,31 +65,31 @@ class ProcessGroup:
         return self._group(self.layout.data_ranks(self._context.rank), self._context.data)
 
     def tp_world_size(self) -> int:
-        """How many tensor ranks there are."""
+        """Returns the number of tensor ranks."""
         return self.layout.tensor
 
     def dp_world_size(self) -> int:
-        """How many data ranks there are."""
+        """Returns the number of data ranks."""
         return self.layout.data
 
     def tp_local_rank(self) -> int:
-        """This rank's number among the tensor ranks."""
+        """Returns this rank's index among the tensor ranks."""
         return self.layout.place(self._context.rank).tensor
 
     def dp_local_rank(self) -> int:
-        """This rank's number among the data ranks."""
+        """Returns this rank's index among the data ranks."""
         return self.layout.place(self._context.rank).data
 
     def tp_rank_list(self) -> list[int]:
-        """The tensor ranks, as they are called in the world."""
+        """Returns the world ranks of the tensor ranks."""
         return list(self.layout.tensor_ranks(self._context.rank))
 
     def dp_rank_list(self) -> list[int]:
-        """The data ranks, as they are called in the world."""
+        """Returns the world ranks of the data ranks."""
         return list(self.layout.data_ranks(self._context.rank))
 
     def _group(self, ranks: tuple[int, ...], known: Group) -> Group:
-        """The context's own group where it has these ranks."""
+        """The context's own group if it has these ranks, else a new one."""
         here = self._context
         same = here.layout.tensor_ranks(here.rank) if known is here.tensor else here.layout.data_ranks(here.rank)
         return known if ranks == same else here.world.group(ranks)

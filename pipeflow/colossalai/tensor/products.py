@@ -1,5 +1,5 @@
-"""Products, embeddings and reshapes of ColoTensors that are split, as Megatron-LM computes them (Shoeybi et al., arXiv
-1909.08053, section 3). Each gives NotImplemented for what it cannot compute with parts.
+"""Products, embeddings and reshapes of split ColoTensors, as in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section
+3). Each returns NotImplemented if it cannot compute with parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeflow.tensor.regions import reduce_from_tensor_region
 
 
 def is_split(value: object) -> TypeGuard[ColoTensor]:
-    """Whether it is a ColoTensor of which this rank has a part."""
+    """True for a ColoTensor of which this rank has only a part."""
     return isinstance(value, ColoTensor) and not value.is_replicate()
 
 
@@ -70,7 +70,7 @@ def _embedding(
 
 
 def _reshape(input: Tensor, *shape: Any) -> Any:
-    """Tensor.view and reshape: a last dimension as long as that of the whole is taken for that of the part."""
+    """Tensor.view and reshape: the whole's size as last dimension is replaced by the part's."""
     sizes = list(shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list | torch.Size) else shape)
     if not isinstance(input, ColoTensor) or isinstance(input, nn.Parameter) or not sizes:
         return NotImplemented
@@ -80,7 +80,7 @@ def _reshape(input: Tensor, *shape: Any) -> Any:
 
 
 def _as_asked(output: Tensor, weight: ColoTensor) -> Tensor:
-    """A layer's output, of which this rank has a part along the last dimension: gathered unless the weight says no."""
+    """A layer's output, split along the last dimension; it is gathered unless the weight's spec says otherwise."""
     spec = ColoTensorSpec(weight.process_group, ShardSpec([-1], [weight.process_group.tp_world_size()]))
     if weight.compute_spec is None or weight.compute_spec.output_replicate:
         return whole_of(output, spec)
@@ -88,12 +88,12 @@ def _as_asked(output: Tensor, weight: ColoTensor) -> Tensor:
 
 
 def as_part(output: Tensor, spec: ColoTensorSpec) -> Tensor:
-    """What this rank computed of something that lies so."""
+    """This rank's output as the part of a ColoTensor with this spec."""
     return ColoTensor.from_torch_tensor(output, spec)
 
 
 def _part(value: Tensor, dim: int, weight: ColoTensor) -> Tensor:
-    """What this rank has of an operand, or takes of one that is whole."""
+    """This rank's part of an operand, which may be whole."""
     if is_split(value):
         own: Tensor = plain(value)
         return own
@@ -102,12 +102,12 @@ def _part(value: Tensor, dim: int, weight: ColoTensor) -> Tensor:
 
 
 def whole(value: Any) -> Any:
-    """Of a ColoTensor all of it, as a plain tensor; anything else as it is."""
+    """The whole of a ColoTensor as a plain tensor; other values unchanged."""
     return whole_of(plain(value), value.spec) if isinstance(value, ColoTensor) else value
 
 
 def plain(value: Any) -> Any:
-    """The same memory as a tensor of torch's own class, in the same graph."""
+    """The same memory as a plain torch tensor, in the same graph."""
     return value.as_subclass(Tensor) if isinstance(value, ColoTensor) else value
 
 

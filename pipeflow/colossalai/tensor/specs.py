@@ -1,4 +1,4 @@
-"""How a tensor lies over tensor ranks, and how it is computed with: plain data."""
+"""Specs: how a tensor is split over tensor ranks, and how layers compute with it; plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ class ReplicaSpec:
 
 
 class ShardSpec:
-    """Every tensor rank has an equal part along one dimension. Raises UsageError for several dimensions."""
+    """Every tensor rank has an equal part along one dimension.
+
+    Args:
+        dims: list with the dimension.
+        num_partitions: list with the number of parts.
+
+    Raises UsageError for several dimensions.
+    """
 
     def __init__(self, dims: Sequence[int], num_partitions: Sequence[int]) -> None:
         if len(dims) != 1 or len(num_partitions) != 1:
@@ -40,7 +47,7 @@ class ShardSpec:
 
 
 class ComputePattern(Enum):
-    """How layers are computed: TP1D is Megatron-LM's way, the one that there is here."""
+    """Ways to compute layers. Only TP1D, Megatron-LM's, is supported."""
 
     TP1D = 0
     TP2D = 1
@@ -49,10 +56,10 @@ class ComputePattern(Enum):
 
 
 class ComputeSpec:
-    """How a tensor is computed with. Raises UsageError for another pattern than TP1D.
+    """How layers compute with a tensor. Raises UsageError for another pattern than TP1D.
 
     Attributes:
-        output_replicate: whether the parts of a layer's output are gathered.
+        output_replicate: True (the default) if the parts of a layer's output are gathered.
     """
 
     def __init__(self, compute_pattern: ComputePattern) -> None:
@@ -62,7 +69,7 @@ class ComputeSpec:
         self.output_replicate = True
 
     def set_output_replicate(self, flag: bool = True) -> None:
-        """Whether the parts of a layer's output are gathered; by default they are."""
+        """Sets whether the parts of a layer's output are gathered."""
         self.output_replicate = flag
 
     def __repr__(self) -> str:
@@ -71,7 +78,7 @@ class ComputeSpec:
 
 @dataclass
 class ColoTensorSpec:
-    """All of it in one: with whom, how it lies, and how it is computed with."""
+    """The complete spec of a tensor: its ranks, how it is split over them, and how layers compute with it."""
 
     pg: ProcessGroup
     dist_attr: ReplicaSpec | ShardSpec = field(default_factory=ReplicaSpec)

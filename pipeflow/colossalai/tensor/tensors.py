@@ -1,5 +1,5 @@
 """ColoTensor and ColoParameter: tensors of which a rank may hold a part, and that any of torch's functions computes
-with as if it were the whole. What must not live here: how functions compute with parts.
+with as if it were the whole. Must not contain: how functions compute with parts.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pipeflow.core.errors import UsageError
 
 
 class ColoTensor(Tensor):
-    """A tensor of which this rank may hold a part. Its memory, `shape` and gradient are those of the part.
+    """A tensor of which this rank may hold only a part. Its memory, `shape` and gradient are those of the part.
 
     Attributes:
-        process_group: whose tensor ranks hold it.
-        dist_spec: how it lies over them.
-        compute_spec: how it is computed with; None where it is whole.
+        process_group: the ProcessGroup whose tensor ranks hold it.
+        dist_spec: how it is split over them.
+        compute_spec: how layers compute with it; None if it is whole.
     """
 
     process_group: ProcessGroup
@@ -31,13 +31,13 @@ class ColoTensor(Tensor):
 
     @classmethod
     def from_torch_tensor(cls, tensor: Tensor, spec: ColoTensorSpec | None = None) -> ColoTensor:
-        """The same memory as a ColoTensor; by default whole. With a spec it is what `spec` says already."""
+        """Makes a ColoTensor with the same memory: a whole tensor, or with `spec` the part that it describes."""
         made: ColoTensor = tensor.as_subclass(cls)
         made.describe(ColoTensorSpec(ProcessGroup()) if spec is None else spec)
         return made
 
     def describe(self, spec: ColoTensorSpec) -> None:
-        """Says how the tensor lies; changes nothing in memory."""
+        """Sets the tensor's spec without changing its memory."""
         self.process_group, self.dist_spec, self.compute_spec = spec.pg, spec.dist_attr, spec.compute_attr
 
     @property
@@ -51,13 +51,13 @@ class ColoTensor(Tensor):
         return self.dist_spec.dim
 
     def is_replicate(self) -> bool:
-        """Whether this rank has the whole."""
+        """Returns True if this rank has the whole tensor."""
         return not isinstance(self.dist_spec, ShardSpec) or self.process_group.tp_world_size() == 1
 
     def set_process_group(self, pg: ProcessGroup) -> None:
-        """Gives a whole tensor to other ranks; all of them have rank 0's values afterwards.
+        """Moves a whole tensor to another ProcessGroup; afterwards all of its ranks have rank 0's values.
 
-        Raises UsageError for a tensor that is split, or that other tensor ranks share already.
+        Raises UsageError for a tensor that is split, or that tensor ranks share already.
         """
         if pg == self.process_group:
             return
@@ -71,22 +71,22 @@ class ColoTensor(Tensor):
                 self.data.copy_(values)
 
     def set_tensor_spec(self, dist_spec: ReplicaSpec | ShardSpec, compute_spec: ComputeSpec | None) -> None:
-        """Has the tensor lie as `dist_spec` says: this rank keeps its part, or gets the whole.
+        """Splits the tensor over the tensor ranks, or makes it whole, as `dist_spec` says.
 
-        Raises UsageError for another number of parts than there are tensor ranks, a dimension that there is not, and
-        one that has no equal parts.
+        Raises UsageError if the number of parts is not the number of tensor ranks, if the dimension does not exist, or
+        if it has no equal parts.
         """
         whole = whole_of(self.data, self.spec)
         if isinstance(dist_spec, ShardSpec):
             size = self.process_group.tp_world_size()
             if dist_spec.partitions != size:
-                raise UsageError(f"{dist_spec} has {dist_spec.partitions} parts, and there are {size} tensor ranks")
+                raise UsageError(f"{dist_spec} has {dist_spec.partitions} parts, but there are {size} tensor ranks")
             if not -whole.dim() <= dist_spec.dim < whole.dim():
-                raise UsageError(f"{dist_spec}: the tensor's shape is {tuple(whole.shape)}")
+                raise UsageError(f"{dist_spec} splits a dimension that a tensor of shape {tuple(whole.shape)} lacks")
             if whole.shape[dist_spec.dim] % size:
                 raise UsageError(
-                    f"dimension {dist_spec.dim} of shape {tuple(whole.shape)} has no {size} equal parts: choose a "
-                    "tp_degree that divides it, or leave the tensor whole"
+                    f"dimension {dist_spec.dim} of shape {tuple(whole.shape)} does not divide into {size} equal parts: "
+                    "choose a tp_degree that divides it, or keep the tensor whole"
                 )
         spec = ColoTensorSpec(self.process_group, dist_spec, compute_spec)
         self.data = part_of(whole, spec)
@@ -94,19 +94,19 @@ class ColoTensor(Tensor):
         self.describe(spec)
 
     def set_dist_spec(self, dist_spec: ReplicaSpec | ShardSpec) -> None:
-        """As `set_tensor_spec`; how it is computed with stays."""
+        """Like `set_tensor_spec`, but keeps the compute spec."""
         self.set_tensor_spec(dist_spec, self.compute_spec)
 
     def set_compute_spec(self, compute_spec: ComputeSpec) -> None:
-        """Says how the tensor is computed with."""
+        """Sets how layers compute with the tensor."""
         self.compute_spec = compute_spec
 
     def to_replicate(self) -> Tensor:
-        """The whole, as a plain tensor. All tensor ranks call it together."""
+        """Returns the whole as a plain tensor. All tensor ranks call it together."""
         return whole_of(self.detach(), self.spec)
 
     def size_global(self) -> torch.Size:
-        """The shape of the whole."""
+        """Returns the shape of the whole."""
         shape = list(self.shape)
         if isinstance(self.dist_spec, ShardSpec):
             shape[self.dist_spec.dim] *= self.process_group.tp_world_size()
@@ -123,7 +123,7 @@ class ColoTensor(Tensor):
 
 
 class ColoParameter(ColoTensor, nn.Parameter):
-    """A parameter that is a ColoTensor. It is made whole, of the group of all data ranks."""
+    """A parameter that is a ColoTensor. By default it is whole, and its group has only data ranks."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = True, spec: ColoTensorSpec | None = None) -> ColoParameter:
         with torch._C.DisableTorchFunctionSubclass():

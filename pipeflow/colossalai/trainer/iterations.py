@@ -1,4 +1,4 @@
-"""Iterations: tells hooks of every batch, of which a step of the optimizer may take several."""
+"""Iterations: calls hooks for every batch; a step of the optimizer may take several."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:  # a trainer has them
 
 
 class Iterations:
-    """Listens to the engine for hooks. Between two batches of a step it calls them itself; before the first and after
-    the last one pipeflow's trainer does, in the order of all hooks.
+    """Listens to the engine and calls hooks between two batches of a step. Before the first and after the last batch of
+    a step, pipeflow's trainer calls them, in the order of all hooks.
 
     Args:
-        trainer: whose hooks are told.
-        keeps_outputs: whether hooks are told outputs and labels.
+        trainer: the trainer whose hooks are called.
+        keeps_outputs: True if hooks get outputs and labels.
 
     Attributes:
-        uncounted: 1 while hooks are told of a batch, which `cur_step` counts afterwards; else 0.
+        uncounted: 1 while hooks are called for a batch that `cur_step` does not count yet; else 0.
     """
 
     def __init__(self, trainer: Trainer, *, keeps_outputs: bool) -> None:
@@ -37,7 +37,7 @@ class Iterations:
 
     @contextmanager
     def attached(self, hooks: list[Hook]) -> Iterator[None]:
-        """Inside, these hooks are the trainer's, in their order. Raises UsageError for a hook that needs outputs, where
+        """Attaches the hooks to the trainer inside the `with` block. Raises UsageError for a hook that needs outputs if
         none are kept.
         """
         self.hooks = [hook for hook in hooks if isinstance(hook, BaseHook)]
@@ -73,7 +73,7 @@ class Iterations:
                 self.tell(hook)
 
     def tell(self, hook: BaseHook) -> None:
-        """Tells a hook of the last batch of training."""
+        """Calls a hook for the last batch of training."""
         self.uncounted = 1
         try:
             hook.after_train_iter(self.trainer, *self._last)
@@ -81,5 +81,5 @@ class Iterations:
             self.uncounted = 0
 
     def tell_of_test(self, hook: BaseHook) -> None:
-        """Tells a hook of the last batch of an evaluation."""
+        """Calls a hook for the last batch of an evaluation."""
         hook.after_test_iter(self.trainer, *self._last)

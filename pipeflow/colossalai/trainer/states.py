@@ -1,4 +1,4 @@
-"""What hooks tell each other, under ColossalAI's names."""
+"""The states of a trainer that hooks share, under ColossalAI's names."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ class Named(MutableMapping[str, float]):
 
 
 def states_of(trainer: native.Trainer) -> dict[str, Any]:
-    """Of "metrics", those of "train" and "test" by name, each a number; and "step_metrics" by name."""
+    """The states: "metrics" with "train" and "test", and "step_metrics"; each maps names to numbers."""
     train, test = Named(lambda: trainer.metrics["train"]), Named(lambda: trainer.metrics["test"])
     return {"metrics": {"train": train, "test": test}, "step_metrics": Named(lambda: trainer.step_metrics)}

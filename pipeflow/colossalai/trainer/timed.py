@@ -1,4 +1,4 @@
-"""Timed: the timer of a Trainer, under ColossalAI's names."""
+"""Timed: a hook that measures a Trainer's times under ColossalAI's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeflow.training import Hook, MultiTimer, Step, Trainer
 class Timed(Hook):
     """Measures "Train-epoch", "Train-step", "Test-epoch" and "Test-step", and keeps their histories."""
 
-    priority = -100  # before whoever reads them
+    priority = -100  # before hooks that read them
 
     def __init__(self, timer: MultiTimer) -> None:
         self.timer = timer

@@ -12,10 +12,10 @@ __all__ = ["MultiTimer", "get_current_device", "get_dataloader", "is_using_pp"]
 
 
 def get_current_device() -> torch.device:
-    """Where this process computes. Raises UsageError before `launch`."""
+    """Returns this process's device. Raises UsageError before `launch`."""
     return current_context().device
 
 
 def is_using_pp() -> bool:
-    """Whether the pipeline has several ranks. Raises UsageError before `launch`."""
+    """Returns True if the pipeline has several ranks. Raises UsageError before `launch`."""
     return current_context().pipeline_size > 1

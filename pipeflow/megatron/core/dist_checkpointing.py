@@ -1,5 +1,5 @@
-"""Megatron-LM's `megatron.core.dist_checkpointing`: a model's weights in a folder, by pipeflow's checkpoints. What is
-saved under one layout can be loaded under any other.
+"""Megatron-LM's `megatron.core.dist_checkpointing`: saves and loads a model's weights as pipeflow's checkpoints, under
+any layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeflow.megatron.core.parallel_state import context_here
 
 
 class ShardedStateDict(dict[str, Tensor]):
-    """A rank's weights by their names, and the module that has them, which knows how they lie over the ranks."""
+    """A rank's weights by name, and their module, which knows how they are split over ranks."""
 
     def __init__(self, module: nn.Module, prefix: str) -> None:
         super().__init__({prefix + name: value for name, value in module.state_dict().items()})
@@ -28,20 +28,27 @@ class ShardedStateDict(dict[str, Tensor]):
 
 
 def save(sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> None:
-    """`pipeflow.save_checkpoint` of what `sharded_state_dict` gave, or of a dict of several such: the stages of a rank.
-    All ranks call it together; they all must see the folder, and what was in it is replaced.
+    """Saves weights with `pipeflow.save_checkpoint`. All ranks call it together.
 
-    Raises UsageError for anything else in it, and as `save_checkpoint`.
+    Args:
+        sharded_state_dict: the result of a model's `sharded_state_dict()`, or a dict of several, one per stage.
+        checkpoint_dir: folder on storage that all ranks share; its contents are replaced.
+
+    Raises UsageError for other contents of the dict, and as `save_checkpoint` does.
     """
     parts = _parts(sharded_state_dict)
     save_checkpoint(checkpoint_dir, nn.ModuleList(part.module for part in parts), names=_names(parts))
 
 
 def load(sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """What was saved, as this rank holds it, for the models' `load_state_dict`. The models themselves and random states
-    are left as they are. All ranks call it together.
+    """Loads a checkpoint and returns this rank's weights, for the models' `load_state_dict`. The models themselves and
+    random states are not changed. All ranks call it together.
 
-    Raises UsageError as `save`, and as `load_checkpoint`.
+    Args:
+        sharded_state_dict: as in `save`.
+        checkpoint_dir: the folder.
+
+    Raises UsageError as `save` and `load_checkpoint` do.
     """
     parts = _parts(sharded_state_dict)
     copies = nn.ModuleList(copy.deepcopy(part.module) for part in parts)
@@ -61,14 +68,14 @@ def _parts(sharded_state_dict: Mapping[str, Any]) -> list[ShardedStateDict]:
     for key, part in sharded_state_dict.items():
         if not isinstance(part, ShardedStateDict):
             raise UsageError(
-                f"the entry {key!r} is no model's sharded_state_dict(): such alone can be saved and loaded here; for "
-                "optimizers and all else there is pipeflow.save_checkpoint"
+                f"the entry {key!r} is not a model's sharded_state_dict(): use pipeflow.save_checkpoint for optimizers "
+                "and other values"
             )
     return list(sharded_state_dict.values())
 
 
 def _names(parts: Sequence[ShardedStateDict]) -> Names:
-    """Without the index that a part's module has in the list of all."""
+    """Names of tensors without the index of a part's module in the list of all parts."""
 
     def name_of(stage: int, name: str) -> str:
         index, _, own = name.partition(".")

@@ -1,4 +1,4 @@
-"""Hooks: what a `Trainer` does beside training. Each is a file here; `Hook` is their base."""
+"""Hooks: what a `Trainer` does besides training. Each hook has its own file; `Hook` is their base class."""
 
 from __future__ import annotations
 

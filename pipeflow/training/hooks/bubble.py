@@ -1,4 +1,4 @@
-"""The bubble of a step, measured and planned."""
+"""BubbleHook: the bubble of a step, measured and planned."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from pipeflow.training.trainer import Trainer
 
 
 class BubbleHook(Hook):
-    """Shows "bubble", the part of a step in which the busiest rank is idle, and beside it "planned bubble", what it
-    would be if every action took the mean time of its kind. The second step is measured, and then one of `every` so
-    many; any other step that is measured counts, too.
+    """Reports the metric "bubble", the fraction of a step in which the busiest rank is idle, and "planned bubble", what
+    the bubble would be if every action took the mean time of its kind. It traces the second step, then every
+    `every`-th step; steps that another hook traces are reported too.
 
-    Raises UsageError where `every` is less than 1.
+    Args:
+        every: number of steps between two traced steps.
+
+    Raises UsageError if `every` is less than 1.
     """
 
     priority = 15
@@ -43,5 +46,5 @@ class BubbleHook(Hook):
 
 
 def planned(timeline: Timeline) -> Timeline:
-    """What ran in a measured timeline, under the mean costs that it shows."""
+    """The timeline that simulation gives for the executed schedule, under the mean costs measured in `timeline`."""
     return simulate(executed_schedule(timeline), measured_costs(timeline))

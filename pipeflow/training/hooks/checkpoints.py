@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved every so often, and continued from. What must not live here: how they are stored."""
+"""CheckpointHook: saves checkpoints of a run and resumes from them. Must not contain: how checkpoints are stored."""
 
 from __future__ import annotations
 
@@ -27,37 +27,39 @@ _BETTER = {"loss": "lowest", "accuracy": "highest"}
 
 
 class CheckpointHook(Hook):
-    """Saves checkpoints, and lets `Trainer.fit` continue from the newest one in the folder that is whole.
+    """Saves checkpoints during `Trainer.fit`; a new run resumes from the newest complete checkpoint in the folder.
 
-    A checkpoint has the model, the optimizer with its loss scaler, learning rates, torch's random states, epoch, step,
-    the position in the data and what hooks keep (`Hook.state_dict`), so a run that was killed ends with the same
-    weights, bit for bit. The layout may change: another number of pipeline, tensor or data ranks, another batch size,
-    other accumulation; then random states start anew, and sums are rounded in another order. A loader of
-    `get_dataloader` continues in mid-epoch under any layout. One with `state_dict` and `load_state_dict`, such as
-    torchdata's StatefulDataLoader, continues under as many data ranks; with any other one the batches that were used
-    are read again and skipped, so it must give them in the same order.
+    A checkpoint holds the model, the optimizer with its loss scaler, learning rates, torch's random states, epoch,
+    step, position in the data and the state of hooks (`Hook.state_dict`). A run that is killed and resumed therefore
+    ends with the same weights, bit for bit. The resumed run may have another number of pipeline, tensor or data ranks,
+    another batch size or other accumulation; then random states start again and sums are rounded in another order.
 
-    A `fit` that ends, or stops early, saves what is not saved yet. A `fit` in a process that has trained already goes
-    on from there and reads no checkpoint.
+    Resuming within an epoch depends on the loader. A loader from `get_dataloader` continues under any layout. A loader
+    with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader, needs the same number of data
+    ranks. With any other loader the used batches are read again and skipped, so their order must be the same.
+
+    At its end, also if it stops early, `fit` saves anything not saved yet. A second `fit` in the same process
+    continues from the current state and reads no checkpoint.
 
     Args:
-        folder: of this run alone, which all ranks see.
-        every: how many epochs, or steps, lie between two checkpoints.
-        unit: "epoch", after its evaluation, or "step".
-        keep: how many checkpoints to leave, the newest ones; None for all.
-        best: the metric of the evaluation, such as "loss", whose best epoch is saved and kept besides; the link `best`
-            in the folder points to it.
-        best_is: whether the "lowest" or the "highest" value is best; known for "loss" and "accuracy".
-        asynchronous: write while training goes on.
-        resume: whether to continue; without it, a folder with checkpoints is an error.
-        names: as `save_checkpoint` takes it.
+        folder: folder for the checkpoints of this run alone, on storage that all ranks share.
+        every: number of epochs or steps between two checkpoints.
+        unit: "epoch" saves after an epoch's evaluation, "step" after a step.
+        keep: number of newest checkpoints to keep; None keeps all.
+        best: name of an evaluation metric, such as "loss". The checkpoint of its best epoch is kept as well; the
+            symbolic link `best` in the folder points to it.
+        best_is: "lowest" or "highest", the better direction of `best`; the default is known for "loss" and "accuracy".
+        asynchronous: write checkpoints while training goes on.
+        resume: False starts from the beginning; a folder that has checkpoints is then an error.
+        names: renames parameters in the checkpoint, as in `save_checkpoint`.
 
     Attributes:
-        resumed_from: the checkpoint that training continued from; None where it began anew.
-        best_value: of the metric, so far.
+        resumed_from: path of the checkpoint that training resumed from; None if it started from the beginning.
+        best_value: best value of the metric `best` so far; NaN before the first.
 
-    Raises UsageError for arguments that cannot work; and before training starts, on every rank: for a folder that
-    cannot be written, whose checkpoints are all damaged, or are not of this model, these schedulers and this data.
+    Raises UsageError for invalid arguments. Before training starts, raises UsageError on every rank if the folder
+    cannot be written, if it has checkpoints but no complete one, or if the newest belongs to another model, other
+    schedulers or other data.
     """
 
     priority = 60  # after what changes the state, before what shows it
@@ -126,7 +128,7 @@ class CheckpointHook(Hook):
             self._continue(trainer, newest)
 
     def _fault(self, context: Context) -> str | None:
-        """Why this rank cannot write checkpoints."""
+        """The reason why this rank cannot write checkpoints; None if it can."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".probe-", dir=self.folder) as probe:
@@ -164,7 +166,7 @@ class CheckpointHook(Hook):
             self._save(trainer)
 
     def _is_best(self, trainer: Trainer) -> bool:
-        """Whether the evaluation of this epoch, if there was one, is the best so far, which is noted."""
+        """True if this epoch was evaluated and is the best so far; its value is then stored."""
         if self.best is None or not self._is_evaluated:
             return False
         self._is_evaluated, metrics = False, trainer.metrics["test"]
@@ -201,7 +203,7 @@ class CheckpointHook(Hook):
             self._finish(trainer)
 
     def _finish(self, trainer: Trainer) -> None:
-        """Waits on all ranks for the save that is under way, and links to it where it is the best."""
+        """Waits on all ranks for the running save, and links to it if it is the best."""
         if self._saving is None:
             return
         path, self._saving = self._saving.wait(), None
@@ -228,7 +230,7 @@ def _name(trainer: Trainer) -> str:
 
 
 def _state_of(path: Path, loaded: Loaded) -> dict[str, Any]:
-    """The trainer's. Raises UsageError for a checkpoint that has none."""
+    """The trainer's state in a checkpoint. Raises UsageError if it has none."""
     if not (isinstance(loaded.extra, dict) and isinstance(loaded.extra.get("trainer"), dict)):
         raise UsageError(f"{path} was not saved by a CheckpointHook: choose another folder for this run")
     state: dict[str, Any] = loaded.extra["trainer"]

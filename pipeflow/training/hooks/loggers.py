@@ -1,5 +1,5 @@
-"""Metrics for other programs: TensorBoard, Weights & Biases, MLflow, or a logger of your own. What must not live here:
-what these programs do.
+"""LoggerHook: metrics for TensorBoard, Weights & Biases, MLflow, or a logger of your own. Must not contain: what these
+programs do.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from pipeflow.training.trainer import Trainer
 
 
 class MetricLogger(Protocol):
-    """Takes metrics. One that can show pictures also has `picture(name, image, step)`, where `image` is a uint8 tensor
-    [height, width, 3].
+    """An object that stores or shows metrics. If it can show pictures, it also has `picture(name, image, step)`, where
+    `image` is a uint8 tensor [height, width, 3].
     """
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Metrics by name, after so many steps of training."""
+        """Logs metrics by name; `step` is the number of training steps so far."""
 
     def close(self) -> None:
-        """After training, and after an error."""
+        """Called after training, also after an error."""
 
 
 class LoggerHook(Hook):
-    """Gives metrics to a logger, on rank 0: those of steps as "step/loss", those of epochs as "train/loss", those of
-    evaluations as "test/accuracy". All are logged by the number of steps that were taken.
+    """Passes metrics to a logger on rank 0: metrics of steps as "step/loss", of epochs as "train/loss", of evaluations
+    as "test/accuracy". The x axis is the number of training steps.
 
     Args:
         logger: "tensorboard", "wandb", "mlflow", or an object with `log(values, step)` and `close()`.
-        every: so many steps are between two of which the metrics are logged.
-        picture_every: so many steps are between two of which the timeline is drawn, where the logger can show it: what
-            was planned above, what was measured below; 0 for none.
-        options: of torch.utils.tensorboard.SummaryWriter, wandb.init or mlflow.start_run.
+        every: number of steps between two logged steps.
+        picture_every: number of steps between two pictures of the timeline, the plan above the measured one, if the
+            logger can show pictures; 0 for none.
+        options: keyword arguments of torch.utils.tensorboard.SummaryWriter, wandb.init or mlflow.start_run.
 
-    Raises UsageError for an unknown logger, for one that is not installed, and for numbers that cannot work.
+    Raises UsageError for an unknown logger, for one that is not installed, and for numbers out of range.
     """
 
     priority = 85
@@ -104,14 +104,13 @@ class LoggerHook(Hook):
 
 
 class TensorBoardHook(LoggerHook):
-    """Writes metrics, and every so often the timeline of a step as a picture, for TensorBoard: `tensorboard --logdir
-    FOLDER` shows them.
+    """Writes metrics for TensorBoard, and pictures of the timeline. `tensorboard --logdir FOLDER` shows them.
 
     Args:
-        folder: where rank 0 writes; it is made where it is missing.
-        every, picture_every: as LoggerHook takes them.
+        folder: folder that rank 0 writes to; it is created if missing.
+        every, picture_every: as in LoggerHook.
 
-    Raises UsageError where tensorboard is not installed.
+    Raises UsageError if tensorboard is not installed.
     """
 
     def __init__(self, folder: str | PathLike[str], *, every: int = 10, picture_every: int = 500) -> None:
@@ -178,7 +177,7 @@ class _MLflow:
         self._library.end_run()
 
 
-LOGGERS: dict[str, tuple[type[_TensorBoard | _Wandb | _MLflow], str]] = {  # and what installs what they need
+LOGGERS: dict[str, tuple[type[_TensorBoard | _Wandb | _MLflow], str]] = {  # with the command to install it
     "tensorboard": (_TensorBoard, "pip install 'pipeflow[tensorboard]'"),
     "wandb": (_Wandb, "pip install wandb"),
     "mlflow": (_MLflow, "pip install mlflow"),
@@ -186,7 +185,7 @@ LOGGERS: dict[str, tuple[type[_TensorBoard | _Wandb | _MLflow], str]] = {  # and
 
 
 def _maker(name: str, options: dict[str, Any]) -> Callable[[], Any]:
-    """Makes the logger of that name. Raises UsageError for an unknown name, and for a package that is missing."""
+    """A function that makes the logger `name`. Raises UsageError for an unknown name or a missing package."""
     if name not in LOGGERS:
         raise unknown("logger", name, LOGGERS)
     make, install = LOGGERS[name]

@@ -1,4 +1,4 @@
-"""Logs: metrics as lines. What must not live here: how metrics are measured."""
+"""LogHook: metrics as lines of a log. Must not contain: how metrics are measured."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pipeflow.training.trainer import Trainer
 
 
 class LogHook(Hook):
-    """Logs the metrics of each epoch and each evaluation, on rank 0:
+    """Logs the metrics of each epoch and each evaluation on rank 0::
 
         [Epoch 3 / Train]: loss = 0.4511, learning rate = 0.001
         [Epoch 3 / Test]: loss = 0.4702, accuracy = 0.8531
 
     Args:
-        every: also logs the metrics of every so many steps, as "[Epoch 3 / Train, step 20 / 100]: ..."; 0 for none.
-        by_epoch: whether epochs and evaluations are logged.
-        logger: by default `get_dist_logger()`.
+        every: also log the metrics of every `every`-th step, as "[Epoch 3 / Train, step 20 / 100]: ..."; 0 for none.
+        by_epoch: log epochs and evaluations.
+        logger: the logger to use; by default `get_dist_logger()`.
 
     Raises UsageError for a negative `every`.
     """

@@ -1,4 +1,4 @@
-"""Memory of the ranks."""
+"""MemoryHook: the memory that ranks use."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ _STATM = Path("/proc/self/statm")
 
 
 class MemoryHook(Hook):
-    """Shows "memory GiB", the most that a rank holds: on an accelerator the peak of what torch allocated since the
-    epoch began, on CPUs what the process has in memory at that time. All ranks tell theirs, after each epoch and
-    `every` so many steps.
+    """Reports the metric "memory GiB", the memory of the rank that uses most: on an accelerator the peak that torch
+    allocated since the epoch began, on CPUs the process's current resident memory. It is measured after each epoch
+    and every `every`-th step.
+
+    Args:
+        every: number of steps between two measurements.
 
     Attributes:
-        by_rank: the GiB of each rank, as they were last told.
+        by_rank: GiB of each rank at the last measurement.
 
-    Raises UsageError where `every` is less than 1.
+    Raises UsageError if `every` is less than 1.
     """
 
     priority = 15
@@ -58,8 +61,8 @@ class MemoryHook(Hook):
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes: the peak of what torch allocated on an accelerator; elsewhere what this process has in memory, or had at
-    most where the system only tells that.
+    """Bytes in use: on an accelerator the peak that torch allocated; elsewhere the resident memory of this process, or
+    its peak on systems that report only that.
     """
     if _is_accelerator(device):
         return int(torch.accelerator.max_memory_allocated(device))

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: computed where the outputs are, over all replicas, and told to every rank."""
+"""Metrics of an evaluation, computed on the ranks with the outputs, over all replicas, and sent to every rank."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from pipeflow.training.trainer import Trainer
 
 
 class Metric(Protocol):
-    """What torchmetrics calls a metric."""
+    """A metric with the methods of torchmetrics' Metric."""
 
     def update(self, outputs: Any, labels: Any, /) -> None:
-        """Counts one batch."""
+        """Adds one batch."""
 
     def compute(self) -> Any:
-        """The value for what was counted, a number or a tensor with one entry."""
+        """Returns the metric of the batches so far, a number or a tensor with one entry."""
 
     def reset(self) -> None:
-        """Forgets what was counted."""
+        """Removes all batches."""
 
 
 class MetricHook(Hook):
-    """Shows a metric of each evaluation.
+    """Reports a metric of each evaluation.
 
     Args:
-        name: under which `trainer.metrics["test"]` has it.
-        metric: one of torchmetrics', or an object with `update(outputs, labels)`, `compute()` and `reset()`. Those of
-            torchmetrics are synchronized over the replicas; others must be right by what one replica has.
+        name: its name in `trainer.metrics["test"]`.
+        metric: a metric of torchmetrics, or an object with `update(outputs, labels)`, `compute()` and `reset()`.
+            Metrics of torchmetrics are synchronized over the replicas; others are computed from one replica's data.
 
-    Raises UsageError for an object that has no such methods.
+    Raises UsageError for an object that lacks one of these methods.
     """
 
     priority = 20
@@ -81,11 +81,11 @@ class MetricHook(Hook):
 
 
 class AccuracyHook(Hook):
-    """Shows the share of right answers of each evaluation, as "accuracy".
+    """Reports the metric "accuracy" of each evaluation: the fraction of correct answers.
 
     Args:
-        count_right: `count_right(outputs, labels)` gives how many answers of a batch are right; by default those whose
-            largest score is the label's.
+        count_right: `count_right(outputs, labels)` returns the number of correct answers in a batch. By default an
+            answer is correct if its label has the largest score.
     """
 
     priority = 20
@@ -118,7 +118,7 @@ def _count_right(outputs: Any, labels: Any) -> Tensor | float:
 
 
 def gathered(tensor: Tensor, group: Group) -> list[Tensor]:
-    """Every rank's tensor, in rank order; they may differ in dim 0. All ranks of the group call it together."""
+    """The tensors of all ranks, in rank order; sizes may differ in dim 0. All ranks of the group call it together."""
     length = torch.tensor([len(tensor) if tensor.dim() else 1], device=tensor.device)
     lengths = length.new_empty(group.size)
     group.all_gather(lengths, length).wait()

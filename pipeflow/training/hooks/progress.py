@@ -1,4 +1,4 @@
-"""Progress, shown on rank 0. What must not live here: what it looks like."""
+"""ProgressHook: progress, shown on rank 0. Must not contain: what it looks like."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ if TYPE_CHECKING:  # rich is loaded when something is shown
 
 
 class ProgressHook(Hook):
-    """Shows how far training is, and the metrics of steps and evaluations, on rank 0: as bars on a terminal, elsewhere
-    in lines, about ten an epoch. `Trainer(progress=True)` adds it, and hooks for the metrics that people want to see.
+    """Shows progress and the metrics of steps and evaluations on rank 0: as bars on a terminal, elsewhere as lines,
+    about ten per epoch. `Trainer(progress=True)` adds it together with hooks for the usual metrics.
 
     Args:
-        console: by default rich's own, on which `get_dist_logger` logs, so that logs appear above the bars.
-        clock: gives the time in seconds.
+        console: rich console to write to; by default rich's global one, which `get_dist_logger` uses too, so log
+            lines appear above the bars.
+        clock: function that returns the time in seconds.
     """
 
     priority = 90
@@ -70,7 +71,7 @@ class ProgressHook(Hook):
 
 
 def with_progress(hooks: Sequence[Hook]) -> list[Hook]:
-    """The hooks, and those of the usual ones for a display of progress that are not among them."""
+    """`hooks`, plus the usual hooks for a progress display that it lacks."""
     usual = (RateHook, ThroughputHook, MemoryHook, BubbleHook, ProgressHook)
     return [*hooks, *(make() for make in usual if not any(isinstance(hook, make) for hook in hooks))]
 

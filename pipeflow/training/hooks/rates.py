@@ -1,4 +1,4 @@
-"""Learning rates: shown, and changed once an epoch."""
+"""RateHook: reports the learning rate, and steps a scheduler."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pipeflow.training.trainer import Trainer
 
 
 class RateHook(Hook):
-    """Shows the learning rate of the optimizer's first group, as "learning rate"; with a scheduler takes its steps.
+    """Reports the metric "learning rate", the rate of the optimizer's first parameter group; also steps a scheduler.
 
     Args:
-        scheduler: of the learning rate. A scheduler that takes a step with every step of the optimizer may as well be
-            the Engine's.
-        by_epoch: whether it takes a step after each epoch, or after each step of the optimizer that was not skipped.
+        scheduler: learning-rate scheduler to step. One that steps with the optimizer can also be passed to the Engine.
+        by_epoch: True steps the scheduler after each epoch, False after each optimizer step that was not skipped.
     """
 
     priority = 10

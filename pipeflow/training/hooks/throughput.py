@@ -1,4 +1,4 @@
-"""Throughput: samples, tokens and operations per second."""
+"""ThroughputHook: samples, tokens and operations per second."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from pipeflow.training.trainer import Trainer
 
 
 class ThroughputHook(Hook):
-    """Shows how fast training is: "samples/s"; "tokens/s" and "TFLOP/s" where their number per sample is given. All of
-    them are those of the whole job. Where the peak of the device is known, "MFU" is the part of it that was used (model
-    FLOPs utilization, arXiv 2204.02311, appendix B).
+    """Reports the speed of the whole job as metrics: "samples/s", and "tokens/s" and "TFLOP/s" if their number per
+    sample is given. If the peak of the device is known too, "MFU" is the fraction of it that was used (model FLOPs
+    utilization, arXiv 2204.02311, appendix B).
 
-    After a step they are the means of the last `window` steps, after an epoch those of all its steps. The time of a
-    step includes that of loading its data, not that of hooks.
+    Metrics of a step are means over the last `window` steps, metrics of an epoch means over all its steps. The time of
+    a step includes loading its data, but not hooks.
 
     Args:
-        tokens_per_sample: such as the length of a sequence.
-        flops_per_sample: floating-point operations of a sample's forward and backward, on all its ranks, without
-            what is computed again; `GPT.flops_per_sample` counts them.
-        peak: FLOP/s of one device. By default that of the GPU's model in the precision of the weights, or of autocast.
-        ignored_steps: so many steps at the start of training are not counted.
-        window: how many steps a value is the mean of.
-        clock: gives the time in seconds.
+        tokens_per_sample: number of tokens in a sample, such as the sequence length; 0 if unknown.
+        flops_per_sample: floating-point operations of a sample's forward and backward on all ranks of a replica,
+            without recomputation; 0 if unknown. `GPT.flops_per_sample` counts them.
+        peak: FLOP/s of one device; by default known for some GPUs, for the dtype of the weights or of autocast.
+        ignored_steps: number of steps at the start of training that are not counted.
+        window: number of steps that a step's metrics are averaged over.
+        clock: function that returns the time in seconds.
 
-    Raises UsageError for numbers that cannot work.
+    Raises UsageError for numbers out of range.
     """
 
     priority = 15

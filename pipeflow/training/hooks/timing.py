@@ -1,4 +1,4 @@
-"""Times by epoch."""
+"""TimingHook: times of epochs and evaluations."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pipeflow.training.trainer import Trainer
 
 
 class TimingHook(Hook):
-    """Shows how long an epoch took, in seconds: "epoch seconds" for its training and "step seconds" for a step on
-    average, among the metrics of training; "evaluation seconds" among those of the evaluation.
+    """Reports times in seconds. Metrics of training: "epoch seconds", without the evaluation, and "step seconds", the
+    mean per step. Metric of the evaluation: "evaluation seconds".
 
     Attributes:
-        timers: "epoch" and "evaluation", whose histories have every epoch of this rank.
+        timers: this rank's timers "epoch" and "evaluation"; their histories have one entry per epoch or evaluation.
     """
 
     priority = 15

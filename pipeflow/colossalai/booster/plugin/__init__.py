@@ -1,4 +1,4 @@
-"""ColossalAI's `colossalai.booster.plugin`: how a booster makes a model parallel."""
+"""ColossalAI's `colossalai.booster.plugin`: plugins that say how a Booster makes a model parallel."""
 
 from __future__ import annotations
 

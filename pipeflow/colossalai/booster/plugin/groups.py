@@ -1,4 +1,4 @@
-"""What programs ask a plugin of ColossalAI's about ranks: their groups, and which have the first and the last stage."""
+"""Groups: a plugin's information about ranks: their groups, and which ranks have the first and the last stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Groups:
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """torch.distributed's group of the tensor ranks. All ranks ask for it together, and for those below."""
+        """torch.distributed's group of the tensor ranks. All ranks get it together; likewise the groups below."""
         return self.context.mesh.get_group("tensor")
 
     @property
@@ -49,25 +49,25 @@ class Groups:
 
 
 class ProcessGroupMesh:
-    """What programs ask of ColossalAI's mesh of process groups."""
+    """ColossalAI's mesh of process groups, with the methods that programs use."""
 
     def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
-        """The ranks of the world in it."""
+        """Returns the ranks in the world of the group's members."""
         return dist.get_process_group_ranks(group)
 
 
 class StageManager:
-    """Where this rank is in the pipeline."""
+    """The place of this rank in the pipeline."""
 
     def __init__(self, groups: Groups) -> None:
         self._placement = groups.placement
-        self.num_stages = groups.pp_size  # ranks, as they are called there
+        self.num_stages = groups.pp_size  # ColossalAI's name for pipeline ranks
         self.stage = groups.context.pipeline_rank
 
     def is_first_stage(self, ignore_chunk: bool = True) -> bool:
-        """Whether this rank has the model's first block."""
+        """True if this rank has the model's first block."""
         return self.stage in self._placement.ranks_of(0)
 
     def is_last_stage(self, ignore_chunk: bool = True) -> bool:
-        """Whether this rank has the loss and the outputs."""
+        """True if this rank has the loss and the outputs."""
         return self.stage in self._placement.ranks_of(self._placement.num_stages - 1)

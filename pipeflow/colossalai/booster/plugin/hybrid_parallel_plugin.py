@@ -26,18 +26,20 @@ _OF_SHARDS = {*signature(ShardConfig).parameters, *OF_SHARDS} - {"others", "tens
 
 
 class HybridParallelPlugin(Groups):
-    """Lays out the processes as `tp_size` x `pp_size` x replicas, and says how a Booster trains. All ranks make theirs
+    """Arranges the processes as `tp_size` x `pp_size` x replicas, and says how a Booster trains. All ranks make one
     together, after `colossalai.launch_from_torch()`.
 
     Args:
-        options: those of `Settings` and of ShardConfig, and those of `ELSEWHERE` with the value that asks for nothing.
+        tp_size: number of tensor ranks.
+        pp_size: number of pipeline ranks.
+        options: options of `Settings` and ShardConfig, and options in `ELSEWHERE` with the value that has no effect.
 
     Attributes:
-        settings: those that were given.
-        shard_config: likewise.
-        context: where this process is.
+        settings: the Settings from the options.
+        shard_config: the ShardConfig from the options.
+        context: this process's context.
 
-    Raises UsageError for an option that there is not, values that cannot work, and where the world does not fit.
+    Raises UsageError for an unknown option, for invalid values, and if the sizes do not fit the world.
     """
 
     def __init__(self, tp_size: int, pp_size: int, **options: Any) -> None:
@@ -56,7 +58,7 @@ class HybridParallelPlugin(Groups):
         self.placement = self.schedule_of(1).placement
 
     def schedule(self, samples: int) -> Schedule:
-        """What runs a batch of so many samples. Without a pipeline it is one microbatch."""
+        """Returns the schedule for a batch of `samples` samples. Without a pipeline it has one microbatch."""
         given = self.settings
         if given.pp_size == 1:
             return self.schedule_of(1)
@@ -76,7 +78,7 @@ class HybridParallelPlugin(Groups):
 
     @property
     def cuts(self) -> list[float] | None:
-        """What blocks cost, so that stages get as many as `num_layers_per_stage` says."""
+        """Costs of blocks that make stages get `num_layers_per_stage` blocks; None without that option."""
         layers = self.settings.num_layers_per_stage
         return None if layers is None else [lcm(*layers) / each for each in layers for _ in range(each)]
 
@@ -89,5 +91,5 @@ class HybridParallelPlugin(Groups):
         drop_last: bool = False,
         **options: Any,
     ) -> DataParallelLoader:
-        """`pipeflow.get_dataloader`: each replica reads its part."""
+        """Returns a loader of this replica's part of the data; arguments as in `pipeflow.get_dataloader`."""
         return get_dataloader(dataset, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, **options)

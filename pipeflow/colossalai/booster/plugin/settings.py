@@ -1,4 +1,4 @@
-"""The options of ColossalAI's HybridParallelPlugin that are honoured, checked, as a value."""
+"""Settings: the options of ColossalAI's HybridParallelPlugin that have an effect, checked, as a value."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ _SCALER = (
 
 @dataclass(frozen=True)
 class Settings:
-    """How a Booster trains.
+    """The settings of a Booster's training.
 
     Attributes:
-        tp_size: ranks that share every layer.
-        pp_size: ranks of a pipeline.
-        precision: "fp16" or "bf16" for 16-bit parameters with float32 masters; "fp32" leaves the model's dtype.
-        zero_stage: 1 spreads the optimizer's states over the replicas, 0 does not.
-        num_microbatches, microbatch_size: how a batch is cut, one of them. Needed for a pipeline; without one a batch
-            is a single microbatch.
-        initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: of the loss
-            scaler, in "fp16".
-        max_norm: of the whole model's gradient, 0 for no clipping.
-        custom_policy: which layers are replaced by which, in place of pipeflow's rules.
-        pp_style: "1f1b"; "interleaved" with `num_model_chunks` stages a rank; "zbv" with 2.
-        num_layers_per_stage: blocks of every stage, in place of equally many.
+        tp_size: number of tensor ranks.
+        pp_size: number of pipeline ranks.
+        precision: "fp16" or "bf16" for 16-bit parameters with float32 masters; "fp32" keeps the model's dtype.
+        zero_stage: 1 distributes the optimizer's states over the replicas, 0 does not.
+        num_microbatches, microbatch_size: number of microbatches per batch, or number of samples per microbatch; a
+            pipeline needs one of the two. Without a pipeline a batch is one microbatch.
+        initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: options of the
+            LossScaler, for "fp16".
+        max_norm: maximum norm of the whole model's gradient; 0 disables clipping.
+        custom_policy: a policy that says which layers to replace, instead of pipeflow's rules.
+        pp_style: "1f1b"; "interleaved" with `num_model_chunks` stages per rank; "zbv" with 2 stages per rank.
+        num_model_chunks: number of stages per rank.
+        num_layers_per_stage: number of blocks in each stage; by default they are distributed evenly.
 
-    Raises UsageError for values that cannot work.
+    Raises UsageError for invalid values.
     """
 
     tp_size: int
@@ -70,28 +71,26 @@ class Settings:
         for name in ("tp_size", "pp_size", "num_model_chunks", "num_microbatches", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name} must be a whole number, 1 or more, got {value!r}")
+                raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.precision not in _DTYPES:
             raise UsageError(f"precision must be one of {', '.join(_DTYPES)}, got {self.precision!r}")
         if self.zero_stage not in (0, 1):
-            raise UsageError(
-                f"zero_stage must be 0 or 1, got {self.zero_stage}: gradients stay whole until the end of the step"
-            )
+            raise UsageError(f"zero_stage must be 0 or 1, got {self.zero_stage}: gradients are not sharded here")
         if not self.max_norm >= 0:
             raise UsageError(f"max_norm must be positive, or 0 for no clipping, got {self.max_norm}")
         self._check_pipeline()
-        self.half()  # refuses scalers that make no sense
+        self.half()  # checks the options of the scaler
 
     def _check_pipeline(self) -> None:
         if self.pp_style not in get_args(Style):
             raise UsageError(f"pp_style must be one of {', '.join(get_args(Style))}, got {self.pp_style!r}")
         chunks, given = _CHUNKS.get(self.pp_style), self.num_model_chunks
         if chunks is None and given < 2:
-            raise UsageError(f"pp_style='interleaved' needs num_model_chunks of 2 or more, got {given}")
+            raise UsageError(f"pp_style='interleaved' needs num_model_chunks of at least 2, got {given}")
         if chunks is not None and given not in (1, chunks):
-            raise UsageError(f"pp_style={self.pp_style!r} has {chunks} stages a rank, got num_model_chunks={given}")
+            raise UsageError(f"pp_style={self.pp_style!r} has {chunks} stages per rank, got num_model_chunks={given}")
         if self.num_microbatches is not None and self.microbatch_size is not None:
-            raise UsageError("give num_microbatches or microbatch_size, not both")
+            raise UsageError("pass num_microbatches or microbatch_size, not both")
         if self.pp_size > 1 and self.num_microbatches is None and self.microbatch_size is None:
             raise UsageError("a pipeline needs num_microbatches or microbatch_size")
         stages = self.pp_size * (chunks or given)
@@ -99,7 +98,7 @@ class Settings:
             raise UsageError(f"num_layers_per_stage has {len(self.num_layers_per_stage)} numbers for {stages} stages")
 
     def half(self) -> HalfPrecision | None:
-        """The 16-bit precision, where that is one."""
+        """Returns the HalfPrecision; None for "fp32"."""
         dtype = _DTYPES[self.precision]
         return (
             None

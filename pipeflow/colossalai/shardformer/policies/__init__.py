@@ -1,1 +1,1 @@
-"""ColossalAI's `colossalai.shardformer.policies`: which layers of a model are replaced."""
+"""ColossalAI's `colossalai.shardformer.policies`: policies that say which layers of a model are replaced."""

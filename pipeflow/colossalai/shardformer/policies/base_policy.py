@@ -1,5 +1,5 @@
-"""ColossalAI's `colossalai.shardformer.policies.base_policy`: a policy of one's own, as values. What must not live
-here: how it is carried out.
+"""ColossalAI's `colossalai.shardformer.policies.base_policy`: a policy of one's own, as values. Must not contain: how
+it is carried out.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ Table = dict[Kind, ModulePolicyDescription]
 
 
 class Policy:
-    """What is replaced in a model. Write `module_policy`, and what else differs. Stages need nothing from it: they run
-    the model's own forward.
+    """Base class of policies, which say what is replaced in a model. Override `module_policy`, and other methods if
+    needed. Pipeline stages need no methods here, because they run the model's own forward.
 
     Attributes:
-        model: what is sharded, or this rank's stage of it.
-        shard_config: as of the ShardFormer, or of the plugin.
+        model: the model to shard, or this rank's stage of it.
+        shard_config: the ShardConfig of the ShardFormer or of the plugin.
     """
 
     model: nn.Module
     shard_config: ShardConfig
 
     def set_model(self, model: nn.Module) -> None:
-        """Says what is sharded."""
+        """Sets the model to shard."""
         self.model = model
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
-        """Says how, and checks it."""
+        """Sets the ShardConfig and checks it."""
         self.shard_config = shard_config
         self.config_sanity_check()
 
     @property
     def pipeline_stage_manager(self) -> None:
-        """None: a policy has nothing to do with stages here."""
+        """Always None: policies do not manage stages here."""
         return
 
     def config_sanity_check(self) -> None:
-        """Raises for a configuration that the policy cannot work with."""
+        """Raises an error for a configuration that the policy does not support."""
 
     def preprocess(self) -> nn.Module:
-        """The model, before anything is replaced."""
+        """Called before anything is replaced; returns the model."""
         return self.model
 
     def module_policy(self) -> Table:
-        """What becomes of modules, by their class or its name."""
+        """Returns the replacements in modules, by the module's class or its name."""
         raise NotImplementedError(f"{type(self).__name__} needs a module_policy")
 
     def postprocess(self) -> nn.Module:
-        """The model, after all was replaced."""
+        """Called after everything is replaced; returns the model."""
         return self.model
 
     def get_held_layers(self) -> list[nn.Module]:
-        """Not asked: which layers a stage holds is found by following the model's tensors."""
+        """Not used: a stage's layers are found by tracing the model."""
         return []
 
     def get_shared_params(self) -> list[dict[int, Tensor]]:
-        """Not asked: weights that several stages need are tied by themselves."""
+        """Not used: weights that several stages need are tied automatically."""
         return []
 
     def append_or_create_submodule_replacement(
@@ -79,7 +79,7 @@ class Policy:
         policy: Table,
         target_key: Kind,
     ) -> Table:
-        """`policy`, in which modules of `target_key` have these submodules replaced, too."""
+        """Adds replacements of submodules in modules of `target_key` to `policy`, and returns it."""
         entry = policy.setdefault(target_key, ModulePolicyDescription())
         more = description if isinstance(description, list) else [description]
         entry.sub_module_replacement = [*(entry.sub_module_replacement or []), *more]
@@ -88,7 +88,7 @@ class Policy:
     def append_or_create_method_replacement(
         self, description: dict[str, Callable[..., Any]], policy: Table, target_key: Kind
     ) -> Table:
-        """`policy`, in which modules of `target_key` have these methods replaced, too."""
+        """Adds replacements of methods in modules of `target_key` to `policy`, and returns it."""
         entry = policy.setdefault(target_key, ModulePolicyDescription())
         entry.method_replacement = {**(entry.method_replacement or {}), **description}
         return policy

@@ -1,4 +1,4 @@
-"""What a policy says of modules, as values."""
+"""Descriptions of replacements in modules, for policies, as values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 
 @dataclass
 class SubModuleReplacementDescription:
-    """What takes the place of a submodule.
+    """A replacement of a submodule.
 
     Attributes:
-        suffix: where it is within the module, such as `attention.self.query` or `layers[0]`.
-        target_module: its `from_native_module(module, process_group=..., **kwargs)` makes the replacement.
-        kwargs: for that.
-        ignore_if_not_exist: leave modules alone that have no such submodule.
+        suffix: path of the submodule in the module, such as `attention.self.query` or `layers[0]`.
+        target_module: class whose `from_native_module(module, process_group=..., **kwargs)` makes the replacement.
+        kwargs: further arguments of that method.
+        ignore_if_not_exist: skip modules without such a submodule, instead of raising an error.
     """
 
     suffix: str
@@ -28,14 +28,14 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class ModulePolicyDescription:
-    """What becomes of modules of one class.
+    """The replacements in modules of one class.
 
     Attributes:
         attribute_replacement: new values by the attribute's path, such as `self.num_heads`; paths that a module lacks
-            are left out, since nothing reads them.
-        param_replacement: functions that are called with the module, to replace parameters of its own.
-        sub_module_replacement: what takes the place of submodules.
-        method_replacement: functions that become methods, by their names.
+            are skipped.
+        param_replacement: functions that are called with the module and replace its own parameters.
+        sub_module_replacement: replacements of submodules.
+        method_replacement: functions that become methods, by the method's name.
     """
 
     attribute_replacement: Mapping[str, Any] | None = None

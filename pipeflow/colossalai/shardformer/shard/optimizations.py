@@ -1,4 +1,4 @@
-"""The optimizations of a ShardConfig: what attention and normalizations of a model compute by."""
+"""The optimizations of a ShardConfig: functions for a model's attention and normalizations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeflow.core.errors import UsageError
 
 
 def optimize(model: nn.Module, config: ShardConfig) -> None:
-    """Does what `config` asks for. Raises UsageError for a model that has no other attention to choose."""
+    """Applies the optimizations of `config` to the model. Raises UsageError if its attention cannot be changed."""
     if config.enable_flash_attention:
         choose_attention(model)
     elif config.enable_all_optimization:
@@ -27,28 +27,28 @@ def optimize(model: nn.Module, config: ShardConfig) -> None:
 
 
 def choose_attention(model: nn.Module) -> None:
-    """Has a model of transformers compute its attention by torch's scaled_dot_product_attention.
+    """Makes a transformers model compute attention with torch's scaled_dot_product_attention.
 
-    Raises UsageError where it cannot.
+    Raises UsageError if the model does not support that.
     """
     choose: Any = getattr(model, "set_attn_implementation", None)
-    why = "it is no model of transformers"
+    why = "it is not a transformers model"
     if choose is not None:
         try:
             choose("sdpa")
             if getattr(getattr(model, "config", None), "_attn_implementation", None) == "sdpa":
                 return
-            why = "its attention is written in one way only"
+            why = "it has only one implementation"
         except (ValueError, ImportError) as error:
             why = str(error)
     raise UsageError(
-        f"enable_flash_attention: {type(model).__name__} does not let its attention be chosen ({why}): leave the "
-        "option out, or write its attention with torch.nn.functional.scaled_dot_product_attention"
+        f"enable_flash_attention: the attention of {type(model).__name__} cannot be changed ({why}): remove the "
+        "option, or write the attention with torch.nn.functional.scaled_dot_product_attention"
     )
 
 
 class _Fused(nn.Module):
-    """A root mean square norm that computes by torch's own function."""
+    """A root mean square norm that uses torch's own function."""
 
     weight: nn.Parameter
     variance_epsilon: float
@@ -64,7 +64,7 @@ def _fused(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Changes the class of those that compute just that, as a try on copies of them tells."""
+    """Replaces the class of RMS norms by one that uses torch's function, after a test on copies that results agree."""
     for module in model.modules():
         kind = type(module)
         is_one = "RMSNorm" in kind.__name__ and isinstance(vars(module).get("variance_epsilon"), float)

@@ -1,4 +1,4 @@
-"""Paths of a policy: where in a module a submodule or an attribute is."""
+"""Paths in a policy: find submodules and attributes in a module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeflow.core.errors import UsageError
 
 
 class Place(NamedTuple):
-    """Where a submodule is, and what takes its place."""
+    """The place of a submodule, and its replacement."""
 
     parent: nn.Module
     key: str
@@ -26,9 +26,9 @@ class Place(NamedTuple):
 
 
 def places_in(module: nn.Module, description: ModulePolicyDescription) -> Iterator[Place]:
-    """Those of the submodules that are replaced, but for what is already of its new class.
+    """The places of the submodules to replace, without those that already have their new class.
 
-    Raises UsageError for a suffix that leads nowhere, unless that may be.
+    Raises UsageError for a suffix that matches no submodule, unless `ignore_if_not_exist`.
     """
     for each in description.sub_module_replacement or ():
         parent, key = at(module, each.suffix)
@@ -38,25 +38,25 @@ def places_in(module: nn.Module, description: ModulePolicyDescription) -> Iterat
                 yield Place(parent, key, native, each)
         elif not each.ignore_if_not_exist:
             raise UsageError(
-                f"suffix {each.suffix!r} of the policy is no submodule of {type(module).__name__}, which has "
-                f"{', '.join(name for name, _ in module.named_modules() if name)}; set ignore_if_not_exist=True where "
+                f"suffix {each.suffix!r} of the policy is not a submodule of {type(module).__name__}, which has "
+                f"{', '.join(name for name, _ in module.named_modules() if name)}; set ignore_if_not_exist=True if "
                 "only some modules have it"
             )
 
 
 def at(module: nn.Module, path: str) -> tuple[Any, str]:
-    """What has the last step of a path such as `layers[0].attention`, or None where there is nothing, and that step."""
+    """The owner of the last step of a path such as `layers[0].attention` (None if it does not exist), and that step."""
     *before, last = [step for step in re.split(r"[.\[\]]+", path) if step]
     return reduce(_step, before, module), last
 
 
 def has(owner: Any, key: str) -> bool:
-    """Whether there is such a step."""
+    """True if the owner has this step."""
     return _step(owner, key) is not None
 
 
 def _step(owner: Any, step: str) -> Any:
-    """What is there; None where nothing is."""
+    """The object at this step; None if there is none."""
     if owner is None or not step.isdecimal():
         return getattr(owner, step, None)
     if isinstance(owner, nn.Module):
@@ -65,5 +65,5 @@ def _step(owner: Any, step: str) -> Any:
 
 
 def is_elsewhere(*modules: nn.Module) -> bool:
-    """Whether another stage has parameters of theirs: here plain tensors stand for them."""
+    """True if another stage has some of their parameters; plain tensors replace them here."""
     return any(isinstance(value, Tensor) for each in modules for value in vars(each).values())

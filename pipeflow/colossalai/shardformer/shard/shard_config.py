@@ -1,4 +1,4 @@
-"""ColossalAI's ShardConfig: how a model is sharded, as a value."""
+"""ColossalAI's ShardConfig: settings for sharding a model, as a value."""
 
 from __future__ import annotations
 
@@ -9,45 +9,43 @@ from pipeflow.colossalai.options import Elsewhere, require_nothing_else
 from pipeflow.parallel.context import current_context, is_launched
 
 _SEQUENCES = (
-    "models as they come compute with whole sequences; layers of pipeflow.tensor that you call yourself have "
-    "sequence_parallel=True"
+    "sharded models compute with whole sequences; for split sequences write the model with layers of pipeflow.tensor "
+    "and sequence_parallel=True"
 )
 ELSEWHERE = {
-    "pipeline_stage_manager": Elsewhere(None, "a pipeline is run by Booster, with HybridParallelPlugin(pp_size=...)"),
+    "pipeline_stage_manager": Elsewhere(None, "for a pipeline use Booster with HybridParallelPlugin(pp_size=...)"),
     "sequence_parallel_process_group": Elsewhere(None, _SEQUENCES),
     "enable_sequence_parallelism": Elsewhere(False, _SEQUENCES),
     "sequence_parallelism_mode": Elsewhere(None, _SEQUENCES),
     "enable_sequence_overlap": Elsewhere(False, _SEQUENCES),
-    "make_vocab_size_divisible_by": Elsewhere(64, "vocabularies of any size are split; leave it out"),
+    "make_vocab_size_divisible_by": Elsewhere(64, "vocabularies of any size are split; remove it"),
     "gradient_checkpoint_config": Elsewhere(None, "call model.gradient_checkpointing_enable()"),
     "sp_axis": Elsewhere(None, _SEQUENCES),
-    "pg_mesh": Elsewhere(None, "give tensor_parallel_process_group"),
-    "inner_ring_size": Elsewhere(None, "there is no ring attention; leave it out"),
-    "moe_dp_group": Elsewhere(None, "experts are not spread over ranks; leave it out"),
-    "ep_group": Elsewhere(None, "experts are not spread over ranks; leave it out"),
-    "fp8_communication": Elsewhere(False, "tensors are sent in their own dtype; leave it out"),
+    "pg_mesh": Elsewhere(None, "pass tensor_parallel_process_group"),
+    "inner_ring_size": Elsewhere(None, "there is no ring attention; remove it"),
+    "moe_dp_group": Elsewhere(None, "experts are not distributed over ranks; remove it"),
+    "ep_group": Elsewhere(None, "experts are not distributed over ranks; remove it"),
+    "fp8_communication": Elsewhere(False, "tensors are sent in their own dtype; remove it"),
     "extra_kwargs": Elsewhere({}, "leave it out"),
 }
-"""Options that do nothing here, unlike other values of theirs would there."""
+"""Options that have no effect here; only these values are accepted."""
 
 
 class ShardConfig:
-    """How a model is sharded.
+    """Settings for sharding a model.
 
     Args:
-        tensor_parallel_process_group: the ranks that share layers: a group of torch.distributed's whose ranks are
-            neighbours, or of pipeflow's. By default the tensor ranks of the launch, and where it laid out none all
-            ranks.
-        enable_tensor_parallelism: whether layers are split at all.
-        enable_all_optimization: fused normalization, and flash attention where the model has it; nothing that compiles.
-        enable_fused_normalization: layers of root mean square normalization compute by torch's own function. Layer
-            norms of torch are fused as they come.
-        enable_flash_attention: attention by torch's scaled_dot_product_attention.
-        enable_jit_fused: torch.compile of the model's blocks.
-        parallel_output: permits to leave logits split; here they are whole either way.
-        others: those of `ELSEWHERE`, with the value that asks for nothing.
+        tensor_parallel_process_group: the ranks that share layers: a group of torch.distributed with neighbouring
+            ranks, or a group of pipeflow. By default the launch's tensor ranks, or all ranks if it has none.
+        enable_tensor_parallelism: split layers over these ranks.
+        enable_all_optimization: fused normalization, and flash attention if the model supports it; no compilation.
+        enable_fused_normalization: RMS norms use torch's own function. torch's layer norms are always fused.
+        enable_flash_attention: attention uses torch's scaled_dot_product_attention.
+        enable_jit_fused: compile the model's blocks with torch.compile.
+        parallel_output: has no effect; logits are always whole.
+        others: options in `ELSEWHERE` with the value that has no effect.
 
-    Raises UsageError for an option that there is not, and for one of the others that would change something.
+    Raises UsageError for an unknown option, and for an option in `ELSEWHERE` with another value.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class ShardConfig:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """How many ranks share layers."""
+        """Number of ranks that share layers."""
         group = self.tensor_parallel_process_group
         if not self.enable_tensor_parallelism:
             return 1

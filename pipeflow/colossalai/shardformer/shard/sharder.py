@@ -1,5 +1,5 @@
-"""ColossalAI's ModelSharder: carries out a policy of one's own. All is found and checked first, so that a mistake in a
-policy changes nothing.
+"""ColossalAI's ModelSharder: applies a user's policy. Everything is found and checked first, so a mistake in a policy
+changes nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pipeflow.core.errors import UsageError
 
 
 class ModelSharder:
-    """Replaces in `model` what `policy` says.
+    """Applies a policy to a model.
 
     Args:
-        model: any module, or a stage of one: what another stage owns is left alone.
-        policy: of one's own.
-        shard_config: whose group the replacements are made for.
+        model: any module, or a stage of one; parameters of other stages are left alone.
+        policy: the user's policy.
+        shard_config: the ShardConfig; replacements are made for its group.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, shard_config: ShardConfig) -> None:
@@ -32,10 +32,9 @@ class ModelSharder:
         self.shard_config = shard_config
 
     def shard(self) -> list[dict[int, Tensor]]:
-        """Carries out the policy, in place. Returns the parameters that stages share: none, they are tied elsewhere.
+        """Applies the policy in place. Returns an empty list of shared parameters, since stages tie them elsewhere.
 
-        Raises UsageError, having replaced nothing, for a policy that fits no module, and for a submodule that is not
-        there.
+        Raises UsageError, before anything is replaced, if no module matches the policy or a submodule is missing.
         """
         if self.shard_config.enable_tensor_parallelism:
             tensor_group(self.shard_config.tensor_parallel_process_group)  # lays out the ranks
@@ -50,7 +49,7 @@ class ModelSharder:
         made: dict[int, nn.Module] = {}
         for place in places:
             if not is_elsewhere(*place.native.modules()):
-                if id(place.native) not in made:  # it may stand in several places
+                if id(place.native) not in made:  # it may be in several places
                     made[id(place.native)] = self._made(place)
                 place.parent._modules[place.key] = made[id(place.native)]
         self.model = self.policy.postprocess()
@@ -68,7 +67,7 @@ class ModelSharder:
         if table and not matches:
             names = ", ".join(wanted if isinstance(wanted, str) else wanted.__name__ for wanted in table)
             raise UsageError(
-                f"{type(self.policy).__name__} is about modules of {names}, and {type(self.model).__name__} has "
+                f"{type(self.policy).__name__} is for modules of {names}, but {type(self.model).__name__} only has "
                 f"modules of {', '.join(sorted({type(each).__name__ for each in modules}))}"
             )
         return matches
@@ -86,7 +85,7 @@ class ModelSharder:
 
 
 def _change(module: nn.Module, description: ModulePolicyDescription) -> None:
-    """Attributes, methods, and parameters of its own."""
+    """Replaces a module's own attributes, methods and parameters."""
     for path, value in (description.attribute_replacement or {}).items():
         owner, key = at(module, path)
         if has(owner, key):

@@ -16,7 +16,11 @@ from pipeflow.tensor.sharded import shard
 
 
 class ShardFormer:
-    """Shards models as `shard_config` says. All ranks make theirs together: the processes are laid out with it."""
+    """Shards models over tensor ranks. All ranks make one together, because it arranges the processes.
+
+    Args:
+        shard_config: the settings.
+    """
 
     def __init__(self, shard_config: ShardConfig) -> None:
         self.shard_config = shard_config
@@ -25,9 +29,9 @@ class ShardFormer:
             self._group = tensor_group(shard_config.tensor_parallel_process_group)
 
     def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-        """The model, each rank with its part of the layers that `pipeflow.tensor.shard` splits, or that a `policy` of
-        one's own replaces; and the parameters that stages share, of which there are none. It is called, and its loss
-        differentiated, as ever; all ranks give it the same batch.
+        """Splits the model's layers in place with `pipeflow.tensor.shard`, or replaces them as `policy` says. Returns
+        the model and an empty list of shared parameters. Call the model and differentiate its loss as usual, with the
+        same batch on all ranks.
 
         Raises UsageError as `pipeflow.tensor.shard` and ModelSharder do.
         """
@@ -48,7 +52,7 @@ class ShardFormer:
 
 
 def _sum_gradient(parameter: nn.Parameter, group: Group) -> None:
-    """Adds up its gradient over the tensor ranks, each of which computes a part of it."""
+    """Sums the parameter's gradient over the tensor ranks, since each computes a part of it."""
 
     def summed(gradient: Tensor) -> Tensor:
         whole = gradient.detach().clone().contiguous()

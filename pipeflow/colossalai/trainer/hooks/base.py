@@ -1,4 +1,4 @@
-"""BaseHook: what hooks of a user's own are derived from."""
+"""BaseHook: the base class of users' hooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a trainer has them
 
 
 class BaseHook(Hook):
-    """A hook of pipeflow's with ColossalAI's methods, which do nothing here. They are called on every rank:
+    """pipeflow's Hook with ColossalAI's methods, which do nothing here. They are called on every rank::
 
         after_hook_is_attached
         before_train
@@ -26,11 +26,11 @@ class BaseHook(Hook):
             after_test_epoch, after_test
         after_train
 
-    `output`, `label` and `loss` are None on ranks without the last stage; output and label also where
+    `output`, `label` and `loss` are None on ranks without the last stage; output and label also with
     `return_output_label=False`.
 
     Args:
-        priority: hooks are called from the lowest to the highest, equal ones in the order in which they were given.
+        priority: hooks are called in ascending order of priority; hooks of equal priority in the order given.
     """
 
     iterations: Iterations
@@ -39,14 +39,14 @@ class BaseHook(Hook):
         self.priority = priority
 
     def attach(self, iterations: Iterations) -> None:
-        """For a trainer, before it trains or evaluates."""
+        """Attaches the hook to a trainer, before it trains or evaluates."""
         self.iterations = iterations
         told = {"train": "after_train_iter", "test": "after_test_iter"}
         wanted = {when for when, name in told.items() if getattr(type(self), name) is not getattr(BaseHook, name)}
         self.needs_outputs = frozenset(wanted) if iterations.keeps_outputs else frozenset()
 
     def init_runner_states(self, trainer: Trainer, key: str, val: Any) -> None:
-        """Sets a state of the trainer, unless it is there."""
+        """Sets a state of the trainer unless it exists."""
         trainer.states.setdefault(key, val)
 
     def after_hook_is_attached(self, trainer: Trainer) -> None: ...

@@ -1,4 +1,4 @@
-"""ColossalAI's hook of checkpoints."""
+"""ColossalAI's hook for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from pipeflow.runtime.pipeline import Pipeline
 
 
 class SaveCheckpointHook(native.CheckpointHook):
-    """pipeflow's CheckpointHook: saves all that training needs, and continues from the newest checkpoint in its folder.
+    """pipeflow's CheckpointHook: saves the state of training, and resumes from the newest checkpoint in its folder.
 
-    Where stages have tensors of one name, as those of an nn.ModuleList in each do, the checkpoint names them by their
-    stage, and is loaded into as many stages.
+    If stages use the same names for their tensors, such as with an nn.ModuleList in each, names in the checkpoint
+    include the stage; it can then only be loaded with the same number of stages.
 
     Args:
-        interval: epochs between two checkpoints, or steps of the optimizer with `save_by_iter`.
-        checkpoint_dir: a folder of this run alone.
-        model: the one that is trained, or None.
+        interval: number of epochs between two checkpoints; with `save_by_iter` number of optimizer steps.
+        checkpoint_dir: folder for the checkpoints of this run alone.
+        model: the trained model, or None.
+        save_by_iter: save by steps, not epochs.
+        priority: as in BaseHook.
 
-    Raises UsageError without a folder, and as pipeflow's; before training starts, for another model.
+    Raises UsageError without a folder, and as CheckpointHook does; before training starts, for another model.
     """
 
     def __init__(
@@ -44,9 +46,7 @@ class SaveCheckpointHook(native.CheckpointHook):
     def before_fit(self, trainer: native.Trainer) -> None:
         trained = trainer.engine.model
         if self.model is not None and self.model not in (trained, trained.chunks, *trained.chunks):
-            raise UsageError(
-                "SaveCheckpointHook saves the model that is trained, and was given another: leave model out"
-            )
+            raise UsageError("SaveCheckpointHook saves the trained model, but got another one: remove model")
         if _names_collide(trained):
             self.names = _by_stage
         super().before_fit(trainer)
@@ -57,7 +57,7 @@ def _by_stage(stage: int, name: str) -> str:
 
 
 def _names_collide(model: Pipeline) -> bool:
-    """Whether two stages have a tensor of one name. All ranks call it together."""
+    """True if two stages have a tensor of the same name. All ranks call it together."""
     mine = [(index, name) for index, stage in model.runner.stages.items() for name in stage.module.state_dict()]
     with model.alarm.raised_everywhere():
         rows: list[Any] = all_gather_object(model.context.world, mine)

@@ -1,4 +1,4 @@
-"""ColossalAI's hooks of logs: pipeflow's hooks, which log what they find by themselves."""
+"""ColossalAI's hooks for logs: pipeflow's hooks, which find the metrics themselves."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pipeflow.training import DistributedLogger, Hook, MultiTimer
 
 
 class LogMetricByStepHook(Hook):
-    """Nothing: a trainer keeps the metrics of steps by itself, and `display_progress` shows them."""
+    """Does nothing: a trainer stores the metrics of steps itself, and `display_progress` shows them."""
 
     def __init__(self, priority: int = 10) -> None:
         self.priority = priority
 
 
 class LogMetricByEpochHook(native.LogHook):
-    """pipeflow's LogHook, of every `interval` epochs. Raises UsageError for an interval below 1."""
+    """pipeflow's LogHook; logs after every `interval` epochs. Raises UsageError if the interval is less than 1."""
 
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = native.LogHook.priority) -> None:
         super().__init__(logger=logger)
@@ -30,8 +30,8 @@ class LogMetricByEpochHook(native.LogHook):
 
 
 class LogTimingByEpochHook(native.TimingHook):
-    """pipeflow's TimingHook, which logs every `interval` epochs how long they took. It measures for itself; `timer` and
-    `ignore_num_train_steps` are not looked at. Raises UsageError for an interval below 1.
+    """pipeflow's TimingHook; logs times after every `interval` epochs. It measures by itself, so `timer` and
+    `ignore_num_train_steps` have no effect. Raises UsageError if the interval is less than 1.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class LogTimingByEpochHook(native.TimingHook):
 
 
 class LogMemoryByEpochHook(native.MemoryHook):
-    """pipeflow's MemoryHook, which logs every `interval` epochs what each rank holds, on an accelerator or, where there
-    is none, in the process. Raises UsageError for an interval below 1.
+    """pipeflow's MemoryHook; logs the memory of each rank after every `interval` epochs: that of the accelerator, or
+    without one that of the process. Raises UsageError if the interval is less than 1.
     """
 
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10, **options: Any) -> None:
         if unknown := options.keys() - {"log_eval", "report_cpu"}:
-            raise UsageError(f"LogMemoryByEpochHook has no {unknown.pop()!r}: there are log_eval and report_cpu")
+            raise UsageError(f"LogMemoryByEpochHook has no option {unknown.pop()!r}: it has log_eval and report_cpu")
         super().__init__()
         self.logger = logger
         self.interval = _at_least_one(interval)

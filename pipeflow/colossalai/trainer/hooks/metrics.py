@@ -1,4 +1,4 @@
-"""ColossalAI's hooks of metrics."""
+"""ColossalAI's hooks for metrics."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pipeflow.training import Hook
 
 
 class LossHook(Hook):
-    """Nothing: a trainer keeps the losses of steps, epochs and evaluations by itself."""
+    """Does nothing: a trainer stores the losses of steps, epochs and evaluations itself."""
 
     def __init__(self, priority: int = 0) -> None:
         self.priority = priority
 
 
 class AccuracyHook(native.AccuracyHook):
-    """pipeflow's, of a function that counts the right answers: `accuracy_func(outputs, labels)`."""
+    """pipeflow's AccuracyHook; `accuracy_func(outputs, labels)` returns the number of correct answers in a batch."""
 
     def __init__(self, accuracy_func: Callable[[Any, Any], Tensor | float], priority: int = 0) -> None:
         super().__init__(accuracy_func)

@@ -1,4 +1,4 @@
-"""ColossalAI's hooks of rates: of learning, and of training."""
+"""ColossalAI's hooks for learning rates and throughput."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeflow.training.engine import Scheduler
 
 
 class LRSchedulerHook(native.RateHook):
-    """pipeflow's RateHook. The rate is always kept, whatever `store_lr_in_state` says."""
+    """pipeflow's RateHook. `store_lr_in_state` has no effect: the rate is always stored."""
 
     def __init__(
         self, lr_scheduler: Scheduler, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1
@@ -19,21 +19,22 @@ class LRSchedulerHook(native.RateHook):
 
 
 class ThroughputHook(native.ThroughputHook):
-    """pipeflow's ThroughputHook, of the whole job.
+    """pipeflow's ThroughputHook, for the whole job.
 
     Args:
-        ignored_steps: so many steps at the start are not counted.
-        tflop_per_step: 10^12 floating-point operations that a step of the whole job takes, 0 where it is not known.
-        use_local: must be False: replicas train in step.
+        ignored_steps: number of steps at the start that are not counted.
+        priority: as in BaseHook.
+        tflop_per_step: floating-point operations of a step of the whole job, in units of 10^12; 0 if unknown.
+        use_local: must be False, since the throughput is that of all replicas.
 
-    Raises UsageError for use_local=True, and as pipeflow's.
+    Raises UsageError for use_local=True, and as pipeflow's hook does.
     """
 
     def __init__(
         self, ignored_steps: int = 0, priority: int = 10, tflop_per_step: float = 0, use_local: bool = False
     ) -> None:
         if use_local:
-            raise UsageError("ThroughputHook counts the samples of all replicas: leave use_local out")
+            raise UsageError("ThroughputHook counts the samples of all replicas: remove use_local")
         super().__init__(ignored_steps=ignored_steps)
         self.priority = priority
         self.tflop_per_step = tflop_per_step

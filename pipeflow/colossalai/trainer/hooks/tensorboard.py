@@ -9,9 +9,7 @@ from pipeflow.colossalai.context import ParallelMode
 
 
 class TensorboardHook(native.TensorBoardHook):
-    """pipeflow's TensorBoardHook, of the whole job: rank 0 writes, to which all metrics are told, whichever `ranks` of
-    `parallel_mode` are named.
-    """
+    """pipeflow's TensorBoardHook: rank 0 writes metrics of the whole job; `ranks` and `parallel_mode` do nothing."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""ColoInitContext: modules whose parameters can be split afterwards."""
+"""ColoInitContext: makes modules with parameters that can be split afterwards."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from pipeflow.core.errors import UsageError
 
 __all__ = ["ColoInitContext"]
 
-_ONE_THREAD = RLock()  # torch's hooks are those of all threads
+_ONE_THREAD = RLock()  # all threads share torch's hooks
 
 
 class ColoInitContext(AbstractContextManager["ColoInitContext"]):
-    """Inside, every parameter that a module gets becomes a ColoParameter on `device`. One that several modules get
-    stays one.
+    """Inside the `with` block, every parameter that a module registers becomes a ColoParameter on `device`. A parameter
+    that several modules share stays one parameter.
 
     Args:
-        device: where parameters are.
-        dtype: of floating-point parameters; by default they keep their own.
+        device: device of the parameters.
+        dtype: dtype of floating-point parameters; by default they keep their own.
         default_pg: the ProcessGroup of all parameters; by default one without tensor ranks.
-        default_dist_spec: how all parameters lie at first. ReplicaSpec() is the one that there is: split them one by
-            one with `set_tensor_spec`.
+        default_dist_spec: must be ReplicaSpec(), the default. Split parameters later with `set_tensor_spec`.
 
     Raises UsageError for another default_dist_spec, and before `launch`.
     """
@@ -40,7 +39,7 @@ class ColoInitContext(AbstractContextManager["ColoInitContext"]):
         default_dist_spec: ReplicaSpec | ShardSpec | None = None,
     ) -> None:
         if isinstance(default_dist_spec, ShardSpec):
-            raise UsageError("default_dist_spec splits every parameter alike: use set_tensor_spec on each")
+            raise UsageError("default_dist_spec must be ReplicaSpec(): split parameters with their set_tensor_spec")
         self.device, self.dtype = torch.device(device), dtype
         self._group = ProcessGroup() if default_pg is None else default_pg
         self._made: dict[int, tuple[nn.Parameter, ColoParameter]] = {}
@@ -61,7 +60,7 @@ class ColoInitContext(AbstractContextManager["ColoInitContext"]):
     def _convert(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> ColoParameter | None:
         if parameter is None or isinstance(parameter, ColoParameter) or get_ident() != self._thread:
             return None
-        if id(parameter) not in self._made:  # which keeps it, so that its id is no other's
+        if id(parameter) not in self._made:  # the dict keeps it alive, so its id stays unique
             dtype = self.dtype if parameter.is_floating_point() else None
             data = parameter.data.to(self.device, dtype or parameter.dtype)
             spec = ColoTensorSpec(self._group, ReplicaSpec(), None)

@@ -9,8 +9,13 @@ from pipeflow.megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGP
 
 
 class BlendedMegatronDatasetBuilder:
-    """Builds `dataset(config, size)` for training, validation and test; None for a size that is None, and on a rank
-    that is not to build.
+    """Builds the data sets for training, validation and test.
+
+    Args:
+        dataset: class whose `dataset(config, size)` makes a data set.
+        sizes: number of samples of each of the three; None makes none.
+        is_built_on_rank: returns True on ranks that build.
+        config: the configuration of the data sets.
     """
 
     def __init__(
@@ -26,7 +31,7 @@ class BlendedMegatronDatasetBuilder:
         self.config = config
 
     def build(self) -> list[MockGPTDataset | None]:
-        """Those three. Their samples differ: each set after the first is of another seed."""
+        """Returns the three data sets, each with its own seed; None for those not built here."""
         built = self.is_built_on_rank()
         seeds = [self.config.random_seed + 1000 * index for index in range(len(self.sizes))]
         return [

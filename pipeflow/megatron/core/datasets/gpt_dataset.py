@@ -1,4 +1,4 @@
-"""Megatron-LM's `megatron.core.datasets.gpt_dataset`: samples that count, made from a seed and nothing else."""
+"""Megatron-LM's `megatron.core.datasets.gpt_dataset`: samples of counting numbers, made only from a seed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ Sample = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class GPTDatasetConfig:
-    """How samples are made. Several documents may lie in one sequence: `reset_position_ids` counts each from 0,
-    `reset_attention_mask` hides from each those before it, `eod_mask_loss` asks nobody to predict what follows an end.
+    """Settings of samples. A sequence may contain several documents.
+
+    Attributes:
+        random_seed: seed of the samples.
+        sequence_length: number of tokens in a sample.
+        tokenizer: the tokenizer.
+        reset_position_ids: count positions from 0 in each document.
+        reset_attention_mask: hide earlier documents from each document.
+        eod_mask_loss: exclude the token after the end of a document from the loss.
     """
 
     random_seed: int
@@ -28,10 +35,10 @@ class GPTDatasetConfig:
 
 
 class MockGPTDataset(Dataset[Sample]):
-    """`size` samples: documents that count upwards from anywhere, one after the other, as long as the sequence lasts.
+    """A data set of `size` samples. A sample is a sequence of documents that count upwards from random numbers.
 
-    A sample has, for a sequence of length s: `tokens`, `labels` and `position_ids`, int64 of (s,); `loss_mask`, float
-    of (s,), 0 where a loss does not count; `attention_mask`, bool of (1, s, s), True where a token must not look.
+    For a sequence length s, a sample has `tokens`, `labels` and `position_ids`, int64 (s,); `loss_mask`, float (s,), 0
+    for tokens excluded from the loss; `attention_mask`, bool (1, s, s), True where a token must not attend.
     """
 
     def __init__(self, config: GPTDatasetConfig, size: int) -> None:
@@ -66,7 +73,7 @@ class MockGPTDataset(Dataset[Sample]):
         }
 
     def _text(self, index: int) -> Tensor:
-        """One token more than a sequence has: the labels are the tokens, shifted by one."""
+        """The tokens of a sample and one more, since labels are tokens shifted by one."""
         wanted, words = self.config.sequence_length + 1, self.config.tokenizer.eod
         generator = torch.Generator().manual_seed(1_000_003 * self.config.random_seed + index)
         pieces, length = [], 0

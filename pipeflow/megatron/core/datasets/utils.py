@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 def compile_helpers() -> None:
-    """Does nothing: nothing here needs to be compiled."""
+    """Does nothing, since nothing has to be compiled here."""

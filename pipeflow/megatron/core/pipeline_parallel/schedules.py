@@ -1,5 +1,5 @@
-"""Megatron-LM's `megatron.core.pipeline_parallel.schedules`: a step in which every microbatch goes through the user's
-`forward_step_func`, by pipeflow's engine.
+"""Megatron-LM's `megatron.core.pipeline_parallel.schedules`: a step that calls the user's `forward_step_func` for every
+microbatch, with pipeflow's engine.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _KEY = "Megatron-LM's pipelines"
 
 
 class ForwardBackward(Protocol):
-    """A step: every stage of this rank calls `forward_step_func(data_iterator, model)` once a microbatch, in order.
-    The gradients of the mean over the microbatches' losses are added to `.grad`, averaged over the replicas; those of
-    tied weights are summed. So there is nothing left for finalize_model_grads.
+    """Runs one step: each stage of this rank calls `forward_step_func(data_iterator, model)` once per microbatch, in
+    order. The gradients of the mean loss over the microbatches, averaged over the replicas, are added to `.grad`; those
+    of tied weights are summed. finalize_model_grads is not needed.
 
     Args:
-        forward_step_func: takes what it needs off the iterator, and gives the model's output and a function of it,
-            which the last stage calls: that gives the loss and what is to be logged of it; or loss, number of tokens
-            and what is to be logged, where the loss is a sum over these.
-        data_iterator: the same batches on all ranks of a replica; for several stages a rank, one for each, or one that
-            all of them are to see.
-        model: a model with `set_input_tensor`, or as many as this rank has stages, in order. It is kept with what was
-            prepared for it until destroy_model_parallel.
-        num_microbatches: so many.
-        forward_only: evaluate; no gradient is touched.
-        seq_length, micro_batch_size, decoder_seq_length: need not be right: shapes are the data's.
-        collect_non_loss_data: with `forward_only`: what is collected is what the function gives when called with
+        forward_step_func: takes a microbatch from the iterator, and returns the model's output and a loss function of
+            it, which the last stage calls. That function returns (loss, values to log), or (sum of losses, number of
+            tokens, values to log).
+        data_iterator: an iterator with the same batches on all ranks of a replica. With several stages per rank, a list
+            with one iterator per stage, or one iterator that all of them share.
+        model: a model with `set_input_tensor`, or a list with this rank's stages in order. It is kept, together with
+            its Pipeline, until destroy_model_parallel.
+        num_microbatches: number of microbatches in the step.
+        forward_only: evaluate, without gradients.
+        seq_length, micro_batch_size, decoder_seq_length: have no effect; shapes are those of the data.
+        collect_non_loss_data: with `forward_only`, collect the results of the loss function called with
             `non_loss_data=True`.
 
-    Returns what was logged, an entry for each microbatch, on the last stage's ranks; elsewhere an empty list.
+    Returns the logged values, one entry per microbatch, on ranks with the last stage; an empty list elsewhere.
 
-    Raises UsageError for an iterator that has ended, and PipelineError on all ranks where one failed, or where ranks of
-    a replica read different batches, which the first of a step tells.
+    Raises UsageError if the iterator has ended. Raises PipelineError on all ranks if one failed, or if the first
+    batches of a replica's ranks differ.
     """
 
     def __call__(
@@ -68,8 +68,8 @@ class ForwardBackward(Protocol):
 
 
 def get_forward_backward_func() -> ForwardBackward:
-    """The step: 1f1b, which with one rank is one microbatch after the other, and with several stages a rank
-    interleaved-1f1b.
+    """Returns the function that runs a step: with 1f1b, or with interleaved-1f1b for several stages per rank. On one
+    rank it runs one microbatch after another.
     """
     return _forward_backward
 
@@ -87,7 +87,7 @@ def _forward_backward(
     collect_non_loss_data: bool = False,
 ) -> list[Any]:
     if collect_non_loss_data and not forward_only:
-        raise UsageError("collect_non_loss_data=True leaves no loss to train with: pass forward_only=True, too")
+        raise UsageError("collect_non_loss_data=True computes no loss to train with: pass forward_only=True too")
     prepared = _prepared((model,) if isinstance(model, nn.Module) else tuple(model), num_microbatches)
     prepared.loss.begin(collect_non_loss_data)
     batch = _batch(prepared.stages, forward_step_func, data_iterator, num_microbatches)
@@ -97,7 +97,7 @@ def _forward_backward(
 
 
 class _Stage(nn.Module):
-    """A model as a stage of a Pipeline: calls what the user wrote for it."""
+    """A model as a stage of a Pipeline, which calls the user's `forward_step_func`."""
 
     forward_step_func: ForwardStep
     data_iterator: Iterator[Any] | None
@@ -114,10 +114,10 @@ class _Stage(nn.Module):
 
 
 class _Loss:
-    """The criterion of the Pipeline, which keeps what is logged."""
+    """The criterion of the Pipeline; it stores the values to log."""
 
     def begin(self, collect_non_loss_data: bool) -> None:
-        """Before a step."""
+        """Called before a step."""
         self.collect_non_loss_data, self.logged = collect_non_loss_data, list[Any]()
 
     def __call__(self, output: tuple[Tensor, LossFunction], _: Tensor) -> Tensor:
@@ -128,19 +128,19 @@ class _Loss:
         match loss_function(tensor):
             case loss, values:
                 self.logged.append(tree_map_only(Tensor, Tensor.detach, values))
-                return loss  # type: ignore[no-any-return]  # the engine looks
+                return loss  # type: ignore[no-any-return]  # the engine checks it
             case total, tokens, values:
                 self.logged.append(tree_map_only(Tensor, Tensor.detach, values))
-                return total / tokens  # type: ignore[no-any-return]  # the engine looks
+                return total / tokens  # type: ignore[no-any-return]  # the engine checks it
             case other:
                 raise UsageError(
-                    "a loss function gives (loss, what is logged) or (loss, number of tokens, what is logged), got "
+                    "a loss function must return (loss, values to log) or (loss, number of tokens, values to log), got "
                     f"{len(other)} values"
                 )
 
 
 class _Prepared(NamedTuple):
-    """What a step needs of the models that it is given."""
+    """The objects that a step makes from its models."""
 
     pipeline: Pipeline
     stages: list[_Stage]
@@ -148,7 +148,7 @@ class _Prepared(NamedTuple):
 
 
 def _prepared(models: tuple[nn.Module, ...], microbatches: int) -> _Prepared:
-    """Made the first time that these models come, and kept with the context."""
+    """The objects for these models, made in their first step and kept with the context."""
     known: dict[tuple[nn.Module, ...], _Prepared] = kept(_KEY) or {}
     if models not in known:
         _require_models(models)
@@ -165,14 +165,14 @@ def _require_models(models: Sequence[nn.Module]) -> None:
     chunks = get_virtual_pipeline_model_parallel_world_size() or 1
     if len(models) != chunks:
         raise UsageError(
-            f"initialize_model_parallel said {chunks} stages a rank (virtual_pipeline_model_parallel_size), got "
-            f"{len(models)} models"
+            f"initialize_model_parallel was called with {chunks} stages per rank "
+            f"(virtual_pipeline_model_parallel_size), got {len(models)} models"
         )
     for model in models:
         if not callable(getattr(model, "set_input_tensor", None)):
             raise UsageError(
-                f"{type(model).__name__} needs a method set_input_tensor(tensor), which takes what the stage before "
-                "made, as GPTModel has it"
+                f"{type(model).__name__} needs a method set_input_tensor(tensor) that takes the previous stage's "
+                "output, as in GPTModel"
             )
 
 
@@ -186,8 +186,8 @@ def _schedule_of(chunks: int, microbatches: int) -> Schedule:
 def _batch(
     stages: Sequence[_Stage], forward_step_func: ForwardStep, data_iterator: Iterators, microbatches: int
 ) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """A step's batch for the engine: a sample stands for a microbatch, which its stages read themselves. It holds a
-    digest of the first one, so that the engine notices ranks that read others.
+    """A step's batch for the engine. One sample stands for a microbatch, which the stages read themselves. It contains
+    a digest of the first microbatch, so that the engine notices ranks that read other data.
     """
     digest = 0.0
     for stage, each in zip(stages, _per_stage(data_iterator, len(stages)), strict=True):
@@ -195,7 +195,7 @@ def _batch(
         if each is not None:
             first = next(each, _END)
             if first is _END:
-                raise UsageError("data_iterator has ended: a step takes num_microbatches batches, make a new iterator")
+                raise UsageError("data_iterator has ended: a step takes num_microbatches batches; make a new iterator")
             stage.data_iterator = chain([first], each)
             digest = Batch(first, None, [], torch.device("cpu")).digest()
     samples = torch.full((microbatches,), digest, dtype=torch.float64, device="cpu")
@@ -206,7 +206,7 @@ _END = object()
 
 
 def _per_stage(data_iterator: Iterators, stages: int) -> Sequence[Iterator[Any] | None]:
-    """An iterator for each of this rank's stages. Raises UsageError for another number of them."""
+    """One iterator for each of this rank's stages. Raises UsageError for another number of iterators."""
     if data_iterator is None:
         return [None] * stages
     if isinstance(data_iterator, Sequence):

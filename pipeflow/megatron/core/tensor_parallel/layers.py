@@ -1,5 +1,5 @@
-"""Megatron-LM's `megatron.core.tensor_parallel.layers`: pipeflow.tensor's layers, made from a TransformerConfig. The
-linear ones give a pair, of which the second, a bias that was left out, is None.
+"""Megatron-LM's `megatron.core.tensor_parallel.layers`: pipeflow.tensor's layers, made from a TransformerConfig. Linear
+layers return a pair, whose second entry (a bias that was not added) is None.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ InitMethod = Callable[[Tensor], object]
 
 
 class ColumnParallelLinear(linear.ColumnParallelLinear):
-    """`pipeflow.tensor.ColumnParallelLinear`, which gives `(output, None)`.
+    """`pipeflow.tensor.ColumnParallelLinear` that returns `(output, None)`.
 
     Args:
-        init_method: fills the whole weight in place, in blocks of rows; by default as nn.Linear's is drawn.
-        bias: begins with zeros.
+        input_size, output_size: numbers of input and output features.
+        config: settings such as the dtype.
+        init_method: function that fills the weight in place, a block of rows at a time; by default as in nn.Linear.
+        bias: add a bias, initially zero.
+        gather_output: return the whole output on every tensor rank.
+        skip_bias_add: must be False if there is a bias.
 
-    Raises UsageError for `skip_bias_add`, and when the tensor size does not divide `output_size`.
+    Raises UsageError for `skip_bias_add`, and if the tensor size does not divide `output_size`.
     """
 
     def __init__(
@@ -50,7 +54,9 @@ class ColumnParallelLinear(linear.ColumnParallelLinear):
 
 
 class RowParallelLinear(linear.RowParallelLinear):
-    """`pipeflow.tensor.RowParallelLinear`, which gives `(output, None)`. Arguments and errors are as of the other."""
+    """`pipeflow.tensor.RowParallelLinear` that returns `(output, None)`. Arguments and errors are as in
+    ColumnParallelLinear; `input_is_parallel` means that the input is already split over the tensor ranks.
+    """
 
     def __init__(
         self,
@@ -79,8 +85,8 @@ class RowParallelLinear(linear.RowParallelLinear):
 
 
 class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
-    """`pipeflow.tensor.VocabParallelEmbedding`. `init_method` is as of ColumnParallelLinear; with
-    `reduce_scatter_embeddings` it gives this rank's piece of the sequence.
+    """`pipeflow.tensor.VocabParallelEmbedding`. `init_method` is as in ColumnParallelLinear; with
+    `reduce_scatter_embeddings` it returns this rank's part of the sequence.
     """
 
     def __init__(
@@ -99,11 +105,11 @@ class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
 
 def _require_bias_added(layer: object, skip_bias_add: bool) -> None:
     if skip_bias_add:
-        raise UsageError(f"{type(layer).__name__} adds its bias itself: leave skip_bias_add out, or give bias=False")
+        raise UsageError(f"{type(layer).__name__} adds its bias itself: remove skip_bias_add, or pass bias=False")
 
 
 def _begin(layer: DeferringTensorLayer, init_method: InitMethod | None) -> None:
-    """First values of a layer's weight, and zeros for its bias."""
+    """Initializes a layer's weight, and sets its bias to zero."""
     if init_method is not None:
         draw_part_(layer.get_parameter("weight"), init_method, split=layer.splits()["weight"], rank=layer.group.rank)
     if layer._parameters.get("bias") is not None:

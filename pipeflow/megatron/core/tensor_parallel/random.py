@@ -15,9 +15,9 @@ __all__ = ["checkpoint", "model_parallel_cuda_manual_seed"]
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds dropout, on whatever device (`pipeflow.tensor.manual_seed`): tensor ranks draw alike outside of what is
-    split, and each for itself inside. Also the first weights of models that are made from now on, and torch's default
-    generator of the GPU; that of the CPU, which loaders shuffle by, is left alone.
+    """Seeds dropout on any device (`pipeflow.tensor.manual_seed`): tensor ranks draw alike outside split regions and
+    differently inside. Also seeds the initial weights of models made afterwards, and torch's default generator of the
+    GPU, but not that of the CPU, which loaders use for shuffling.
     """
     keep_seed(seed)
     random.manual_seed(seed)
@@ -25,7 +25,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """`pipeflow.tensor.checkpoint`. Raises UsageError for `distribute_saved_activations`: every rank keeps its own."""
+    """Calls `pipeflow.tensor.checkpoint`. Raises UsageError for `distribute_saved_activations`."""
     if distribute_saved_activations:
-        raise UsageError("distribute_saved_activations is not supported: every rank keeps what it computed from")
+        raise UsageError("distribute_saved_activations=True is not supported: every rank keeps its own inputs")
     return recompute.checkpoint(function, *args)

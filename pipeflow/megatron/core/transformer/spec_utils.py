@@ -9,6 +9,6 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """Which class a layer is made of."""
+    """The class of a layer."""
 
     module: type[nn.Module]

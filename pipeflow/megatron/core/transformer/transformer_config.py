@@ -1,4 +1,4 @@
-"""Megatron-LM's `megatron.core.transformer.transformer_config`: what is said of a model and of how it computes."""
+"""Megatron-LM's `megatron.core.transformer.transformer_config`: sizes and settings of a model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from torch.nn import functional
 
 @dataclass(kw_only=True)
 class TransformerConfig:
-    """What GPTModel is made from. Whatever else Megatron-LM's has is refused by name, as a TypeError.
+    """Sizes and settings of a GPTModel. Other options of Megatron-LM's class raise a TypeError that names them.
 
     Attributes:
-        ffn_hidden_size: the width of each layer's perceptron, a multiple of hidden_size; by default four times it.
-        use_cpu_initialization: make the model on the CPU, and move it later. First weights never depend on the layout.
-        params_dtype: of the weights.
-        pipeline_dtype: of what passes between stages, which is params_dtype: over a pipeline no other is taken.
-        init_method_std: of first weights.
-        recompute_granularity: "full": each layer keeps its input, and is computed again in its backward.
-        tensor_model_parallel_size, pipeline_model_parallel_size: where they are not 1, what was initialized is
-            compared with them.
+        num_layers: number of layers of the whole model.
+        hidden_size: width of the hidden states.
+        num_attention_heads: number of heads; must divide `hidden_size`.
+        ffn_hidden_size: width of each layer's MLP, a multiple of hidden_size; by default 4 * hidden_size.
+        hidden_dropout: dropout probability of the outputs of attention and MLP, and of the embedding.
+        attention_dropout: dropout probability of attention scores.
+        layernorm_epsilon: epsilon of the layer norms.
+        activation_func: activation function of the MLPs.
+        init_method_std: standard deviation of initial weights, which never depend on the layout.
+        use_cpu_initialization: make the model on the CPU, to be moved later.
+        params_dtype: dtype of the weights.
+        pipeline_dtype: dtype of tensors between stages; in a pipeline it must be params_dtype.
+        sequence_parallel: split the hidden states over the tensor ranks by length.
+        recompute_granularity: "full": each layer keeps only its input, and is recomputed in its backward.
+        tensor_model_parallel_size, pipeline_model_parallel_size: if not 1, they must be the initialized sizes.
     """
 
     num_layers: int

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 class _NullTokenizer:
-    """Text that is numbers already, 0 to `vocab_size` - 1, and one more token for the end of a document, `eod`. The
-    attribute `vocab_size` counts that one, too.
+    """A tokenizer of text that consists of numbers from 0 to `vocab_size` - 1, with one more token, `eod`, for the end
+    of a document. The attribute `vocab_size` includes that token.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -15,9 +15,9 @@ class _NullTokenizer:
         self.vocab_size = self.eod + 1
 
     def tokenize(self, text: str) -> list[int]:
-        """The numbers of a text, which spaces divide."""
+        """Returns the numbers in a text, which are separated by spaces."""
         return [int(word) for word in text.split()]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text again."""
+        """Returns the text of these numbers."""
         return " ".join(map(str, ids))

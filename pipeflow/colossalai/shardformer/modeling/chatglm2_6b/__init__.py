@@ -1,1 +1,1 @@
-"""ChatGLM-2 under ColossalAI's names: it is GLM here, which transformers has, and of which any other model is cut."""
+"""ChatGLM-2 under ColossalAI's names: here it is transformers' GLM, cut like any other model."""

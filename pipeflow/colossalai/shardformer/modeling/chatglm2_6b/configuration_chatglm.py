@@ -1,4 +1,4 @@
-"""ColossalAI's `ChatGLMConfig`: transformers' GlmConfig, which is of the same architecture, under ChatGLM's names."""
+"""ColossalAI's `ChatGLMConfig`: transformers' GlmConfig, the same architecture, with ChatGLM's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {
     "layernorm_epsilon": "rms_norm_eps",
     "add_qkv_bias": "attention_bias",
 }
-"""ChatGLM's names of GLM's sizes."""
+"""ChatGLM's names for GLM's sizes."""
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 28,
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
     "eos_token_id": 2,
 }
-"""Those of ChatGLM-2 6B."""
+"""Sizes of ChatGLM-2 6B."""
 
 FIXED: dict[str, Any] = {
     "rmsnorm": True,
@@ -46,14 +46,14 @@ FIXED: dict[str, Any] = {
     "prefix_projection": False,
     "quantization_bit": 0,
 }
-"""What GLM has in one way only."""
+"""Options that have only one possible value in GLM."""
 
 
 class ChatGLMConfig(library().GlmConfig):  # type: ignore[misc]  # transformers is imported when it is there
-    """A configuration of GLM, by default of ChatGLM-2 6B's sizes. Without `multi_query_attention` every head has keys
-    and values of its own.
+    """A configuration of GLM, by default with the sizes of ChatGLM-2 6B. Without `multi_query_attention` every head has
+    its own keys and values.
 
-    Raises UsageError for what GLM has in another way only.
+    Raises UsageError for an option value that GLM does not support.
     """
 
     attribute_map = NAMES
@@ -61,7 +61,9 @@ class ChatGLMConfig(library().GlmConfig):  # type: ignore[misc]  # transformers 
     def __init__(self, **given: Any) -> None:
         for name, value in FIXED.items():
             if given.pop(name, value) != value:
-                raise UsageError(f"ChatGLMConfig is transformers' GlmConfig here, where {name} is {value!r}")
+                raise UsageError(
+                    f"ChatGLMConfig is transformers' GlmConfig here, which only supports {name}={value!r}: use that"
+                )
         sizes = SIZES | {NAMES.get(name, name): value for name, value in given.items()}
         grouped = sizes.pop("multi_query_attention", "num_key_value_heads" in sizes)
         groups = sizes.get("num_key_value_heads", 1) if grouped else sizes["num_attention_heads"]

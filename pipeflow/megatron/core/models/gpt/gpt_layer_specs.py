@@ -7,5 +7,5 @@ from pipeflow.models.gpt import GPTBlock
 
 
 def get_gpt_layer_local_spec() -> ModuleSpec:
-    """The one kind of layer that there is: `pipeflow.models.GPTBlock`."""
+    """Returns the only kind of layer, `pipeflow.models.GPTBlock`."""
     return ModuleSpec(GPTBlock)

@@ -29,17 +29,22 @@ from pipeflow.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 
 class GPTModel(GPTStage):
-    """A `pipeflow.models.GPTStage` whose place follows from this rank. Its first weights follow from their names and
-    from the seed of `model_parallel_cuda_manual_seed`, or where that was not called torch's, and from nothing else. So
-    the whole model is the same under every layout.
+    """This rank's stage of a GPT, a `pipeflow.models.GPTStage`. Initial weights depend only on their names and on the
+    seed of `model_parallel_cuda_manual_seed` (torch's seed if that was not called), so the whole model is the same
+    under every layout.
 
     Args:
-        pre_process, post_process: whether it has the embedding, and the head; by default as its place says.
-        share_embeddings_and_output_weights: whether the word table is the head's weight, too, on whichever ranks.
-        vp_stage: which of this rank's stages it is, where there are several; by default the one that
-            `set_virtual_pipeline_model_parallel_rank` said.
+        config: sizes and settings of the model.
+        transformer_layer_spec: the kind of layer, from `get_gpt_layer_local_spec()`.
+        vocab_size: number of tokens in the vocabulary.
+        max_sequence_length: maximum length of a sequence.
+        pre_process, post_process: whether the stage has the embedding, and the head; by default according to its place.
+        share_embeddings_and_output_weights: tie the token embedding to the head, also if they are on different ranks.
+        position_embedding_type: must be "learned_absolute".
+        vp_stage: index of the stage on this rank if it has several; by default the one set with
+            `set_virtual_pipeline_model_parallel_rank`.
 
-    Raises UsageError where the configuration does not fit the layout, and for another kind of layer or of positions.
+    Raises UsageError if the configuration does not fit the layout, and for another kind of layer or positions.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class GPTModel(GPTStage):
         self._input: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | Sequence[Tensor | None] | None) -> None:
-        """Takes what the stage before made, (batch, sequence, hidden), for the next call. A list holds one."""
+        """Sets the input of the next call: the previous stage's output (batch, sequence, hidden), or a list with it."""
         if isinstance(input_tensor, Tensor | None):
             self._input = input_tensor
         else:
@@ -85,12 +90,12 @@ class GPTModel(GPTStage):
     def forward(  # type: ignore[override]  # as there
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None, *, labels: Tensor | None = None
     ) -> Tensor:
-        """The last stage gives each token's loss (batch, sequence), or without `labels` its scores (batch, sequence,
-        words / T); any other what the next one takes.
+        """Runs the stage. The last stage returns each token's loss (batch, sequence), or without `labels` the logits
+        (batch, sequence, this rank's part of the vocabulary); other stages return the next stage's input.
 
         Args:
             input_ids, position_ids, labels: (batch, sequence).
-            attention_mask: bool, (batch, 1, sequence, sequence), True where a token must not look; None is causal.
+            attention_mask: bool (batch, 1, sequence, sequence), True where a token must not attend; None is causal.
         """
         hidden_states, self._input = self._input, None
         seen = None if attention_mask is None else ~attention_mask
@@ -100,12 +105,12 @@ class GPTModel(GPTStage):
         return vocab_parallel_cross_entropy(output, labels, vocab_size=self.vocab_size, reduction="none")
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: None = None) -> Any:
-        """For `dist_checkpointing`: this rank's weights by their names in the whole model, behind `prefix`."""
+        """Returns this rank's weights by `prefix` + their names in the whole model, for `dist_checkpointing`."""
         return ShardedStateDict(self, prefix)
 
 
 def _options_of(config: TransformerConfig) -> Mapping[str, Any]:
-    """What a GPTStage calls them. Raises UsageError for sizes that it does not have."""
+    """The options of a GPTStage. Raises UsageError for sizes that it does not support."""
     wide = config.ffn_hidden_size or 4 * config.hidden_size
     if wide % config.hidden_size:
         raise UsageError(f"ffn_hidden_size={wide} must be a multiple of hidden_size={config.hidden_size}")
@@ -131,23 +136,23 @@ def _require_fits(config: TransformerConfig, context: Context) -> None:
     for name, size in sizes.items():
         said = getattr(config, f"{name}_model_parallel_size")
         if said not in (1, size):
-            raise UsageError(f"the configuration says {name}_model_parallel_size={said}, but {size} was initialized")
+            raise UsageError(f"the configuration has {name}_model_parallel_size={said}, but {size} was initialized")
     if context.pipeline_size > 1 and config.pipeline_dtype not in (None, config.params_dtype):
         raise UsageError(
-            f"what passes between stages has the weights' type, {config.params_dtype}: give pipeline_dtype that too, "
+            f"pipeline_dtype must be the weights' dtype, {config.params_dtype}, since stages exchange tensors of it; "
             f"got {config.pipeline_dtype}"
         )
 
 
 def _require_known(spec: ModuleSpec, position_embedding_type: str) -> None:
     if spec != ModuleSpec(GPTBlock):
-        raise UsageError(f"there is one kind of layer, get_gpt_layer_local_spec(), got {spec!r}")
+        raise UsageError(f"the only kind of layer is get_gpt_layer_local_spec(), got {spec!r}")
     if position_embedding_type != "learned_absolute":
-        raise UsageError(f"positions are 'learned_absolute' here, got {position_embedding_type!r}")
+        raise UsageError(f"position_embedding_type must be 'learned_absolute', got {position_embedding_type!r}")
 
 
 def _require_place(first: bool, last: bool, pre_process: bool | None, post_process: bool | None) -> None:
     said = {"pre_process": (pre_process, first), "post_process": (post_process, last)}
     for name, (value, place) in said.items():
         if value not in (None, place):
-            raise UsageError(f"{name} must be {place} for this stage, or be left out, got {value}")
+            raise UsageError(f"{name} must be {place} for this stage, got {value}: correct or remove it")
