@@ -23,7 +23,13 @@ LOG = logging.getLogger("pipeflow")
 
 
 class Saving:
-    """A checkpoint that is being written. It appears under its name when the last rank is done.
+    """A checkpoint that is being written; `save_checkpoint` returns it. Its folder has its name when the last rank is
+    done.
+
+    Args:
+        job: this rank's part of the save.
+        context: the ranks that save together.
+        aloud: whether a failed save logs an error at once.
 
     Attributes:
         path: the checkpoint's path.

@@ -24,7 +24,7 @@ from pipeflow.planning.blocks import Transformer
 
 @dataclass(frozen=True, slots=True)
 class GPT(Transformer):
-    """The sizes of a GPT, a LLaMA, or a mixture of experts. `Transformer` describes those of the layers.
+    """The sizes of a GPT, a LLaMA, or a mixture of experts.
 
     >>> GPT.named("gpt2-small").parameters
     124475904
@@ -34,6 +34,20 @@ class GPT(Transformer):
     Raises UsageError for sizes below 1 and as `Transformer`.
 
     Attributes:
+        layers: number of layers.
+        hidden: width of the hidden state.
+        heads: attention heads per layer.
+        kv_heads: heads of key and value; by default as many as `heads`.
+        head_size: width of a head; by default `hidden` / `heads`.
+        ffn: width of the MLP, or of one expert; by default `mlp_ratio` x `hidden`.
+        gated: whether the MLP has three matrices (SwiGLU) instead of two.
+        experts: MLPs per layer; 1 for no mixture of experts.
+        experts_per_token: experts that a token uses.
+        shared_experts: additional MLPs that every token uses.
+        biases: linear layers with a bias: "all", "qkv" or "none".
+        norm: "layer" (LayerNorm, with a bias) or "rms" (RMSNorm, without).
+        head_norms: whether query and key have a norm over `head_size`.
+        dropout: whether there is dropout, whose masks are kept in training.
         positions: tokens per sequence; with a position table, the most that there can be.
         vocabulary: number of tokens in the vocabulary.
         mlp_ratio: width of a layer's MLP, as a multiple of `hidden`, unless `ffn` is given.

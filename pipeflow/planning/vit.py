@@ -18,12 +18,18 @@ from pipeflow.planning.blocks import Transformer, near_divisors
 
 @dataclass(frozen=True, slots=True)
 class ViT(Transformer):
-    """The sizes of a vision transformer. Those of the layers are `Transformer`'s.
+    """The sizes of a vision transformer.
 
     Attributes:
+        layers: number of layers.
+        hidden: width of the hidden state.
+        heads: attention heads per layer.
+        kv_heads, head_size, ffn, gated: attention and MLP as in `GPT`; by default plain, with an MLP of 4 x `hidden`.
+        experts, experts_per_token, shared_experts, biases, norm, head_norms: as in `GPT`.
+        dropout: whether there is dropout, whose masks are kept in training.
         image: height and width of an image with three channels, in pixels.
         patch: height and width of a patch.
-        classes: to choose from.
+        classes: number of classes of the head.
 
     >>> ViT.named("vit-b16").parameters
     86567656

@@ -41,9 +41,12 @@ class Scheduler(Protocol):
 class NonFiniteLossError(PipeflowError, ArithmeticError):
     """The loss of a batch is infinite or NaN. Raised on every rank.
 
-    Attributes:
+    Args:
+        loss: the loss.
         step: number of steps taken before this one.
         microbatch: index of the first microbatch with such a loss; None if only the sum of the losses is not finite.
+
+    `step` and `microbatch` are attributes, too.
     """
 
     def __init__(self, loss: float, step: int, microbatch: int | None) -> None:

@@ -14,7 +14,11 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class DistributedLogger:
-    """A logger whose methods can be restricted to some ranks; `get_dist_logger` makes it."""
+    """A logger whose methods can be restricted to some ranks; `get_dist_logger` makes it.
+
+    Args:
+        logger: Python's logger that gets the messages.
+    """
 
     def __init__(self, logger: logging.Logger) -> None:
         self.logger = logger
