@@ -1,1 +1,1 @@
-"""A GPT that is trained through a pipeline; README.md says what is where."""
+"""Trains a GPT through a pipeline; README.md lists the files."""

@@ -1,5 +1,5 @@
-"""Sizes of GPTs, from `tiny` to GPT-3 (175 billion weights), each built over the pipeline when it is called. Not here:
-the model, and which rank holds what of it; both are in `pipeflow.models`.
+"""Sizes of GPTs, from `tiny` to GPT-3 (175 billion weights); calling one builds this rank's stages. Must not contain:
+the model, or which rank holds which stage; both are in `pipeflow.models`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["PRESETS", "Preset", "build_gpt_pipeline", "build_stage", "options_of
 
 
 def options_of(shape: pipeflow.GPT) -> dict[str, Any]:
-    """A model's sizes, as PipelineGPTHybrid names them."""
+    """A model's sizes under the names of PipelineGPTHybrid's arguments."""
     return {
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
@@ -34,14 +34,14 @@ def is_plain(shape: pipeflow.GPT) -> bool:
 
 @dataclass(frozen=True)
 class Preset:
-    """A GPT of a known size, built over the pipeline when it is called."""
+    """A GPT of a known size; calling it builds this rank's stages."""
 
     shape: pipeflow.GPT
 
     def __call__(
         self, num_chunks: int = 1, checkpoint: bool = False, dtype: torch.dtype = torch.float, **options: Any
     ) -> nn.Module:
-        """As `build_gpt_pipeline`, whose own `options` these are, and PipelineGPTHybrid's."""
+        """Calls `build_gpt_pipeline`; `options` are its own and PipelineGPTHybrid's."""
         options = {**options_of(self.shape), "checkpoint": checkpoint, "dtype": dtype, **options}
         return build_gpt_pipeline(self.shape.layers, num_chunks, **options)
 

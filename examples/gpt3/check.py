@@ -1,5 +1,5 @@
-"""--check: the model in one piece, trained by rank 0 alone as if nothing had been launched: no pipeline, no tensor
-ranks, no replicas. Nothing here is needed to train.
+"""--check: trains the whole model on rank 0 alone, without pipeline, tensor ranks and replicas, and compares. Training
+itself does not need this file.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def check(
     context: pipeflow.Context,
     console: Console,
 ) -> None:
-    """On rank 0: repeats the training that gave `losses` and left `stages`, and shows how far apart the two are at
-    most. Ends with an error when that is more than rounding. `batches` are the whole ones, of all replicas.
+    """On rank 0, repeats the training of `stages`, which gave `losses`, and shows the largest difference. Exits with an
+    error if that is more than rounding. `batches` are the whole batches of all replicas.
     """
     weights = gather_weights(stages, context)
     if not weights:
         return
-    # On a thread that is a world of its own, whatever this process is a rank of.
+    # On a thread that is its own world, although this process is a rank of another one.
     [(plain_losses, plain_weights)] = run_threads(train_in_one_piece, 1, batches, arguments, deadline=DEADLINE)
     loss = max(abs(one - other) for one, other in zip(losses, plain_losses, strict=True))
     weight = max(float((weights[name] - value).abs().max()) for name, value in plain_weights.items())
@@ -50,7 +50,7 @@ def check(
 
 
 def gather_weights(stages: nn.Module, context: pipeflow.Context) -> dict[str, Tensor]:
-    """The whole weights of all ranks on rank 0, else none. They have the same names however the model was cut."""
+    """The whole weights of all ranks on rank 0, nothing on other ranks. Names do not depend on the cut."""
     mine = parts_of(stages)
     everyone: list[dict[str, Part]] = [mine]
     if dist.is_initialized():
@@ -64,7 +64,7 @@ def gather_weights(stages: nn.Module, context: pipeflow.Context) -> dict[str, Te
 
 
 def parts_of(stages: nn.Module) -> dict[str, Part]:
-    """What this rank has of each weight, and how that is split over the tensor ranks."""
+    """This rank's part of each weight, and how the weight is split over the tensor ranks."""
     splits = splits_of(stages)
     each = stages if isinstance(stages, nn.ModuleList) else [stages]
     return {
@@ -75,7 +75,7 @@ def parts_of(stages: nn.Module) -> dict[str, Part]:
 
 
 def whole(parts: list[Part]) -> Tensor:
-    """One weight of the parts that the tensor ranks have."""
+    """The whole weight, joined from the tensor ranks' parts."""
     value, split = parts[0]
     if split is None:
         return value
@@ -83,7 +83,7 @@ def whole(parts: list[Part]) -> Tensor:
 
 
 def train_in_one_piece(batches: Batches, arguments: argparse.Namespace) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and the weights that plain torch gives, accumulating over the same number of microbatches."""
+    """The losses and weights of plain torch, accumulating over the same number of microbatches."""
     shape, losses, criterion = arguments.shape, [], GPTLMLoss()
     model = build_stage(
         0,

@@ -1,9 +1,10 @@
-"""The text, its tokens, and the batches: prepared once, kept in one file that is made whole or not at all.
+"""The text, its tokens and the batches. Tokens are made once and cached in one file, which is written whole or not at
+all.
 
-The text is a file of loose JSON, one `{"text": ...}` a line: your own, or the sources of Python's standard library,
-10 MB that every machine has. A byte-level BPE is trained on it. The cache is `data/<name>.pt` of this repository, or
-in $PIPEFLOW_CACHE; it says what it was made from and begins with its digest, so a damaged one, or one of other text,
-is made anew. What is not here: ranks. Every rank draws the same batches by itself.
+The text is a file with one JSON object `{"text": ...}` per line: your own, or the sources of Python's standard library,
+10 MB that every machine has. A byte-level BPE is trained on it. The cache is `data/<name>.pt` in this repository, or in
+$PIPEFLOW_CACHE. It records its source and begins with a digest, so it is made again if it is damaged or the text has
+changed. Must not contain: ranks; every rank draws the same batches by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-FORMAT = 1  # of the cache: count up when what is written changes
+FORMAT = 1  # of the cache: increase it when the contents change
 SAMPLE = 20_000_000  # characters that the tokenizer is trained on, at most
 HELD_OUT = 20  # every twentieth document is kept from training
 END = "<|endoftext|>"  # between documents
@@ -40,7 +41,7 @@ NOT_READ = {"test", "tests", "idle_test", "site-packages", "dist-packages", "enc
 
 
 class DataError(Exception):
-    """The text or its cache cannot be used: one line that says where and why."""
+    """The text or its cache cannot be used; the message is one line with the place and the reason."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Corpus:
     tokenizer: Tokenizer
 
     def batch(self, size: int, length: int, *, seed: int, step: int, held_out: bool = False) -> Tensor:
-        """Token ids, (size, length), from places in the text that depend on seed and step alone."""
+        """Token ids (size, length), from places in the text that depend only on seed and step."""
         tokens = self.held_out if held_out else self.training
         generator = torch.Generator().manual_seed(1_000_003 * seed + step)
         starts = torch.randint(max(1, len(tokens) - length), (size, 1), generator=generator)
@@ -60,9 +61,9 @@ class Corpus:
 
 
 def prepare(data: Path | None, vocabulary: int) -> Corpus:
-    """The corpus of the file `data` (None: of the standard library), from the cache or made now.
+    """The corpus of the file `data` (None: Python's standard library), from the cache or made now.
 
-    One process of a machine calls this; its others `wait_for` it. Raises DataError for text that cannot be read.
+    One process per machine calls this, the others call `wait_for`. Raises DataError for text that cannot be read.
     """
     cache, source = _cache_of(data), _source_of(data)
     corpus, fault = _load(cache, source, vocabulary)
@@ -93,7 +94,7 @@ def _cache_of(data: Path | None) -> Path:
 
 
 def _source_of(data: Path | None) -> str:
-    """What the text is: the digest of the user's file, or the Python that the library comes with."""
+    """An id of the text: the digest of the user's file, or Python's version for the standard library."""
     if data is None:
         return f"Python {platform.python_version()} in {LIBRARY}"
     try:
@@ -104,7 +105,7 @@ def _source_of(data: Path | None) -> str:
 
 
 def _load(cache: Path, source: str, vocabulary: int) -> tuple[Corpus, str] | tuple[None, str]:
-    """The corpus in the cache; or None and what is wrong with it."""
+    """The corpus in the cache; or None and the reason why it cannot be used."""
     try:
         digest, content = cache.read_bytes().split(b"\n", 1)
     except FileNotFoundError:
@@ -144,7 +145,7 @@ def _write(cache: Path, source: str, vocabulary: int, data: Path) -> None:
 
 
 def library() -> Path:
-    """The file with the sources of Python's standard library, written by the first process that asks."""
+    """The file with the sources of Python's standard library; the first process that calls this writes it."""
     file = _cache_of(None).with_suffix(".jsonl")
     file.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(file.parent, os.O_RDONLY)
@@ -156,7 +157,7 @@ def library() -> Path:
 
 
 def write_library(data: Path) -> Path:
-    """Writes the sources of Python's standard library, without its tests and tables, as loose JSON."""
+    """Writes the sources of Python's standard library, without tests and tables, as JSON lines."""
     paths = (path for path in sorted(LIBRARY.rglob("*.py")) if not NOT_READ & set(path.relative_to(LIBRARY).parts))
     with whole_file(data) as file:
         for path in paths:
@@ -165,7 +166,7 @@ def write_library(data: Path) -> Path:
 
 
 def documents(data: Path) -> Iterator[str]:
-    """The text of every line. Raises DataError for a line that is none, with its number."""
+    """The text of every line. Raises DataError with the number of an invalid line."""
     with data.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -176,7 +177,7 @@ def documents(data: Path) -> Iterator[str]:
 
 
 def _tokenizers() -> ModuleType:
-    """The package of that name. Raises DataError where it is not installed."""
+    """The package tokenizers. Raises DataError if it is not installed."""
     try:
         import tokenizers
     except ImportError:
@@ -185,7 +186,7 @@ def _tokenizers() -> ModuleType:
 
 
 def train_tokenizer(data: Path, vocabulary: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocabulary` tokens, END among them, from the text of the file `data`."""
+    """A byte-level BPE of at most `vocabulary` tokens, including END, trained on the file `data`."""
     package = _tokenizers()
     tokenizer: Tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -209,7 +210,7 @@ def _sample(data: Path) -> Iterator[str]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[io.BufferedWriter]:
-    """A file that appears under its name when it is complete, and not at all when writing it fails."""
+    """A file that appears under its name when it is complete; if writing fails, it does not appear."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:

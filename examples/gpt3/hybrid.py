@@ -1,11 +1,11 @@
-r"""Train a GPT as a configuration file says, in a pipeline, over tensor ranks, over replicas, in 16 bits or not.
+r"""Train a GPT from a configuration file: with a pipeline, tensor ranks and replicas, in 16 or 32 bits.
 
     python examples/gpt3/hybrid.py --config examples/gpt3/configs/tiny_hybrid.py
     python examples/gpt3/hybrid.py --config examples/gpt3/configs/tiny_hybrid.py --world_size 8 --steps 5
     DATA=my.jsonl torchrun --nproc-per-node 4 examples/gpt3/hybrid.py --config examples/gpt3/configs/gpt2_hybrid.py
 
-Without torchrun it starts the processes itself: one replica's, or --world_size. The text is $DATA, one {"text": ...} a
-line, by default the sources of Python's standard library.
+Without torchrun it starts the processes itself: those of one replica, or --world_size. The text is $DATA, with one
+{"text": ...} per line, by default the sources of Python's standard library.
 """
 
 from __future__ import annotations
@@ -68,31 +68,31 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="a Python file; examples/gpt3/configs has some")
     parser.add_argument("--world_size", type=int, help="processes to start without torchrun; by default one replica's")
-    parser.add_argument("--device", help="where to compute, as cpu; by default a GPU where there is one")
-    parser.add_argument("--steps", type=int, help="stop after so many steps of the optimizer")
+    parser.add_argument("--device", help="device such as cpu; by default a GPU if there is one")
+    parser.add_argument("--steps", type=int, help="number of optimizer steps after which to stop")
     return parser.parse_args()
 
 
 def preset_of(config: Config) -> Preset:
-    """The model that is asked for. Raises UsageError for a key that is missing, or that nobody reads."""
-    for message, keys in (("lacks", NEEDED - set(config.given)), ("has what is not read:", set(config.given) - READ)):
+    """The model in the configuration. Raises UsageError for a missing or an unknown key."""
+    for message, keys in (("lacks", NEEDED - set(config.given)), ("has unknown keys:", set(config.given) - READ)):
         if keys:
             raise pipeflow.UsageError(f"the configuration {message} {', '.join(sorted(keys))}")
     kind = config.model.get("type")
     if kind not in PRESETS:
-        raise pipeflow.UsageError(f"model.type {kind!r} does not exist: there are {', '.join(PRESETS)}")
+        raise pipeflow.UsageError(f"model.type {kind!r} does not exist: choose one of {', '.join(PRESETS)}")
     if unread := set(config.model) - {"type", "checkpoint", "num_chunks"}:
-        raise pipeflow.UsageError(f"model has what is not read: {', '.join(sorted(unread))}")
+        raise pipeflow.UsageError(f"model has unknown keys: {', '.join(sorted(unread))}")
     return PRESETS[kind]
 
 
 def text() -> Path:
-    """The file that is read."""
+    """The file with the text."""
     return Path(os.environ["DATA"]) if os.environ.get("DATA") else library()
 
 
 def run(config: Config, preset: Preset, arguments: argparse.Namespace) -> None:
-    """One rank's part, from the text to the last epoch."""
+    """The work of one rank, from reading the text to the last epoch."""
     context = launch_from_config(config, device=arguments.device)
     logger = get_dist_logger()
     dataset = WebtextDataset(text(), config.SEQ_LEN, vocabulary=preset.shape.vocabulary)
@@ -109,7 +109,7 @@ def run(config: Config, preset: Preset, arguments: argparse.Namespace) -> None:
 
 
 def build(config: Config, preset: Preset) -> Engine:
-    """This rank's part of the model, and what trains it."""
+    """Builds this rank's part of the model and its engine."""
     name = config.given.get("SCHEDULE") or ("1f1b" if config.num_chunks is None else "interleaved-1f1b")
     options = {} if config.num_chunks is None else {"chunks": config.num_chunks}
     schedule = pipeflow.make_schedule(name, ranks=config.pipeline, microbatches=config.num_microbatches or 1, **options)

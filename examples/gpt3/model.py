@@ -1,5 +1,5 @@
-"""The GPT that the examples train, pipeflow's own (`pipeflow.models.gpt`) under the names of the tutorials, and its
-optimizer. Not here: which rank holds what, and the first weights (`pipeflow.models.gpt_stages`).
+"""The examples' GPT, which is `pipeflow.models.gpt` under the tutorials' names, and its optimizer. Must not contain:
+which rank holds which stage, or initial weights (see `pipeflow.models.gpt_stages`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["GPTBlock", "GPTEmbedding", "GPTLMHead", "GPTLMLoss", "PipelineGPTHyb
 def make_optimizer(
     parameters: Iterable[nn.Parameter], rate: float, steps: int
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """Adam, and its learning rate: up to `rate` over the first twentieth of the steps, then a cosine to a tenth."""
+    """Adam, with a learning rate that rises to `rate` in the first twentieth of the steps, then a cosine to a tenth."""
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     rise = max(1, steps // 20)
 

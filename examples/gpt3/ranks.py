@@ -1,5 +1,5 @@
-"""Several processes on this machine: a script starts itself once for each rank, as torchrun would. What is not here:
-what they do.
+"""Starts several processes on this machine: a script starts itself once per rank, as torchrun would. Must not contain:
+what the processes do.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch.distributed.run import main as torchrun
 
 
 def is_rank() -> bool:
-    """Whether this process was started as one of several."""
+    """True if this process was started as one of several."""
     return "RANK" in os.environ
 
 
 def start_ranks(ranks: int) -> None:
-    """Runs this command line once for each rank; Ctrl-C ends them all. Ends this process when one of them failed."""
+    """Runs this command line once per rank; Ctrl-C ends all ranks. Exits if one of them failed."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    logging.disable(logging.ERROR)  # the ranks say what is wrong
+    logging.disable(logging.ERROR)  # the ranks report their errors
     try:
         torchrun(["--standalone", "--signals-to-handle", "SIGTERM", "--nproc-per-node", str(ranks), *sys.argv])
     except ChildFailedError as error:
@@ -31,4 +31,4 @@ def start_ranks(ranks: int) -> None:
         ended = f"{Path(sys.argv[0]).name}: rank {rank} was ended by signal {-failure.exitcode}"
         sys.exit(ended if failure.exitcode < 0 else 1)
     finally:
-        Console().show_cursor()  # that a rank which was ended may have hidden
+        Console().show_cursor()  # a killed rank may have hidden it

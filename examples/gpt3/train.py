@@ -5,15 +5,15 @@ r"""Train a GPT on text through a pipeline. The command lines:
     python examples/gpt3/train.py --schedule interleaved-1f1b --chunks 2
     python examples/gpt3/train.py --ranks 1         one process, the same losses
     python examples/gpt3/train.py --ranks 2 --tensor 2 --replicas 2     eight processes, the same losses
-    python examples/gpt3/train.py --check           compared with the model in one piece, in float64
-    DATA=my.jsonl python examples/gpt3/train.py     your own text, one {"text": ...} a line
+    python examples/gpt3/train.py --check           compares with the whole model in one process, in float64
+    DATA=my.jsonl python examples/gpt3/train.py     your own text, one {"text": ...} per line
 
     torchrun --nproc-per-node 4 examples/gpt3/train.py
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint machine-1:29500 \
         examples/gpt3/train.py --preset gpt2-xl --sequence 1024 --batch 64 --microbatches 64
 
-The last one is run on each of the machines; the pipeline goes through all of them. With --tensor every rank of it is
-several processes that share each layer, with --replicas the whole is there several times, each for a part of the batch.
+Run the last one on each machine; the pipeline then spans all of them. --tensor splits every layer over several
+processes; --replicas makes several copies of the pipeline, each for a part of the batch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from gpt3.ranks import is_rank, start_ranks
 PLAIN = [name for name, shape in pipeflow.GPT_PRESETS.items() if is_plain(shape)]
 EVALUATED = 8  # batches of held-out text
 PROMPT = "def"
-TEMPERATURE = 0.5  # of the text that is written at the end: lower is likelier, 1 as likely as the model says
+TEMPERATURE = 0.5  # of the text written at the end: 1 samples the model's probabilities, lower prefers likelier tokens
 
 
 def main() -> None:
@@ -73,25 +73,25 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--schedule", default="1f1b", help="a name that `pipeflow list` shows (%(default)s)")
-    add("--ranks", type=int, help="ranks of the pipeline (4, or as many as torchrun started)")
+    add("--ranks", type=int, help="pipeline ranks (4, or as many as torchrun started)")
     add("--tensor", type=int, default=1, help="processes that share every layer (%(default)s)")
-    add("--replicas", type=int, default=1, help="copies of it all, each for its part of the batch (%(default)s)")
-    add("--microbatches", type=int, default=8, help="pieces that a batch is cut into (%(default)s)")
-    add("--chunks", type=int, help="stages a rank, for a schedule that has chunks")
+    add("--replicas", type=int, default=1, help="copies of the pipeline, each for a part of the batch (%(default)s)")
+    add("--microbatches", type=int, default=8, help="microbatches per batch and replica (%(default)s)")
+    add("--chunks", type=int, help="stages per rank, for a schedule with chunks")
     add(
         "--steps",
         type=int,
-        help="steps of training (280; --short: 60, or 20 with tensor ranks or replicas; --check: 10)",
+        help="training steps (280; --short: 60, or 20 with tensor ranks or replicas; --check: 10)",
     )
-    add("--batch", type=int, default=16, help="sequences a step (%(default)s)")
-    add("--sequence", type=int, default=128, help="tokens a sequence (%(default)s)")
-    add("--preset", default="tiny", choices=PLAIN, help="the size of the model (%(default)s)")
+    add("--batch", type=int, default=16, help="sequences per step (%(default)s)")
+    add("--sequence", type=int, default=128, help="tokens per sequence (%(default)s)")
+    add("--preset", default="tiny", choices=PLAIN, help="size of the model (%(default)s)")
     add("--data", type=Path, default=os.environ.get("DATA") or None, help="your text ($DATA, else Python's library)")
-    add("--seed", type=int, default=0, help="of the weights and the batches (%(default)s)")
-    add("--lr", type=float, default=4e-3, help="the highest learning rate (%(default)s)")
-    add("--check", action="store_true", help="train the model in one piece as well, and compare")
+    add("--seed", type=int, default=0, help="seed of the weights and the batches (%(default)s)")
+    add("--lr", type=float, default=4e-3, help="maximum learning rate (%(default)s)")
+    add("--check", action="store_true", help="also train the whole model in one process, and compare")
     add("--short", action="store_true", help="fewer steps")
-    add("--timeline", type=Path, metavar="FILE", help="write the measured step here, for `pipeflow diff`")
+    add("--timeline", type=Path, metavar="FILE", help="write the measured timeline to this file, for `pipeflow diff`")
     arguments = parser.parse_args()
     arguments.shape = pipeflow.GPT.named(arguments.preset)
     if arguments.ranks is None:
@@ -99,7 +99,7 @@ def read_arguments() -> argparse.Namespace:
         arguments.ranks = max(1, int(os.environ.get("WORLD_SIZE", 4 * one)) // one)
     arguments.world = arguments.ranks * arguments.tensor * arguments.replicas
     if arguments.steps is None:
-        short = 20 if arguments.world > arguments.ranks else 60  # so many processes have few cores each
+        short = 20 if arguments.world > arguments.ranks else 60  # many processes have few cores each
         arguments.steps = 10 if arguments.check else short if arguments.short else 280
     return arguments
 
@@ -111,7 +111,7 @@ def make_schedule(arguments: argparse.Namespace) -> pipeflow.Schedule:
 
 
 def validate(arguments: argparse.Namespace) -> None:
-    """Raises UsageError for what cannot work together; nothing has been started by then."""
+    """Raises UsageError for arguments that do not fit together, before anything is started."""
     world = int(os.environ.get("WORLD_SIZE", arguments.world))
     stages = make_schedule(arguments).placement.num_stages
     name, shape, replicas = arguments.preset, arguments.shape, arguments.replicas
@@ -137,7 +137,7 @@ def validate(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """One rank's part, from the text to the end. Rank 0 shows what happens."""
+    """The work of one rank, from reading the text to the end. Rank 0 shows progress."""
     shape, length = arguments.shape, arguments.sequence
     corpus = (wait_for if int(os.environ.get("LOCAL_RANK", 0)) else prepare)(arguments.data, shape.vocabulary)
     context = pipeflow.launch(pipeline=arguments.ranks, tensor=arguments.tensor)
@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> None:
         stages,
         schedule,
         criterion=GPTLMLoss(),
-        tensor_shape=None if uneven else (samples, length, shape.hidden),  # texts are written in other lengths
+        tensor_shape=None if uneven else (samples, length, shape.hidden),  # generation has other lengths
         tensor_dtype=dtype,
     )
     batches = partial(batches_of, corpus, arguments, part=context.data_rank, parts=context.data_size)
@@ -185,8 +185,8 @@ Batches = Iterator[tuple[dict[str, Tensor], Tensor]]
 def batches_of(
     corpus: Corpus, arguments: argparse.Namespace, *, part: int = 0, parts: int = 1, held_out: bool = False
 ) -> Batches:
-    """Inputs and labels without end, the same on every rank of a replica, which has its part of the batch. The labels
-    are the ids; the loss shifts them.
+    """Yields inputs and labels forever, the replica's part of each batch, the same on all of its ranks. Labels are the
+    input ids; the loss shifts them.
     """
     for step in count():
         ids = corpus.batch(arguments.batch, arguments.sequence, seed=arguments.seed, step=step, held_out=held_out)
@@ -195,7 +195,7 @@ def batches_of(
 
 
 def evaluate(model: pipeflow.Pipeline, batches: Batches) -> float:
-    """The mean loss over some batches: forwards alone, through the same pipeline."""
+    """The mean loss over some batches, with forwards through the same pipeline."""
     outputs = [
         pipeflow.execute_pipeline(batches, model, forward_only=True, broadcast_loss=True) for _ in range(EVALUATED)
     ]
@@ -205,7 +205,7 @@ def evaluate(model: pipeflow.Pipeline, batches: Batches) -> float:
 def train(
     model: pipeflow.Pipeline, batches: Batches, arguments: argparse.Namespace, console: Console
 ) -> tuple[list[float], pipeflow.Timeline]:
-    """The loss of every step, and what the last one looked like."""
+    """The loss of every step, and the measured timeline of the last one."""
     optimizer, rate = make_optimizer(model.parameters(), arguments.lr, arguments.steps)
     losses: list[float] = []
     with progress(arguments, console) as show:
@@ -225,7 +225,7 @@ def train(
 
 @contextmanager
 def progress(arguments: argparse.Namespace, console: Console) -> Iterator[Callable[[list[float]], None]]:
-    """Shows the losses so far: with a bar on a terminal, else in a line for every tenth of the way."""
+    """Shows the losses so far: with a bar on a terminal, else with a line after every tenth of the steps."""
     start, steps, tokens = perf_counter(), arguments.steps, arguments.batch * arguments.sequence
     live = console.is_interactive and not console.quiet
     columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(None), TextColumn("{task.description}"))
@@ -243,7 +243,7 @@ def progress(arguments: argparse.Namespace, console: Console) -> Iterator[Callab
 
 
 def write(model: pipeflow.Pipeline, corpus: Corpus, arguments: argparse.Namespace, tokens: int = 120) -> str:
-    """Text of the model's own, a token at a time through the pipeline: a rank of its last stage chooses, and tells the
+    """Text generated by the model, one token at a time: a rank with the last stage chooses it and sends it to the
     others.
     """
     placement, context = model.schedule.placement, model.context

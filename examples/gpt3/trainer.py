@@ -1,11 +1,11 @@
-r"""Train a GPT, whose word embeddings are tied, with a Trainer: the shortest whole script. The lines that end in
-`# parallel` are those that a script for one process would not have.
+r"""Train a GPT with tied embeddings with a Trainer: the shortest complete script. A script for one process would not
+have the lines that end in `# parallel`.
 
     python examples/gpt3/trainer.py
-    torchrun --nproc-per-node 4 examples/gpt3/trainer.py --pipeline 2       two stages, and two replicas of them
+    torchrun --nproc-per-node 4 examples/gpt3/trainer.py --pipeline 2       two stages, two replicas
     torchrun --nproc-per-node 4 examples/gpt3/trainer.py --pipeline 2 --tensor 2 --checkpoints folder
 
-The text is $DATA, one {"text": ...} a line, by default the sources of Python's standard library.
+The text is $DATA, with one {"text": ...} per line, by default the sources of Python's standard library.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def main() -> None:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pipeline", type=int, default=1, help="stages (%(default)s)")  # parallel
-    parser.add_argument("--tensor", type=int, default=1, help="processes a stage (%(default)s)")  # parallel
-    parser.add_argument("--epochs", type=int, default=1, help="of training (%(default)s)")
-    parser.add_argument("--steps", type=int, help="stop after so many steps")
-    parser.add_argument("--checkpoints", metavar="FOLDER", help="save every epoch there, and continue from the newest")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages (%(default)s)")  # parallel
+    parser.add_argument("--tensor", type=int, default=1, help="processes per stage (%(default)s)")  # parallel
+    parser.add_argument("--epochs", type=int, default=1, help="training epochs (%(default)s)")
+    parser.add_argument("--steps", type=int, help="number of steps after which to stop")
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="save every epoch there, and resume from the newest")
     return parser.parse_args()
 
 

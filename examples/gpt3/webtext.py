@@ -1,8 +1,8 @@
-"""WebtextDataset: loose JSON as sequences of one length, tokenized once.
+"""WebtextDataset: documents in JSON lines as sequences of one length, tokenized once.
 
-The cache `gpt_webtext_{seq_len}.pt` lies beside the text: `(seq_len, ids, mask)`. One process of a machine makes it;
-whichever comes first holds the text's lock meanwhile, and the others read what it made. What is not here: batches,
-and which rank reads which.
+The cache `gpt_webtext_{seq_len}.pt` next to the text contains `(seq_len, ids, mask)`. The first process on a machine
+makes it while it holds a lock on the text; the others read it afterwards. Must not contain: batches, or which rank
+reads which.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from torch.utils.data import Dataset
 
 from gpt3.data import END, DataError, documents, train_tokenizer, whole_file
 
-BYTES = 256  # a tokenizer of no more tokens has not learned any: transformers makes one where it finds no files
+BYTES = 256  # a tokenizer with only these tokens is untrained: transformers makes one if it finds no files
 Sample = tuple[dict[str, Tensor], Tensor]
 
 
 class WebtextDataset(Dataset[Sample]):
-    """The documents of a file of `{"text": ...}` lines, each cut or padded to `seq_len` tokens.
+    """The documents in a file of `{"text": ...}` lines, each cut or padded to `seq_len` tokens.
 
-    A sample is `({"input_ids": ids, "attention_mask": mask}, ids)`, int64 tensors of (seq_len,); the mask is 0 where
-    a document was padded. Tokens are GPT-2's where transformers and its tokenizer are on this machine (a folder
-    `gpt2` beside the text, or transformers' own cache), else those of a byte-level BPE trained on the text itself, of
-    at most `vocabulary` tokens.
+    A sample is `({"input_ids": ids, "attention_mask": mask}, ids)`, int64 tensors of shape (seq_len,); the mask is 0
+    for padding. The tokenizer is GPT-2's if transformers and the tokenizer's files are on this machine (in a folder
+    `gpt2` next to the text, or in transformers' cache), else a byte-level BPE of at most `vocabulary` tokens, trained
+    on the text.
 
-    The cache is made anew when it is of another length, older than the text, damaged, or has tokens that `vocabulary`
-    does not. Raises DataError for text that cannot be read, with the line, and for a folder `gpt2` without a tokenizer.
+    The cache is made again if its length differs, if it is older than the text or damaged, or if it has tokens beyond
+    `vocabulary`. Raises DataError with the line for text that cannot be read, and for a folder `gpt2` without a
+    tokenizer.
     """
 
     def __init__(self, path: str | Path, seq_len: int = 1024, *, vocabulary: int = 50257) -> None:
@@ -39,7 +40,7 @@ class WebtextDataset(Dataset[Sample]):
         cache = text.with_name(f"gpt_webtext_{seq_len}.pt")
         try:
             with text.open("rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # let go of when the file is closed, or this process ends
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or this process ends
                 found = _load(cache, text, seq_len, vocabulary)
                 if found is None:
                     found = _encode(text, seq_len, vocabulary)
@@ -57,7 +58,7 @@ class WebtextDataset(Dataset[Sample]):
 
 
 def _load(cache: Path, text: Path, seq_len: int, vocabulary: int) -> tuple[Tensor, Tensor] | None:
-    """The ids and the mask of the cache; None when it does not fit."""
+    """The ids and the mask in the cache; None if it does not fit."""
     try:
         if cache.stat().st_mtime_ns < text.stat().st_mtime_ns:
             return None
@@ -85,7 +86,7 @@ def _encode(text: Path, seq_len: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def _gpt2_tokenizer(text: Path) -> Any:
-    """GPT-2's own tokenizer, where it can be had without the network."""
+    """GPT-2's own tokenizer, if it is available without the network; else None."""
     try:
         from transformers import GPT2Tokenizer
     except ImportError:
@@ -98,7 +99,7 @@ def _gpt2_tokenizer(text: Path) -> Any:
     if tokenizer is not None and len(tokenizer) > BYTES:
         return tokenizer
     if folder.is_dir():
-        raise DataError(f"{folder}: has no tokenizer of GPT-2's: put its vocab.json and merges.txt there, or remove it")
+        raise DataError(f"{folder}: has no GPT-2 tokenizer: put its vocab.json and merges.txt there, or remove it")
     return None
 
 

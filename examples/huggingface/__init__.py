@@ -1,1 +1,1 @@
-"""Models of transformers that are trained through a pipeline by transformers' Trainer; README.md says what is where."""
+"""Trains transformers models through a pipeline with transformers' Trainer; README.md lists the files."""

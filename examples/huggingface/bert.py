@@ -1,5 +1,5 @@
-"""Train a BERT classifier: which package of Python's standard library is a piece of code from? Without the lines that
-end in `# parallel` this is a script of transformers for one process.
+"""Train a BERT classifier that tells which package of Python's standard library a piece of code is from. Without the
+lines that end in `# parallel` this is a transformers script for one process.
 """
 
 import sys

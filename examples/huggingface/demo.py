@@ -1,6 +1,6 @@
-"""Runs llama.py on four processes of this machine: a pipeline of 2, tensor ranks of 2. `--short` in a minute;
-`--check` for a few steps, beside the same script without its lines for a pipeline, on one process with transformers'
-own Trainer.
+"""Runs llama.py on four processes of this machine: 2 pipeline ranks x 2 tensor ranks. `--short` takes a minute;
+`--check` runs a few steps and compares with the same script without its parallel lines, on one process with
+transformers' own Trainer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, help="of training (240; --short: 40; --check: 10)")
+    parser.add_argument("--steps", type=int, help="training steps (240; --short: 40; --check: 10)")
     parser.add_argument("--short", action="store_true", help="fewer steps")
     parser.add_argument("--check", action="store_true", help="compare with transformers' own Trainer on one process")
     arguments = parser.parse_args()
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def options_of(steps: int, folder: Path, log_every: int) -> list[str]:
-    """What the script is called with."""
+    """The script's options."""
     options = f"--max_steps {steps} --logging_steps {log_every} --warmup_steps {steps // 10} --learning_rate 4e-3 "
     options += "--per_device_train_batch_size 8 --gradient_accumulation_steps 2 --max_grad_norm 1 --weight_decay 0.01 "
     options += "--disable_tqdm 1 --report_to none --save_strategy no --dataloader_pin_memory 0"
@@ -60,13 +60,13 @@ def without_parallel_lines(text: str) -> str:
 
 
 def losses_in(folder: Path) -> list[float]:
-    """At each step that was logged."""
+    """The losses of the logged steps."""
     logged = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in logged if "loss" in entry]
 
 
 def check(folder: Path, steps: int) -> None:
-    """Trains on one process as well, and compares."""
+    """Also trains on one process, and compares."""
     print(f"the same without the lines that end in {MARK!r}, on one process:", flush=True)
     sys.argv = [str(SCRIPT), *options_of(steps, folder / "alone", log_every=1)]
     transformers.logging.disable_progress_bar()

@@ -1,5 +1,5 @@
-"""Train a small LLaMA on $DATA, one {"text": ...} a line, by default the sources of Python's standard library. Without
-the lines that end in `# parallel` this is a script of transformers for one process.
+"""Train a small LLaMA on $DATA, with one {"text": ...} per line, by default the sources of Python's standard library.
+Without the lines that end in `# parallel` this is a transformers script for one process.
 """
 
 import os

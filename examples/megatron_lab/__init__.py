@@ -1,1 +1,1 @@
-"""The Megatron tensor-parallel lab on pipeflow, by Megatron-LM's names."""
+"""The Megatron tensor-parallel lab on pipeflow, with Megatron-LM's names."""

@@ -1,4 +1,4 @@
-r"""The Megatron tensor-parallel lab: a model of ten layers learns mock data on two tensor ranks, is saved and loaded.
+r"""The Megatron tensor-parallel lab: trains ten layers on two tensor ranks with mock data, then saves and loads them.
 
 python examples/megatron_lab/lab.py                                     two processes on this machine
 torchrun --nproc-per-node 2 examples/megatron_lab/lab.py --steps 20
@@ -58,17 +58,17 @@ def main() -> None:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=int, default=5, help="steps of training (%(default)s)")
-    add("--tensor", type=int, default=2, help="ranks that share every layer (%(default)s)")
-    add("--pipeline", type=int, default=1, help="ranks of the pipeline (%(default)s)")
-    add("--microbatches", type=int, default=1, help="batches a step (%(default)s)")
-    add("--checkpoint", type=Path, help="where the model is saved (a folder that is deleted at the end)")
+    add("--steps", type=int, default=5, help="training steps (%(default)s)")
+    add("--tensor", type=int, default=2, help="tensor ranks (%(default)s)")
+    add("--pipeline", type=int, default=1, help="pipeline ranks (%(default)s)")
+    add("--microbatches", type=int, default=1, help="microbatches per step (%(default)s)")
+    add("--checkpoint", type=Path, help="folder to save the model to (a temporary one)")
     add("--tiny", action="store_true", help="a model and batches of a few kilobytes")
     return parser.parse_args()
 
 
 def model_provider(*, tiny: bool = False) -> GPTModel:
-    """The lab's model; or one that is as deep and not as wide."""
+    """The lab's model, or with `tiny` one of the same depth that is less wide."""
     config = TransformerConfig(
         num_layers=10, hidden_size=32 if tiny else 512, num_attention_heads=4, use_cpu_initialization=True
     )
@@ -76,7 +76,7 @@ def model_provider(*, tiny: bool = False) -> GPTModel:
 
 
 def get_train_data_iterator(*, tiny: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Batches without end. The order follows from the seed, so all ranks of a replica read the same."""
+    """Yields batches forever. Their order depends on the seed, so all ranks of a replica read the same."""
     config = GPTDatasetConfig(
         random_seed=0, sequence_length=SEQUENCE_LENGTH, tokenizer=_NullTokenizer(vocab_size=SEQUENCE_LENGTH)
     )
@@ -89,7 +89,7 @@ def get_train_data_iterator(*, tiny: bool = False) -> Iterator[dict[str, Tensor]
 
 
 def forward_step_func(data_iterator: Iterator[dict[str, Tensor]], model: nn.Module) -> tuple[Tensor, Any]:
-    """One microbatch through the model, and what makes its loss."""
+    """Runs one microbatch; returns the model's output and its loss function."""
 
     def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         losses, counts = output_tensor.float().flatten(), loss_mask.float().flatten()
@@ -102,7 +102,7 @@ def forward_step_func(data_iterator: Iterator[dict[str, Tensor]], model: nn.Modu
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """One rank's part."""
+    """The work of one rank."""
     parallel_state.initialize_model_parallel(arguments.tensor, arguments.pipeline)
     model_parallel_cuda_manual_seed(SEED)
     model = model_provider(tiny=arguments.tiny)
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
         loaded = model_provider(tiny=arguments.tiny)
         loaded.load_state_dict(dist_checkpointing.load(loaded.sharded_state_dict(), path))
         if any(not value.equal(loaded.get_parameter(name)) for name, value in model.named_parameters()):
-            raise pipeflow.UsageError(f"what was loaded from {path} is not what was saved")
+            raise pipeflow.UsageError(f"the weights loaded from {path} differ from those that were saved")
         if speaks:
             print("loaded: every weight is what was saved", flush=True)
 

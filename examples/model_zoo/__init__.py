@@ -1,1 +1,1 @@
-"""The models of ColossalAI's tutorials under their names there, found by PYTHONPATH=examples."""
+"""The models of ColossalAI's tutorials under their names there; set PYTHONPATH=examples to import them."""

@@ -1,1 +1,1 @@
-"""A vision transformer that is trained alone, over replicas, through a pipeline, or over tensor ranks as well."""
+"""Trains a vision transformer on one process, or with replicas, a pipeline and tensor ranks."""

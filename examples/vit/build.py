@@ -1,7 +1,7 @@
-"""A vision transformer over a pipeline: which rank holds what; and models of known sizes.
+"""Pipeline stages of a vision transformer, and models of known sizes.
 
-A rank makes its own stages alone, first without memory (torch's meta device), then on its device with their first
-weights. What is not here: the model itself, and how it is trained.
+A rank makes only its own stages, first on torch's meta device, then on its own device with initial weights. Must not
+contain: the model itself, or how it is trained.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from vit.model import PipelineVisionTransformer
 def build_stage(
     *, seed: int = 0, device: torch.device | str | None = None, init_method: str = "torch", **options: Any
 ) -> PipelineVisionTransformer:
-    """A stage with its first weights, each drawn from `seed` and from its name in the whole model alone. `options` are
-    PipelineVisionTransformer's; unless they say otherwise, it is the whole model. `device` is as for
-    `build_pipeline_vit`.
+    """Makes a stage, by default the whole model. Initial weights depend only on `seed` and on their names in the whole
+    model. `options` are PipelineVisionTransformer's; `device` is as in `build_pipeline_vit`.
     """
     with torch.device("meta"):
         stage = PipelineVisionTransformer(init_method=init_method, **options)
@@ -45,22 +44,22 @@ def build_pipeline_vit(
     placement: pipeflow.Placement | None = None,
     **options: Any,
 ) -> nn.Module:
-    """This rank's stages of a vision transformer, in chunk order: a module, or an nn.ModuleList when there are several.
+    """Makes this rank's stages of a vision transformer. Returns a module, or an nn.ModuleList in chunk order if there
+    are several.
 
     Args:
-        num_layers: of the whole model.
-        num_chunks: stages a rank.
-        device: where; the rank's own unless given, without a launch the CPU. On "meta" weights have shapes and no
+        num_layers: number of blocks of the whole model.
+        num_chunks: number of stages per rank.
+        device: device of the weights; by default the rank's own, without a launch the CPU. On "meta" weights have no
             memory.
-        placement: of the schedule; unless given, stages are dealt to the ranks in turn. Without a launch there is one
-            rank.
-        options: PipelineVisionTransformer's, and the `seed` of the weights.
+        placement: the schedule's placement; by default stage s is on rank s modulo the number of ranks. Without a
+            launch there is one rank.
+        options: arguments of PipelineVisionTransformer, and the `seed` of the weights.
 
-    Raises UsageError when there are fewer layers than stages, for a `depth` that is not num_layers, and as the model
-    does.
+    Raises UsageError if there are fewer layers than stages, for a `depth` other than num_layers, and as the model does.
     """
     if options.setdefault("depth", num_layers) != num_layers:
-        raise pipeflow.UsageError(f"depth={options['depth']} is not num_layers={num_layers}: leave depth out")
+        raise pipeflow.UsageError(f"depth={options['depth']} differs from num_layers={num_layers}: remove depth")
     context = context_if_launched()
     size, rank = (1, 0) if context is None else (context.pipeline_size, context.pipeline_rank)
     if placement is None:
@@ -82,7 +81,7 @@ def build_pipeline_vit(
 
 @dataclass(frozen=True)
 class Preset:
-    """A vision transformer of a known size, built over the pipeline when it is called."""
+    """A vision transformer of a known size; calling it builds this rank's stages."""
 
     dim: int
     depth: int
@@ -100,14 +99,14 @@ class Preset:
         placement: pipeflow.Placement | None = None,
         **options: Any,
     ) -> nn.Module:
-        """As `build_pipeline_vit`, whose own `options` these are, or timm's, as of `vit.keywords`; without dropout
-        unless they ask for it.
+        """Calls `build_pipeline_vit`; `options` are its own, or timm's (see `vit.keywords`). By default there is no
+        dropout.
 
-        Raises UsageError for pretrained=True, for a keyword that cannot be honoured, and as build_pipeline_vit does.
+        Raises UsageError for pretrained=True, for an unsupported keyword, and as build_pipeline_vit does.
         """
         if pretrained:
             raise pipeflow.UsageError(
-                "there are no trained weights here: leave pretrained out, and load weights with load_safetensors"
+                "there are no trained weights here: remove pretrained, and load weights with load_safetensors"
             )
         options = {**vars(self), **from_timm(options)}
         return build_pipeline_vit(options["depth"], num_chunks, device, placement=placement, **options)

@@ -1,5 +1,5 @@
-"""--check: a few steps in float64 without dropout, under the configured layout, and by one process in plain torch: no
-pipeline, no tensor ranks, no replicas. Nothing here is needed to train.
+"""--check: takes a few steps in float64 without dropout, under the configured layout and on one process in plain torch,
+and compares. Training itself does not need this file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Batch = tuple[Tensor, MixedLabels]
 
 
 class Losses(Hook):
-    """The loss of every step."""
+    """Stores the loss of every step."""
 
     def __init__(self) -> None:
         self.each: list[float] = []
@@ -49,8 +49,8 @@ class Losses(Hook):
 
 
 def check(config: Config, images: Images, device: str | None = None) -> None:
-    """Trains both ways, the second on rank 0 alone, and shows how far apart losses and weights are at most. Ends with
-    an error when that is more than rounding.
+    """Trains in both ways, the second one on rank 0 only, and shows the largest difference of losses and weights. Exits
+    with an error if it is more than rounding.
     """
     config, losses = replace(config, precision=None, tensor_shape=None), Losses()
     context = launch_from_config(config, device=device)
@@ -73,7 +73,7 @@ def check(config: Config, images: Images, device: str | None = None) -> None:
     weights = gather_weights(model, context)
     if context.rank > 0:
         return
-    # On a thread that is a world of its own, whatever this process is a rank of.
+    # On a thread that is its own world, although this process is a rank of another one.
     replicas = [each for each in everyone if each]
     [(plain_losses, plain_weights)] = run_threads(train_in_one_piece, 1, config, replicas, deadline=DEADLINE)
     loss = max(abs(one - other) for one, other in zip(losses.each, plain_losses, strict=True))
@@ -86,12 +86,12 @@ def check(config: Config, images: Images, device: str | None = None) -> None:
 
 
 def exact_options(config: Config) -> dict[str, Any]:
-    """Those of a model in float64 that draws nothing while it trains."""
+    """Options of a model in float64 without dropout."""
     return {**model_options(config), "dropout": 0.0, "drop_path": 0.0, "dtype": torch.float64}
 
 
 def train_in_one_piece(config: Config, replicas: list[list[Batch]]) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and the weights that plain torch gives for the batches of all replicas."""
+    """The losses and weights of plain torch, for the batches of all replicas."""
     model, losses, criterion = build_stage(**exact_options(config)), [], MixupLoss(nn.CrossEntropyLoss)
     accumulated = config.gradient_accumulation
     steps = len(replicas[0]) // accumulated

@@ -1,7 +1,7 @@
-"""The images: scikit-learn's handwritten digits, which need no network, or CIFAR-10 where the environment's DATA says.
+"""The images: scikit-learn's handwritten digits, which need no network, or CIFAR-10 from the folder $DATA.
 
-Digits are 1,797 real images of 8 x 8, the test set of the UCI repository's "Optical Recognition of Handwritten Digits",
-enlarged to the model's size.
+The digits are 1,797 real images of 8 x 8 pixels, the test set of the UCI repository's "Optical Recognition of
+Handwritten Digits", enlarged to the model's size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CIFAR_MEAN, CIFAR_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 
 
 class Images(NamedTuple):
-    """Two data sets of pairs: an image (channels, size, size) in float32, normalised, and the number of its class."""
+    """Two data sets of pairs: a normalized float32 image (channels, size, size), and the index of its class."""
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -32,19 +32,19 @@ class Images(NamedTuple):
 
 
 def load_images(image_size: int, channels: int = 3) -> Images:
-    """CIFAR-10 from the folder $DATA where that is set, else the digits; `channels` is for digits, which are grey.
+    """CIFAR-10 from the folder $DATA if that is set, else the digits; `channels` is for the digits, which are grey.
 
-    Raises UsageError when scikit-learn, or for CIFAR-10 torchvision, is not installed, and when $DATA has no CIFAR-10.
+    Raises UsageError if scikit-learn (for CIFAR-10 torchvision) is not installed, or if $DATA has no CIFAR-10.
     """
     folder = os.environ.get("DATA")
     return load_cifar10(Path(folder), image_size) if folder else load_digits(image_size, channels)
 
 
 def load_digits(image_size: int, channels: int = 3) -> Images:
-    """The digits, cut into 1,438 to train on and 359 to test with, always the same ones. Channels are equal, with a
-    mean of 0 and a deviation of 1 over the images to train on.
+    """The digits, split into 1,438 training and 359 test images, always the same ones. All channels are equal, with
+    mean 0 and standard deviation 1 over the training images.
 
-    Raises UsageError when scikit-learn is not installed.
+    Raises UsageError if scikit-learn is not installed.
     """
     samples = _required("sklearn.datasets", "scikit-learn", "the handwritten digits").load_digits()
     images, labels = torch.from_numpy(samples.images).float()[:, None], torch.from_numpy(samples.target).long()
@@ -58,10 +58,10 @@ def load_digits(image_size: int, channels: int = 3) -> Images:
 
 
 def load_cifar10(folder: Path, image_size: int) -> Images:
-    """CIFAR-10 through torchvision: 50,000 images to train on, cropped at random and augmented by AutoAugment's policy
-    for them, and 10,000 to test with. Nothing is downloaded, since every process would.
+    """CIFAR-10 through torchvision: 50,000 training images, randomly cropped and augmented by AutoAugment's policy for
+    CIFAR-10, and 10,000 test images. Nothing is downloaded, because every process would.
 
-    Raises UsageError when torchvision is not installed, and when the folder has no CIFAR-10.
+    Raises UsageError if torchvision is not installed, or if the folder has no CIFAR-10.
     """
     sets = _required("torchvision.datasets", "torchvision", "CIFAR-10 in $DATA")
     transforms = _required("torchvision.transforms", "torchvision", "CIFAR-10 in $DATA")

@@ -1,5 +1,5 @@
-"""First weights of a vision transformer, in two ways: as torch's own layers begin, and as the paper's JAX code does
-(github.com/google-research/vision_transformer). One table each: which parameter is drawn how.
+"""Initial weights of a vision transformer: those of torch's own layers, or those of the paper's JAX code
+(github.com/google-research/vision_transformer). Each is a table of how parameters are drawn.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import pipeflow
 from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear, initialize_
 
 Draw = Callable[[Tensor, Generator, int, int], object]
-"""Fills a block of a parameter from the generator, given the whole layer's inputs and outputs per value."""
+"""Fills a block of a parameter from a generator, given the numbers of inputs and outputs of the whole layer."""
 
-CUT_DEVIATION = 0.87962566103423978  # of a standard normal distribution without what lies beyond 2 deviations
+CUT_DEVIATION = 0.87962566103423978  # of a standard normal distribution truncated at 2 standard deviations
 
 
 def initialize(module: nn.Module, method: str, *, seed: int | None = None) -> None:
-    """Draws all parameters of `module` that are in memory, independent of how they are split over tensor ranks.
+    """Draws all parameters of `module` that are in memory. Values do not depend on how tensor ranks split them.
 
     Args:
+        module: the module.
         method: "torch" or "jax".
-        seed: each parameter is drawn from it and from its name in `module`. None: from the next number of torch's
+        seed: each parameter is drawn from it and from its name in `module`. None uses the next number of torch's
             default generator, which must be in the same state on all tensor ranks.
 
     Raises UsageError for another method.
     """
     if method not in RULES:
-        raise pipeflow.UsageError(f"init_method is one of {', '.join(map(repr, RULES))}, got {method!r}")
+        raise pipeflow.UsageError(f"init_method must be one of {', '.join(map(repr, RULES))}, got {method!r}")
     layers = dict(module.named_modules())
 
     def fill(name: str, block: Tensor, generator: Generator) -> None:
@@ -44,7 +45,7 @@ def initialize(module: nn.Module, method: str, *, seed: int | None = None) -> No
 
 
 def fans(layer: nn.Module) -> tuple[int, int]:
-    """How many inputs each output of the whole layer has, and how many outputs there are; zeros where neither is."""
+    """The number of inputs per output of the whole layer, and the number of outputs; zeros for other modules."""
     if isinstance(layer, nn.Conv2d):
         return layer.weight[0].numel(), layer.out_channels
     if isinstance(layer, nn.Linear | ColumnParallelLinear | RowParallelLinear | pipeflow.tensor.Classifier):
@@ -61,12 +62,12 @@ def zeros(block: Tensor, generator: Generator, inputs: int, outputs: int) -> Non
 
 
 def normal(deviation: float) -> Draw:
-    """From a normal distribution around 0."""
+    """Draws from a normal distribution with mean 0."""
     return lambda block, generator, inputs, outputs: block.normal_(0, deviation, generator=generator)
 
 
 def by_inputs(block: Tensor, generator: Generator, inputs: int, outputs: int) -> None:
-    """As nn.Linear and nn.Conv2d begin: evenly up to 1 / sqrt(inputs)."""
+    """As in nn.Linear and nn.Conv2d: uniform up to 1 / sqrt(inputs)."""
     bound = 1 / math.sqrt(inputs)
     block.uniform_(-bound, bound, generator=generator)
 
@@ -78,12 +79,12 @@ def xavier(block: Tensor, generator: Generator, inputs: int, outputs: int) -> No
 
 
 def xavier_of_three(block: Tensor, generator: Generator, inputs: int, outputs: int) -> None:
-    """`xavier` of three layers that are one: query, key and value."""
+    """`xavier` for three packed layers: query, key and value."""
     xavier(block, generator, inputs, outputs // 3)
 
 
 def lecun(block: Tensor, generator: Generator, inputs: int, outputs: int) -> None:
-    """Normal, of variance 1 / inputs after what lies beyond 2 deviations was cut off."""
+    """Normal, truncated at 2 standard deviations, with variance 1 / inputs after truncation."""
     deviation = 1 / math.sqrt(inputs) / CUT_DEVIATION
     nn.init.trunc_normal_(block, std=deviation, a=-2 * deviation, b=2 * deviation, generator=generator)
 
@@ -95,7 +96,7 @@ _ALWAYS: list[tuple[str, Draw]] = [
     ("*positions", normal(0.02)),
 ]
 
-RULES: dict[str, list[tuple[str, Draw]]] = {  # the first pattern that fits a parameter's name says how it is drawn
+RULES: dict[str, list[tuple[str, Draw]]] = {  # the first pattern that matches a parameter's name is used
     "torch": [*_ALWAYS, ("*", by_inputs)],
     "jax": [
         *_ALWAYS,

@@ -1,4 +1,4 @@
-"""timm's keywords of a vision transformer, as what they are here: honoured, or refused by name."""
+"""timm's keywords of a vision transformer, converted to arguments here; unsupported ones raise an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = {
 """Keywords that have another name here."""
 
 WEIGHTS = {"": "torch", "skip": "torch", "jax": "jax"}
-"""First weights, by timm's `weight_init`. Those of "" are torch's own, as without the keyword."""
+"""Initial weights by timm's `weight_init`; "" means torch's own, as without the keyword."""
 
 ALWAYS: Mapping[str, Any] = {
     "global_pool": "token",
@@ -40,16 +40,16 @@ ALWAYS: Mapping[str, Any] = {
     "dynamic_img_size": False,
     "dynamic_img_pad": False,
 }
-"""Keywords of what this model always is; any other value is refused."""
+"""Keywords with only one supported value."""
 
 
 def from_timm(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of PipelineVisionTransformer, and `seed`, that these keywords are, timm's or its own.
+    """Converts keywords, timm's or its own, to arguments of PipelineVisionTransformer and `seed`.
 
-    `drop_rate` is dropout everywhere, as it was before timm 0.9; `pos_drop_rate` after the positions and
-    `proj_drop_rate` in the blocks go before it. `norm_layer` may be torch's LayerNorm with an eps.
+    `drop_rate` is dropout everywhere, as before timm 0.9; `pos_drop_rate` (after the positions) and `proj_drop_rate`
+    (in the blocks) override it. `norm_layer` may be torch's LayerNorm with an eps.
 
-    Raises UsageError for a keyword that does not exist, and for one that this model cannot honour.
+    Raises UsageError for an unknown or unsupported keyword.
     """
     options = {NAMES.get(name, name): value for name, value in given.items()}
     rate = options.pop("drop_rate", options.get("dropout", 0.0))
@@ -57,7 +57,7 @@ def from_timm(given: Mapping[str, Any]) -> dict[str, Any]:
     options["embedding_dropout"] = options.pop("pos_drop_rate", rate)
     for name, value in ALWAYS.items():
         if name in options and options.pop(name) != value:
-            raise pipeflow.UsageError(f"{name}={given[name]!r} cannot be: this model has {value!r}, so leave it out")
+            raise pipeflow.UsageError(f"{name}={given[name]!r} is not supported: this model has {value!r}; remove it")
     if "weight_init" in options:
         options["init_method"] = _of(WEIGHTS, "weight_init", options.pop("weight_init"))
     if (activation := options.pop("act_layer", None)) is not None:
@@ -66,21 +66,21 @@ def from_timm(given: Mapping[str, Any]) -> dict[str, Any]:
     if (norm := options.pop("norm_layer", None)) is not None:
         options["layernorm_epsilon"] = _epsilon(norm)
     if unknown := sorted(set(options) - {*inspect.signature(PipelineVisionTransformer).parameters, "seed"}):
-        raise pipeflow.UsageError(f"{', '.join(unknown)} cannot be honoured by this vision transformer: leave it out")
+        raise pipeflow.UsageError(f"this vision transformer does not support {', '.join(unknown)}: remove it")
     return options
 
 
 def _of(table: Mapping[str, Any], name: str, value: Any) -> Any:
     if value not in table:
-        raise pipeflow.UsageError(f"{name}={value!r} cannot be: it is one of {', '.join(map(repr, table))}")
+        raise pipeflow.UsageError(f"{name} must be one of {', '.join(map(repr, table))}, got {value!r}")
     return table[value]
 
 
 def _epsilon(norm: Any) -> float:
-    """That of torch's LayerNorm, or of a partial of it."""
+    """The eps of torch's LayerNorm, or of a partial of it."""
     options = dict(norm.keywords) if isinstance(norm, partial) and not norm.args else {}
     kind = norm.func if isinstance(norm, partial) else norm
     epsilon: float = options.pop("eps", 1e-5)
     if kind is not nn.LayerNorm or options:
-        raise pipeflow.UsageError(f"norm_layer={norm!r} cannot be: it is nn.LayerNorm, or a partial of it with its eps")
+        raise pipeflow.UsageError(f"norm_layer must be nn.LayerNorm, or a partial of it with its eps, got {norm!r}")
     return epsilon

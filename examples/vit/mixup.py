@@ -1,4 +1,4 @@
-"""Mixup, and its loss and accuracy: those of `pipeflow.training.mixup`."""
+"""Mixup with its loss and accuracy, from `pipeflow.training.mixup`."""
 
 from __future__ import annotations
 

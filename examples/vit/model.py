@@ -1,9 +1,8 @@
 """A vision transformer for every layout: whole, a pipeline stage of it, and one tensor rank's part of either.
 
-Source: arXiv 2010.11929. The layers are pipeflow.tensor's, which with one tensor rank are ordinary ones. A stage has
-the blocks that it is given and, where it is the first or the last, what belongs to that end of the model. A block keeps
-the index that it has in the whole model: so parameters have the same name under every cut, and its rate of stochastic
-depth follows. What is not here: which rank holds what (`build`), and how first weights are drawn (`initial`).
+Source: arXiv 2010.11929. The layers are pipeflow.tensor's; with one tensor rank they are ordinary layers. A block keeps
+its index in the whole model, which determines its rate of stochastic depth, so parameters have the same names under
+every cut. Must not contain: which rank holds which stage (see `build`), or initial weights (see `initial`).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ Activation = Callable[[Tensor], Tensor]
 
 
 class DropPath(Dropout):
-    """Stochastic depth (arXiv 1603.09382): in training, each sample's whole input becomes zero with probability `p`,
-    and is divided by 1 - p otherwise. Tensor ranks drop the same samples. Arguments and errors are Dropout's.
+    """Stochastic depth (arXiv 1603.09382): in training, each sample's whole input is set to zero with probability `p`,
+    and divided by 1 - p otherwise. Tensor ranks drop the same samples. Arguments and errors are those of Dropout.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -45,11 +44,11 @@ class DropPath(Dropout):
 
 
 class Attention(nn.Module):
-    """Self-attention in heads, (batch, tokens, dim) to the same, in which every token sees all. Query, key and value
-    come out of one layer, interleaved per head (its weight is one of heads x 3 x head size rows), so that its parts on
-    the tensor ranks are whole heads. `qkv_bias` says whether that layer has a bias; by default as `bias`.
+    """Multi-head self-attention over all tokens, from (batch, tokens, dim) to the same shape. One layer computes query,
+    key and value, interleaved per head (its weight has heads x 3 x head size rows), so that each tensor rank has whole
+    heads. `qkv_bias` says whether that layer has a bias; by default as `bias`.
 
-    Raises UsageError when the heads do not divide dim, or the tensor size does not divide the heads.
+    Raises UsageError if the heads do not divide dim, or if the tensor size does not divide the heads.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         mixed = self.query_key_value(tokens).unflatten(-1, (-1, 3, self.head_size))
         query, key, value = mixed.permute(3, 0, 2, 1, 4)
-        if self.training and self.dropout.p:  # of the rank's own random numbers, which torch's function cannot be given
+        if self.training and self.dropout.p:  # torch's function cannot draw from the rank's own generator
             seen = self.dropout((query @ key.mT / self.head_size**0.5).softmax(-1)) @ value
         else:
             seen = functional.scaled_dot_product_attention(query, key, value)
@@ -86,14 +85,14 @@ class Attention(nn.Module):
 
 
 class ViTEmbedding(nn.Module):
-    """Images (batch, in_chans, img_size, img_size) to tokens (batch, 1 + patches, embedding_dim): a class token and one
-    per patch, with positions. Whole on every tensor rank.
+    """Converts images (batch, in_chans, img_size, img_size) to tokens (batch, 1 + patches, embedding_dim): a class
+    token and one token per patch, with positions. Every tensor rank has the whole layer.
 
     Args:
-        flatten: always True: tokens stand in a row.
-        init_method: "torch" or "jax", as of `vit.initial`.
+        flatten: must be True; tokens are one sequence.
+        init_method: "torch" or "jax", as in `vit.initial`.
 
-    Raises UsageError when patch_size does not divide img_size.
+    Raises UsageError if patch_size does not divide img_size.
     """
 
     def __init__(
@@ -109,7 +108,9 @@ class ViTEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         if not flatten:
-            raise pipeflow.UsageError("ViTEmbedding gives tokens in a row, so flatten=False cannot be: leave it out")
+            raise pipeflow.UsageError(
+                "ViTEmbedding returns tokens as one sequence and does not support flatten=False: remove it"
+            )
         self.patches = PatchEmbedding(img_size, patch_size, in_chans, embedding_dim, dtype=dtype)
         self.dropout = Dropout(dropout)
         initialize(self, init_method)
@@ -120,15 +121,15 @@ class ViTEmbedding(nn.Module):
 
 
 class ViTBlock(nn.Module):
-    """One layer: attention, then a perceptron `mlp_ratio` times as wide, each behind its norm and beside its input.
-    Takes and gives tokens, (batch, tokens, dim). With `checkpoint` it keeps its input alone, and is computed again in
-    its backward.
+    """One transformer block: attention, then an MLP `mlp_ratio` times as wide, each with a layer norm before it and a
+    residual connection. Takes and returns tokens (batch, tokens, dim). With `checkpoint` it keeps only its input, and
+    is recomputed in its backward.
 
     Args:
-        attention_dropout: of the attention's weights.
-        dropout: of what either half computes, and inside the perceptron.
-        drop_path: the probability that a sample skips a half.
-        init_method: "torch" or "jax", as of `vit.initial`.
+        attention_dropout: dropout probability of attention scores.
+        dropout: dropout probability of the outputs of attention and MLP, and inside the MLP.
+        drop_path: probability that a sample skips attention, and that it skips the MLP.
+        init_method: "torch" or "jax", as in `vit.initial`.
         qkv_bias: whether query, key and value have a bias; by default as `bias`.
 
     Raises UsageError as Attention does.
@@ -177,10 +178,10 @@ class ViTBlock(nn.Module):
 
 
 class ViTHead(nn.Module):
-    """Scores of the classes from the class token: (batch, tokens, dim) to (batch, num_classes), whole on every rank;
-    with `representation_size` by way of a hidden layer of that width, and tanh.
+    """Computes class scores from the class token: (batch, tokens, dim) to (batch, num_classes), whole on every rank.
+    With `representation_size` there is a hidden layer of that width with tanh.
 
-    Raises UsageError when the tensor size does not divide dim, or representation_size.
+    Raises UsageError if the tensor size does not divide dim, or representation_size.
     """
 
     def __init__(
@@ -209,22 +210,22 @@ class ViTHead(nn.Module):
 
 
 def drop_path_of(layer: int, depth: int, last: float) -> float:
-    """The rate of stochastic depth of a layer of the whole model: from 0 in the first to `last` in the last, evenly."""
+    """The rate of stochastic depth of a layer: it grows linearly from 0 in the first layer to `last` in the last."""
     return last * layer / max(1, depth - 1)
 
 
 class PipelineVisionTransformer(nn.Module):
-    """Blocks [start_idx, end_idx) of a vision transformer of `depth`; with the embedding where it is the `first_stage`,
-    with the last norm and the head where it is the `last_stage`. Unless told otherwise, the whole model.
+    """A stage of a vision transformer with `depth` blocks: blocks [start_idx, end_idx), with the embedding if it is the
+    `first_stage`, and with the last norm and the head if it is the `last_stage`. By default it is the whole model.
 
-    The first stage takes images (batch, in_chans, img_size, img_size); every other the output of the one before it,
-    tokens (batch, 1 + (img_size / patch_size)^2, dim). The last makes scores (batch, num_classes).
+    The first stage takes images (batch, in_chans, img_size, img_size); other stages take the previous stage's output,
+    tokens (batch, 1 + (img_size / patch_size)^2, dim). The last stage returns scores (batch, num_classes).
 
     Args:
-        drop_path: the rate of stochastic depth of the whole model's last layer, as of `drop_path_of`.
-        representation_size: of a hidden layer in the head; None for none.
-        init_method: "torch" or "jax", as of `vit.initial`.
-        embedding_dropout: dropout after the embedding; by default `dropout`, which is that of the blocks.
+        drop_path: rate of stochastic depth of the whole model's last block, as in `drop_path_of`.
+        representation_size: width of a hidden layer in the head; None for none.
+        init_method: "torch" or "jax", as in `vit.initial`.
+        embedding_dropout: dropout probability after the embedding; by default `dropout`, which is that of the blocks.
         qkv_bias: whether query, key and value have a bias; by default as `bias`.
 
     Raises UsageError as the parts do.

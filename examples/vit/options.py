@@ -1,5 +1,5 @@
-"""What a configuration of the vision transformer may say, and what its keys become. What is not here: anything that
-trains.
+"""The keys of a configuration of the vision transformer: checks them and converts them to arguments. Must not contain:
+training.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ READ = NEEDED | {
 
 
 def require_keys(config: Config) -> None:
-    """Raises UsageError for a key that is missing, for one that nobody reads, and for a model that cannot be built."""
-    for message, keys in (("lacks", NEEDED - set(config.given)), ("has what is not read:", set(config.given) - READ)):
+    """Raises UsageError for a missing or an unknown key, and for a model that cannot be built."""
+    for message, keys in (("lacks", NEEDED - set(config.given)), ("has unknown keys:", set(config.given) - READ)):
         if keys:
             raise pipeflow.UsageError(f"the configuration {message} {', '.join(sorted(keys))}")
     build_stage(device="meta", **model_options(config))
 
 
 def layout_of(config: Config, world_size: int | None = None) -> Layout:
-    """How the processes are arranged: as many as torchrun started, else `world_size`, else the configuration's
-    WORLD_SIZE, else those of one replica. Raises UsageError for a number that does not divide into replicas.
+    """The layout of the processes. Their number is torchrun's, else `world_size`, else the configuration's WORLD_SIZE,
+    else that of one replica. Raises UsageError for a number that does not divide into replicas.
     """
     given = os.environ.get("WORLD_SIZE") or world_size or config.given.get("WORLD_SIZE")
     return Layout.of(int(given or config.pipeline * config.tensor), config.pipeline, config.tensor)
 
 
 def validate(config: Config, layout: Layout, images: Images) -> None:
-    """Raises UsageError for what cannot be trained together: model, batches, images and layout."""
-    Mixup(config.given.get("MIXUP_ALPHA", 0.0))  # which refuses what it cannot do
+    """Raises UsageError if model, batches, images and layout do not fit together."""
+    Mixup(config.given.get("MIXUP_ALPHA", 0.0))  # checks its argument
     batch, microbatches = config.BATCH_SIZE, config.num_microbatches or 1
     samples, uneven = divmod(batch, microbatches)
     passed = (samples, (config.IMG_SIZE // config.PATCH_SIZE) ** 2 + 1, config.HIDDEN_SIZE)
@@ -100,7 +100,7 @@ def validate(config: Config, layout: Layout, images: Images) -> None:
 
 
 def model_options(config: Config) -> dict[str, Any]:
-    """The arguments of `build_pipeline_vit`, with the first weights of the paper."""
+    """The arguments of `build_pipeline_vit`, with the paper's initial weights."""
     named = {argument: config.given[key] for key, argument in MODEL.items()}
     return {**named, "init_method": "jax", "seed": 0 if config.seed is None else config.seed}
 
@@ -108,7 +108,7 @@ def model_options(config: Config) -> dict[str, Any]:
 def make_optimizer(
     parameters: Iterable[nn.Parameter], config: Config, epoch_steps: int
 ) -> tuple[torch.optim.Optimizer, CosineAnnealingWarmupLR]:
-    """AdamW, and its learning rate: a warm-up, then half a cosine, stepped after each of an epoch's `epoch_steps`."""
+    """AdamW and its learning rate: a warm-up, then half a cosine, stepped after each of an epoch's `epoch_steps`."""
     optimizer = torch.optim.AdamW(parameters, lr=config.LEARNING_RATE, weight_decay=config.WEIGHT_DECAY)
     total, warm = (epochs * epoch_steps for epochs in (config.NUM_EPOCHS, config.WARMUP_EPOCHS))
     return optimizer, CosineAnnealingWarmupLR(optimizer, total_steps=total, warmup_steps=warm)

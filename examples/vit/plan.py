@@ -1,4 +1,4 @@
-"""PlanHook: the last step of a training, planned and measured."""
+"""PlanHook: the last training step, planned and measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PlanHook(Hook):
         self.timeline = step.timeline
 
     def draw(self) -> None:
-        """The measured step below the planned one, which takes the mean times of the measured one; on rank 0."""
+        """Draws the measured step below its plan, which uses the measured mean times; on rank 0."""
         context = pipeflow.current_context()
         if self.timeline is None or context.rank:
             return

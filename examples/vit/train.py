@@ -1,11 +1,10 @@
-r"""Train a vision transformer as a configuration file says: alone, over replicas, through a pipeline, or over tensor
-ranks as well.
+r"""Train a vision transformer from a configuration file: on one process, or with replicas, a pipeline and tensor ranks.
 
     python examples/vit/train.py                                        configs/hybrid.py: four processes
     python examples/vit/train.py --config examples/vit/configs/single.py
-    python examples/vit/train.py --world_size 8                         two replicas of the four
-    python examples/vit/train.py --check                                compared with one process, in float64
-    python examples/vit/train.py --checkpoints folder                   goes on where the last run ended
+    python examples/vit/train.py --world_size 8                         two replicas of four processes
+    python examples/vit/train.py --check                                compares with one process, in float64
+    python examples/vit/train.py --checkpoints folder                   resumes where the last run ended
     DATA=folder python examples/vit/train.py                            CIFAR-10 from that folder
     torchrun --nproc-per-node 4 examples/vit/train.py --config examples/vit/configs/hybrid.py
 
@@ -72,14 +71,14 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=HYBRID, metavar="FILE", help="a Python file (configs/hybrid.py)")
     parser.add_argument("--world_size", type=int, help="processes to start without torchrun; by default one replica's")
-    parser.add_argument("--device", help="where to compute, as cpu; by default a GPU where there is one")
-    parser.add_argument("--checkpoints", metavar="FOLDER", help="save every epoch there, and continue from the newest")
+    parser.add_argument("--device", help="device such as cpu; by default a GPU if there is one")
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="save every epoch there, and resume from the newest")
     parser.add_argument("--check", action="store_true", help="take a few steps, and compare them with one process")
     return parser.parse_args()
 
 
 def train(config: Config, images: Images, arguments: argparse.Namespace) -> None:
-    """One rank's part, from the launch to the last epoch."""
+    """The work of one rank, from the launch to the last epoch."""
     context = launch_from_config(config, device=arguments.device)
     logger = get_dist_logger()
     loader = get_dataloader(

@@ -169,5 +169,5 @@ def test_a_tokenizer_that_has_no_tokens_is_not_used(text: Path, monkeypatch: pyt
     torch.save((LENGTH, ids, torch.ones_like(ids)), text.with_name(f"gpt_webtext_{LENGTH}.pt"))  # as it once was made
     assert len(opened(text).data.unique()) > 1
     text.with_name("gpt2").mkdir()
-    with pytest.raises(gpt3.data.DataError, match=r"gpt2: has no tokenizer .*put its vocab\.json"):
+    with pytest.raises(gpt3.data.DataError, match=r"gpt2: has no GPT-2 tokenizer: put its vocab\.json"):
         opened(text, LENGTH + 1)

@@ -85,13 +85,13 @@ def test_timms_first_weights(weight_init: str, largest_weight: float) -> None:
 @pytest.mark.parametrize(
     ("keyword", "value", "what"),
     [
-        ("global_pool", "avg", "global_pool='avg' cannot be: this model has 'token'"),
-        ("init_values", 1e-5, "init_values=1e-05 cannot be: this model has None"),
-        ("weight_init", "moco", "weight_init='moco' cannot be: it is one of '', 'skip', 'jax'"),
-        ("act_layer", "mish", "act_layer='mish' cannot be: it is one of 'gelu'"),
-        ("norm_layer", nn.BatchNorm1d, "norm_layer=.* cannot be: it is nn.LayerNorm"),
-        ("block_fn", nn.Identity, "block_fn cannot be honoured"),
-        ("drop_rates", 0.1, "drop_rates cannot be honoured"),
+        ("global_pool", "avg", "global_pool='avg' is not supported: this model has 'token'"),
+        ("init_values", 1e-5, "init_values=1e-05 is not supported: this model has None"),
+        ("weight_init", "moco", "weight_init must be one of '', 'skip', 'jax'"),
+        ("act_layer", "mish", "act_layer must be one of 'gelu'"),
+        ("norm_layer", nn.BatchNorm1d, "norm_layer must be nn.LayerNorm"),
+        ("block_fn", nn.Identity, "does not support block_fn"),
+        ("drop_rates", 0.1, "does not support drop_rates"),
     ],
 )
 def test_timms_keywords_that_cannot_be_honoured_are_refused(keyword: str, value: object, what: str) -> None:
@@ -165,11 +165,11 @@ def test_a_representation_is_a_hidden_layer_with_tanh() -> None:
     [
         (lambda: ViTEmbedding(30, 16), "patch_size=16 does not divide image_size=30: resize the images to 16, or"),
         (lambda: PipelineVisionTransformer(8, 16, depth=1), "resize the images to 16, or choose"),
-        (lambda: ViTEmbedding(32, 16, flatten=False), "leave it out"),
+        (lambda: ViTEmbedding(32, 16, flatten=False), "remove it"),
         (lambda: ViTBlock(16, 3), "num_heads=3 does not divide dim=16: choose"),
         (lambda: ViTBlock(16, 4, init_method="jaxx"), "one of 'torch', 'jax', got 'jaxx'"),
-        (lambda: vit.build.vit_base_patch16_224(pretrained=True), "leave pretrained out"),
-        (lambda: vit.build.build_pipeline_vit(4, depth=6, device="meta"), "leave depth out"),
+        (lambda: vit.build.vit_base_patch16_224(pretrained=True), "remove pretrained"),
+        (lambda: vit.build.build_pipeline_vit(4, depth=6, device="meta"), "remove depth"),
         (lambda: vit.build.build_pipeline_vit(2, num_chunks=3, device="meta"), "layers"),
     ],
 )

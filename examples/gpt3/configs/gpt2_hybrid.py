@@ -1,4 +1,4 @@
-"""GPT-2 with 1.6 billion weights through a pipeline of two, whose every rank is two devices."""
+"""GPT-2 with 1.6 billion weights on four devices: a pipeline of two stages, with two tensor ranks each."""
 
 NUM_EPOCHS = 60
 SEQ_LEN = 1024

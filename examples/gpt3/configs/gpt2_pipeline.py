@@ -1,4 +1,4 @@
-"""GPT-2 with 1.6 billion weights through a pipeline of two devices."""
+"""GPT-2 with 1.6 billion weights on two devices: a pipeline of two stages."""
 
 NUM_EPOCHS = 60
 SEQ_LEN = 1024

@@ -1,4 +1,4 @@
-"""GPT-3 with 175 billion weights through a pipeline of eight machines of eight devices each."""
+"""GPT-3 with 175 billion weights on eight machines with eight devices each: one pipeline stage per machine."""
 
 NUM_EPOCHS = 60
 SEQ_LEN = 2048

@@ -1,4 +1,6 @@
-"""A small GPT in 16 bits through a pipeline of two, whose every rank is two processes: for four, or eight."""
+"""A small GPT in 16 bits on four processes: a pipeline of two stages, with two tensor ranks each; eight processes make
+two replicas.
+"""
 
 NUM_EPOCHS = 1
 SEQ_LEN = 64

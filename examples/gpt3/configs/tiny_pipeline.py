@@ -1,4 +1,4 @@
-"""A small GPT through a pipeline of two, each rank with two chunks: for two processes of any machine."""
+"""A small GPT on two processes: a pipeline of two ranks, with two stages each."""
 
 NUM_EPOCHS = 1
 SEQ_LEN = 64

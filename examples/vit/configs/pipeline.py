@@ -1,4 +1,4 @@
-"""A pipeline of two processes with half of the layers each."""
+"""A pipeline of two processes, with half of the layers each."""
 
 IMG_SIZE = 32
 PATCH_SIZE = 8
@@ -10,7 +10,7 @@ MLP_RATIO = 4
 NUM_CLASSES = 10
 DROP_RATE = 0.0
 DROP_PATH = 0.0
-CHECKPOINT = False  # True computes each layer again in the backward, and keeps its input alone
+CHECKPOINT = False  # True keeps only each layer's input, and recomputes the layer in the backward
 
 NUM_EPOCHS = 30
 WARMUP_EPOCHS = 5
