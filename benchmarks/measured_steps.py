@@ -1,0 +1,76 @@
+"""Published training steps: the rows of data/measured_steps.csv, and what the planner says of each."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from pipeflow import GPT, PRECISIONS, Schedule, Setup, make_schedule, simulate
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.physical import physical_costs
+
+DATA = Path(__file__).parent / "data" / "measured_steps.csv"
+NETWORK = {"vtrain-single": 12.5e9, "vtrain-multi": 12.5e9, "2205.05198-tab5": 25e9}  # bytes/s of a device, one way
+VOCABULARY = 51200  # Megatron-LM's padded one
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step: seconds, and the layout that was run."""
+
+    source: str
+    model: GPT
+    setup: Setup
+    pipeline: int
+    chunks: int
+    microbatches: int
+    seconds: float
+
+    @property
+    def devices(self) -> int:
+        """How many ran it."""
+        return self.pipeline * self.setup.tensor * self.setup.data
+
+    @property
+    def task(self) -> tuple[object, ...]:
+        """What was to be done: rows that differ in their layout alone share it."""
+        return self.source, self.model, self.devices, self.microbatches * self.setup.microbatch_size * self.setup.data
+
+    def predicted(self, efficiency: Mapping[str, float]) -> float:
+        """Seconds of the step under the planner's cost model with these coefficients; by default its own."""
+        schedule = _schedule(self.pipeline, self.chunks, self.microbatches)
+        cluster = Cluster.of("a100-80gb", network_bandwidth=NETWORK[self.source], efficiency=efficiency)
+        mesh = Mesh(self.setup.tensor, self.pipeline, self.setup.data, cluster.devices_per_node, "data")
+        costs = physical_costs(self.model, schedule.placement, self.setup, mesh, cluster)
+        return simulate(schedule, costs.cost).makespan + costs.after
+
+
+@cache
+def _schedule(pipeline: int, chunks: int, microbatches: int) -> Schedule:
+    name, options = ("interleaved-1f1b", {"chunks": chunks}) if chunks > 1 else ("1f1b", {})
+    return make_schedule(name, ranks=pipeline, microbatches=microbatches, **options).with_reductions()
+
+
+def rows() -> list[Row]:
+    """Those with a time."""
+    with DATA.open() as file:
+        return [_row(each) for each in csv.DictReader(file) if each["step_s"]]
+
+
+def _row(each: dict[str, str]) -> Row:
+    number = {name: int(each[name]) for name in "layers hidden heads seq tp pp vp dp mbs gbs".split()}
+    model = GPT(number["layers"], number["hidden"], number["heads"], number["seq"], VOCABULARY)
+    setup = Setup(
+        tensor=number["tp"],
+        data=number["dp"],
+        microbatch_size=number["mbs"],
+        precision=PRECISIONS[each["precision"]],
+        checkpoint=each["recompute"],
+        sequence_parallel=each["recompute"] == "selective",
+    )
+    microbatches = number["gbs"] // (number["dp"] * number["mbs"])
+    return Row(each["source"], model, setup, number["pp"], number["vp"], microbatches, float(each["step_s"]))

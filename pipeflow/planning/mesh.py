@@ -1,0 +1,41 @@
+"""Mesh: on which node each rank of a layout lies. Must not contain: what passes between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeflow.planning.rates import Group
+
+Order = Literal["pipeline", "data"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Devices in the order of their ranks, `per_node` in each node. Tensor ranks are neighbours; `inner` says which
+    dimension comes next: "pipeline", as pipeflow's launch has it, or "data", as Megatron-LM has it.
+    """
+
+    tensor: int
+    pipeline: int
+    data: int
+    per_node: int
+    inner: Order = "pipeline"
+
+    @property
+    def tensor_group(self) -> Group:
+        """The tensor ranks of one stage."""
+        return Group(self.tensor, self._in_node(self.tensor, 1))
+
+    @property
+    def data_group(self) -> Group:
+        """The replicas of one stage."""
+        return Group(self.data, self._in_node(self.data, self.tensor * (self.pipeline if self.inner == "pipeline" else 1)))
+
+    def crosses(self, one: int, other: int) -> bool:
+        """Whether two pipeline ranks lie in different nodes."""
+        stride = self.tensor * (1 if self.inner == "pipeline" else self.data)
+        return one * stride // self.per_node != other * stride // self.per_node
+
+    def _in_node(self, ranks: int, stride: int) -> int:
+        return max(1, min(ranks, self.per_node // stride))

@@ -1,0 +1,146 @@
+"""The physical costs of a layout: seconds of each stage's actions on a cluster, of transfers between stages, of gradient
+reductions and of the optimizer. Must not contain: the order in which stages run, or memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.placement import Placement
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.rates import Group, Rates, Seconds
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.transformer import GPT
+from pipeflow.planning.transformer_costs import sequence_of, stage_costs, stage_layers
+from pipeflow.planning.work import embedding_work, head_work, layer_work
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Seconds of one microbatch on one stage: its forward, and its backward without and with weight gradients."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Physical:
+    """The costs of a layout on a cluster, in seconds.
+
+    Attributes:
+        cost: for `simulate`; `reduce` has the reductions of each stage's gradients over the replicas.
+        tied: of summing the gradients of a word table that the first and the last stage share, after all else.
+        optimizer: of the optimizer's step, on the rank where it takes longest.
+    """
+
+    cost: CostModel
+    tied: float
+    optimizer: float
+
+    @property
+    def after(self) -> float:
+        """Seconds that a step takes after the timeline: sums over shared tables, and the optimizer."""
+        return self.tied + self.optimizer
+
+
+def physical_costs(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, cluster: Cluster) -> Physical:
+    """The costs of `model`, its layers dealt as `stage_layers` does. `cluster.efficiency` may replace coefficients of
+    `PUBLISHED`.
+
+    Raises UsageError for a model that the setup does not fit, a precision that the device does not have, and unknown
+    coefficients.
+    """
+    rates = Rates(cluster, Efficiency.of(cluster.efficiency), setup.precision.products)
+    memory = stage_costs(model, placement, setup)  # its bytes; its times are in forwards of a layer
+    parts = stage_layers(model, placement)
+    times = [_stage_times(model, setup, mesh, rates, part) for part in parts]
+    activation = setup.microbatch_size * sequence_of(model, setup) * model.hidden * setup.precision.weight
+    near = cluster.link_bandwidth * rates.efficiency.transfer
+    start = rates.efficiency.transfer_start
+    cost = CostModel(
+        forward=tuple(each.forward for each in times),
+        backward_input=tuple(each.backward_input for each in times),
+        backward_weight=tuple(each.backward_weight for each in times),
+        saved_bytes=memory.saved_bytes,
+        deferred_bytes=memory.deferred_bytes,
+        activation_bytes=(activation,) * len(parts),
+        latency=start + cluster.link_latency,
+        bandwidth=near,
+        links=_links(placement, mesh, cluster, rates),
+        reduce=tuple(
+            rates.gradient_sum(mesh.data_group, setup.precision.gradient * model.parameters_of([part], setup.tensor))
+            for part in parts
+        ),
+    )
+    return Physical(cost, _tied(model, placement, setup, mesh, rates), _optimizer(model, placement, setup, rates))
+
+
+def _links(
+    placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates
+) -> dict[tuple[int, int], Link]:
+    """The links between pipeline ranks in different nodes."""
+    far = Link(
+        rates.efficiency.transfer_start + cluster.network_latency,
+        min(
+            cluster.network_bandwidth * rates.efficiency.network, cluster.link_bandwidth * rates.efficiency.transfer
+        ),
+    )
+    pairs = {pair for path in placement.paths for pair in zip(path, path[1:], strict=False)}
+    return {
+        ends: far for one, other in pairs for ends in ((one, other), (other, one)) if mesh.crosses(one, other)
+    }
+
+
+def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, part: Part) -> StageTimes:
+    known, group = rates.efficiency, mesh.tensor_group
+    layers, layer = part[1] - part[0], rates.seconds(layer_work(model, setup))
+    summed = setup.microbatch_size * sequence_of(model, setup) * model.hidden * setup.precision.weight
+    collective = rates.tensor_sum(group, summed)
+    sync = known.sync * (group.ranks - 1)
+    forward = max(layer.forward + 2 * collective, known.forward_launch + 2 * sync)
+    again = {"full": layer.forward + 2 * collective, "selective": layer.scores}.get(setup.checkpoint, 0.0)
+    relaunch = known.forward_launch + 2 * sync if setup.checkpoint == "full" else 0.0
+    computed = layer.backward + again + 2 * collective
+    backward = max(computed, known.backward_launch + relaunch + 2 * sync)
+    weight = backward * layer.weight / computed
+    ends = [Seconds(0.0, 0.0, 0.0, 0.0)]
+    if part[0] == 0:
+        each = rates.seconds(embedding_work(model, setup))
+        ends.append(Seconds(each.forward + collective, each.backward + collective, each.weight, 0.0))
+    if part[1] == model.layers:
+        work = head_work(model, setup)
+        each = rates.seconds(work)
+        moved = rates.moving(work.moved_bytes)
+        ends.append(Seconds(each.forward, each.backward - moved + collective, each.weight, 0.0))
+    return StageTimes(
+        layers * forward + sum(each.forward for each in ends),
+        layers * (backward - weight) + sum(each.backward - each.weight for each in ends),
+        layers * weight + sum(each.weight for each in ends),
+    )
+
+
+def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, rates: Rates) -> float:
+    first, last = placement.rank_of(0), placement.rank_of(placement.num_stages - 1)
+    if first == last or not (isinstance(model, GPT) and model.tied):
+        return 0.0
+    table = model.vocabulary_rows(setup.tensor) * model.hidden
+    return rates.gradient_sum(Group(2, 1 if mesh.crosses(first, last) else 2), setup.precision.gradient * table)
+
+
+def _optimizer(model: Transformer, placement: Placement, setup: Setup, rates: Rates) -> float:
+    """Reads and writes the optimizer's state once, the gradients three times (unscaling, norm, step), and writes the
+    weights.
+    """
+    parts, precision = stage_layers(model, placement), setup.precision
+    state, others = 2 * (precision.master + precision.moments), 3 * precision.gradient + precision.weight
+    per_parameter = state / (setup.data if setup.zero else 1) + others
+    most = max(
+        model.parameters_of([parts[stage] for stage in placement.stages_of(rank)], setup.tensor)
+        for rank in range(placement.num_ranks)
+    )
+    return rates.moving(most * per_parameter)

@@ -1,0 +1,100 @@
+"""Rates: how long work and communication take on a cluster. Must not contain: what a model computes, or schedules."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeflow.core.errors import UsageError
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.work import Product, Work
+
+
+class Group(NamedTuple):
+    """`ranks` that compute a collective together, of which `in_node` share a node."""
+
+    ranks: int
+    in_node: int
+
+
+class Seconds(NamedTuple):
+    """Times of a part of the model on one device, without communication and launches: of its forward, of its whole
+    backward, of the part of that which computes weight gradients, and of computing attention scores again.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    scores: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The rates of a cluster in one precision, as `efficiency` lowers them.
+
+    Raises UsageError for a precision that the device has no units for.
+    """
+
+    cluster: Cluster
+    efficiency: Efficiency
+    precision: str
+
+    def __post_init__(self) -> None:
+        device = self.cluster.device
+        if self.precision not in device.flops:
+            raise UsageError(
+                f"{device.name} has no units for {self.precision}: use one of {', '.join(device.flops)}, or describe "
+                "the device in a cluster file"
+            )
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s of one device in products."""
+        return self.cluster.device.flops[self.precision]
+
+    def product(self, product: Product) -> float:
+        """Seconds of the products: their operations at the share of the peak that large ones reach, and longer for
+        short dimensions.
+        """
+        known = self.efficiency
+        if not product.flops:
+            return 0.0
+        depth = 1 + known.depth / min(product.columns, product.depth)
+        return product.flops / (self.peak * known.products) * depth * (1 + known.rows / product.rows)
+
+    def moving(self, count: float) -> float:
+        """Seconds to read and write so many bytes of memory."""
+        return count / (self.cluster.device.memory_bandwidth * self.efficiency.memory)
+
+    def seconds(self, work: Work) -> Seconds:
+        """The times of the work. Each product has two in the backward, and elementwise operations move twice as much."""
+        products = sum(map(self.product, work.products))
+        scores = work.attention_flops / (self.peak * self.efficiency.attention) + self.moving(work.score_bytes)
+        forward = products + scores + self.moving(work.moved_bytes)
+        return Seconds(forward, 2 * forward, products, scores)
+
+    def all_reduce(self, group: Group, count: float, network: float) -> float:
+        """Seconds to sum so many bytes over a group, by a ring that enters and leaves a node through the network of all
+        of the group's ranks in it; `network` is the share of that bandwidth which is reached.
+        """
+        if group.ranks == 1:
+            return 0.0
+        known, cluster = self.efficiency, self.cluster
+        bandwidth, latency = cluster.link_bandwidth * known.link, cluster.link_latency
+        if group.ranks > group.in_node:
+            bandwidth = min(bandwidth, group.in_node * cluster.network_bandwidth * network)
+            latency = cluster.network_latency
+        start = (known.collective + latency) * math.log2(group.ranks)
+        return start + 2 * (group.ranks - 1) / group.ranks * count / bandwidth
+
+    def tensor_sum(self, group: Group, count: float) -> float:
+        """Seconds of a tensor-parallel all-reduce, or of the all-gather and reduce-scatter that sequence parallelism
+        has in its place.
+        """
+        return self.all_reduce(group, count, self.efficiency.network)
+
+    def gradient_sum(self, group: Group, count: float) -> float:
+        """Seconds to reduce gradients of so many bytes over the replicas."""
+        return self.all_reduce(group, count, self.efficiency.reduction)

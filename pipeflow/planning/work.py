@@ -1,0 +1,97 @@
+"""Work: what one device computes in a layer, an embedding or a head, for one microbatch. Must not contain: rates of
+devices, or times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.transformer import GPT
+from pipeflow.planning.transformer_costs import sequence_of
+
+SCORE_BYTES = 13  # per attention score in half precision: written, masked and normalised, dropped out, read again
+WHOLE_VALUES = 11  # per token and `hidden`: two norms, two sums with a residual and their dropouts
+LOSS_PASSES = 8  # over the logits in float32, for the loss and again for its gradient
+EMBEDDING_PASSES = 10  # over the embedding's output
+
+
+class Product(NamedTuple):
+    """`count` matrix products of [rows, depth] by [depth, columns]."""
+
+    rows: float
+    columns: float
+    depth: float
+    count: float = 1
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all of them."""
+        return 2.0 * self.rows * self.columns * self.depth * self.count
+
+
+class Work(NamedTuple):
+    """The forward of a part of the model on one device.
+
+    Attributes:
+        products: with weights; each has two products of the same size in the backward.
+        attention_flops: of the products of queries, keys and values.
+        moved_bytes: what elementwise operations read and write; the backward moves twice as much.
+        score_bytes: the same for attention scores, where they are stored.
+    """
+
+    products: tuple[Product, ...]
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
+    score_bytes: float = 0.0
+
+
+def stores_scores(setup: Setup) -> bool:
+    """Whether attention writes its scores to memory: as `keep_scores` says, and also where they are recomputed alone
+    (selective checkpoints), or where training runs in fp16, whose programs are older than fused attention.
+    """
+    return setup.keep_scores or setup.checkpoint == "selective" or setup.precision.name.startswith("fp16")
+
+
+def layer_work(model: Transformer, setup: Setup) -> Work:
+    """The forward of one transformer layer, for one microbatch, on one of its tensor ranks."""
+    sequence, tensor = sequence_of(model, setup), setup.tensor
+    tokens, hidden, width = setup.microbatch_size * sequence, model.hidden, setup.precision.weight
+    inner, keys = model.query_width / tensor, model.key_width / tensor
+    is_stored = stores_scores(setup)
+    is_skipped = isinstance(model, GPT) and not is_stored  # fused attention skips what the causal mask leaves out
+    values = 2 * inner + 2 * keys + (3 if model.gated else 2) * model.active_experts * model.wide / tensor
+    whole = hidden / tensor if setup.sequence_parallel else hidden
+    return Work(
+        (Product(tokens, inner + 2 * keys, hidden), Product(tokens, hidden, inner), *_perceptrons(model, tokens, tensor)),
+        attention_flops=tokens * model.attention_flops(sequence) / tensor / (2 if is_skipped else 1),
+        moved_bytes=width * tokens * (WHOLE_VALUES * whole + values),
+        score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,
+    )
+
+
+def _perceptrons(model: Transformer, tokens: float, tensor: int) -> Iterator[Product]:
+    wide, matrices, hidden = model.wide / tensor, 2 if model.gated else 1, model.hidden
+    if model.experts > 1:
+        yield Product(tokens, model.experts, hidden)  # the router
+    routed = tokens * model.experts_per_token / model.experts
+    for rows, count in ((routed, model.experts), (tokens, model.shared_experts)):
+        if count:
+            yield Product(rows, matrices * wide, hidden, count)
+            yield Product(rows, hidden, wide, count)
+
+
+def embedding_work(model: Transformer, setup: Setup) -> Work:
+    """The forward of what stands before the layers."""
+    tokens = setup.microbatch_size * sequence_of(model, setup)
+    reading = Product(tokens, model.hidden, model.embedding_flops / (2 * model.hidden))
+    moved = EMBEDDING_PASSES * setup.precision.weight * tokens * model.hidden
+    return Work((reading,) if reading.flops else (), moved_bytes=moved)
+
+
+def head_work(model: Transformer, setup: Setup) -> Work:
+    """The forward of the head and the loss, whose backward moves as much as its forward."""
+    tokens, outputs = setup.microbatch_size * sequence_of(model, setup), model.head_outputs(setup.tensor)
+    return Work((Product(tokens, outputs, model.hidden),), moved_bytes=LOSS_PASSES * 4.0 * tokens * outputs)
