@@ -28,6 +28,7 @@ NAMES = (
     "trainer",
     "planning_llama",
     "unmodified",
+    "planner",
 )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from pipeflow import GPT, PRECISIONS, Schedule, Setup, make_schedule, simulate
+from pipeflow import GPT, PRECISIONS, Schedule, Setup, make_schedule, plan, simulate
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs
@@ -53,6 +53,28 @@ class Row:
 def _schedule(pipeline: int, chunks: int, microbatches: int) -> Schedule:
     name, options = ("interleaved-1f1b", {"chunks": chunks}) if chunks > 1 else ("1f1b", {})
     return make_schedule(name, ranks=pipeline, microbatches=microbatches, **options).with_reductions()
+
+
+@dataclass(frozen=True)
+class MeasuredBytes:
+    """What the fullest device of a layout holds: GiB as published, bytes as planned."""
+
+    label: str
+    gib: float
+    planned: float
+
+
+def memory_rows() -> list[MeasuredBytes]:
+    """Those with memory."""
+    with DATA.open() as file:
+        return [_memory_row(each) for each in csv.DictReader(file) if each["mem_gib"]]
+
+
+def _memory_row(each: dict[str, str]) -> MeasuredBytes:
+    row = _row(each | {"step_s": "nan", "precision": "fp16-mixed"})
+    setup = replace(row.setup, keep_scores=True, sequence_parallel=each["recompute"] == "selective")
+    planned = plan(row.model, _schedule(row.pipeline, row.chunks, row.microbatches), setup).peak_bytes
+    return MeasuredBytes(f"{each['model']}, {each['recompute']}", float(each["mem_gib"]), planned)
 
 
 def rows() -> list[Row]:

@@ -5,7 +5,7 @@ known of each coefficient beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, fields
 from functools import partial
@@ -34,7 +34,7 @@ EXPECTED: dict[str, tuple[float, float]] = {  # and by which factor it may well 
     "transfer": (0.3, 1.65),
     "transfer_start": (200e-6, 1.65),
 }
-WEIGHT = {"vtrain-single": 1.0, "vtrain-multi": 20.0, "2205.05198-tab5": 50.0}  # of a row, as sources differ in rows
+WEIGHT = {"vtrain-single": 4.0, "vtrain-multi": 20.0, "2205.05198-tab5": 50.0}  # of a row, as sources differ in rows
 STRENGTH = 3.0  # of what is expected, beside the rows
 EVERY = 4  # so many rows of a large source there are for one that is fitted on
 ROBUST = 0.1  # beyond this error a row counts less than its square
@@ -85,6 +85,3 @@ def fitted_each(parts: Sequence[Sequence[Row]], start: Efficiency) -> list[Effic
     """`fitted` of each part, in as many processes as there are cores."""
     with ProcessPoolExecutor() as pool:
         return list(pool.map(partial(fitted, start=start, turns=4), parts))
-
-
-Predict = Callable[[Row], float]

@@ -4,15 +4,23 @@ is shown.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pipeflow.analysis.simulate import simulate
+from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
+from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import recomputed_bytes, sequence_of, stage_costs, stage_layers
 
@@ -62,9 +70,29 @@ class RankPlan:
         return state + self.activation_bytes + self.recomputed_bytes
 
 
+class StepParts(NamedTuple):
+    """The parts of a step's time, in seconds; their sum is the step.
+
+    Attributes:
+        compute: the busiest rank's computations, without what follows.
+        tensor: communication of its tensor ranks.
+        bubble: its idle time while transfers are free.
+        transfer: what transfers between stages add to that.
+        reduction: what the reductions of gradients over the replicas add, and those of a word table that two ranks hold.
+        optimizer: its step.
+    """
+
+    compute: float
+    tensor: float
+    bubble: float
+    transfer: float
+    reduction: float
+    optimizer: float
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The result of `plan`. Times are in seconds if `flops` was given, else in forwards of one layer.
+    """The result of `plan`. Times are in seconds if a cluster or `flops` was given, else in forwards of one layer.
 
     Attributes:
         model: the sizes of the model.
@@ -72,9 +100,11 @@ class Plan:
         setup: the layout and the precision.
         flops: operations per second of one device, or None.
         cost: the costs of the stages.
-        timeline: the simulated step.
+        timeline: the simulated step, without reductions of gradients and without the optimizer.
         ranks: parameters, bytes and times of each pipeline rank.
         even_makespan_bubble_ratio: the schedule's bubble if all stages cost the same, as in its formula.
+        cluster: the cluster that was given, or None.
+        step_parts: the parts of the step's time; None without a cluster.
     """
 
     model: Transformer
@@ -85,6 +115,25 @@ class Plan:
     timeline: Timeline
     ranks: tuple[RankPlan, ...]
     even_makespan_bubble_ratio: float
+    cluster: Cluster | None = None
+    step_parts: StepParts | None = None
+
+    @property
+    def has_seconds(self) -> bool:
+        """Whether times are in seconds."""
+        return self.flops is not None or self.cluster is not None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of one step; None where times are not in seconds. Without a cluster, computations alone are counted."""
+        if self.step_parts is not None:
+            return sum(self.step_parts)
+        return self.timeline.makespan if self.has_seconds else None
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the device that holds most."""
+        return max(rank.peak_bytes for rank in self.ranks)
 
     @property
     def parameters_total(self) -> int:
@@ -119,26 +168,44 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all devices together; None where `flops` is not known."""
-        return None if self.flops is None else self.tokens / self.timeline.makespan
+        """Of all devices together; None where times are not in seconds."""
+        return None if self.step_seconds is None else self.tokens / self.step_seconds
 
 
-def plan(model: Transformer, schedule: Schedule, setup: Setup | None = None, *, flops: float | None = None) -> Plan:
-    """What training `model` under `schedule` costs in a `setup`, by default one device per pipeline rank.
+def plan(
+    model: Transformer,
+    schedule: Schedule,
+    setup: Setup | None = None,
+    *,
+    flops: float | None = None,
+    cluster: Cluster | None = None,
+) -> Plan:
+    """The cost of training `model` under `schedule` in a `setup`, by default with one device per pipeline rank. Layers
+    are dealt over the stages as evenly as they go; the tables and the head come on top.
 
-    Layers are dealt over the stages as evenly as they go; the tables and the head come on top. `flops`, the operations
-    per second that one device reaches, turns times into seconds. Communication is free: the stages' transfers, the
-    tensor ranks' and the data ranks' sums are not in the times.
+    With a `cluster`, times are in seconds and everything is counted: computations at the efficiency that their sizes
+    reach, launches, communication of tensor ranks, transfers, reductions of gradients and the optimizer.
+    `benchmarks/planner.py` compares such plans with measured steps. With `flops`, the operations per second that one
+    device reaches, times are in seconds too, and communication is free.
 
     >>> from pipeflow import GPT, make_schedule
     >>> found = plan(GPT.named("gpt3-175b"), make_schedule("1f1b", ranks=8, microbatches=64), Setup(tensor=8))
     >>> found.ranks[0].parameters, round(found.makespan_bubble_ratio, 3), round(found.even_makespan_bubble_ratio, 3)
     (2799335424, 0.096, 0.099)
 
-    Raises UsageError for a model that does not fit the setup or the schedule's stages.
+    Raises UsageError for a model that does not fit the setup or the schedule's stages, for a precision that the device
+    does not have, and for both `flops` and `cluster`.
     """
     setup = Setup() if setup is None else setup
-    cost = stage_costs(model, schedule.placement, setup, flops=flops)
+    physical = None
+    if cluster is None:
+        cost = stage_costs(model, schedule.placement, setup, flops=flops)
+    elif flops is not None:
+        raise UsageError("flops and cluster both say how fast a device is: give one of them")
+    else:
+        mesh = Mesh(setup.tensor, len(schedule.rows), setup.data, cluster.devices_per_node)
+        physical = physical_costs(model, schedule.placement, setup, mesh, cluster)
+        cost = physical.cost
     timeline = simulate(schedule, cost)
     even = simulate(schedule, _evened(cost)).makespan_bubble_ratio
     computing = [sum(each.end - each.start for each in row) for row in timeline.on(Stream.COMPUTE)]
@@ -147,7 +214,28 @@ def plan(model: Transformer, schedule: Schedule, setup: Setup | None = None, *, 
         _rank(model, setup, schedule.placement, rank, kept=kept, idle=idle[rank])
         for rank, kept in enumerate(timeline.peak_bytes)
     )
-    return Plan(model, schedule, setup, flops, cost, timeline, ranks, even)
+    parts = None if physical is None else _step_parts(schedule, physical, timeline, computing)
+    return Plan(model, schedule, setup, flops, cost, timeline, ranks, even, cluster, parts)
+
+
+def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, computing: list[float]) -> StepParts:
+    cost, busiest = physical.cost, max(range(len(computing)), key=computing.__getitem__)
+    free = simulate(schedule, replace(cost, latency=0.0, bandwidth=math.inf, links={}))
+    reduced = simulate(schedule.with_reductions(), cost)
+    tensor = min(computing[busiest], sum(physical.communication[each.stage] for each in _begun(schedule, busiest)))
+    return StepParts(
+        compute=computing[busiest] - tensor,
+        tensor=tensor,
+        bubble=free.makespan - computing[busiest],
+        transfer=timeline.makespan - free.makespan,
+        reduction=reduced.makespan - timeline.makespan + physical.tied,
+        optimizer=physical.optimizer,
+    )
+
+
+def _begun(schedule: Schedule, rank: int) -> Iterator[Action]:
+    """The forwards of a rank: one for each microbatch and stage."""
+    return (action for action in schedule.actions(rank) if action.kind is Kind.F)
 
 
 def _rank(model: Transformer, setup: Setup, placement: Placement, rank: int, *, kept: float, idle: float) -> RankPlan:

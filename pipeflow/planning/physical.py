@@ -21,11 +21,17 @@ from pipeflow.planning.work import embedding_work, head_work, layer_work
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of one microbatch on one stage: its forward, and its backward without and with weight gradients."""
+    """Seconds of one microbatch on one stage.
+
+    Attributes:
+        forward, backward_input, backward_weight: of its actions F, I and W; B takes both halves.
+        communication: the part of all three in which tensor ranks communicate.
+    """
 
     forward: float
     backward_input: float
     backward_weight: float
+    communication: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +40,13 @@ class Physical:
 
     Attributes:
         cost: for `simulate`; `reduce` has the reductions of each stage's gradients over the replicas.
+        communication: per stage, the seconds of one microbatch in which tensor ranks communicate; `cost` counts them.
         tied: of summing the gradients of a word table that the first and the last stage share, after all else.
         optimizer: of the optimizer's step, on the rank where it takes longest.
     """
 
     cost: CostModel
+    communication: tuple[float, ...]
     tied: float
     optimizer: float
 
@@ -55,7 +63,8 @@ def physical_costs(model: Transformer, placement: Placement, setup: Setup, mesh:
     Raises UsageError for a model that the setup does not fit, a precision that the device does not have, and unknown
     coefficients.
     """
-    rates = Rates(cluster, Efficiency.of(cluster.efficiency), setup.precision.products)
+    precision = setup.precision.products
+    rates = Rates(cluster, Efficiency.of(cluster.efficiency, cluster.device.name, precision), precision)
     memory = stage_costs(model, placement, setup)  # its bytes; its times are in forwards of a layer
     parts = stage_layers(model, placement)
     times = [_stage_times(model, setup, mesh, rates, part) for part in parts]
@@ -77,7 +86,9 @@ def physical_costs(model: Transformer, placement: Placement, setup: Setup, mesh:
             for part in parts
         ),
     )
-    return Physical(cost, _tied(model, placement, setup, mesh, rates), _optimizer(model, placement, setup, rates))
+    communication = tuple(each.communication for each in times)
+    tied = _tied(model, placement, setup, mesh, rates)
+    return Physical(cost, communication, tied, _optimizer(model, placement, setup, rates))
 
 
 def _links(
@@ -108,19 +119,22 @@ def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, par
     computed = layer.backward + again + 2 * collective
     backward = max(computed, known.backward_launch + relaunch + 2 * sync)
     weight = backward * layer.weight / computed
-    ends = [Seconds(0.0, 0.0, 0.0, 0.0)]
+    ends, sums = [Seconds(0.0, 0.0, 0.0, 0.0)], layers * (4 + (2 if setup.checkpoint == "full" else 0))
     if part[0] == 0:
         each = rates.seconds(embedding_work(model, setup))
         ends.append(Seconds(each.forward + collective, each.backward + collective, each.weight, 0.0))
+        sums += 2
     if part[1] == model.layers:
         work = head_work(model, setup)
         each = rates.seconds(work)
         moved = rates.moving(work.moved_bytes)
         ends.append(Seconds(each.forward, each.backward - moved + collective, each.weight, 0.0))
+        sums += 1
     return StageTimes(
         layers * forward + sum(each.forward for each in ends),
         layers * (backward - weight) + sum(each.backward - each.weight for each in ends),
         layers * weight + sum(each.weight for each in ends),
+        sums * collective,
     )
 
 
