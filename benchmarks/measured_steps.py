@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 from pipeflow import GPT, PRECISIONS, Schedule, Setup, make_schedule, plan, simulate
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs
+from pipeflow.planning.setup import Checkpoint
 
 DATA = Path(__file__).parent / "data" / "measured_steps.csv"
 NETWORK = {"vtrain-single": 12.5e9, "vtrain-multi": 12.5e9, "2205.05198-tab5": 25e9}  # bytes/s of a device, one way
@@ -84,14 +86,16 @@ def rows() -> list[Row]:
 
 
 def _row(each: dict[str, str]) -> Row:
-    number = {name: int(each[name]) for name in "layers hidden heads seq tp pp vp dp mbs gbs".split()}
+    number = {
+        name: int(each[name]) for name in ("layers", "hidden", "heads", "seq", "tp", "pp", "vp", "dp", "mbs", "gbs")
+    }
     model = GPT(number["layers"], number["hidden"], number["heads"], number["seq"], VOCABULARY)
     setup = Setup(
         tensor=number["tp"],
         data=number["dp"],
         microbatch_size=number["mbs"],
         precision=PRECISIONS[each["precision"]],
-        checkpoint=each["recompute"],
+        checkpoint=cast(Checkpoint, each["recompute"]),
         sequence_parallel=each["recompute"] == "selective",
     )
     microbatches = number["gbs"] // (number["dp"] * number["mbs"])

@@ -1,8 +1,8 @@
 """The planner beside published training steps: its error, its ranking of layouts and their regret, with its own
 coefficients and with those that are fitted without the rows that they predict. It takes minutes, for the fits.
 
-Regret: how much slower than the fastest measured layout of a task (a model, a number of devices and a batch) the layout is
-that the planner takes for the fastest.
+Regret: the layout that the planner takes for the fastest, by how much it is slower than the fastest measured one of the
+same task, which is a model, a number of devices and a batch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The fit of the planner's coefficients: least squares of the logarithms of predicted over measured times, beside what is
-known of each coefficient beforehand.
+"""The fit of the planner's coefficients: least squares of the logarithms of predicted over measured times, beside what
+is known of each coefficient beforehand.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fitted(rows: Sequence[Row], start: Efficiency | None = None, *, turns: int =
         return np.concatenate([weights * robust, STRENGTH * (point - centre) / spread])
 
     point = centre if start is None else np.log([max(asdict(start)[name], 1e-12) for name in names])
-    found, best = residuals(point), math.inf
+    found = residuals(point)
     for _ in range(turns):
         slopes = np.stack([(residuals(point + STEP * axis) - found) / STEP for axis in np.eye(len(names))], axis=1)
         move = -np.linalg.lstsq(slopes, found, rcond=None)[0]
@@ -68,9 +68,9 @@ def fitted(rows: Sequence[Row], start: Efficiency | None = None, *, turns: int =
             size /= 2
         else:
             break
-        best = found @ found
+        before, after = float(found @ found), float(tried @ tried)
         point, found = point + size * move, tried
-        if best - found @ found < 1e-3 * best:
+        if before - after < 1e-3 * before:
             break
     return Efficiency(**dict(zip(names, map(float, np.exp(point)), strict=True)))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from pipeflow.cli.clusters import add_cluster, cluster_of
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.limits import require_size
 from pipeflow.cli.options import add_family_options, family_options, flag, schedule_name
@@ -64,7 +65,9 @@ def add_to(commands: Commands) -> None:
     _add_sizes(command)
     _add_schedule(command)
     _add_layout(command)
-    command.add_argument("--flops", type=float, metavar="X", help="FLOP/s of one device; gives times in seconds")
+    add_cluster(command)
+    help_ = "FLOP/s of one device; gives times in seconds without communication"
+    command.add_argument("--flops", type=float, metavar="X", help=help_)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=run)
 
@@ -111,7 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in LAYOUT}
     setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
     with doing("planning"):
-        found = plan(model, _schedule(arguments, model, setup), setup, flops=arguments.flops)
+        schedule = _schedule(arguments, model, setup)
+        found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster_of(arguments))
     if arguments.json:
         import json
 
@@ -162,7 +166,11 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "even_makespan_bubble_ratio": found.even_makespan_bubble_ratio,
         "bubble_ratio": found.bubble_ratio,
         "makespan": found.timeline.makespan,
-        "unit": "layer forwards" if found.flops is None else "s",
+        "unit": "s" if found.has_seconds else "layer forwards",
+        "step_seconds": found.step_seconds,
+        "step_parts": None if found.step_parts is None else found.step_parts._asdict(),
+        "peak_bytes": found.peak_bytes,
+        "cluster": None if found.cluster is None else asdict(found.cluster),
         "tokens": found.tokens,
         "tokens_per_second": found.tokens_per_second,
     }
@@ -211,11 +219,14 @@ def _totals(found: Plan) -> Iterator[str]:
     what = "scores that are" if found.setup.checkpoint == "selective" else "layer that is"
     again = f", of which {bytes_text(highest.recomputed_bytes)} for the {what} recomputed"
     yield f"peak: {bytes_text(highest.peak_bytes)} on rank {highest.rank}{again if highest.recomputed_bytes else ''}"
-    makespan = number(found.timeline.makespan)
-    if found.tokens_per_second is None:
-        yield f"step: {makespan} times the forward of one layer (--flops gives seconds)"
+    if found.step_seconds is None or found.tokens_per_second is None:
+        makespan = number(found.timeline.makespan)
+        yield f"step: {makespan} times the forward of one layer (--device gives seconds)"
     else:
-        yield f"step: {makespan} s, {number(found.tokens_per_second)} tokens/s"
+        yield f"step: {number(found.step_seconds)} s, {number(found.tokens_per_second)} tokens/s"
+    if found.step_parts is not None:
+        shares = found.step_parts._asdict().items()
+        yield "  " + ", ".join(f"{name} {number(value)} s" for name, value in shares if value)
     busiest = min(found.ranks, key=lambda rank: rank.idle)
     bubble, of_span = map(percent, (found.makespan_bubble_ratio, found.bubble_ratio))
     beside = f"; bubble of span: {of_span}" if of_span != bubble else ""
@@ -239,8 +250,14 @@ def _uneven(found: Plan, busiest: RankPlan) -> Iterator[str]:
 def _notes(found: Plan) -> Iterator[str]:
     """Notes on what the numbers include and leave out."""
     if not found.setup.keep_scores:
+<<<<<<< HEAD
         yield "activations: without attention scores (--keep-scores adds them)"
     yield "not counted: communication between devices, temporary buffers of operations"
+=======
+        yield "activations: without attention's scores, which --keep-scores adds"
+    communication = "" if found.cluster is not None else "transfers and sums between devices, "
+    yield f"not counted: {communication}buffers of operations"
+>>>>>>> a83f252 (Plans in seconds: tests against a paper's steps, and options of a cluster)
 
 
 def _count(parameters: int) -> str:

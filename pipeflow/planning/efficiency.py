@@ -75,8 +75,8 @@ class Efficiency:
 
 PRODUCTS = {(family, "fp8"): 0.5 for family in ("h100", "h200", "h800", "h20", "b200", "gb200")}
 """The share of their peak that large products reach where it differs much from A100's. In fp8 it is lower, since
-operands are scaled and power is limited: with 0.5, the steps of GPT3-5B, LLAMA2-7B and LLAMA2-13B that NeMo 24.07 published for H100
-without tensor ranks are predicted as 0.94 to 0.96 of what was measured.
+operands are scaled and power is limited: with 0.5, the plans of GPT3-5B, LLAMA2-7B and LLAMA2-13B on H100 without
+tensor ranks take 0.94 to 0.96 of the time that NeMo 24.07 published.
 """
 
 SHARES = frozenset({"products", "attention", "memory", "link", "network", "reduction", "transfer"})
@@ -98,6 +98,6 @@ PUBLISHED = Efficiency(
     transfer_start=0.000223,
 )
 """Fitted on published steps of A100 clusters: 1,440 of one node and 26 of eight (vTrain's measurements of
-Megatron-DeepSpeed), and the 8 of arXiv 2205.05198, table 5 (Megatron-LM). `python -m benchmarks planner` makes them again,
-and shows how well they predict sources that they were not fitted on.
+Megatron-DeepSpeed), and the 8 of arXiv 2205.05198, table 5 (Megatron-LM). `python -m benchmarks planner` fits them
+again, and shows how well they predict sources that they were not fitted on.
 """

@@ -78,7 +78,7 @@ class StepParts(NamedTuple):
         tensor: communication of its tensor ranks.
         bubble: its idle time while transfers are free.
         transfer: what transfers between stages add to that.
-        reduction: what the reductions of gradients over the replicas add, and those of a word table that two ranks hold.
+        reduction: what the reductions of gradients over the replicas add, and those of a word table of two ranks.
         optimizer: its step.
     """
 

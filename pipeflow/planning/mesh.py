@@ -30,7 +30,9 @@ class Mesh:
     @property
     def data_group(self) -> Group:
         """The replicas of one stage."""
-        return Group(self.data, self._in_node(self.data, self.tensor * (self.pipeline if self.inner == "pipeline" else 1)))
+        return Group(
+            self.data, self._in_node(self.data, self.tensor * (self.pipeline if self.inner == "pipeline" else 1))
+        )
 
     def crosses(self, one: int, other: int) -> bool:
         """Whether two pipeline ranks lie in different nodes."""

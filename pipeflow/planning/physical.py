@@ -1,19 +1,20 @@
-"""The physical costs of a layout: seconds of each stage's actions on a cluster, of transfers between stages, of gradient
+"""The physical costs of a layout on a cluster: seconds of each stage's actions, of transfers between stages, of gradient
 reductions and of the optimizer. Must not contain: the order in which stages run, or memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.placement import Placement
+from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.rates import Group, Rates, Seconds
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import sequence_of, stage_costs, stage_layers
 from pipeflow.planning.work import embedding_work, head_work, layer_work
@@ -91,20 +92,14 @@ def physical_costs(model: Transformer, placement: Placement, setup: Setup, mesh:
     return Physical(cost, communication, tied, _optimizer(model, placement, setup, rates))
 
 
-def _links(
-    placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates
-) -> dict[tuple[int, int], Link]:
+def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> dict[tuple[int, int], Link]:
     """The links between pipeline ranks in different nodes."""
     far = Link(
         rates.efficiency.transfer_start + cluster.network_latency,
-        min(
-            cluster.network_bandwidth * rates.efficiency.network, cluster.link_bandwidth * rates.efficiency.transfer
-        ),
+        min(cluster.network_bandwidth * rates.efficiency.network, cluster.link_bandwidth * rates.efficiency.transfer),
     )
-    pairs = {pair for path in placement.paths for pair in zip(path, path[1:], strict=False)}
-    return {
-        ends: far for one, other in pairs for ends in ((one, other), (other, one)) if mesh.crosses(one, other)
-    }
+    pairs = {pair for path in placement.paths for pair in pairwise(path)}
+    return {ends: far for one, other in pairs for ends in ((one, other), (other, one)) if mesh.crosses(one, other)}
 
 
 def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, part: Part) -> StageTimes:
@@ -114,7 +109,7 @@ def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, par
     collective = rates.tensor_sum(group, summed)
     sync = known.sync * (group.ranks - 1)
     forward = max(layer.forward + 2 * collective, known.forward_launch + 2 * sync)
-    again = {"full": layer.forward + 2 * collective, "selective": layer.scores}.get(setup.checkpoint, 0.0)
+    again = {"full": layer.forward + 2 * collective, "selective": layer.scores}.get(str(setup.checkpoint), 0.0)
     relaunch = known.forward_launch + 2 * sync if setup.checkpoint == "full" else 0.0
     computed = layer.backward + again + 2 * collective
     backward = max(computed, known.backward_launch + relaunch + 2 * sync)

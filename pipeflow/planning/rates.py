@@ -69,7 +69,7 @@ class Rates:
         return count / (self.cluster.device.memory_bandwidth * self.efficiency.memory)
 
     def seconds(self, work: Work) -> Seconds:
-        """The times of the work. Each product has two in the backward, and elementwise operations move twice as much."""
+        """The times of the work. The backward has two products for each one, and moves twice as much."""
         products = sum(map(self.product, work.products))
         scores = work.attention_flops / (self.peak * self.efficiency.attention) + self.moving(work.score_bytes)
         forward = products + scores + self.moving(work.moved_bytes)

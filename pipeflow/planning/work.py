@@ -19,17 +19,17 @@ EMBEDDING_PASSES = 10  # over the embedding's output
 
 
 class Product(NamedTuple):
-    """`count` matrix products of [rows, depth] by [depth, columns]."""
+    """`repeats` matrix products of [rows, depth] by [depth, columns]."""
 
     rows: float
     columns: float
     depth: float
-    count: float = 1
+    repeats: float = 1
 
     @property
     def flops(self) -> float:
         """Floating-point operations of all of them."""
-        return 2.0 * self.rows * self.columns * self.depth * self.count
+        return 2.0 * self.rows * self.columns * self.depth * self.repeats
 
 
 class Work(NamedTuple):
@@ -65,7 +65,11 @@ def layer_work(model: Transformer, setup: Setup) -> Work:
     values = 2 * inner + 2 * keys + (3 if model.gated else 2) * model.active_experts * model.wide / tensor
     whole = hidden / tensor if setup.sequence_parallel else hidden
     return Work(
-        (Product(tokens, inner + 2 * keys, hidden), Product(tokens, hidden, inner), *_perceptrons(model, tokens, tensor)),
+        (
+            Product(tokens, inner + 2 * keys, hidden),
+            Product(tokens, hidden, inner),
+            *_perceptrons(model, tokens, tensor),
+        ),
         attention_flops=tokens * model.attention_flops(sequence) / tensor / (2 if is_skipped else 1),
         moved_bytes=width * tokens * (WHOLE_VALUES * whole + values),
         score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,

@@ -1,0 +1,163 @@
+"""The physical cost of a layout: against published steps, and against what must hold for any cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeflow import GPT, PRECISIONS, Placement, Setup, UsageError, make_schedule, plan
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.efficiency import PUBLISHED, SHARES, Efficiency
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.physical import physical_costs
+from pipeflow.planning.rates import Group, Rates
+from pipeflow.planning.setup import Checkpoint
+from pipeflow.planning.work import Product, layer_work
+
+A100 = Cluster.of("a100-80gb")
+FAST = Cluster.of("a100-80gb", link_bandwidth=1e14, network_bandwidth=1e14, link_latency=0, network_latency=0)
+FREE = replace(FAST, efficiency={"collective": 0, "sync": 0, "transfer_start": 0})
+SMALL = GPT(layers=8, hidden=1024, heads=16)
+
+# arXiv 2205.05198, table 5: seconds of a step with full recomputation, and with selective and sequence parallelism
+TABLE_5 = {
+    "megatron-22b": (GPT(48, 6144, 64, 2048, 51200), (1, 1, 4, 4), (1.42, 1.10)),
+    "gpt3-175b": (GPT(96, 12288, 96, 2048, 51200), (8, 3, 1, 64), (18.13, 13.75)),
+    "turing-530b": (GPT(105, 20480, 128, 2048, 51200), (35, 3, 1, 280), (49.05, 37.83)),
+    "megatron-1t": (GPT(128, 25600, 160, 2048, 51200), (64, 1, 1, 512), (94.42, 71.49)),
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["full", "selective"])
+@pytest.mark.parametrize("name", TABLE_5)
+def test_the_steps_of_a_paper_are_planned_within_8_percent(name: str, checkpoint: Checkpoint) -> None:
+    model, (ranks, chunks, size, batch), seconds = TABLE_5[name]
+    family, options = ("interleaved-1f1b", {"chunks": chunks}) if chunks > 1 else ("1f1b", {})
+    schedule = make_schedule(family, ranks=ranks, microbatches=batch // size, **options)
+    setup = Setup(
+        tensor=8,
+        microbatch_size=size,
+        precision=PRECISIONS["fp16"],
+        checkpoint=checkpoint,
+        sequence_parallel=checkpoint == "selective",
+    )
+    found = plan(model, schedule, setup, cluster=A100)
+    assert found.step_seconds == pytest.approx(seconds[checkpoint == "selective"], rel=0.08)
+
+
+def test_the_parts_of_a_step_are_its_whole_and_none_is_negative() -> None:
+    schedule = make_schedule("interleaved-1f1b", ranks=4, microbatches=8, chunks=2)
+    found = plan(SMALL, schedule, Setup(tensor=2, data=4), cluster=A100)
+    assert found.step_parts is not None
+    assert sum(found.step_parts) == pytest.approx(found.step_seconds)
+    assert min(found.step_parts) > 0
+    assert found.tokens_per_second == pytest.approx(found.tokens / sum(found.step_parts))
+
+
+def test_one_device_communicates_nothing() -> None:
+    found = plan(SMALL, make_schedule("1f1b", ranks=1, microbatches=4), cluster=A100)
+    assert found.step_parts is not None
+    assert found.step_parts.tensor == found.step_parts.transfer == found.step_parts.reduction == 0
+    assert found.step_parts.bubble == pytest.approx(0, abs=1e-12)
+
+
+def test_free_communication_takes_no_time() -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    found = plan(GPT.named("gpt3-175b"), schedule, Setup(tensor=8, data=2), cluster=FREE)
+    assert found.step_parts is not None
+    assert found.step_parts.tensor + found.step_parts.transfer + found.step_parts.reduction < 1e-2 * sum(
+        found.step_parts
+    )
+
+
+@pytest.mark.parametrize("name", ["link_bandwidth", "network_bandwidth"])
+def test_a_faster_link_is_never_slower(name: str) -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    setup = Setup(tensor=4, data=4)
+    slow, fast = (
+        plan(SMALL, schedule, setup, cluster=Cluster.of("a100-80gb", **{name: rate})).step_seconds
+        for rate in (1e9, 1e12)
+    )
+    assert slow is not None
+    assert fast is not None
+    assert fast < slow
+
+
+def test_a_layer_takes_at_least_its_launch() -> None:
+    tiny, schedule = GPT(layers=4, hidden=64, heads=4, positions=64), make_schedule("1f1b", ranks=1, microbatches=1)
+    found = plan(tiny, schedule, cluster=A100)
+    launches = 4 * (PUBLISHED.forward_launch + PUBLISHED.backward_launch)
+    assert launches < found.timeline.makespan < 2 * launches
+
+
+def test_recomputation_and_split_backwards_cost_what_they_compute() -> None:
+    placement, mesh, large = Placement.linear(1), Mesh(1, 1, 1, 8), GPT(4, 8192, 64, 2048)
+    none, full = (
+        physical_costs(large, placement, Setup(checkpoint=kept), mesh, A100).cost for kept in ("none", "full")
+    )
+    layers = none.forward[0] - (full.forward[0] + full.backward_input[0] - none.forward[0] - none.backward_input[0])
+    assert 0 < layers < none.forward[0]  # what is computed again is the layers' forward, not the head's
+    assert full.backward_weight == pytest.approx(none.backward_weight)
+    assert none.backward_input[0] + none.backward_weight[0] == pytest.approx(2 * none.forward[0], rel=0.02)
+
+
+def test_large_products_reach_their_share_of_the_peak_and_small_ones_less() -> None:
+    rates = Rates(A100, PUBLISHED, "bf16")
+    large, small = Product(1e6, 1e6, 1e6), Product(128, 128, 128)
+    assert large.flops / rates.product(large) == pytest.approx(312e12 * PUBLISHED.products, rel=1e-3)
+    assert small.flops / rates.product(small) < 0.25 * 312e12
+    assert rates.product(small._replace(repeats=7)) == pytest.approx(7 * rates.product(small))
+
+
+def test_a_ring_over_nodes_uses_the_network_of_all_its_ranks_in_a_node() -> None:
+    rates = Rates(replace(A100, network_latency=0.0, link_latency=0.0), replace(PUBLISHED, collective=0.0), "bf16")
+    within, alone = rates.gradient_sum(Group(8, 8), 1e9), rates.gradient_sum(Group(8, 1), 1e9)
+    assert within == pytest.approx(2 * 7 / 8 * 1e9 / (A100.link_bandwidth * PUBLISHED.link))
+    assert alone == pytest.approx(2 * 7 / 8 * 1e9 / (A100.network_bandwidth * PUBLISHED.reduction))
+    assert rates.gradient_sum(Group(8, 2), 1e9) == pytest.approx(alone / 2)
+    assert rates.gradient_sum(Group(1, 1), 1e9) == 0
+
+
+def test_a_mesh_counts_the_ranks_of_a_group_in_a_node() -> None:
+    mesh = Mesh(tensor=2, pipeline=4, data=4, per_node=8)
+    assert (mesh.tensor_group, mesh.data_group) == (Group(2, 2), Group(4, 1))
+    assert [mesh.crosses(rank, rank + 1) for rank in range(3)] == [False] * 3
+    outside = replace(mesh, inner="data")
+    assert outside.data_group == Group(4, 4)
+    assert [outside.crosses(rank, rank + 1) for rank in range(3)] == [True] * 3
+    assert Mesh(tensor=16, pipeline=1, data=1, per_node=8).tensor_group == Group(16, 8)
+
+
+def test_work_is_shared_out_over_tensor_ranks() -> None:
+    whole, part = layer_work(SMALL, Setup()), layer_work(SMALL, Setup(tensor=4, sequence_parallel=True))
+    flops = [sum(product.flops for product in each.products) for each in (whole, part)]
+    assert flops[0] == 4 * flops[1] == SMALL.linear_flops * SMALL.positions
+    assert whole.moved_bytes == 4 * part.moved_bytes
+    mixture = replace(SMALL, experts=8, experts_per_token=2)
+    routed = layer_work(mixture, Setup())
+    assert sum(product.flops for product in routed.products) == pytest.approx(mixture.linear_flops * SMALL.positions)
+
+
+def test_scores_are_stored_in_old_programs_alone() -> None:
+    assert layer_work(SMALL, Setup()).score_bytes == 0
+    for unfused in (Setup(keep_scores=True), Setup(checkpoint="selective"), Setup(precision=PRECISIONS["fp16"])):
+        assert layer_work(SMALL, unfused).score_bytes > 0
+        assert layer_work(SMALL, unfused).attention_flops == 2 * layer_work(SMALL, Setup()).attention_flops
+
+
+@pytest.mark.parametrize("name", sorted(SHARES))
+def test_coefficients_that_cannot_be_are_refused(name: str) -> None:
+    for number in (0.0, -1.0, float("nan")):
+        with pytest.raises(UsageError, match=name):
+            Efficiency.of({name: number})
+
+
+def test_unknown_coefficients_and_two_ways_to_say_how_fast_are_refused() -> None:
+    schedule = make_schedule("1f1b", ranks=1, microbatches=1)
+    with pytest.raises(UsageError, match="unknown efficiency warp; known: products"):
+        plan(SMALL, schedule, cluster=replace(A100, efficiency={"warp": 9.0}))
+    with pytest.raises(UsageError, match="flops and cluster"):
+        plan(SMALL, schedule, cluster=A100, flops=1e12)
+    with pytest.raises(UsageError, match="v100-32gb has no units for bf16: use one of fp16, float32"):
+        plan(SMALL, schedule, cluster=Cluster.of("v100-32gb"))
