@@ -17,6 +17,7 @@ from pipeflow.planning.setup import Checkpoint
 
 DATA = Path(__file__).parent / "data" / "measured_steps.csv"
 NETWORK = {"vtrain-single": 12.5e9, "vtrain-multi": 12.5e9, "2205.05198-tab5": 25e9}  # bytes/s of a device, one way
+NUMBERS = ("layers", "hidden", "heads", "seq", "tp", "pp", "vp", "dp", "mbs", "gbs")  # of its columns
 VOCABULARY = 51200  # Megatron-LM's padded one
 
 

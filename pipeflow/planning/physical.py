@@ -1,5 +1,5 @@
-"""The physical costs of a layout on a cluster: seconds of each stage's actions, of transfers between stages, of gradient
-reductions and of the optimizer. Must not contain: the order in which stages run, or memory.
+"""The physical costs of a layout on a cluster: seconds of each stage's actions, of transfers between stages, of
+gradient reductions and of the optimizer. Must not contain: the order in which stages run, or memory.
 """
 
 from __future__ import annotations
