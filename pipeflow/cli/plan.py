@@ -61,7 +61,7 @@ LAYOUT = tuple(field.name for field in fields(Setup))
 def add_to(commands: Commands) -> None:
     """Adds the command and its options."""
     command = commands.add_parser("plan", help="estimate memory per rank, step time and bubble of a model")
-    command.add_argument("model", metavar="MODEL", help=f"one of {', '.join(MODELS)}")
+    command.add_argument("model", metavar="MODEL", nargs="?", help=f"one of {', '.join(MODELS)}")
     _add_sizes(command)
     _add_schedule(command)
     _add_layout(command)
@@ -69,6 +69,10 @@ def add_to(commands: Commands) -> None:
     help_ = "FLOP/s of one device; gives times in seconds without communication"
     command.add_argument("--flops", type=float, metavar="X", help=help_)
     command.add_argument("--json", action="store_true", help="print JSON")
+    again = command.add_argument_group("replanning", "instead of MODEL, after a step was measured")
+    help_ = "timeline of a traced step (JSON): compare schedules under its costs"
+    again.add_argument("--measured", metavar="FILE", help=help_)
+    again.add_argument("--csv", metavar="FILE", help="write the fastest schedule within the same memory as CSV")
     command.set_defaults(run=run)
 
 
@@ -110,6 +114,12 @@ def _add_layout(command: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
+    if arguments.measured is not None:
+        from pipeflow.cli import replan
+
+        return replan.run(arguments)
+    if arguments.model is None:
+        raise UsageError(f"say which model: pipeflow plan MODEL, with one of {', '.join(MODELS)}")
     model = _model(arguments)
     options = {name: getattr(arguments, name) for name in LAYOUT}
     setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
