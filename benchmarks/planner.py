@@ -28,17 +28,19 @@ def run(rounds: int | None = None) -> Report:
     sources = list(dict.fromkeys(row.source for row in every))
     report = Report("planner", "planner: predicted and published seconds of training steps", COLUMNS)
     for source in sources:
-        _add(report, f"{source}: its own coefficients", _of(every, source), PUBLISHED)
+        _add(report, f"{source}", _of(every, source), PUBLISHED)
     start = fitted(every)
     without = [[row for row in every if row.source != source] for source in sources]
     models = list(dict.fromkeys(row.model for row in _of(every, "vtrain-single")))
     within = [[row for row in every if row.source == "vtrain-single" and row.model != model] for model in models]
     found = fitted_each([*without, *within], start)
     for source, efficiency in zip(sources, found, strict=False):
-        _add(report, f"{source}: never seen", _of(every, source), efficiency)
+        _add(report, f"{source}, fitted without it", _of(every, source), efficiency)
     chosen = dict(zip(models, found[len(sources) :], strict=True))
     single = _of(every, "vtrain-single")
-    _add_times(report, "vtrain-single: model never seen", single, lambda row: row.predicted(asdict(chosen[row.model])))
+    _add_times(
+        report, "vtrain-single, fitted without the model", single, lambda row: row.predicted(asdict(chosen[row.model]))
+    )
     report.notes.append(f"ties: of layouts within {TIE:.0%} of the fastest, the one with the fewest tensor ranks")
     report.notes.append("fitted on all: " + ", ".join(f"{name} {value:.3g}" for name, value in asdict(start).items()))
     apart = max(abs(getattr(PUBLISHED, each.name) / getattr(start, each.name) - 1) for each in fields(Efficiency))

@@ -43,9 +43,11 @@ if TYPE_CHECKING:
     from pipeflow.planning.catalog import MODELS, model_named
     from pipeflow.planning.cluster import Cluster
     from pipeflow.planning.device import DEVICES, Device
-    from pipeflow.planning.estimate import Plan, RankPlan, plan
+    from pipeflow.planning.efficiency import Efficiency
+    from pipeflow.planning.estimate import Plan, RankPlan, StepParts, plan
     from pipeflow.planning.layer_costs import LayerCosts
     from pipeflow.planning.partition import partition_balanced, partition_uniform
+    from pipeflow.planning.replan import Candidate, Replan, replan
     from pipeflow.planning.setup import PRECISIONS, Precision, Setup
     from pipeflow.planning.transformer import GPT, GPT_PRESETS
     from pipeflow.planning.vit import VIT_PRESETS, ViT
@@ -61,11 +63,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
+    "Candidate": "planning.replan",
     "Cause": "analysis.causes",
     "Cluster": "planning.cluster",
     "Context": "parallel.context",
     "DEVICES": "planning.device",
     "Device": "planning.device",
+    "Efficiency": "planning.efficiency",
     "Found": "orders.search",
     "GPT": "planning.transformer",
     "GPT_PRESETS": "planning.transformer",
@@ -82,8 +86,10 @@ _LATER = {
     "Precision": "planning.setup",
     "RankPlan": "planning.estimate",
     "Rename": "checkpoint.renames",
+    "Replan": "planning.replan",
     "Saving": "checkpoint.save",
     "Setup": "planning.setup",
+    "StepParts": "planning.estimate",
     "Transform": "checkpoint.renames",
     "VIT_PRESETS": "planning.vit",
     "ViT": "planning.vit",
@@ -111,6 +117,7 @@ _LATER = {
     "partition_balanced": "planning.partition",
     "partition_uniform": "planning.partition",
     "plan": "planning.estimate",
+    "replan": "planning.replan",
     "save_checkpoint": "checkpoint.save",
     "save_safetensors": "checkpoint.safetensors",
     "search": "orders.search",
@@ -128,11 +135,13 @@ __all__ = [
     "SCHEDULES",
     "VIT_PRESETS",
     "Action",
+    "Candidate",
     "Cause",
     "Cluster",
     "Context",
     "CostModel",
     "Device",
+    "Efficiency",
     "Found",
     "Kind",
     "LayerCosts",
@@ -151,11 +160,13 @@ __all__ = [
     "Precision",
     "RankPlan",
     "Rename",
+    "Replan",
     "Saving",
     "Schedule",
     "ScheduleError",
     "Setup",
     "Span",
+    "StepParts",
     "Timeline",
     "Transform",
     "UsageError",
@@ -185,6 +196,7 @@ __all__ = [
     "partition_balanced",
     "partition_uniform",
     "plan",
+    "replan",
     "save_checkpoint",
     "save_safetensors",
     "search",

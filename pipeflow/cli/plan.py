@@ -260,14 +260,9 @@ def _uneven(found: Plan, busiest: RankPlan) -> Iterator[str]:
 def _notes(found: Plan) -> Iterator[str]:
     """Notes on what the numbers include and leave out."""
     if not found.setup.keep_scores:
-<<<<<<< HEAD
         yield "activations: without attention scores (--keep-scores adds them)"
-    yield "not counted: communication between devices, temporary buffers of operations"
-=======
-        yield "activations: without attention's scores, which --keep-scores adds"
-    communication = "" if found.cluster is not None else "transfers and sums between devices, "
-    yield f"not counted: {communication}buffers of operations"
->>>>>>> a83f252 (Plans in seconds: tests against a paper's steps, and options of a cluster)
+    communication = "communication between devices, " if found.cluster is None else ""
+    yield f"not counted: {communication}temporary buffers of operations"
 
 
 def _count(parameters: int) -> str:
