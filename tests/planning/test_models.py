@@ -188,6 +188,12 @@ def test_grouped_heads_gates_and_experts_are_kept() -> None:
     assert per_layer(shared)[0] - per_layer(MIXTURE)[0] == 2 * 3 * 80
 
 
+def test_the_ends_of_a_model_without_dropout_keep_no_mask() -> None:
+    cost = stage_costs(LLAMA, Placement.linear(4), Setup())
+    assert cost.saved_bytes[0] == cost.saved_bytes[1]
+    assert cost.saved_bytes[-1] - cost.saved_bytes[1] == 32 * (2 * 2 * 48 + 4 * 101)
+
+
 def test_ranks_beyond_the_heads_of_key_have_equal_parts_of_the_weights_and_one_head_each() -> None:
     few = replace(LLAMA, heads=12, head_size=8, kv_heads=2, ffn=96)
     two, four = few.parameters_of([(1, 2)], 2), few.parameters_of([(1, 2)], 4)
