@@ -90,7 +90,7 @@ def test_chatglm_is_glm() -> None:
     assert config.num_key_value_heads == 2
     assert ChatGLMConfig(**sizes).num_key_value_heads == 4
     assert ChatGLMConfig().num_layers == 28
-    with pytest.raises(UsageError, match="ChatGLMConfig is transformers' GlmConfig here, where rmsnorm is True"):
+    with pytest.raises(UsageError, match="is transformers' GlmConfig here, which only supports rmsnorm=True"):
         ChatGLMConfig(**sizes, rmsnorm=False)
     assert isinstance(ChatGLMModel(config), transformers.GlmModel)
     torch.manual_seed(0)

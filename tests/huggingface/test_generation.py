@@ -280,7 +280,7 @@ def refused(name: str, **keywords: Any) -> str:
 
 
 def test_a_model_without_a_head_generates_nothing() -> None:
-    assert "a BertForMaskedLM generates no text: take a class" in refused("bert")
+    assert "a BertForMaskedLM cannot generate text: use a class" in refused("bert")
 
 
 @pytest.mark.parametrize("ids", [torch.ones(1, 0).long(), None])
@@ -290,7 +290,7 @@ def test_a_prompt_has_tokens(ids: Tensor | None) -> None:
 
 def test_caches_are_the_pipelines_own() -> None:
     assert "remove use_cache= and past_key_values=" in refused("gpt2", use_cache=False)
-    assert "got a StaticCache of StaticLayer: leave out cache_implementation=" in refused(
+    assert "got a StaticCache of StaticLayer: remove cache_implementation=" in refused(
         "gpt2", cache_implementation="static"
     )
 

@@ -245,7 +245,7 @@ def test_only_models_of_transformers_are_saved(tmp_path: Path) -> None:
         plain = Pipeline.from_module(torch.nn.Sequential(torch.nn.Linear(2, 2)), ONE, (torch.ones(3, 2), None))
         save_pretrained(plain, tmp_path)
 
-    with pytest.raises(RankError, match="for Pipelines of a model of transformers, but the model is a Sequential"):
+    with pytest.raises(RankError, match="needs a Pipeline of a transformers model, but the model is a Sequential"):
         run_threads(rank, 1)
 
 

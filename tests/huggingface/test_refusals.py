@@ -73,7 +73,7 @@ def test_no_head_is_new_where_nothing_may_be(folder: Path, batch: dict[str, Any]
     [found] = told(lambda: from_pretrained(folder, ONE, batch, new=()))
     assert "it lacks lm_head.weight" in found
     [found] = told(lambda: from_pretrained(folder, ONE, batch, new=["model.layer"]))
-    assert "new has 'model.layer', which is no module or parameter of the model" in found
+    assert "new has 'model.layer', which is not a module or parameter of the model" in found
 
 
 def test_experts_of_another_shape_or_number(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_experts_of_another_shape_or_number(tmp_path: Path) -> None:
     assert "model.layers.1.block_sparse_moe.experts.0.w1.weight and 22 other tensors" in found
     changed(path, lambda tensors: tensors.update({lost: tensors[lost.replace("3.w1", "2.w1")][:, :8].clone()}))
     [found] = told(lambda: from_pretrained(path, ONE, batch))
-    assert "cannot be made model.layers.1.mlp.experts.gate_up_proj" in found
+    assert "cannot be converted to model.layers.1.mlp.experts.gate_up_proj" in found
 
 
 def test_folders_that_are_none(folder: Path, batch: dict[str, Any], tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_classes_that_are_not_known(folder: Path, batch: dict[str, Any]) -> None
     [found] = told(lambda: from_config(config, ONE, batch))
     assert f"transformers {transformers.__version__} has no class 'Llama9ForCausalLM'" in found
     [found] = told(lambda: from_config(config, ONE, batch, kind=transformers.AutoModelForImageClassification))
-    assert "AutoModelForImageClassification has no model of a LlamaConfig" in found
+    assert "AutoModelForImageClassification has no model for a LlamaConfig" in found
     [found] = told(lambda: from_config(config, ONE, batch, kind=torch.nn.Linear))
     assert "kind must be a model class or an auto class of transformers" in found
     written = json.loads((folder / "config.json").read_text())
