@@ -26,9 +26,9 @@ class Lamb(Optimizer):
     `lr * |p| / |u| * u` from a weight p, where `u = m / (sqrt(v) + eps) + weight_decay * p`; if either norm is 0, it
     subtracts `lr * u`.
 
-    |p| and |u| are norms of the whole weight, also if fully_shard, torch's DTensor or tensor ranks hold it in parts;
-    one exchange per step computes them for all weights. With several tensor ranks, Lamb must know which weights are
-    split: pass `model`, or wrap Lamb in `Zero` or `MasterWeights`, which know the model.
+    `|p|` and `|u|` are norms of the whole weight, also if fully_shard, torch's DTensor or tensor ranks hold it in
+    parts; one exchange per step computes them for all weights. With several tensor ranks, Lamb must know which weights
+    are split: pass `model`, or wrap Lamb in `Zero` or `MasterWeights`, which know the model.
 
     Args:
         params: parameters or parameter groups, as for torch's optimizers.
