@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, RLock
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeflow import Schedule, execute_pipeline, make_schedule
 from pipeflow.huggingface import from_config, from_pretrained, save_pretrained
@@ -75,6 +77,43 @@ def test_parameters_that_stay_in_float32_do() -> None:
     assert found == {torch.float32}
     assert {parameter.dtype for parameter in skeleton.parameters()} == {torch.float16, torch.float32}
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_models_that_threads_make_at_once_leave_the_default_dtype_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread comes while the first one has another default, and waits for it."""
+    inside, waiting = Event(), Event()
+
+    class Announcing:
+        """A lock that says when the second thread comes to it."""
+
+        def __init__(self) -> None:
+            self.lock = RLock()
+
+        def __enter__(self) -> None:
+            if inside.is_set():
+                waiting.set()
+            self.lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+
+    class Slow(nn.Linear):
+        """Its constructor ends when another thread waits."""
+
+        def __init__(self, config: object) -> None:
+            super().__init__(2, 2)
+            inside.set()
+            assert waiting.wait(30)
+
+    monkeypatch.setattr("pipeflow.huggingface.skeleton._ONE_AT_A_TIME", Announcing())
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(Blueprint(Slow, None, torch.float64).skeleton)
+        assert inside.wait(30)
+        second = threads.submit(Blueprint(Slow, None, torch.float16).skeleton)
+        assert [each.result().weight.dtype for each in (first, second)] == [torch.float64, torch.float16]
+    found = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # for the tests after this one, if it fails
+    assert found is torch.float32
 
 
 LAYOUTS: dict[str, tuple[Schedule, int]] = {
