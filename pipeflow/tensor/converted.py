@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipeflow.parallel.sharding import Split
 from pipeflow.parallel.transport.group import Group
@@ -112,24 +113,27 @@ def is_linear(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=1024)
 def _computes_linear(kind: type[nn.Linear]) -> bool:
-    """Tries the forward of a class on random numbers, with a bias and without."""
+    """Tries the forward of a class on random numbers, with a bias and without. The numbers are real even while a plan
+    is made with fake tensors.
+    """
     if kind.forward is nn.Linear.forward:
         return True
     if kind.__init__ is not nn.Linear.__init__:
         return False  # it may have more parameters than a weight and a bias
     generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    for bias in (True, False):
-        probe = nn.Linear(3, 2, bias=bias, device="meta")
-        probe.weight = nn.Parameter(draw(2, 3))
-        probe.bias = nn.Parameter(draw(2)) if bias else None  # type: ignore[assignment]  # as without one
-        probe.__class__ = kind
-        try:
-            input = draw(4, 5, 3)
-            if not torch.allclose(probe(input), functional.linear(input, probe.weight, probe.bias)):
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
+    with _disable_current_modes():
+        for bias in (True, False):
+            probe = nn.Linear(3, 2, bias=bias, device="meta")
+            probe.weight = nn.Parameter(draw(2, 3))
+            probe.bias = nn.Parameter(draw(2)) if bias else None  # type: ignore[assignment]  # as without one
+            probe.__class__ = kind
+            try:
+                input = draw(4, 5, 3)
+                if not torch.allclose(probe(input), functional.linear(input, probe.weight, probe.bias)):
+                    return False
+            except Exception:  # it computes something else
                 return False
-        except Exception:  # it computes something else
-            return False
     return True
 
 
