@@ -31,6 +31,7 @@ JAMBA |= {"attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period
 RWKV = {**SIZES, "attention_hidden_size": 32, "context_length": 16, "use_cache": False}
 RELATIVE = {**POSITIONS, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 DISTILLED = {"vocab_size": WORDS, "dim": 32, "n_layers": 4, "n_heads": 4, "hidden_dim": 48, "dropout": 0.0}
+FALCON_GROUPS = {"use_cache": False, "new_decoder_architecture": True, "num_kv_heads": 2}
 XLNET = {"vocab_size": WORDS, "d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 48, "dropout": 0.0}
 FUNNEL = {"vocab_size": WORDS, "block_sizes": [2, 2], "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 48}
 FUNNEL |= {"num_decoder_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
@@ -67,6 +68,8 @@ WRITTEN: dict[str, Family] = {
     "phi3": _causal("Phi3", PADDED),
     "falcon": _causal("Falcon", {**SIZES, "use_cache": False}),
     "falcon-alibi": _causal("Falcon", {**SIZES, "use_cache": False, "alibi": True}),
+    "falcon-heads": _causal("Falcon", {**SIZES, "use_cache": False, "multi_query": False}),
+    "falcon-groups": _causal("Falcon", {**SIZES, **FALCON_GROUPS}),
     "mpt": _causal("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 4, "vocab_size": WORDS, "use_cache": False}),
     "stablelm": _causal("StableLm", GROUPED),
     "cohere": _causal("Cohere", PADDED),
@@ -78,6 +81,7 @@ WRITTEN: dict[str, Family] = {
     "nemotron": _causal("Nemotron", GROUPED),
     "gpt-neox": _causal("GPTNeoX", {**DENSE, "use_cache": False}),
     "gpt-bigcode": _causal("GPTBigCode", GPT),
+    "gpt-bigcode-heads": _causal("GPTBigCode", {**GPT, "multi_query": False}),
     "codegen": _causal("CodeGen", {**GPT, "rotary_dim": 4, "n_ctx": 32}),
     "biogpt": _causal("BioGpt", BIOGPT),
     "mamba": _causal("Mamba", STATES),

@@ -4,48 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pipeflow import Pipeline, Schedule, execute_pipeline, make_schedule
+from pipeflow import make_schedule
 from pipeflow.stages.blocks import blocks_of
 from pipeflow.stages.planner import Planner
 from pipeflow.testing import run_threads
 from tests.stages.chain import chained
+from tests.stages.compared import (
+    SPLIT,
+    each_but,
+    gradients_of,
+    require_equal,
+    require_near,
+    samples,
+    seeded,
+    step,
+    transformers,
+)
 from tests.stages.families import EVERY, HEADS, KNOWN, make
 from tests.stages.family import criterion, floats
 
-transformers = pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-HERE = [name for name, each in EVERY.items() if hasattr(transformers, each.model)]
-SPLIT = [name for name in HERE if not EVERY[name].is_alone]
-
-
-def each_but(*quick: str, among: list[str] = HERE) -> list[Any]:
-    """All families, of which the quick ones alone are not exhaustive."""
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.exhaustive]) for name in among]
-
-
-Result = tuple[float | None, dict[str, Tensor], Any]
-
-
-def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    """Those of all parameters that have one, which is taken away."""
-    found = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
-    module.zero_grad(set_to_none=True)
-    return found
-
-
-def require_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Some gradients are 0 but for rounding, so they are measured by the largest of all."""
-    largest = max(float(each.abs().max()) for each in expected.values() if each.numel())
-    for key, gradient in found.items():
-        if gradient.numel():
-            scale = max(float(expected[key].abs().max()), 1e-6 * largest)
-            assert (gradient - expected[key]).abs().max() <= tolerance * scale, key
 
 
 def in_stages(module: nn.Module, batch: dict[str, Any], cut: int, blocks: int) -> Any:
@@ -80,67 +62,6 @@ def test_every_single_cut(name: str) -> None:
         require_near(gradients, expected, tolerance)
 
 
-def seeded() -> None:
-    """Some models draw masks with NumPy."""
-    np.random.seed(0)
-    torch.manual_seed(0)
-
-
-def has_loss(name: str) -> bool:
-    """Whether the model computes one."""
-    return not {"labels", "start_positions", "return_loss", "future_values", "noise"}.isdisjoint(EVERY[name].batch())
-
-
-def step(name: str, schedule: Schedule) -> Result:
-    """A rank's loss, gradients and outputs."""
-    module, batch = make(transformers, name)
-    seeded()
-    model = Pipeline.from_module(module, schedule, batch, criterion=None if has_loss(name) else criterion)
-    output = execute_pipeline(iter([batch]), model, return_outputs=True)
-    gradients = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
-    return None if output.loss is None else output.loss.item(), gradients, output.outputs
-
-
-def plain(name: str) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of the module itself, a sample at a time, each weighed by what its mean is over: many
-    models compute their loss in float32, in which the order of a mean is seen, and that of experts is one over the
-    words of a microbatch.
-    """
-    module, batch = make(transformers, name)
-    family = EVERY[name]
-    seeded()
-    parts = [batch]
-    if not family.is_together:
-        parts = [{key: entry[sample : sample + 1] for key, entry in batch.items()} for sample in range(3)]
-    weights = [family.weight(part) for part in parts]
-    losses = [criterion(module(**part)).double() * weight for part, weight in zip(parts, weights, strict=True)]
-    loss = torch.stack(losses).sum() / sum(weights)
-    loss.backward()
-    return loss.item(), gradients_of(module)
-
-
-def require_equal(name: str, results: list[Result]) -> None:
-    """Compares what ranks found with the plain model."""
-    expected_loss, expected = plain(name)
-    found = [loss for loss, _, _ in results if loss is not None]
-    assert found
-    assert found == pytest.approx([expected_loss] * len(found), rel=1e-7)
-    for _, gradients, _ in results:
-        require_near(gradients, expected, EVERY[name].tolerance)
-    assert set().union(*(gradients for _, gradients, _ in results)) == set(expected)
-    logits = [output["logits"] for _, _, output in results if output is not None and "logits" in output]
-    if logits and not EVERY[name].is_together:
-        module, batch = make(transformers, name)
-        plain_logits = torch.cat([module(**{k: each[i : i + 1] for k, each in batch.items()}).logits for i in range(3)])
-        for each in logits:
-            assert torch.allclose(each, plain_logits, rtol=EVERY[name].tolerance, atol=EVERY[name].tolerance)
-
-
-def samples(name: str) -> int:
-    """Into how many microbatches a family's batch may be split."""
-    return 1 if EVERY[name].is_together else 3
-
-
 @pytest.mark.parametrize("name", each_but("llama", "bert", "t5", "mixtral", among=SPLIT))
 def test_a_block_for_each_stage(name: str) -> None:
     blocks = blocks_in(name)
@@ -164,6 +85,5 @@ PAIRS = [
 def test_schedules(name: str, schedule: str) -> None:
     if blocks_in(name) < 4:
         pytest.skip("fewer blocks than stages")
-    microbatches = 3 if not EVERY[name].is_together else 1
-    made = make_schedule(schedule, ranks=2, microbatches=microbatches)
+    made = make_schedule(schedule, ranks=2, microbatches=samples(name))
     require_equal(name, run_threads(step, 2, name, made, deadline=200.0))

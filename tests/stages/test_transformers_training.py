@@ -11,15 +11,9 @@ from torch import Tensor, nn
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
 from pipeflow.stages.planner import Planner
 from pipeflow.testing import run_threads
+from tests.stages.compared import gradients_of, plain, require_near, seeded, transformers
 from tests.stages.families import EVERY, make
-from tests.stages.test_transformers import (
-    gradients_of,
-    in_stages,
-    plain,
-    require_near,
-    seeded,
-    transformers,
-)
+from tests.stages.test_transformers import in_stages
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.parallel.context import current_context
+from pipeflow.parallel.sharding import splits_of
 from pipeflow.parallel.transport.group import Group
 from pipeflow.parallel.transport.work import Work
 from pipeflow.tensor.division import cut
@@ -118,3 +119,16 @@ def mine(whole: Tensor, dim: int = -1) -> Tensor:
     """This rank's piece of `whole`."""
     group = current_context().tensor
     return whole.chunk(group.size, dim)[group.rank].contiguous()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of this rank's gradients by name, put together where tensor ranks have parts of them."""
+    context, splits, found = current_context(), splits_of(module), {}
+    for name, parameter in module.named_parameters():
+        if (gradient := parameter.grad) is not None:
+            if (split := splits.get(id(parameter))) is not None:
+                parts = gradient.new_empty(context.tensor_size * gradient.shape[0], *gradient.shape[1:])
+                context.tensor.all_gather(parts, gradient.contiguous()).wait()
+                gradient = split.joined(parts.chunk(context.tensor_size))
+            found[name] = gradient.clone()
+    return found

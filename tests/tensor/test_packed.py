@@ -20,8 +20,9 @@ from pipeflow.tensor.converted import is_linear
 from pipeflow.testing import RankError, run_processes, run_threads
 from tests.tensor import small
 from tests.tensor.packed import INNER, adapted, make
+from tests.tensor.ranks import gradients
 from tests.tensor.small import HEADS, WIDTH, LanguageModel, batch
-from tests.tensor.test_rules import by_hand, gradients, plain, require_equal
+from tests.tensor.test_rules import by_hand, plain, require_equal
 
 TWO = make_schedule("1f1b", ranks=2, microbatches=2)
 

@@ -27,23 +27,11 @@ from pipeflow.parallel.sharding import partial_in, splits_of
 from pipeflow.tensor import DEFAULT_RULES, Rule, shard
 from pipeflow.tensor.division import cut
 from pipeflow.testing import RankError, run_threads
+from tests.tensor.ranks import gradients
 from tests.tensor.small import HEADS, MODELS, WIDTH, PackedAttention, attention, batch, make
 
 Named = dict[str, Tensor]
 ONE = make_schedule("1f1b", ranks=1, microbatches=2)
-
-
-def gradients(module: nn.Module) -> Named:
-    """By name, and whole."""
-    context, splits, found = current_context(), splits_of(module), {}
-    for name, parameter in module.named_parameters():
-        if (gradient := parameter.grad) is not None:
-            if (split := splits.get(id(parameter))) is not None:
-                parts = gradient.new_empty(context.tensor_size * gradient.shape[0], *gradient.shape[1:])
-                context.tensor.all_gather(parts, gradient.contiguous()).wait()
-                gradient = split.joined(parts.chunk(context.tensor_size))
-            found[name] = gradient.clone()
-    return found
 
 
 def plain(module: nn.Module) -> tuple[float, Named]:
