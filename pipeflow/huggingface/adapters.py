@@ -16,6 +16,16 @@ from pipeflow.checkpoint.tensor_files import Output, TensorFiles, write_together
 from pipeflow.runtime.pipeline import Pipeline
 
 _PARTS = ".adapters-in-parts"
+LOADED = (
+    "load adapters with peft.PeftModel.from_pretrained(module, folder, is_trainable=True), then call "
+    "pipeflow.Pipeline.from_module"
+)
+"""What to do with a folder of adapters, for errors."""
+
+
+def has_adapters(folder: Path) -> bool:
+    """Returns True if peft saved adapters in a folder."""
+    return (folder / "adapter_config.json").is_file()
 
 
 def is_adapted(root: object) -> bool:

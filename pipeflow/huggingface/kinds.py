@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeflow.core.errors import UsageError
+from pipeflow.huggingface.adapters import LOADED, has_adapters
 from pipeflow.huggingface.library import library
 
 Kind = type | str | None
@@ -66,6 +67,8 @@ def read_config(folder: Path, kind: Kind) -> Any:
             f"{folder} is not a folder: pass one written by save_pretrained, or downloaded from a hub, as by "
             "huggingface_hub.snapshot_download"
         )
+    if has_adapters(folder) and not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} has adapters of peft, without the model that they adapt: {LOADED}")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json: pass the folder of a transformers model")
     reader = getattr(kind, "config_class", None) or transformers.AutoConfig

@@ -16,6 +16,7 @@ from torch import Tensor
 from pipeflow.checkpoint.load import load_checkpoint
 from pipeflow.checkpoint.save import save_checkpoint
 from pipeflow.core.errors import UsageError
+from pipeflow.huggingface.adapters import LOADED, has_adapters
 from pipeflow.huggingface.library import library
 from pipeflow.huggingface.saving import save_pretrained
 from pipeflow.huggingface.trainer_accelerator import Accelerator, World
@@ -243,9 +244,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
     def _state_in(self, checkpoint: str) -> Path:
         path = Path(checkpoint, STATE)
         if not path.exists():
+            made = "make the Pipeline with pipeflow.huggingface.from_pretrained(folder)"
             raise UsageError(
-                f"{checkpoint} has no folder {STATE!r}, perhaps because of save_only_model=True: make the Pipeline "
-                "with pipeflow.huggingface.from_pretrained(folder), and train without resume_from_checkpoint"
+                f"{checkpoint} has no folder {STATE!r}, perhaps because of save_only_model=True: "
+                f"{LOADED if has_adapters(Path(checkpoint)) else made}, and train without resume_from_checkpoint"
             )
         return path
 

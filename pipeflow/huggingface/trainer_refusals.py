@@ -58,6 +58,11 @@ def require_libraries() -> None:
 
 def require_pipeline(model: object) -> Pipeline:
     """`model`, a Pipeline of a cut module. Raises UsageError for anything else."""
+    if hasattr(model, "peft_config"):
+        raise UsageError(
+            "peft was applied to the Pipeline: call peft.get_peft_model(module, config) first, and then "
+            "pipeflow.Pipeline.from_module(module, schedule, example)"
+        )
     if not isinstance(model, Pipeline):
         raise UsageError(
             f"Trainer takes a pipeflow.Pipeline, got {type(model).__name__}: make one with "
