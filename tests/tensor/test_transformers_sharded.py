@@ -46,7 +46,8 @@ IN_FLOAT32 = {
 """What a model computes in float32 from a sum over ranks: that rounds otherwise in float64, so this may in float32."""
 REFUSED = {
     **dict.fromkeys(
-        ("swin", "swinv2", "swin-painter"), r"number of heads of .*layers\.0.* is 2, .* choose a tensor size of 1, 2$"
+        ("swin", "swinv2", "swin-painter", "vit-mae", "segformer", "mobilevit", "patchtst"),
+        r"number of heads of \S+ is 2, .* choose a tensor size of 1, 2$",
     ),
     "falcon-groups": r"query_key_value is 2, .* choose a tensor size of 1, 2$",
 }
