@@ -29,6 +29,7 @@ NAMES = (
     "planning_llama",
     "unmodified",
     "planner",
+    "replan",
 )
 
 

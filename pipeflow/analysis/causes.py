@@ -7,6 +7,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
@@ -81,6 +82,20 @@ def waits(timeline: Timeline) -> list[float]:
         and sent[0].rank != span.rank
         and sent[0].end > (0.0 if previous is None else previous.end)
     ]
+
+
+def pauses(timeline: Timeline, latency: float) -> dict[Kind, list[float]]:
+    """Per kind of computation, the times between the end of a computation and the start of the next one on the same
+    rank, where all that this needs was there: made on its own rank, or elsewhere at least a `latency` before.
+    """
+    run = _Run(timeline)
+    found: dict[Kind, list[float]] = defaultdict(list)
+    for row in run.streams[Stream.COMPUTE]:
+        for previous, span in pairwise(row):
+            sent = run.sent(span)
+            if previous.partner is None and (sent is None or sent[0].end + latency <= previous.end):
+                found[span.action.kind].append(span.start - previous.end)
+    return found
 
 
 Sent = tuple[Span, Value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean, median
 
-from pipeflow.analysis.causes import waits
+from pipeflow.analysis.causes import pauses, waits
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import DATAFLOW
@@ -12,8 +12,9 @@ from pipeflow.core.timeline import Timeline
 
 
 def measured_costs(timeline: Timeline) -> CostModel:
-    """The costs that a timeline shows. The time of an action is the mean over the actions of its kind and stage. The
-    latency is the median time that an idle rank waited for a value after it was made. The time of a whole backward is
+    """The costs that a timeline shows. The time of an action is the mean over the actions of its kind and stage, plus
+    what its rank takes before it although nothing is missing, which is the engine's own work. The latency is the median
+    time that an idle rank waited for a value after it was made. The time of a whole backward is
     divided between its halves in the proportion of the backwards that ran in halves, or equally if there are none. Of
     the ranks that reduce a stage together, the last one to start waits least, so its time is the cost of the reduction.
     """
@@ -21,8 +22,12 @@ def measured_costs(timeline: Timeline) -> CostModel:
     for span in timeline:
         times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
 
+    latency = median(waits(timeline) or [0.0])
+    between = {kind: fmean(gaps) for kind, gaps in pauses(timeline, latency).items()}
+
     def mean(kind: Kind, stage: int) -> float:
-        return fmean(times.get((kind, stage), [0.0]))
+        found = times.get((kind, stage))
+        return fmean(found) + between.get(kind, 0.0) if found else 0.0
 
     def halves(stage: int) -> tuple[float, float]:
         """The times of the two halves of the mean backward on `stage`."""
@@ -40,7 +45,7 @@ def measured_costs(timeline: Timeline) -> CostModel:
         forward=tuple(mean(Kind.F, stage) for stage in stages),
         backward_input=backward_input,
         backward_weight=backward_weight,
-        latency=median(waits(timeline) or [0.0]),
+        latency=latency,
         reduce=tuple(min(times.get((Kind.R, stage), [0.0])) for stage in stages) if reduces else (),
         times={kind: tuple(mean(kind, stage) for stage in stages) for kind in further},
     )

@@ -92,6 +92,32 @@ def test_measured_costs_of_a_backward_are_those_of_whole_ones_and_of_halves() ->
     assert [cost.duration(kind, 0) for kind in (Kind.I, Kind.W, Kind.B)] == [1.25, 3.75, 5]
 
 
+def test_measured_costs_count_the_pauses_between_computations_that_waited_for_nothing() -> None:
+    """Rank 1 pauses before 1B0 and 1B1, for which all is there; rank 0 waits for 1B0 and 1B1, which is no pause."""
+    placement, rows = Placement.linear(2), []
+    for rank, times in enumerate(
+        (
+            {"0F0": (0, 2), "0F1": (2.5, 4.5), "0B0": (9, 12), "0B1": (15, 18)},
+            {"1F0": (3, 5), "1B0": (5.25, 8), "1F1": (8.5, 10.5), "1B1": (10.75, 13.5)},
+        )
+    ):
+        rows.append(tuple(Span(Action.parse(text), rank, start, end) for text, (start, end) in times.items()))
+    cost = measured_costs(Timeline("by hand", placement, tuple(rows)))
+    assert cost.latency == 1
+    assert cost.forward == (2 + 0.5, 2 + 0.5)
+    assert [cost.duration(Kind.B, stage) for stage in range(2)] == [3 + 0.25, 2.75 + 0.25]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "dualpipe-v", "hanayo"])
+def test_a_plan_has_no_pauses(name: str) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=6)
+    stages = schedule.placement.num_stages
+    even = CostModel((2.0,) * stages, (2.0,) * stages, (2.0,) * stages, latency=0.5)
+    again = measured_costs(simulate(schedule, even))
+    assert again.forward == pytest.approx(even.forward)
+    assert again.backward_input == pytest.approx(even.backward_input)
+
+
 def test_a_reduction_is_free_unless_it_has_a_cost() -> None:
     assert CostModel.even(Placement.linear(2)).duration(Kind.R, 1) == 0
     assert CostModel.even(Placement.looped(2, 4), reduce=6).reduce == (1.5,) * 8
