@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "schedules": {"core", "orders"},
     "planning": {"core", "analysis", "orders", "schedules"},
     "draw": {"core", "analysis", "rich"},
-    "cli": {"pipeflow", "rich", "shtab", *PLANS},
+    "cli": {"pipeflow", "rich", "shtab", "calibration", *PLANS},
     "__main__": {"cli"},
     "parallel": {"core", "torch"},
     "deferral": {"core", "torch"},
@@ -52,6 +52,7 @@ LAYERS: dict[str, set[str]] = {
         "wandb",
         "mlflow",
     },
+    "calibration": {"core", "planning", "parallel", "runtime", "torch", "numpy"},
     "models": {"core", "planning", "parallel", "tensor", "runtime", "torch"},
     "huggingface": {
         "core",

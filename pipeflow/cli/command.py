@@ -25,6 +25,7 @@ examples:
   pipeflow diff 1f1b zb-h1
   pipeflow diff 1f1b measured.json --unit ms --factor 1000
   pipeflow plan gpt3-175b --pipeline 8 --tensor 8 --microbatches 64
+  pipeflow calibrate --output cluster.json
   pipeflow verify mine.csv
 """
 
@@ -77,7 +78,7 @@ class Command(Protocol):
         """Adds the subcommand and its options."""
 
 
-NAMES = ("list", "draw", "simulate", "compare", "diff", "plan", "verify", "export", "completion")
+NAMES = ("list", "draw", "simulate", "compare", "diff", "plan", "calibrate", "verify", "export", "completion")
 
 
 def _command(name: str) -> Command:  # loads only the module of one command, so that it starts fast
@@ -106,6 +107,10 @@ def _command(name: str) -> Command:  # loads only the module of one command, so 
             from pipeflow.cli import plan
 
             return plan
+        case "calibrate":
+            from pipeflow.cli import calibrate
+
+            return calibrate
         case "verify":
             from pipeflow.cli import verify
 

@@ -1,0 +1,216 @@
+"""Computing: the times of products, of attention, of elementwise operations and of whole layers. Must not contain:
+communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeflow.calibration.machine import DTYPES, products_in
+from pipeflow.calibration.measured import AttentionTime, LayerTime, MovedTime, ProductTime
+from pipeflow.calibration.stopwatch import Stopwatch
+from pipeflow.planning.setup import PRECISIONS, Precision, Setup
+from pipeflow.planning.transformer import GPT
+from pipeflow.planning.work import Product, layer_work
+
+ROWS = (32, 128, 512, 2048, 8192)
+DIMENSIONS = (128, 512, 2048, 8192)
+NARROW = 4  # the dimensions of a weight differ by at most this factor, as in a transformer
+PRODUCTS = tuple(
+    sorted(
+        (
+            Product(rows, columns, depth)
+            for rows, columns, depth in product(ROWS, DIMENSIONS, DIMENSIONS)
+            if max(columns, depth) <= NARROW * min(columns, depth)
+        ),
+        key=lambda each: each.flops,
+    )
+)
+MOVED = (2**24, 2**26, 2**27)  # bytes of a tensor: more than caches hold
+ATTENTIONS = ((128, 256), (256, 512), (512, 512), (512, 1024), (1024, 2048), (2048, 4096))  # hidden size, tokens
+HEAD = 64  # width of a head
+LAYERS = ((128, 128), (256, 256), (256, 1024), (512, 512), (1024, 2048), (4096, 2048))  # hidden size, tokens
+TINY = (HEAD, 8)  # of a layer in which computing takes no time beside launching
+COLD = 2**26  # bytes of operands that take turns, so that caches do not hold them, as they do not in training
+WIDE = 4  # times the hidden size
+ELEMENTWISE_PASSES = 2 * (2 + 3) + 2 * WIDE  # two norms and sums with a residual, and a GELU
+
+
+class Sized(NamedTuple):
+    """The sizes of a layer of which one sequence is computed."""
+
+    model: GPT
+    setup: Setup
+
+    @classmethod
+    def of(cls, hidden: int, tokens: int, precision: str) -> Sized:
+        """A layer of a GPT with heads of width HEAD, in a precision of products."""
+        model = GPT(1, hidden, hidden // HEAD, positions=tokens, dropout=False)
+        return cls(model, Setup(precision=_kept(precision)))
+
+
+def _kept(precision: str) -> Precision:
+    """What is kept where products are computed in `precision`."""
+    return PRECISIONS["float32" if precision == "tf32" else precision]
+
+
+def products(
+    watch: Stopwatch, precisions: Sequence[str], budget: float, sizes: Sequence[Product] = PRODUCTS
+) -> Iterator[ProductTime]:
+    """Yields times of products, of growing `sizes`, in each precision, as long as they are short enough to be measured
+    in `budget` seconds. Each time is that of a product of a forward and of the two of its backward.
+    """
+    each = budget / (len(sizes) * len(precisions))
+    for precision in precisions:
+        with products_in(precision) as dtype:
+            rate = 0.0  # FLOP/s, of the last size
+            for size in sizes:
+                if rate and 3 * size.flops / rate > each:
+                    continue
+                seconds = watch.seconds(_Products(size, dtype, watch.context.device), each) / 3
+                rate = size.flops / seconds
+                yield ProductTime(precision, size, seconds)
+
+
+class _Products:
+    """The product of a forward with weights, and those of its backward."""
+
+    def __init__(self, size: Product, dtype: torch.dtype, device: torch.device) -> None:
+        rows, columns, depth = int(size.rows), int(size.columns), int(size.depth)
+        numbers = rows * depth + columns * depth + rows * columns
+        self._turns = count()
+        self._operands = [
+            tuple(torch.rand(shape, dtype=dtype, device=device) for shape in shapes)
+            for shapes in [((rows, depth), (columns, depth), (rows, columns))] * _copies(numbers * dtype.itemsize)
+        ]
+
+    def __call__(self) -> None:
+        taken, weight, gradient = self._operands[next(self._turns) % len(self._operands)]
+        taken @ weight.t()
+        gradient @ weight
+        gradient.t() @ taken
+
+
+def _copies(size: int) -> int:
+    return max(1, min(64, COLD // size))
+
+
+def moved(watch: Stopwatch, precision: str, budget: float, sizes: Sequence[int] = MOVED) -> Iterator[MovedTime]:
+    """Yields times in which memory is copied, and those of a layer's elementwise operations, forward and backward, on
+    tensors of `sizes` bytes.
+    """
+    device, dtype = watch.context.device, DTYPES[precision]
+    each = budget / (2 * len(sizes))
+    for size in sizes:
+        source = torch.rand(size // dtype.itemsize, dtype=dtype, device=device)
+        target = torch.empty_like(source)
+        yield MovedTime(
+            "copy", 2 * size, watch.seconds(lambda source=source, target=target: target.copy_(source), each)
+        )
+        taken = size // WIDE // dtype.itemsize
+        elementwise = _Elementwise(taken, dtype, device)
+        passes = ELEMENTWISE_PASSES * taken * dtype.itemsize
+        yield MovedTime("layer", passes, watch.seconds(elementwise, each) / 3)
+
+
+class _Elementwise:
+    """The forward and the backward of a layer's elementwise operations."""
+
+    def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device, hidden: int = 1024) -> None:
+        shape = (numbers // hidden, hidden)
+        self._taken = torch.rand(shape, dtype=dtype, device=device, requires_grad=True)
+        self._wide = torch.rand((shape[0], WIDE * hidden), dtype=dtype, device=device, requires_grad=True)
+        self._norms = [nn.LayerNorm(hidden, dtype=dtype, device=device) for _ in range(2)]
+        self._gradients = (torch.rand_like(self._taken), torch.rand_like(self._wide))
+
+    def __call__(self) -> None:
+        whole: Tensor = self._taken
+        for norm in self._norms:
+            whole = whole + norm(whole)
+        torch.autograd.grad((whole, functional.gelu(self._wide)), (self._taken, self._wide), self._gradients)
+
+
+def attention(
+    watch: Stopwatch, precision: str, budget: float, sizes: Sequence[tuple[int, int]] = ATTENTIONS
+) -> Iterator[AttentionTime]:
+    """Yields times of causal attention without its linears, forward and backward, for layers of `sizes` (hidden size,
+    tokens) that are short enough to be measured in `budget` seconds.
+    """
+    each, rate = budget / len(sizes), 0.0
+    for hidden, tokens in sizes:
+        flops = layer_work(*Sized.of(hidden, tokens, precision)).attention_flops
+        if rate and 3 * flops / rate > each:
+            continue
+        shape = (1, hidden // HEAD, tokens, HEAD)
+        operands = [
+            torch.rand(shape, dtype=DTYPES[precision], device=watch.context.device, requires_grad=True)
+            for _ in range(3)
+        ]
+        seconds = watch.seconds(lambda operands=operands: _attend(operands), each) / 3
+        rate = flops / seconds
+        yield AttentionTime(flops, seconds)
+
+
+def _attend(operands: Sequence[Tensor]) -> None:
+    query, key, value = operands
+    seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.autograd.grad(seen, (query, key, value), seen.detach())
+
+
+def layers(
+    watch: Stopwatch, precision: str, budget: float, sizes: Sequence[tuple[int, int]] = LAYERS
+) -> Iterator[LayerTime]:
+    """Yields times of the forward and of the backward of layers of `sizes` (hidden size, tokens) that are short enough
+    to be measured in `budget` seconds.
+    """
+    each, rate = budget / (2 * len(sizes)), 0.0
+    for hidden, tokens in sizes:
+        sized = Sized.of(hidden, tokens, precision)
+        flops = 2 * sum(product.flops for product in layer_work(*sized).products)
+        if rate and flops / rate > each:
+            continue
+        layer = _Layer(hidden, tokens, precision, watch.context.device)
+        forward, backward = watch.seconds(layer.forward, each), watch.seconds(layer.backward, each)
+        rate = flops / backward
+        yield LayerTime(*sized, forward, backward)
+
+
+def launches(watch: Stopwatch, precision: str, budget: float) -> tuple[float, float]:
+    """The seconds in which the host launches the forward and the backward of one layer, measured on a tiny one."""
+    layer = _Layer(*TINY, precision, watch.context.device)
+    return watch.launch_seconds(layer.forward, budget / 2), watch.launch_seconds(layer.backward, budget / 2)
+
+
+class _Layer:
+    """One layer of a GPT, of which forward and backward are called separately."""
+
+    def __init__(self, hidden: int, tokens: int, precision: str, device: torch.device) -> None:
+        dtype = DTYPES[precision]
+        self._layer = nn.TransformerEncoderLayer(
+            hidden,
+            max(1, hidden // HEAD),
+            WIDE * hidden,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+            device=device,
+            dtype=dtype,
+        )
+        self._mask = nn.Transformer.generate_square_subsequent_mask(tokens, device=device, dtype=dtype)
+        self._taken = torch.rand(1, tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+        self.forward()
+
+    def forward(self) -> None:
+        """Computes the output, and keeps what its backward needs."""
+        self._output = self._layer(self._taken, self._mask, is_causal=True)
+
+    def backward(self) -> None:
+        """Adds up the gradients of the weights, as the backward of each microbatch does."""
+        self._output.backward(self._output.detach(), retain_graph=True)

@@ -1,0 +1,63 @@
+"""Errors: how well a cluster's cost model gives back the times that were measured. Must not contain: the fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+from typing import NamedTuple
+
+from pipeflow.calibration.measured import Measured
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.rates import Rates
+from pipeflow.planning.work import layer_work
+
+
+class Pair(NamedTuple):
+    """A predicted and a measured time of one kind, in seconds."""
+
+    kind: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """As a share of the measured time."""
+        return abs(self.predicted / self.measured - 1)
+
+
+def pairs(measured: Measured, cluster: Cluster) -> Iterator[Pair]:
+    """Yields every measured time beside what the cost model says under `cluster`."""
+    known = Efficiency.of(cluster.efficiency)
+    rates = Rates(cluster, known, measured.precision)
+    for each in measured.products:
+        seconds = Rates(cluster, known, each.precision).product(each.product)
+        yield Pair(f"products in {each.precision}", seconds, each.seconds)
+    for moving in measured.moved:
+        if moving.of == "layer":
+            yield Pair("elementwise", rates.moving(moving.count), moving.seconds)
+    for attended in measured.attention:
+        yield Pair("attention", attended.flops / (rates.peak * known.attention), attended.seconds)
+    for layer in measured.layers:
+        computed = rates.seconds(layer_work(layer.model, layer.setup))
+        yield Pair("layers, forward", max(computed.forward, known.forward_launch), layer.forward)
+        yield Pair("layers, backward", max(computed.backward, known.backward_launch), layer.backward)
+    for summed in measured.sums:
+        crosses = summed.group.ranks > summed.group.in_node
+        predict = rates.gradient_sum if summed.of == "gradient" else rates.tensor_sum
+        kind = {"tensor": "sums", "gradient": "gradient sums"}[summed.of] + " between nodes" * crosses
+        yield Pair(kind, predict(summed.group, summed.count), summed.seconds)
+    near = cluster.link_bandwidth * known.transfer
+    for sent in measured.transfers:
+        bandwidth = min(cluster.network_bandwidth * known.network, near) if sent.crosses else near
+        latency = cluster.network_latency if sent.crosses else cluster.link_latency
+        seconds = known.transfer_start + latency + sent.count / bandwidth
+        yield Pair("transfers" + " between nodes" * sent.crosses, seconds, sent.seconds)
+
+
+def mean_errors(measured: Measured, cluster: Cluster) -> dict[str, tuple[float, int]]:
+    """Per kind, the mean error as a share of the measured times, and how many there are."""
+    errors: dict[str, list[float]] = {}
+    for pair in pairs(measured, cluster):
+        errors.setdefault(pair.kind, []).append(pair.error)
+    return {kind: (fmean(each), len(each)) for kind, each in errors.items()}

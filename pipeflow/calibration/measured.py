@@ -1,0 +1,95 @@
+"""Measured: the times that are measured on a machine, as values. Must not contain: how they are measured, or how a
+cluster is fitted to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pipeflow.planning.rates import Group
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.transformer import GPT
+from pipeflow.planning.work import Product
+
+
+class ProductTime(NamedTuple):
+    """Seconds of one product, averaged over that of a forward and the two of its backward."""
+
+    precision: str
+    product: Product
+    seconds: float
+
+
+class MovedTime(NamedTuple):
+    """Seconds in which `count` bytes of memory are read and written: by a "copy", or by the elementwise operations of a
+    "layer".
+    """
+
+    of: Literal["copy", "layer"]
+    count: float
+    seconds: float
+
+
+class AttentionTime(NamedTuple):
+    """Seconds of attention's products, a third of what forward and backward take together."""
+
+    flops: float
+    seconds: float
+
+
+class LayerTime(NamedTuple):
+    """Seconds of the forward and of the backward of one layer of a model."""
+
+    model: GPT
+    setup: Setup
+    forward: float
+    backward: float
+
+
+class SumTime(NamedTuple):
+    """Seconds in which a group sums `count` bytes: as a tensor-parallel layer does ("tensor"), or as gradients are
+    reduced ("gradient").
+    """
+
+    of: Literal["tensor", "gradient"]
+    group: Group
+    count: float
+    seconds: float
+
+
+class TransferTime(NamedTuple):
+    """Seconds of a transfer of `count` bytes between two ranks, which lie in different nodes if it `crosses`."""
+
+    crosses: bool
+    count: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All that is measured on a machine. Times are means over the ranks, which measure at once.
+
+    Attributes:
+        device: name of the device of a rank.
+        memory_bytes: memory of one device.
+        devices_per_node: ranks in each node.
+        precision: the one that layers are measured in, whose products are fitted.
+        products, moved, attention, layers, sums, transfers: times at several sizes.
+        forward_launch, backward_launch: seconds in which the host launches the forward and the backward of one layer.
+        sync: seconds in which the host launches a collective, per other rank of its group.
+    """
+
+    device: str
+    memory_bytes: float
+    devices_per_node: int
+    precision: str
+    products: tuple[ProductTime, ...]
+    moved: tuple[MovedTime, ...]
+    attention: tuple[AttentionTime, ...]
+    layers: tuple[LayerTime, ...]
+    sums: tuple[SumTime, ...]
+    transfers: tuple[TransferTime, ...]
+    forward_launch: float
+    backward_launch: float
+    sync: float
