@@ -5,6 +5,7 @@ communication.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count, product
 from typing import NamedTuple
 
@@ -32,12 +33,14 @@ PRODUCTS = tuple(
         key=lambda each: each.flops,
     )
 )
+OTHERS = 3  # in other precisions than the first, one of so many sizes is measured
 MOVED = (2**24, 2**26, 2**27)  # bytes of a tensor: more than caches hold
 ATTENTIONS = ((128, 256), (256, 512), (512, 512), (512, 1024), (1024, 2048), (2048, 4096))  # hidden size, tokens
 HEAD = 64  # width of a head
 LAYERS = ((128, 128), (256, 256), (256, 1024), (512, 512), (1024, 2048), (4096, 2048))  # hidden size, tokens
 TINY = (HEAD, 8)  # of a layer in which computing takes no time beside launching
 COLD = 2**26  # bytes of operands that take turns, so that caches do not hold them, as they do not in training
+MOST_LAYERS = 8  # that take turns
 WIDE = 4  # times the hidden size
 ELEMENTWISE_PASSES = 2 * (2 + 3) + 2 * WIDE  # two norms and sums with a residual, and a GELU
 
@@ -63,14 +66,16 @@ def _kept(precision: str) -> Precision:
 def products(
     watch: Stopwatch, precisions: Sequence[str], budget: float, sizes: Sequence[Product] = PRODUCTS
 ) -> Iterator[ProductTime]:
-    """Yields times of products, of growing `sizes`, in each precision, as long as they are short enough to be measured
-    in `budget` seconds. Each time is that of a product of a forward and of the two of its backward.
+    """Yields times of products, of growing `sizes` in the first precision and of some of them in others, as long
+    as they are short enough to be measured in `budget` seconds. Each time is the mean of a product in a forward and of
+    the two in its backward.
     """
-    each = budget / (len(sizes) * len(precisions))
+    chosen = {name: sizes[:: 1 if index == 0 else OTHERS] for index, name in enumerate(precisions)}
+    each = budget / sum(map(len, chosen.values()))
     for precision in precisions:
         with products_in(precision) as dtype:
             rate = 0.0  # FLOP/s, of the last size
-            for size in sizes:
+            for size in chosen[precision]:
                 if rate and 3 * size.flops / rate > each:
                     continue
                 seconds = watch.seconds(_Products(size, dtype, watch.context.device), each) / 3
@@ -103,20 +108,20 @@ def _copies(size: int) -> int:
 
 def moved(watch: Stopwatch, precision: str, budget: float, sizes: Sequence[int] = MOVED) -> Iterator[MovedTime]:
     """Yields times in which memory is copied, and those of a layer's elementwise operations, forward and backward, on
-    tensors of `sizes` bytes.
+    tensors of growing `sizes` in bytes that are short enough to be measured in `budget` seconds.
     """
     device, dtype = watch.context.device, DTYPES[precision]
-    each = budget / (2 * len(sizes))
+    each, rate = budget / (2 * len(sizes)), 0.0
     for size in sizes:
-        source = torch.rand(size // dtype.itemsize, dtype=dtype, device=device)
-        target = torch.empty_like(source)
-        yield MovedTime(
-            "copy", 2 * size, watch.seconds(lambda source=source, target=target: target.copy_(source), each)
-        )
         taken = size // WIDE // dtype.itemsize
-        elementwise = _Elementwise(taken, dtype, device)
         passes = ELEMENTWISE_PASSES * taken * dtype.itemsize
-        yield MovedTime("layer", passes, watch.seconds(elementwise, each) / 3)
+        if rate and 3 * passes / rate > each:
+            continue
+        source = torch.rand(size // dtype.itemsize, dtype=dtype, device=device)
+        yield MovedTime("copy", 2 * size, watch.seconds(partial(torch.empty_like(source).copy_, source), each))
+        seconds = watch.seconds(_Elementwise(taken, dtype, device), each) / 3
+        rate = passes / seconds
+        yield MovedTime("layer", passes, seconds)
 
 
 class _Elementwise:
@@ -152,7 +157,7 @@ def attention(
             torch.rand(shape, dtype=DTYPES[precision], device=watch.context.device, requires_grad=True)
             for _ in range(3)
         ]
-        seconds = watch.seconds(lambda operands=operands: _attend(operands), each) / 3
+        seconds = watch.seconds(partial(_attend, operands), each) / 3
         rate = flops / seconds
         yield AttentionTime(flops, seconds)
 
@@ -175,7 +180,7 @@ def layers(
         flops = 2 * sum(product.flops for product in layer_work(*sized).products)
         if rate and flops / rate > each:
             continue
-        layer = _Layer(hidden, tokens, precision, watch.context.device)
+        layer = _Layers(hidden, tokens, precision, watch.context.device)
         forward, backward = watch.seconds(layer.forward, each), watch.seconds(layer.backward, each)
         rate = flops / backward
         yield LayerTime(*sized, forward, backward)
@@ -183,34 +188,44 @@ def layers(
 
 def launches(watch: Stopwatch, precision: str, budget: float) -> tuple[float, float]:
     """The seconds in which the host launches the forward and the backward of one layer, measured on a tiny one."""
-    layer = _Layer(*TINY, precision, watch.context.device)
+    layer = _Layers(*TINY, precision, watch.context.device)
     return watch.launch_seconds(layer.forward, budget / 2), watch.launch_seconds(layer.backward, budget / 2)
 
 
-class _Layer:
-    """One layer of a GPT, of which forward and backward are called separately."""
+class _Layers:
+    """Layers of a GPT that take turns, of which forward and backward are called separately."""
 
     def __init__(self, hidden: int, tokens: int, precision: str, device: torch.device) -> None:
         dtype = DTYPES[precision]
-        self._layer = nn.TransformerEncoderLayer(
-            hidden,
-            max(1, hidden // HEAD),
-            WIDE * hidden,
-            dropout=0.0,
-            activation="gelu",
-            batch_first=True,
-            norm_first=True,
-            device=device,
-            dtype=dtype,
-        )
+        self._layers = [
+            nn.TransformerEncoderLayer(
+                hidden,
+                max(1, hidden // HEAD),
+                WIDE * hidden,
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+                device=device,
+                dtype=dtype,
+            )
+            for _ in range(min(MOST_LAYERS, _copies(12 * hidden**2 * dtype.itemsize)))
+        ]
         self._mask = nn.Transformer.generate_square_subsequent_mask(tokens, device=device, dtype=dtype)
         self._taken = torch.rand(1, tokens, hidden, device=device, dtype=dtype, requires_grad=True)
-        self.forward()
+        self._outputs = [self._computed(layer) for layer in self._layers]
+        self._turns = count()
 
     def forward(self) -> None:
-        """Computes the output, and keeps what its backward needs."""
-        self._output = self._layer(self._taken, self._mask, is_causal=True)
+        """Computes the output of a layer, and keeps what its backward needs."""
+        turn = next(self._turns) % len(self._layers)
+        self._outputs[turn] = self._computed(self._layers[turn])
 
     def backward(self) -> None:
-        """Adds up the gradients of the weights, as the backward of each microbatch does."""
-        self._output.backward(self._output.detach(), retain_graph=True)
+        """Adds up the gradients of a layer's weights, as the backward of each microbatch does."""
+        output = self._outputs[next(self._turns) % len(self._layers)]
+        output.backward(output.detach(), retain_graph=True)
+
+    def _computed(self, layer: nn.Module) -> Tensor:
+        output: Tensor = layer(self._taken, self._mask, is_causal=True)
+        return output

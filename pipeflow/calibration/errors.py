@@ -35,7 +35,7 @@ def pairs(measured: Measured, cluster: Cluster) -> Iterator[Pair]:
         yield Pair(f"products in {each.precision}", seconds, each.seconds)
     for moving in measured.moved:
         if moving.of == "layer":
-            yield Pair("elementwise", rates.moving(moving.count), moving.seconds)
+            yield Pair("elementwise", rates.moving(moving.size), moving.seconds)
     for attended in measured.attention:
         yield Pair("attention", attended.flops / (rates.peak * known.attention), attended.seconds)
     for layer in measured.layers:
@@ -46,12 +46,12 @@ def pairs(measured: Measured, cluster: Cluster) -> Iterator[Pair]:
         crosses = summed.group.ranks > summed.group.in_node
         predict = rates.gradient_sum if summed.of == "gradient" else rates.tensor_sum
         kind = {"tensor": "sums", "gradient": "gradient sums"}[summed.of] + " between nodes" * crosses
-        yield Pair(kind, predict(summed.group, summed.count), summed.seconds)
+        yield Pair(kind, predict(summed.group, summed.size), summed.seconds)
     near = cluster.link_bandwidth * known.transfer
     for sent in measured.transfers:
         bandwidth = min(cluster.network_bandwidth * known.network, near) if sent.crosses else near
         latency = cluster.network_latency if sent.crosses else cluster.link_latency
-        seconds = known.transfer_start + latency + sent.count / bandwidth
+        seconds = known.transfer_start + latency + sent.size / bandwidth
         yield Pair("transfers" + " between nodes" * sent.crosses, seconds, sent.seconds)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeflow.calibration.measured import Measured, ProductTime, SumTime, TransferTime
+from pipeflow.calibration.measured import Measured, ProductTime, SumTime
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import Device
 
@@ -27,21 +26,6 @@ class Line(NamedTuple):
     bandwidth: float
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """What was fitted to the links of one kind, inside a node or between nodes.
-
-    Attributes:
-        sums: of collectives: `start` per doubling of the group.
-        transfers: of transfers between stages.
-        best: the highest bandwidth measured.
-    """
-
-    sums: Line
-    transfers: Line
-    best: float
-
-
 def fitted(measured: Measured) -> Cluster:
     """The cluster. Its rates are the best that were measured, of which `efficiency` holds the shares that are reached.
     Between nodes, a cluster has its usual network if only one node was measured.
@@ -51,16 +35,14 @@ def fitted(measured: Measured) -> Cluster:
         for precision in dict.fromkeys(each.precision for each in measured.products)
     }
     peak = flops[measured.precision]
-    moved = [(each.of, each.count / each.seconds) for each in measured.moved]
+    moved = [(each.of, each.size / each.seconds) for each in measured.moved]
     bandwidth = max(rate for _, rate in moved)
     large, depth, rows = product_coefficients(
         [each for each in measured.products if each.precision == measured.precision]
     )
-    near = _links(
-        [each for each in measured.sums if each.group.ranks == each.group.in_node],
-        [each for each in measured.transfers if not each.crosses],
-    )
-    latency = min(near.sums.start, near.transfers.start)
+    sums = line(_ring(each) for each in measured.sums if each.group.ranks == each.group.in_node)
+    transfers = line((1.0, each.size, each.seconds) for each in measured.transfers if not each.crosses)
+    best, latency = max(sums.bandwidth, transfers.bandwidth), min(sums.start, transfers.start)
     efficiency = {
         "products": large / peak,
         "depth": depth,
@@ -70,16 +52,16 @@ def fitted(measured: Measured) -> Cluster:
         "forward_launch": measured.forward_launch,
         "backward_launch": measured.backward_launch,
         "sync": measured.sync,
-        "link": near.sums.bandwidth / near.best,
-        "collective": near.sums.start - latency,
-        "transfer": near.transfers.bandwidth / near.best,
-        "transfer_start": near.transfers.start - latency,
+        "link": sums.bandwidth / best,
+        "collective": sums.start - latency,
+        "transfer": transfers.bandwidth / best,
+        "transfer_start": transfers.start - latency,
     }
     network = _network(measured, efficiency)
     return Cluster(
         Device(measured.device, flops, measured.memory_bytes, bandwidth),
         devices_per_node=measured.devices_per_node,
-        link_bandwidth=near.best,
+        link_bandwidth=best,
         link_latency=latency,
         **network,
         efficiency=efficiency,
@@ -96,7 +78,8 @@ def product_coefficients(times: Sequence[ProductTime]) -> tuple[float, float, fl
 
     def errors(depth: Array, row: Array) -> Array:
         """Per pair of coefficients and time."""
-        return seconds - np.log1p(depth[..., None] / shortest) - np.log1p(row[..., None] / rows)
+        found: Array = seconds - np.log1p(depth[..., None] / shortest) - np.log1p(row[..., None] / rows)
+        return found
 
     low, high = np.full(2, -1.0), np.full(2, math.log1p(LONGEST))
     best = np.zeros(2)
@@ -128,33 +111,28 @@ def line(points: Iterable[tuple[float, float, float]]) -> Line:
     return Line(float(start), 1 / float(slope) if slope else float((known[:, 1] / known[:, 2]).max()))
 
 
-def _links(sums: Sequence[SumTime], transfers: Sequence[TransferTime]) -> Links:
-    ring = [(math.log2(each.group.ranks), _passed(each), each.seconds) for each in sums]
-    sent = [(1.0, float(each.count), each.seconds) for each in transfers]
-    return Links(line(ring), line(sent), max(size / seconds for _, size, seconds in (*ring, *sent)))
-
-
-def _passed(each: SumTime) -> float:
-    """The bytes that a rank sends, and as many that it receives, in a sum by a ring."""
-    return 2 * (each.group.ranks - 1) / each.group.ranks * each.count
+def _ring(each: SumTime, ways: int = 1) -> tuple[float, float, float]:
+    """A point of `line`: a sum starts once for each doubling of its group. By a ring, each rank sends as many bytes as
+    this says, over as many `ways` as there are.
+    """
+    ranks = each.group.ranks
+    return math.log2(ranks), 2 * (ranks - 1) / ranks * each.size / ways, each.seconds
 
 
 def _network(measured: Measured, efficiency: dict[str, float]) -> dict[str, float]:
     """The network of the cluster. Adds the shares of it that are reached to `efficiency`."""
-    transfers = [each for each in measured.transfers if each.crosses]
-    if not transfers:
+    sent = [(1.0, each.size, each.seconds) for each in measured.transfers if each.crosses]
+    if not sent:
         return {}
-    sums: dict[str, list[tuple[float, float, float]]] = {"tensor": [], "gradient": []}
-    for each in measured.sums:
-        if each.group.ranks > each.group.in_node:
-            size = _passed(each) / each.group.in_node  # of one device
-            sums[each.of].append((math.log2(each.group.ranks), size, each.seconds))
-    sent = [(1.0, float(each.count), each.seconds) for each in transfers]
-    best = max(size / seconds for _, size, seconds in (*sent, *sums["tensor"], *sums["gradient"]))
-    path, tensor = line(sent), line(sums["tensor"])
-    efficiency["network"] = math.sqrt(path.bandwidth * tensor.bandwidth) / best
-    efficiency["reduction"] = line(sums["gradient"]).bandwidth / best
-    return {"network_bandwidth": best, "network_latency": max(0.0, path.start - efficiency["transfer_start"])}
+    far = [each for each in measured.sums if each.group.ranks > each.group.in_node]
+    transfers = line(sent)
+    tensor, gradient = (
+        line(_ring(each, each.group.in_node) for each in far if each.of == of) for of in ("tensor", "gradient")
+    )
+    best = max(transfers.bandwidth, tensor.bandwidth, gradient.bandwidth)
+    efficiency["network"] = math.sqrt(transfers.bandwidth * tensor.bandwidth) / best
+    efficiency["reduction"] = gradient.bandwidth / best
+    return {"network_bandwidth": best, "network_latency": max(0.0, transfers.start - efficiency["transfer_start"])}
 
 
 def _typical(rates: Iterable[float]) -> float:

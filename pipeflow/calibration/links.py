@@ -27,9 +27,9 @@ Ranks = tuple[int, ...]
 
 
 def sums(watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = SUMS) -> Iterator[SumTime]:
-    """Yields times in which groups of 2, 4, ... ranks of a node sum tensors of `sizes` bytes, then those of all ranks if
-    there are several nodes, as long as they are short enough to be measured in `budget` seconds. All groups of a size
-    sum at once.
+    """Yields times in which groups of 2, 4, ... ranks of a node sum tensors of `sizes` bytes, and all ranks if there
+    are several nodes, as long as they are short enough to be measured in `budget` seconds. All groups of a size sum at
+    once.
     """
     whole = watch.context.world_size
     each_group = [*_powers(per_node), *[whole] * (whole > per_node)]
@@ -44,8 +44,8 @@ def sums(watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = 
 def gradient_sums(
     watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = GRADIENTS
 ) -> Iterator[SumTime]:
-    """Yields times in which gradients of `sizes` bytes are averaged as a step does it, in groups of 2, 4, ... ranks of a
-    node and, if there are several nodes, in groups of one rank of each.
+    """Yields times in which gradients of `sizes` bytes are averaged as a step does it, in groups of 2, 4, ... ranks of
+    a node and, if there are several nodes, in groups of one rank of each.
     """
     context = watch.context
     across = tuple(range(context.rank % per_node, context.world_size, per_node))

@@ -22,12 +22,12 @@ class ProductTime(NamedTuple):
 
 
 class MovedTime(NamedTuple):
-    """Seconds in which `count` bytes of memory are read and written: by a "copy", or by the elementwise operations of a
+    """Seconds in which `size` bytes of memory are read and written: by a "copy", or by the elementwise operations of a
     "layer".
     """
 
     of: Literal["copy", "layer"]
-    count: float
+    size: float
     seconds: float
 
 
@@ -48,21 +48,21 @@ class LayerTime(NamedTuple):
 
 
 class SumTime(NamedTuple):
-    """Seconds in which a group sums `count` bytes: as a tensor-parallel layer does ("tensor"), or as gradients are
+    """Seconds in which a group sums `size` bytes: as a tensor-parallel layer does ("tensor"), or as gradients are
     reduced ("gradient").
     """
 
     of: Literal["tensor", "gradient"]
     group: Group
-    count: float
+    size: float
     seconds: float
 
 
 class TransferTime(NamedTuple):
-    """Seconds of a transfer of `count` bytes between two ranks, which lie in different nodes if it `crosses`."""
+    """Seconds of a transfer of `size` bytes between two ranks, which lie in different nodes if it `crosses`."""
 
     crosses: bool
-    count: float
+    size: float
     seconds: float
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing
+from torch.multiprocessing.spawn import ProcessException
 
 from pipeflow.calibration.measure import measure, require_ranks
 from pipeflow.calibration.measured import Measured
@@ -103,7 +104,7 @@ def _wait(context: Any, seconds: float) -> None:
         while not context.join(max(0.0, until - time.monotonic()), GRACE):
             if time.monotonic() >= until:
                 raise UsageError(f"the processes that measure did not end within {seconds:.0f} s: measure for less")
-    except torch.multiprocessing.ProcessException as error:
+    except ProcessException as error:
         reason = error.msg.strip().splitlines()[-1]
         raise UsageError(f"a process that measures failed: {reason}") from None
 

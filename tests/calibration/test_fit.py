@@ -1,0 +1,163 @@
+"""The fit gives back the coefficients under which synthetic times were made, and so the times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeflow.calibration.computing import ATTENTIONS, PRODUCTS, Sized
+from pipeflow.calibration.errors import mean_errors
+from pipeflow.calibration.fit import fitted, line, product_coefficients
+from pipeflow.calibration.measured import (
+    AttentionTime,
+    LayerTime,
+    Measured,
+    MovedTime,
+    ProductTime,
+    SumTime,
+    TransferTime,
+)
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.device import Device
+from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.rates import Group, Rates
+from pipeflow.planning.work import layer_work
+
+DEVICE = Device("some device", {"bf16": 200e12, "float32": 20e12}, memory_bytes=64e9, memory_bandwidth=1e12)
+KNOWN = {
+    "products": 0.9,
+    "depth": 120.0,
+    "rows": 40.0,
+    "attention": 0.4,
+    "memory": 0.7,
+    "forward_launch": 1e-3,
+    "backward_launch": 5e-4,
+    "sync": 1e-5,
+    "link": 0.8,
+    "collective": 5e-5,
+    "transfer": 1.0,
+    "transfer_start": 0.0,
+}
+NEAR = Cluster(DEVICE, devices_per_node=4, link_bandwidth=1e11, link_latency=2e-5, efficiency=KNOWN)
+FAR = replace(
+    NEAR,
+    network_bandwidth=1e10,
+    network_latency=3e-5,
+    efficiency={**KNOWN, "network": 1.0, "reduction": 0.5},
+)
+SIZES = [2.0**exponent for exponent in (12, 16, 20, 24, 26)]
+
+
+def rates(cluster: Cluster, precision: str = "bf16") -> Rates:
+    return Rates(cluster, Efficiency.of(cluster.efficiency), precision)
+
+
+def measured(cluster: Cluster) -> Measured:
+    """What a machine that is as `cluster` says would measure."""
+    known, main = cluster.efficiency, rates(cluster)
+    groups = [("tensor", Group(2, 2)), ("tensor", Group(4, 4)), ("gradient", Group(4, 4))]
+    near = cluster.link_bandwidth * known["transfer"]
+    starts = [(False, cluster.link_latency, near)]
+    if cluster is FAR:
+        groups += [("tensor", Group(8, 4)), ("gradient", Group(2, 1))]
+        starts += [(True, cluster.network_latency, min(near, cluster.network_bandwidth * known["network"]))]
+    sums = []
+    for of, group in groups:
+        seconds = main.tensor_sum if of == "tensor" else main.gradient_sum
+        sums += [SumTime(of, group, size, seconds(group, size)) for size in SIZES]
+    works = [(Sized.of(*size, "bf16"), layer_work(*Sized.of(*size, "bf16"))) for size in ATTENTIONS]
+    peak = cluster.device.flops["bf16"]
+    return Measured(
+        device="some device",
+        memory_bytes=64e9,
+        devices_per_node=4,
+        precision="bf16",
+        products=tuple(
+            ProductTime(name, each, rates(cluster, name).product(each)) for name in DEVICE.flops for each in PRODUCTS
+        ),
+        moved=tuple(
+            MovedTime(of, size, size / (1e12 * share))
+            for size in SIZES
+            for of, share in (("copy", 1.0), ("layer", known["memory"]))
+        ),
+        attention=tuple(
+            AttentionTime(work.attention_flops, work.attention_flops / (peak * known["attention"])) for _, work in works
+        ),
+        layers=tuple(
+            LayerTime(
+                *sized,
+                max(main.seconds(work).forward, known["forward_launch"]),
+                max(main.seconds(work).backward, known["backward_launch"]),
+            )
+            for sized, work in works
+        ),
+        sums=tuple(sums),
+        transfers=tuple(
+            TransferTime(crosses, size, known["transfer_start"] + latency + size / bandwidth)
+            for crosses, latency, bandwidth in starts
+            for size in SIZES
+        ),
+        forward_launch=known["forward_launch"],
+        backward_launch=known["backward_launch"],
+        sync=known["sync"],
+    )
+
+
+@pytest.mark.parametrize("cluster", [NEAR, FAR], ids=["one node", "several nodes"])
+def test_known_coefficients_are_found(cluster: Cluster) -> None:
+    """The peak is the best rate that was measured, which large products do not reach; all else is as it was."""
+    times = measured(cluster)
+    found = fitted(times)
+    peak = max(each.product.flops / each.seconds for each in times.products if each.precision == "bf16")
+    assert found.device.flops["bf16"] == peak < DEVICE.flops["bf16"]
+    rescaled = DEVICE.flops["bf16"] / peak
+    expected = {**cluster.efficiency, "products": 0.9 * rescaled, "attention": 0.4 * rescaled}
+    assert found.efficiency == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    for name in ("link_bandwidth", "link_latency", "network_bandwidth", "network_latency", "devices_per_node"):
+        assert getattr(found, name) == pytest.approx(getattr(cluster, name), rel=1e-3), name
+    assert found.device.memory_bandwidth == pytest.approx(1e12)
+
+
+@pytest.mark.parametrize("cluster", [NEAR, FAR], ids=["one node", "several nodes"])
+def test_the_times_are_given_back(cluster: Cluster) -> None:
+    times = measured(cluster)
+    errors = mean_errors(times, fitted(times))
+    assert {kind for kind in errors if "between nodes" in kind} == (
+        {"sums between nodes", "gradient sums between nodes", "transfers between nodes"} if cluster is FAR else set()
+    )
+    assert all(error < 1e-3 for error, _ in errors.values()), errors
+    assert errors["transfers"][1] == len(SIZES)
+
+
+def test_an_error_is_a_share_of_the_measured_time() -> None:
+    times = measured(NEAR)
+    cluster = fitted(times)
+    slower = replace(times, transfers=tuple(each._replace(seconds=2 * each.seconds) for each in times.transfers))
+    assert mean_errors(slower, cluster)["transfers"][0] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("depth", "rows"), [(0.0, 0.0), (120.0, 0.0), (0.0, 40.0), (900.0, 300.0)])
+def test_products(depth: float, rows: float) -> None:
+    cluster = replace(NEAR, efficiency={**KNOWN, "depth": depth, "rows": rows})
+    times = [ProductTime("bf16", each, rates(cluster).product(each)) for each in PRODUCTS]
+    assert product_coefficients(times) == pytest.approx((0.9 * 200e12, depth, rows), rel=1e-3, abs=0.05)
+
+
+def test_a_few_wrong_times_move_the_fit_a_little() -> None:
+    times = [ProductTime("bf16", each, rates(NEAR).product(each)) for each in PRODUCTS]
+    times[::10] = [each._replace(seconds=1.2 * each.seconds) for each in times[::10]]
+    large, _, _ = product_coefficients(times)
+    assert large == pytest.approx(0.9 * 200e12, rel=0.1)
+
+
+def test_a_line() -> None:
+    points = [(scale, size, 2e-5 * scale + size / 1e9) for scale, size in ((1.0, 1e3), (2.0, 1e6), (1.0, 1e7))]
+    assert line(points) == pytest.approx((2e-5, 1e9))
+
+
+def test_neither_end_of_a_line_is_negative() -> None:
+    falling = [(1.0, 1e3, 2e-3), (1.0, 1e6, 1e-3)]
+    assert line(falling) == pytest.approx((1.2e-3, 1e9))  # the start that is nearest to both, by relative errors
+    through = [(1.0, 1e6, 1e-3), (1.0, 1e7, 2e-2)]
+    assert line(through).start == 0

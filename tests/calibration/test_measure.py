@@ -1,0 +1,171 @@
+"""Ranks measure: with a clock that is counted on, on a second type of device, and in processes."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+
+from pipeflow import UsageError
+from pipeflow.calibration import computing, links
+from pipeflow.calibration.machine import device_name, memory_bytes, precisions, products_in
+from pipeflow.calibration.measure import measure
+from pipeflow.calibration.measured import SumTime, TransferTime
+from pipeflow.calibration.stopwatch import Stopwatch
+from pipeflow.parallel.context import current_context
+from pipeflow.planning.rates import Group
+from pipeflow.planning.work import Product
+from pipeflow.testing import run_threads
+
+
+class Clock:
+    """A clock that only moves when it is told to, and by as much as a look at it takes."""
+
+    def __init__(self, look: float = 0.0) -> None:
+        self.now = 0.0
+        self.look = look
+
+    def __call__(self) -> float:
+        self.now += self.look
+        return self.now
+
+
+def time_unevenly(budget: float) -> tuple[float, float, int]:
+    """Measures work that takes rank 0 one second and rank 1 three, except for every tenth call."""
+    clock, calls, each = Clock(), count(1), 1.0 + 2.0 * current_context().rank
+    watch = Stopwatch(current_context(), clock=clock)
+
+    def work() -> None:
+        clock.now += 50.0 if next(calls) == 20 else each
+
+    seconds = watch.seconds(work, budget)
+    return seconds, watch.launch_seconds(work, budget), next(calls)
+
+
+def test_the_mean_over_ranks_of_the_median_over_rounds() -> None:
+    found = run_threads(time_unevenly, 2, 60.0)
+    assert {each[:2] for each in found} == {(2.0, 2.0)}
+    assert len({calls for *_, calls in found}) == 1  # or collectives would not match
+    assert 60 / 2 <= found[0][2] <= 120 / 2  # of two measurements with a mean of 2 s
+
+
+def test_work_that_takes_no_time_ends() -> None:
+    def idle() -> float:
+        return Stopwatch(current_context(), rounds=2, clock=Clock()).seconds(lambda: None, 1.0)
+
+    assert run_threads(idle, 1) == [0.0]
+
+
+def tiny_computations() -> tuple[list[object], ...]:
+    clock = Clock(look=1e-3)
+    watch = Stopwatch(current_context(), rounds=1, clock=clock)
+    products = [Product(4, 8, 16), Product(8, 8, 16), Product(8, 16, 16), Product(64, 64, 64)]
+    return (
+        list(computing.products(watch, ["float32", "bf16"], 0.02, products)),
+        list(computing.moved(watch, "float32", 0.01, [2**16])),
+        list(computing.attention(watch, "float32", 0.02, [(64, 8), (128, 16)])),
+        list(computing.layers(watch, "float32", 0.01, [(64, 8)])),
+        list(computing.launches(watch, "float32", 0.01)),
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("meta", marks=pytest.mark.slow)])
+def test_computations(device: str) -> None:
+    for products, moved, attended, layers, launches in run_threads(tiny_computations, 2, device=device):
+        assert [(each.precision, each.product.rows) for each in products][:2] == [("float32", 4), ("float32", 8)]
+        assert {each.precision for each in products} == {"float32", "bf16"}
+        assert max(each.product.rows for each in products) == 8  # 64 take too long
+        assert [each.of for each in moved] == ["copy", "layer"]
+        assert moved[0].size == 2 * 2**16
+        assert moved[1].size == 18 * 2**14  # a quarter of it is as wide as the hidden size
+        assert [each.flops for each in attended] == [8 * 4 * 8 * 64 / 2, 16 * 4 * 16 * 128 / 2]
+        assert (layers[0].model.hidden, layers[0].model.positions) == (64, 8)
+        everything = [each.seconds for each in (*products, *moved, *attended)]
+        assert min(*everything, layers[0].forward, layers[0].backward, *launches) > 0
+
+
+def long_ones() -> list[Product]:
+    """Which sizes are measured if each call takes a second per million operations."""
+    clock = Clock()
+    watch = Stopwatch(current_context(), rounds=1, clock=clock)
+    sizes = [Product(100, 100, 100), Product(100, 100, 200), Product(100, 200, 4000), Product(100, 300, 100)]
+    real = computing._Products.__call__
+
+    def slow(self: computing._Products) -> None:
+        real(self)
+        taken, weight, _ = self._operands[0]
+        clock.now += 3 * 2 * taken.numel() * weight.shape[0] / 1e6
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(computing._Products, "__call__", slow)
+        return [each.product for each in computing.products(watch, ["float32"], 100.0, sizes)]
+
+
+def test_sizes_that_take_too_long_are_left_out() -> None:
+    [found] = run_threads(long_ones, 1)
+    assert [(each.columns, each.depth) for each in found] == [(100, 100), (100, 200), (300, 100)]
+
+
+def communicate(per_node: int) -> tuple[list[SumTime], list[SumTime], list[TransferTime], float]:
+    watch = Stopwatch(current_context(), rounds=1)
+    return (
+        list(links.sums(watch, per_node, 0.01, [64, 1024])),
+        list(links.gradient_sums(watch, per_node, 0.01, [1024])),
+        list(links.transfers(watch, per_node, 0.01, [64])),
+        links.sync_seconds(watch, per_node, 0.01),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "sums", "gradients", "crossing"),
+    [
+        (2, 2, [(2, 2)], [(2, 2)], [False]),
+        (3, 3, [(3, 3)], [(3, 3)], [False]),  # one rank has no neighbour
+        (4, 4, [(2, 2), (4, 4)], [(2, 2), (4, 4)], [False]),
+        (4, 2, [(2, 2), (4, 2)], [(2, 2), (2, 1)], [False, True]),
+        (6, 2, [(2, 2), (6, 2)], [(2, 2), (3, 1)], [False, True]),  # one node has no neighbour
+    ],
+)
+def test_groups_and_pairs(
+    ranks: int,
+    per_node: int,
+    sums: list[tuple[int, int]],
+    gradients: list[tuple[int, int]],
+    crossing: list[bool],
+) -> None:
+    found = run_threads(communicate, ranks, per_node)
+    assert all(each == found[0] for each in found)
+    summed, reduced, sent, sync = found[0]
+    assert list(dict.fromkeys(each.group for each in summed)) == [Group(*each) for each in sums]
+    assert list(dict.fromkeys(each.group for each in reduced)) == [Group(*each) for each in gradients]
+    assert [each.crosses for each in sent] == crossing
+    assert {each.of for each in summed} == {"tensor"}
+    assert {each.of for each in reduced} == {"gradient"}
+    assert min(sync, *(each.seconds for each in (*summed, *reduced, *sent))) > 0
+
+
+def wrong(per_node: int) -> str:
+    with pytest.raises(UsageError) as caught:
+        measure(current_context(), 1.0, per_node=per_node)
+    return str(caught.value)
+
+
+def test_what_cannot_be_measured() -> None:
+    assert run_threads(wrong, 1, 1) == ["links are measured between ranks, so calibrate needs at least 2, got 1"]
+    for per_node in (1, 3):
+        said = set(run_threads(wrong, 4, per_node))
+        assert len(said) == 1
+        assert f"4 ranks with {per_node} in each node" in said.pop()
+
+
+def test_machines() -> None:
+    cpu = torch.device("cpu")
+    assert device_name(cpu, 4).startswith(f"cpu, 4 processes of {torch.get_num_threads()} thread")
+    assert device_name(torch.device("meta"), 4) == "meta"
+    assert memory_bytes(cpu, 4) == memory_bytes(cpu, 1) / 4 > 1e6
+    assert precisions(cpu)[0] == "float32"
+    before = torch.get_float32_matmul_precision()
+    with products_in("tf32") as dtype:
+        assert (dtype, torch.get_float32_matmul_precision()) == (torch.float32, "high")
+    assert torch.get_float32_matmul_precision() == before

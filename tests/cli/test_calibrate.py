@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeflow.calibration import processes
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.efficiency import Efficiency
+from tests.cli.run import error, out
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pipeflow.cli.progress.AFTER", 1000.0)
+
+
+@pytest.mark.slow
+def test_a_machine_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    file = tmp_path / "cluster.json"
+    shown = out(capsys, "calibrate", "--device", "cpu", "--ranks", 2, "--seconds", 1, "--output", file)
+    assert "OMP_NUM_THREADS" not in os.environ
+    cluster = Cluster.load(file)
+    assert cluster.device.name.startswith("cpu, 2 processes of 1 thread on ")
+    assert shown.startswith(f"{cluster.device.name}; 2 in each node\n")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert cluster.devices_per_node == 2
+    assert Efficiency.of(cluster.efficiency).products == cluster.efficiency["products"] > 0
+    for kind in ("products in float32", "elementwise", "attention", "layers, forward", "sums", "transfers"):
+        [line] = [each for each in shown.splitlines() if each.startswith(f"{kind} ")]
+        assert line.endswith("%")
+    assert "not measured, since there is one node" in shown
+    assert [each.name for each in tmp_path.iterdir()] == ["cluster.json"]
+    assert json.loads(file.read_text())["units"]["link_latency"] == "s"
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_end_are_ended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(processes, "STARTING", 0.5)
+    monkeypatch.setattr(processes, "SLOWEST", 0.0)
+    file = tmp_path / "cluster.json"
+    said = error(capsys, "calibrate", "--device", "cpu", "--ranks", 2, "--output", file)
+    assert said == "the processes that measure did not end within 0 s: measure for less"
+    assert not file.exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    said = error(capsys, "calibrate", "--device", "cpu", "--ranks", 2, "--output", tmp_path / "cluster.json")
+    assert said.startswith("a process that measures failed: ")
+    assert "no-such-interface" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--ranks", 1], "links are measured between ranks, so calibrate needs at least 2, got 1"),
+        (["--ranks", -3], "needs at least 2, got -3"),
+        (["--device", "tpu"], "unknown device 'tpu': use cpu or cuda"),
+        (["--seconds", 0], "--seconds must be from 1 to 3600, got 0"),
+        (["--seconds", "nan"], "--seconds must be from 1 to 3600, got nan"),
+        (["--output", "/proc"], "/proc: Is a directory"),
+        (["--output", "no/such/folder/cluster.json"], "no/such/folder/cluster.json: there is no folder"),
+    ],
+)
+def test_wrong_options(capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: list[object], said: str) -> None:
+    assert said in error(capsys, "calibrate", "--output", tmp_path / "cluster.json", "--device", "cpu", *argv)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert processes.ranks_on("cuda", None) == 4
+    with pytest.raises(ValueError, match="8 ranks need a GPU each, and there are 4"):
+        processes.ranks_on("cuda", 8)
+
+
+def test_ranks_are_not_for_a_world_that_is_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    said = error(capsys, "calibrate", "--ranks", 2, "--output", tmp_path / "cluster.json")
+    assert said == "--ranks is for processes that pipeflow starts: leave it out under torchrun"
