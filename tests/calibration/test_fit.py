@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -56,13 +57,17 @@ def rates(cluster: Cluster, precision: str = "bf16") -> Rates:
 def measured(cluster: Cluster) -> Measured:
     """What a machine that is as `cluster` says would measure."""
     known, main = cluster.efficiency, rates(cluster)
-    groups = [("tensor", Group(2, 2)), ("tensor", Group(4, 4)), ("gradient", Group(4, 4))]
+    groups: list[tuple[Literal["tensor", "gradient"], Group]] = [
+        ("tensor", Group(2, 2)),
+        ("tensor", Group(4, 4)),
+        ("gradient", Group(4, 4)),
+    ]
     near = cluster.link_bandwidth * known["transfer"]
     starts = [(False, cluster.link_latency, near)]
     if cluster is FAR:
         groups += [("tensor", Group(8, 4)), ("gradient", Group(2, 1))]
         starts += [(True, cluster.network_latency, min(near, cluster.network_bandwidth * known["network"]))]
-    sums = []
+    sums: list[SumTime] = []
     for of, group in groups:
         seconds = main.tensor_sum if of == "tensor" else main.gradient_sum
         sums += [SumTime(of, group, size, seconds(group, size)) for size in SIZES]
@@ -76,10 +81,9 @@ def measured(cluster: Cluster) -> Measured:
         products=tuple(
             ProductTime(name, each, rates(cluster, name).product(each)) for name in DEVICE.flops for each in PRODUCTS
         ),
-        moved=tuple(
-            MovedTime(of, size, size / (1e12 * share))
-            for size in SIZES
-            for of, share in (("copy", 1.0), ("layer", known["memory"]))
+        moved=(
+            *(MovedTime("copy", size, size / 1e12) for size in SIZES),
+            *(MovedTime("layer", size, size / (1e12 * known["memory"])) for size in SIZES),
         ),
         attention=tuple(
             AttentionTime(work.attention_flops, work.attention_flops / (peak * known["attention"])) for _, work in works
