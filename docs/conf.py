@@ -61,8 +61,21 @@ def _part_names(app: Any, document: Any) -> None:
             text.parent.replace(text, nodes.Text(text.replace(JOINER, " ")))
 
 
+def _let_names_break(app: Any, document: Any) -> None:
+    """Long names of modules may break after a dot in a table; otherwise its columns would not fit on the page."""
+    for entry in document.findall(nodes.entry):
+        for literal in list(entry.findall(nodes.literal)):
+            name = literal.astext()
+            if max(map(len, name.split()), default=0) > 30:
+                first, *rest = re.split(r"(?<=\.)(?=\w)", name)
+                literal.children = [nodes.Text(first)]
+                for part in rest:
+                    literal += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
+
+
 def setup(app: Any) -> None:
     """Sphinx calls it."""
+    app.connect("doctree-read", _let_names_break)
     app.connect("doctree-read", _part_names)
     app.connect("source-read", _read)
     app.connect("autodoc-process-docstring", _keep_names_together, priority=400)  # before napoleon reads them
