@@ -25,7 +25,7 @@ LAYERS: dict[str, set[str]] = {
     "soundness": {"core", "analysis"},
     "orders": {"core", "analysis", "ortools"},
     "schedules": {"core", "orders"},
-    "planning": {"core", "analysis", "orders", "schedules"},
+    "planning": {"core", "analysis", "soundness", "orders", "schedules"},
     "draw": {"core", "analysis", "rich"},
     "cli": {"pipeflow", "rich", "shtab", "calibration", *PLANS},
     "__main__": {"cli"},

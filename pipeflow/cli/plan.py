@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from pipeflow.cli.clusters import add_cluster, cluster_of
 from pipeflow.cli.costs import Costs
+from pipeflow.cli.layouts import add_search, require_search
+from pipeflow.cli.layouts import run as run_search
 from pipeflow.cli.limits import require_size
 from pipeflow.cli.options import add_family_options, family_options, flag, schedule_name
 from pipeflow.cli.outputs import show
@@ -65,6 +67,7 @@ def add_to(commands: Commands) -> None:
     _add_sizes(command)
     _add_schedule(command)
     _add_layout(command)
+    add_search(command)
     add_cluster(command)
     help_ = "FLOP/s of one device; gives times in seconds without communication"
     command.add_argument("--flops", type=float, metavar="X", help=help_)
@@ -90,7 +93,7 @@ def _add_sizes(command: Parser) -> None:
 def _add_schedule(command: Parser) -> None:
     group = command.add_argument_group("schedule")
     help_ = "a name from `pipeflow list`, or a file"
-    group.add_argument("--schedule", type=schedule_name, default="1f1b", metavar="SCHEDULE", help=help_)
+    group.add_argument("--schedule", type=schedule_name, metavar="SCHEDULE", help=f"{help_} (default: 1f1b)")
     group.add_argument("--pipeline", type=int, metavar="P", help="number of pipeline ranks (default: 4)")
     group.add_argument("--microbatches", type=int, metavar="M", help="number of microbatches per replica (default: 8)")
     add_family_options(group)
@@ -99,15 +102,15 @@ def _add_schedule(command: Parser) -> None:
 def _add_layout(command: Parser) -> None:
     group = command.add_argument_group("layout")
     add = group.add_argument
-    add("--tensor", type=int, default=1, metavar="T", help="number of tensor ranks (default: 1)")
-    add("--data", type=int, default=1, metavar="D", help="number of replicas (default: 1)")
-    add("--microbatch-size", type=int, default=1, metavar="B", help="sequences per microbatch (default: 1)")
+    add("--tensor", type=int, metavar="T", help="number of tensor ranks (default: 1)")
+    add("--data", type=int, metavar="D", help="number of replicas (default: 1)")
+    add("--microbatch-size", type=int, metavar="B", help="sequences per microbatch (default: 1)")
     add("--sequence", type=int, metavar="S", help="tokens per sequence (default: the model's positions)")
     add("--precision", choices=PRECISIONS, default="bf16", help="types of weights and states (default: %(default)s)")
     zero = "1 (or no value): split the optimizer's state over the replicas (ZeRO-1); default: 0"
-    add("--zero", type=int, choices=(0, 1), nargs="?", const=1, default=0, help=zero)
+    add("--zero", type=int, choices=(0, 1), nargs="?", const=1, help=zero)
     checkpoint = "full (or no value): keep only each layer's input and recompute the layer; selective: recompute scores"
-    add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", default="none", help=checkpoint)
+    add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", help=checkpoint)
     add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")
     add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")
 
@@ -121,7 +124,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         raise UsageError(f"say which model: pipeflow plan MODEL, with one of {', '.join(MODELS)}")
     model = _model(arguments)
-    options = {name: getattr(arguments, name) for name in LAYOUT}
+    if arguments.devices is not None:
+        return run_search(arguments, model)
+    require_search(arguments)
+    options = {name: value for name in LAYOUT if (value := getattr(arguments, name)) is not None}
     setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
     with doing("planning"):
         schedule = _schedule(arguments, model, setup)
@@ -145,7 +151,7 @@ def _model(arguments: argparse.Namespace) -> Model:
 
 
 def _schedule(arguments: argparse.Namespace, model: Model, setup: Setup) -> Schedule:
-    name = arguments.schedule
+    name = "1f1b" if arguments.schedule is None else arguments.schedule
     options: dict[str, Any] = {
         option: value for option in family_options() if (value := getattr(arguments, option)) is not None
     }

@@ -5,7 +5,7 @@ is shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.partition import Cut
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import recomputed_bytes, sequence_of, stage_costs, stage_layers
@@ -179,9 +180,10 @@ def plan(
     *,
     flops: float | None = None,
     cluster: Cluster | None = None,
+    cut: Cut = "uniform",
 ) -> Plan:
     """The cost of training `model` under `schedule` in a `setup`, by default with one device per pipeline rank. Layers
-    are dealt over the stages as evenly as they go; the tables and the head come on top.
+    are dealt over the stages as evenly as they go, or as `cut` has it; the tables and the head come on top.
 
     With a `cluster`, times are in seconds and everything is counted: computations at the efficiency that their sizes
     reach, launches, communication of tensor ranks, transfers, reductions of gradients and the optimizer.
@@ -199,23 +201,24 @@ def plan(
     setup = Setup() if setup is None else setup
     physical = None
     if cluster is None:
-        cost = stage_costs(model, schedule.placement, setup, flops=flops)
+        cost = stage_costs(model, schedule.placement, setup, flops=flops, cut=cut)
     elif flops is not None:
         raise UsageError("flops and cluster both say how fast a device is: give one of them")
     else:
         mesh = Mesh(setup.tensor, len(schedule.rows), setup.data, cluster.devices_per_node)
-        physical = physical_costs(model, schedule.placement, setup, mesh, cluster)
+        physical = physical_costs(model, schedule.placement, setup, mesh, cluster, cut=cut)
         cost = physical.cost
     timeline = simulate(schedule, cost)
     even = simulate(schedule, _evened(cost)).makespan_bubble_ratio
     computing = [sum(each.end - each.start for each in row) for row in timeline.on(Stream.COMPUTE)]
     idle = [1 - time / timeline.makespan for time in computing]
+    parts = stage_layers(model, schedule.placement, cut)
     ranks = tuple(
-        _rank(model, setup, schedule.placement, rank, kept=kept, idle=idle[rank])
+        rank_plan(model, setup, schedule.placement, parts, rank, kept=kept, idle=idle[rank])
         for rank, kept in enumerate(timeline.peak_bytes)
     )
-    parts = None if physical is None else _step_parts(schedule, physical, timeline, computing)
-    return Plan(model, schedule, setup, flops, cost, timeline, ranks, even, cluster, parts)
+    step = None if physical is None else _step_parts(schedule, physical, timeline, computing)
+    return Plan(model, schedule, setup, flops, cost, timeline, ranks, even, cluster, step)
 
 
 def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, computing: list[float]) -> StepParts:
@@ -238,8 +241,20 @@ def _begun(schedule: Schedule, rank: int) -> Iterator[Action]:
     return (action for action in schedule.actions(rank) if action.kind is Kind.F)
 
 
-def _rank(model: Transformer, setup: Setup, placement: Placement, rank: int, *, kept: float, idle: float) -> RankPlan:
-    stages, parts, precision = placement.stages_of(rank), stage_layers(model, placement), setup.precision
+def rank_plan(
+    model: Transformer,
+    setup: Setup,
+    placement: Placement,
+    parts: Sequence[Part],
+    rank: int,
+    *,
+    kept: float = 0.0,
+    idle: float = 0.0,
+) -> RankPlan:
+    """The plan of one pipeline rank. `parts` are the layers of all stages, `kept` the bytes that its schedule keeps at
+    once for backwards, `idle` the part of the step in which it computes nothing.
+    """
+    stages, precision = placement.stages_of(rank), setup.precision
     own_parts = tuple(parts[stage] for stage in stages)
     parameters = model.parameters_of(own_parts, setup.tensor)
     optimized = -(-parameters // setup.data) if setup.zero else parameters

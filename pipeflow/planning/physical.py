@@ -13,10 +13,11 @@ from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.partition import Cut
 from pipeflow.planning.rates import Group, Rates, Seconds
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
-from pipeflow.planning.transformer_costs import sequence_of, stage_costs, stage_layers
+from pipeflow.planning.transformer_costs import for_parts, sequence_of, stage_costs, stage_layers
 from pipeflow.planning.work import embedding_work, head_work, layer_work
 
 
@@ -57,7 +58,9 @@ class Physical:
         return self.tied + self.optimizer
 
 
-def physical_costs(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, cluster: Cluster) -> Physical:
+def physical_costs(
+    model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, cluster: Cluster, *, cut: Cut = "uniform"
+) -> Physical:
     """The costs of `model`, its layers dealt as `stage_layers` does. `cluster.efficiency` may replace coefficients of
     `PUBLISHED`.
 
@@ -66,9 +69,10 @@ def physical_costs(model: Transformer, placement: Placement, setup: Setup, mesh:
     """
     precision = setup.precision.products
     rates = Rates(cluster, Efficiency.of(cluster.efficiency, cluster.device.name, precision), precision)
-    memory = stage_costs(model, placement, setup)  # its bytes; its times are in forwards of a layer
-    parts = stage_layers(model, placement)
-    times = [_stage_times(model, setup, mesh, rates, part) for part in parts]
+    memory = stage_costs(model, placement, setup, cut=cut)  # its bytes; its times are in forwards of a layer
+    parts = stage_layers(model, placement, cut)
+    times = for_parts(model, parts, lambda part: _stage_times(model, setup, mesh, rates, part))
+    held = for_parts(model, parts, lambda part: setup.precision.gradient * model.parameters_of([part], setup.tensor))
     activation = setup.microbatch_size * sequence_of(model, setup) * model.hidden * setup.precision.weight
     near = cluster.link_bandwidth * rates.efficiency.transfer
     start = rates.efficiency.transfer_start
@@ -82,14 +86,20 @@ def physical_costs(model: Transformer, placement: Placement, setup: Setup, mesh:
         latency=start + cluster.link_latency,
         bandwidth=near,
         links=_links(placement, mesh, cluster, rates),
-        reduce=tuple(
-            rates.gradient_sum(mesh.data_group, setup.precision.gradient * model.parameters_of([part], setup.tensor))
-            for part in parts
-        ),
+        reduce=tuple(rates.gradient_sum(_holders(placement, mesh, stage), size) for stage, size in enumerate(held)),
     )
     communication = tuple(each.communication for each in times)
     tied = _tied(model, placement, setup, mesh, rates)
-    return Physical(cost, communication, tied, _optimizer(model, placement, setup, rates))
+    return Physical(cost, communication, tied, _optimizer(model, placement, setup, rates, parts))
+
+
+def _holders(placement: Placement, mesh: Mesh, stage: int) -> Group:
+    """The devices that sum the gradients of a stage: its replicas, and in two directions both copies of each."""
+    copies = placement.ranks_of(stage)
+    if len(copies) == 1:
+        return mesh.data_group
+    near = 1 if mesh.crosses(*copies) else 2
+    return Group(2 * mesh.data, near * mesh.data_group.in_node)
 
 
 def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> dict[tuple[int, int], Link]:
@@ -141,11 +151,11 @@ def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, ra
     return rates.gradient_sum(Group(2, 1 if mesh.crosses(first, last) else 2), setup.precision.gradient * table)
 
 
-def _optimizer(model: Transformer, placement: Placement, setup: Setup, rates: Rates) -> float:
+def _optimizer(model: Transformer, placement: Placement, setup: Setup, rates: Rates, parts: list[Part]) -> float:
     """Reads and writes the optimizer's state once, the gradients three times (unscaling, norm, step), and writes the
     weights.
     """
-    parts, precision = stage_layers(model, placement), setup.precision
+    precision = setup.precision
     state, others = 2 * (precision.master + precision.moments), 3 * precision.gradient + precision.weight
     per_parameter = state / (setup.data if setup.zero else 1) + others
     most = max(

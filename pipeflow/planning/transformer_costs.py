@@ -11,27 +11,42 @@ of a GPT whose heads all have their own key and value, and whose MLP has two mat
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Part, Transformer
-from pipeflow.planning.partition import partition_uniform
+from pipeflow.planning.partition import Cut, stage_parts
 from pipeflow.planning.setup import Setup
 
+T = TypeVar("T")
 
-def stage_layers(model: Transformer, placement: Placement) -> list[Part]:
-    """Per stage its layers [start, end), as even as can be. Raises UsageError for more stages than layers."""
+
+def stage_layers(model: Transformer, placement: Placement, cut: Cut = "uniform") -> list[Part]:
+    """Per stage its layers [start, end): by default as even as can be, else as `stage_parts` has it. Raises UsageError
+    for more stages than layers, and as `stage_parts`.
+    """
     stages = placement.num_stages
     if stages > model.layers:
         raise UsageError(
             f"{model.layers} layers cannot fill {stages} stages on {placement.num_ranks} ranks: "
             f"use fewer ranks or chunks, at most {model.layers} stages"
         )
-    return [part for [part] in partition_uniform(model.layers, stages)]
+    return stage_parts(model.layers, stages, cut)
 
 
-def stage_costs(model: Transformer, placement: Placement, setup: Setup, *, flops: float | None = None) -> CostModel:
+def for_parts(model: Transformer, parts: Sequence[Part], of: Callable[[Part], T]) -> list[T]:
+    """`of` each part, computed once for parts that are alike: with as many layers and the same ends of the model."""
+    alike = [(end - start, start == 0, end == model.layers) for start, end in parts]
+    found = {kind: of(part) for kind, part in dict(zip(alike, parts, strict=True)).items()}
+    return [found[kind] for kind in alike]
+
+
+def stage_costs(
+    model: Transformer, placement: Placement, setup: Setup, *, flops: float | None = None, cut: Cut = "uniform"
+) -> CostModel:
     """The costs of one microbatch on each stage, layers dealt as `stage_layers` does. Times are in seconds where
     `flops`, the operations per second of one device, is given, else in forwards of one layer; bytes are those of one
     device. Transfers are free.
@@ -41,15 +56,15 @@ def stage_costs(model: Transformer, placement: Placement, setup: Setup, *, flops
     tokens = setup.microbatch_size * sequence_of(model, setup)
     if flops is not None and not (math.isfinite(flops) and flops > 0):
         raise UsageError(f"flops must be positive and finite, got {flops}: operations per second of one device")
-    parts = stage_layers(model, placement)
-    work = [_operations(model, setup, part) for part in parts]
+    parts = stage_layers(model, placement, cut)
+    work = for_parts(model, parts, lambda part: _operations(model, setup, part))
     unit = layer_forward(model, setup) if flops is None else flops * setup.tensor / tokens
     return CostModel(
         forward=tuple(forward / unit for forward, _, _ in work),
         backward_input=tuple(backward / unit for _, backward, _ in work),
         backward_weight=tuple(weight / unit for _, _, weight in work),
-        saved_bytes=tuple(tokens * _saved(model, setup, part) for part in parts),
-        deferred_bytes=tuple(tokens * _deferred(model, setup, part) for part in parts),
+        saved_bytes=tuple(for_parts(model, parts, lambda part: tokens * _saved(model, setup, part))),
+        deferred_bytes=tuple(for_parts(model, parts, lambda part: tokens * _deferred(model, setup, part))),
     )
 
 

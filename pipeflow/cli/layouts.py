@@ -1,0 +1,258 @@
+"""`pipeflow plan --devices`: the best layouts of a model on a cluster, ranked."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from pipeflow.cli.clusters import cluster_of
+from pipeflow.cli.files import STANDARD_OUTPUT, write
+from pipeflow.cli.options import family_options, flag
+from pipeflow.cli.outputs import show
+from pipeflow.cli.progress import doing
+from pipeflow.core.errors import UsageError
+from pipeflow.core.text import bytes_text, number
+from pipeflow.planning.catalog import Model
+from pipeflow.planning.cuts import even_cut
+from pipeflow.planning.layout import SEARCHED, Layout, Wanted
+from pipeflow.planning.layouts import TIE, Layouts, Ranked, find_layouts
+from pipeflow.planning.setup import PRECISIONS, Setup
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Parser
+    from pipeflow.draw import Table
+
+UNITS = {"": 1, "b": 1} | {
+    prefix + unit: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
+NO_BREAK = "\N{NO-BREAK SPACE}"
+LEAST = 1e6  # bytes of memory: less must be a number of GB without its unit
+FIXED = ("tensor", "pipeline", "microbatch_size", "checkpoint", "zero")
+REFUSED = {
+    "data": "it follows from the other sizes",
+    "microbatches": "they follow from --batch",
+    "flops": "times are those of --device",
+}
+
+
+def add_search(command: Parser) -> None:
+    """Adds the options of the search."""
+    group = command.add_argument_group("search", "the best layouts, ranked; layout options that are given stay fixed")
+    add = group.add_argument
+    add("--devices", type=int, metavar="N", help="number of devices: search for their best layouts")
+    add("--batch", type=int, metavar="B", help="sequences per step, on all devices together")
+    limit = "memory of a device that may be used, such as 80GiB or 80e9 (default: the device's, less 8%%)"
+    add("--memory", type=memory_size, metavar="BYTES", help=limit)
+    add("--top", type=int, metavar="K", help="number of layouts to list (default: 5)")
+    add("--svg", metavar="FILE", help="write a plot of step time against memory as SVG (-: standard output)")
+
+
+def memory_size(text: str) -> float:
+    """A number of bytes with or without a unit: 80GiB, 80GB, 80e9."""
+    match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)", text.strip().lower())
+    try:
+        size = float(match[1]) * UNITS[match[2]] if match else float("nan")
+    except (ValueError, KeyError):
+        size = float("nan")
+    if not LEAST <= size < float("inf"):
+        raise argparse.ArgumentTypeError(f"it must be a size such as 80GiB, 80GB or 80e9, got {text!r}")
+    return size
+
+
+def require_search(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for options of the search without --devices."""
+    given = [flag(name) for name in ("batch", "memory", "top", "svg") if getattr(arguments, name) is not None]
+    if given:
+        raise UsageError(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for a search: give --devices too")
+
+
+def run(arguments: argparse.Namespace, model: Model) -> int:
+    """Searches, and prints what was found."""
+    top = 5 if arguments.top is None else arguments.top
+    if top < 1:
+        raise UsageError(f"--top must be at least 1, got {top}")
+    if arguments.json and arguments.svg == STANDARD_OUTPUT:
+        raise UsageError("standard output can take one output, not --json and --svg")
+    wanted = _wanted(arguments, model)
+    with doing("searching for layouts"):
+        found = find_layouts(wanted, top=top)
+    if arguments.svg is not None:
+        write({arguments.svg: _plot(found)})
+    if arguments.json:
+        import json
+
+        print(json.dumps(_for_programs(found)))
+    elif arguments.svg != STANDARD_OUTPUT:
+        show(*_heading(arguments.model, found), "", _table(found), "", _parts(found), "", *_notes(found))
+    return 0
+
+
+def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
+    if arguments.batch is None:
+        raise UsageError("--devices searches for layouts: say how many sequences a step has, with --batch")
+    for name, why in REFUSED.items():
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"{flag(name)} is for one layout, not for a search with --devices: {why}")
+    if given := [flag(name) for name in family_options() if getattr(arguments, name) is not None]:
+        raise UsageError(f"{', '.join(given)}: a search with --devices chooses the options of schedules itself")
+    cluster = cluster_of(arguments)
+    if cluster is None:
+        raise UsageError("--devices searches for the fastest layouts: say which device, with --device or --cluster")
+    return Wanted(
+        model,
+        cluster,
+        arguments.devices,
+        arguments.batch,
+        memory=arguments.memory,
+        setup=Setup(
+            sequence=arguments.sequence,
+            precision=PRECISIONS[arguments.precision],
+            sequence_parallel=arguments.sequence_parallel,
+            keep_scores=arguments.keep_scores,
+        ),
+        schedules=SEARCHED if arguments.schedule is None else (arguments.schedule,),
+        **{name: getattr(arguments, name) for name in FIXED},
+    )
+
+
+def _for_programs(found: Layouts) -> dict[str, Any]:
+    wanted, best = found.wanted, found.ranked[0]
+    return {
+        "model": asdict(wanted.model),
+        "cluster": asdict(wanted.cluster),
+        "devices": wanted.devices,
+        "batch": wanted.batch,
+        "memory_bytes": wanted.limit,
+        "tie": TIE,
+        "simulated": found.simulated,
+        "layouts": [
+            _sizes(each.layout)
+            | {
+                "step_seconds": each.step_seconds,
+                "tokens_per_second": each.plan.tokens_per_second,
+                "peak_bytes": each.plan.peak_bytes,
+                "rank_bytes": [rank.peak_bytes for rank in each.plan.ranks],
+                "step_parts": each.parts._asdict(),
+                "more_than_first": each.grown(best),
+            }
+            for each in found.ranked
+        ],
+    }
+
+
+def _sizes(layout: Layout) -> dict[str, Any]:
+    """The layout for programs; costs that a schedule was made for are left out."""
+    named = {name: getattr(layout, name) for name in Layout.__slots__ if name != "options"}
+    return named | {"options": {name: value for name, value in layout.options.items() if name != "cost"}}
+
+
+def _heading(name: str, found: Layouts) -> Iterator[str]:
+    wanted, first = found.wanted, found.ranked[0].plan
+    tokens = f"{wanted.batch:,} sequences of {first.sequence:,} tokens"
+    yield f"{name}: {wanted.model.parameters:,} parameters, {tokens} a step"
+    yield f"{wanted.devices:,} devices {wanted.cluster.device.name}, at most {bytes_text(wanted.limit)} on each"
+
+
+def _table(found: Layouts) -> Table:
+    from pipeflow.draw import Table
+
+    titles = [
+        "",
+        "schedule",
+        "tensor x\npipeline x\ndata",
+        "micro-\nbatches",
+        "re-\ncompute",
+        "step",
+        "tokens/s",
+        "peak",
+    ]
+    rows = [
+        [
+            str(place),
+            schedule_text(each.layout),
+            f"{each.layout.tensor}x{each.layout.pipeline}x{each.layout.data}",
+            f"{each.layout.microbatches}x{each.layout.microbatch_size}",
+            each.layout.checkpoint,
+            f"{number(each.step_seconds)} s",
+            number(each.plan.tokens_per_second or 0.0),
+            bytes_text(each.plan.peak_bytes),
+        ]
+        for place, each in enumerate(found.ranked, start=1)
+    ]
+    return Table(titles, rows)
+
+
+def schedule_text(layout: Layout) -> str:
+    """The schedule with its options, in a few letters: `x6` means six chunks."""
+    if layout.pipeline == 1:
+        return "no pipeline"
+    options = {name: value for name, value in layout.options.items() if name != "cost"}
+    chunks = options.pop("chunks", None)
+    named = layout.schedule if chunks is None else f"{layout.schedule} x{chunks}"
+    return ", ".join([named, *(f"{name} {value}" for name, value in options.items())])
+
+
+def _parts(found: Layouts) -> Table:
+    from pipeflow.draw import Table
+
+    names = found.ranked[0].parts._fields
+    rows = [
+        [str(place), *(f"{number(round(seconds, 4))} s" for seconds in each.parts)]
+        for place, each in enumerate(found.ranked, start=1)
+    ]
+    return Table(["", *names], rows)
+
+
+def _notes(found: Layouts) -> Iterator[str]:
+    first, wanted = found.ranked[0], found.wanted
+    for place, each in enumerate(found.ranked[1:], start=2):
+        yield from _wrapped(_why(place, each, first))
+    tie = "fewer tensor ranks come first, then fewer pipeline ranks, then less recomputation"
+    yield from _wrapped(f"Times within {TIE:.0%} are ties: {tie}.")
+    if wanted.tensor is None or wanted.pipeline is None:
+        yield "Each row has other sizes; --tensor and --pipeline together compare schedules."
+    if any("chunks" in each.layout.options for each in found.ranked):
+        yield "x2: two stages per rank, and so on."
+    if any(each.layout.zero for each in found.ranked) and wanted.zero is None:
+        yield "ZeRO-1 splits the optimizer state wherever there are replicas."
+    cut = first.layout.cut
+    if cut != even_cut(wanted.model.layers, len(cut)):
+        yield from _wrapped(f"Layers per stage of 1: {' '.join(str(end - start) for start, end in cut)}")
+    yield "not counted: temporary buffers of operations"
+
+
+def _why(place: int, each: Ranked, first: Ranked) -> str:
+    """What makes a layout slower than the first one: the parts of its time that differ by more than a thousandth."""
+    more, least = each.step_seconds - first.step_seconds, 0.001 * first.step_seconds
+    grown = each.grown(first).items()
+    changes = ", ".join(f"{name} {seconds:+.3g} s" for name, seconds in grown if abs(seconds) > least)
+    is_tie = abs(more) <= TIE * min(each.step_seconds, first.step_seconds)
+    return f"{place} {'ties with 1: ' if is_tie else ''}{more:+.3g} s{f' ({changes})' if changes else ''}"
+
+
+def _wrapped(text: str) -> list[str]:
+    """Lines that a terminal has room for; units stay beside their numbers."""
+    kept = re.sub(r"(?<=[0-9]) (?=s\b)", NO_BREAK, text)
+    return [line.replace(NO_BREAK, " ") for line in textwrap.wrap(kept, 80, subsequent_indent="  ")]
+
+
+def _plot(found: Layouts) -> str:
+    from pipeflow.draw import Axis, Point, scatter_svg
+
+    points = [
+        Point(
+            f"{place}: {schedule_text(each.layout)} {each.layout.tensor}x{each.layout.pipeline}x{each.layout.data}",
+            each.plan.peak_bytes,
+            each.step_seconds,
+        )
+        for place, each in enumerate(found.ranked, start=1)
+    ]
+    return scatter_svg(
+        points, Axis("memory of the fullest device", bytes_text, 1024), Axis("time of a step (s)", number)
+    )

@@ -1,0 +1,46 @@
+"""Bounds: the least time that a step can take under a placement, whatever its order. Must not contain: orders, and
+what actions cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import inf
+
+from pipeflow.core.cost import CostModel
+from pipeflow.core.placement import Placement
+
+
+def least_makespan(cost: CostModel, placement: Placement, microbatches: int, *, split: bool) -> float:
+    """A time that no schedule of this placement is shorter than, its reductions included, where pairs save no time.
+
+    A rank cannot start before a first forward has come to one of its stages. It then computes all of its work. After
+    its last whole backward, the stages before that one still have theirs to do; with `split` backwards, the last action
+    may be a weight-gradient half, which nobody waits for. A reduction follows the last weight gradient of its stage.
+    With whole backwards and free transfers this is the makespan of 1F1B, interleaved 1F1B and GPipe with equal stages.
+    """
+    backward = [sum(halves) for halves in zip(cost.backward_input, cost.backward_weight, strict=True)]
+    gradient = cost.backward_input if split else backward  # what a stage before waits for
+    work = [0.0] * placement.num_ranks
+    start, end = [inf] * placement.num_ranks, [inf] * placement.num_ranks
+    through = 0.0
+    for number, path in enumerate(placement.paths[:microbatches]):
+        links = [(stage, one, other) for stage, (one, other) in enumerate(pairwise(path))]
+        down = [0.0 if one == other else cost.transfer(stage, one, other) for stage, one, other in links]
+        up = [0.0 if one == other else cost.transfer(stage, other, one) for stage, one, other in links]
+        first, after = _before(cost.forward, down), _before(gradient, up)
+        many = len(range(number, microbatches, len(placement.paths)))
+        for stage, rank in enumerate(path):
+            work[rank] += many * (cost.forward[stage] + backward[stage])
+            start[rank] = min(start[rank], first[stage])
+            reduction = cost.reduce[stage] if cost.reduce else 0.0
+            end[rank] = min(end[rank], max(0.0 if split else after[stage], reduction))
+        alone = first[-1] + cost.forward[-1] + gradient[-1] + after[-1] + (cost.backward_weight[0] if split else 0.0)
+        through = max(through, alone)
+    return max(through, *map(sum, zip(start, work, end, strict=True)))
+
+
+def _before(times: Sequence[float], transfers: Sequence[float]) -> list[float]:
+    """Per stage the time of all stages before it, and of the transfers to it."""
+    return [0.0, *accumulate(time + transfer for time, transfer in zip(times, transfers, strict=False))]

@@ -1,0 +1,124 @@
+"""Layout: how a model is laid out over devices, as a value, and what a search for one is asked for. Must not contain:
+the search, and what layouts cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
+
+from pipeflow.core.errors import UsageError, unknown
+from pipeflow.core.placement import require_positive
+from pipeflow.core.schedule import Schedule
+from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.setup import CHECKPOINTS, Checkpoint, Setup
+from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+
+ALLOWANCE = 0.08
+"""Share of a device's memory that no plan may use: the driver's, and what the allocator cannot hand out."""
+
+SEARCHED = tuple(name for name in SCHEDULES if "cost" not in options_of(name))
+"""The schedules that are tried unless others are named: all but those that are themselves searched for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to train a model on a number of devices.
+
+    Attributes:
+        tensor, pipeline, data: the sizes of the three dimensions.
+        microbatch_size: sequences per microbatch.
+        microbatches: per step and replica.
+        schedule, options: a name of SCHEDULES, and the schedule's options.
+        checkpoint, zero: as in `Setup`.
+        cut: per stage its layers [start, end).
+    """
+
+    tensor: int
+    pipeline: int
+    data: int
+    microbatch_size: int
+    microbatches: int
+    schedule: str
+    options: Mapping[str, Any] = field(hash=False)
+    checkpoint: Checkpoint
+    zero: int
+    cut: tuple[Part, ...]
+
+    def setup(self, base: Setup) -> Setup:
+        """`base` with the sizes of this layout."""
+        return replace(
+            base,
+            tensor=self.tensor,
+            data=self.data,
+            microbatch_size=self.microbatch_size,
+            checkpoint=self.checkpoint,
+            zero=self.zero,
+        )
+
+    def make_schedule(self) -> Schedule:
+        """Its schedule."""
+        return make_schedule(self.schedule, ranks=self.pipeline, microbatches=self.microbatches, **self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is searched for: the fastest layouts that train `model` on `devices` of a cluster.
+
+    Attributes:
+        model, cluster, devices: what is trained, and on what.
+        batch: sequences per step, on all devices together.
+        memory: bytes that the plan of a device may count; by default the device's memory less ALLOWANCE.
+        setup: the sequence, the precision, and how activations are split and kept; its other fields are not used.
+        tensor, pipeline, microbatch_size, checkpoint, zero: where given, all layouts have these.
+        schedules: names to try; by default SEARCHED.
+
+    Raises UsageError for sizes below 1, more pipeline ranks than layers, no schedule or an unknown one, and for another
+    `checkpoint` or `zero`.
+    """
+
+    model: Transformer
+    cluster: Cluster
+    devices: int
+    batch: int
+    _: KW_ONLY
+    memory: float | None = None
+    setup: Setup = field(default_factory=Setup)
+    tensor: int | None = None
+    pipeline: int | None = None
+    microbatch_size: int | None = None
+    checkpoint: Checkpoint | None = None
+    zero: int | None = None
+    schedules: tuple[str, ...] = SEARCHED
+
+    def __post_init__(self) -> None:
+        optional = {name: getattr(self, name) for name in ("tensor", "pipeline", "microbatch_size")}
+        given = {name: size for name, size in optional.items() if size is not None}
+        require_positive(devices=self.devices, batch=self.batch, **given)
+        if self.pipeline is not None and self.pipeline > self.model.layers:
+            raise UsageError(
+                f"{self.model.layers} layers cannot fill {self.pipeline} pipeline ranks: "
+                f"use at most {self.model.layers}"
+            )
+        if self.memory is not None and not self.memory > 0:
+            raise UsageError(f"memory must be a positive number of bytes, got {self.memory!r}")
+        if not self.schedules:
+            raise UsageError("there is no schedule to try: name at least one")
+        for name in self.schedules:
+            if name not in SCHEDULES:
+                raise unknown("schedule", name, SCHEDULES)
+        replace(self.setup, checkpoint=self.checkpoint or "none", zero=self.zero or 0)
+
+    @property
+    def limit(self) -> float:
+        """Bytes that the plan of a device may count."""
+        return (1 - ALLOWANCE) * self.cluster.device.memory_bytes if self.memory is None else self.memory
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The kinds of recomputation to try. That of scores alone saves nothing where they are not kept."""
+        if self.checkpoint is not None:
+            return (self.checkpoint,)
+        return CHECKPOINTS if self.setup.keep_scores else ("none", "full")

@@ -1,0 +1,208 @@
+"""Layouts: the search for the fastest layouts of a model on a cluster, within memory. Must not contain: what a layout
+costs, and how the result is shown.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
+
+from pipeflow.core.errors import ScheduleError
+from pipeflow.planning.estimate import Plan, StepParts, plan
+from pipeflow.planning.layout import Layout, Wanted
+from pipeflow.planning.misfits import no_room
+from pipeflow.planning.trials import Cell, Trial, cells, least_seconds, trials
+from pipeflow.soundness.schedule import verify
+
+TIE = 0.02
+"""Steps whose times differ by less than this share are ties: the error of the cost model is no smaller."""
+
+RECOMPUTATION = ("none", "selective", "full")  # the least first
+
+TRUST = 0.99  # an estimate of a long step may be too long by this share before a layout is left out because of it
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A layout that was found.
+
+    Attributes:
+        layout: itself.
+        plan: its cost; all of it from a simulation of the whole step.
+    """
+
+    layout: Layout
+    plan: Plan
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step."""
+        assert self.plan.step_seconds is not None
+        return self.plan.step_seconds
+
+    @property
+    def parts(self) -> StepParts:
+        """What the time consists of."""
+        assert self.plan.step_parts is not None
+        return self.plan.step_parts
+
+    def grown(self, best: Ranked) -> dict[str, float]:
+        """Per part of the time, the seconds that it takes more than in `best`, the largest first."""
+        more = {name: seconds - getattr(best.parts, name) for name, seconds in self.parts._asdict().items()}
+        return {name: more[name] for name in sorted(more, key=lambda name: -more[name])}
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """The result of `find_layouts`.
+
+    Attributes:
+        wanted: what was searched for.
+        ranked: the layouts, the best first; with different sizes, or where sizes were given, with different schedules.
+        simulated: how many layouts were simulated.
+    """
+
+    wanted: Wanted
+    ranked: tuple[Ranked, ...]
+    simulated: int
+
+
+def find_layouts(wanted: Wanted, *, top: int = 5) -> Layouts:
+    """The `top` best layouts. Each one is sound, within memory, and priced by a simulation of its whole step.
+
+    One layout is listed for each choice of tensor, pipeline and data sizes; where `wanted` says the tensor and the
+    pipeline size, one for each schedule. Times within TIE of each other are ties: the layout with fewer tensor ranks
+    comes first, then the one with fewer pipeline ranks, then the one that recomputes less.
+
+    Layouts are tried in the order of a bound that no step is shorter than, until the bound exceeds the times found. So
+    none that is left out is better, with one exception: steps much longer than a pipeline is deep are estimated from
+    two shorter ones first, and left out where the estimate is more than 1 % too long.
+
+    Raises UsageError for devices or a batch that no layout divides, with the nearest that one does, and for a model
+    that fits nowhere, with what is missing and what would make it fit.
+    """
+    search = _Search(wanted, top)
+    search.run()
+    if not search.groups:
+        raise no_room(wanted)
+    found = []
+    for _, layout in ranking(group.pick for group in search.groups.values())[:top]:
+        schedule, setup = layout.make_schedule(), layout.setup(wanted.setup)
+        found.append(Ranked(layout, plan(wanted.model, schedule, setup, cluster=wanted.cluster, cut=layout.cut)))
+        if wrong := verify(schedule):
+            raise ScheduleError(f"{layout.schedule} is unsound: this is a bug of pipeflow", wrong)
+    return Layouts(wanted, tuple(found), search.simulated)
+
+
+Timed = tuple[float, Layout]
+
+
+def ranking(timed: Iterable[Timed]) -> list[Timed]:
+    """Layouts with the seconds of their steps, the best first: by time, but for ties. Those within TIE of the fastest
+    are ordered by `plainness`, then those within TIE of the fastest of the others, and so on.
+    """
+    left, ranked = sorted(timed, key=lambda each: each[0]), []
+    while left:
+        tied = [each for each in left if each[0] <= left[0][0] * (1 + TIE)]
+        ranked += sorted(tied, key=lambda each: (plainness(each[1]), each[0]))
+        left = left[len(tied) :]
+    return ranked
+
+
+def plainness(layout: Layout) -> tuple[int, int, int]:
+    """What decides between layouts that are equally fast: the least tensor ranks, pipeline ranks and recomputation."""
+    return layout.tensor, layout.pipeline, RECOMPUTATION.index(layout.checkpoint)
+
+
+class _Group:
+    """Layouts of which one is listed. `pick` is that one: of those within TIE of the fastest, the one that recomputes
+    least.
+    """
+
+    def __init__(self, first: Timed) -> None:
+        self._timed = [first]
+        self.pick = first
+        self._least = first[0]
+
+    def add(self, timed: Timed) -> None:
+        """One more."""
+        self._timed.append(timed)
+        self._least = min(self._least, timed[0])
+        tied = (each for each in self._timed if each[0] <= self._least * (1 + TIE))
+        self.pick = min(tied, key=lambda each: (plainness(each[1]), each[0]))
+
+    def may_change(self, bound: float, layout: Layout) -> bool:
+        """Whether a layout that is not faster than `bound` can become the pick. Bounds do not fall from call to call:
+        above the fastest one, that one is final.
+        """
+        if bound <= self._least:
+            return True
+        return bound <= self._least * (1 + TIE) and plainness(layout) < plainness(self.pick[1])
+
+
+class _Checked(NamedTuple):
+    """A trial that is within memory as far as is known, and whose time has been estimated where it takes long."""
+
+    trial: Trial
+
+
+class _Search:
+    """Tries what has the lowest bound first: cells become trials, trials are checked, then simulated."""
+
+    def __init__(self, wanted: Wanted, top: int) -> None:
+        self.groups: dict[tuple[object, ...], _Group] = {}
+        self.simulated = 0
+        self._wanted, self._top, self._number = wanted, top, count()
+        self._heap: list[tuple[float, int, Cell | Trial | _Checked]] = []
+        for cell in cells(wanted):
+            self._push(least_seconds(wanted, cell), cell)
+
+    def run(self) -> None:
+        """Fills `groups`."""
+        while self._heap and self._heap[0][0] <= self._highest():
+            bound, _, node = heapq.heappop(self._heap)
+            if isinstance(node, Cell):
+                for least, trial in trials(self._wanted, node, self._wanted.limit):
+                    self._push(max(bound, least), trial)
+            elif isinstance(node, Trial):
+                self._check(bound, node)
+            else:
+                self._simulate(bound, node.trial)
+
+    def _push(self, bound: float, node: Cell | Trial | _Checked) -> None:
+        heapq.heappush(self._heap, (bound, next(self._number), node))
+
+    def _highest(self) -> float:
+        """The bound above which nothing can be listed."""
+        times = sorted(group.pick[0] for group in self.groups.values())
+        return times[self._top - 1] * (1 + TIE) if len(times) >= self._top else math.inf
+
+    def _check(self, bound: float, trial: Trial) -> None:
+        if self._is_needed(bound, trial) and trial.least_bytes() <= self._wanted.limit:
+            estimate = trial.estimated_seconds()
+            self._push(bound if estimate is None else max(bound, TRUST * estimate), _Checked(trial))
+
+    def _simulate(self, bound: float, trial: Trial) -> None:
+        if not self._is_needed(bound, trial):
+            return
+        self.simulated += 1
+        seconds, needed = trial.simulated()
+        if needed > self._wanted.limit:
+            return
+        key, timed = self._key(trial), (seconds, trial.layout)
+        if key in self.groups:
+            self.groups[key].add(timed)
+        else:
+            self.groups[key] = _Group(timed)
+
+    def _is_needed(self, bound: float, trial: Trial) -> bool:
+        key = self._key(trial)
+        return key not in self.groups or self.groups[key].may_change(bound, trial.layout)
+
+    def _key(self, trial: Trial) -> tuple[object, ...]:
+        are_given = self._wanted.tensor is not None and self._wanted.pipeline is not None
+        return (trial.cell.sizes, trial.family.name) if are_given else (trial.cell.sizes,)

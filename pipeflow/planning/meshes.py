@@ -1,0 +1,110 @@
+"""Meshes: the sizes that a number of devices and a batch allow, and what is said where there are none. Must not
+contain: what layouts cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import chain
+from typing import NamedTuple
+
+from pipeflow.core.errors import UsageError
+from pipeflow.planning.layout import Wanted
+from pipeflow.planning.transformer_costs import sequence_of
+
+FAR = 4096  # how far from what is asked for a number of devices is looked for that works
+
+
+class Sizes(NamedTuple):
+    """Numbers of tensor ranks, pipeline ranks and replicas."""
+
+    tensor: int
+    pipeline: int
+    data: int
+
+
+def meshes(wanted: Wanted) -> list[Sizes]:
+    """All sizes that fit the devices, the model and the batch. Raises UsageError where there are none: it names the
+    nearest number of devices, or the nearest batch, for which there are some.
+    """
+    split = list(_split(wanted, wanted.devices))
+    if not split:
+        raise UsageError(_no_devices(wanted))
+    found = [sizes for sizes in split if not wanted.batch % _sequences(wanted, sizes)]
+    if not found:
+        raise UsageError(_no_batch(wanted, split))
+    return found
+
+
+def microbatch_sizes(wanted: Wanted, sizes: Sizes) -> list[int]:
+    """The sizes of a microbatch that divide a replica's part of the batch."""
+    if wanted.microbatch_size is not None:
+        return [wanted.microbatch_size]
+    return divisors(wanted.batch // sizes.data)
+
+
+@cache
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def _split(wanted: Wanted, devices: int) -> Iterator[Sizes]:
+    """The sizes whose product is `devices`."""
+    for tensor in [wanted.tensor] if wanted.tensor else divisors(wanted.model.heads):
+        if devices % tensor or not _takes(wanted, tensor):
+            continue
+        ranks = devices // tensor
+        for pipeline in [wanted.pipeline] if wanted.pipeline else range(1, min(ranks, wanted.model.layers) + 1):
+            if ranks % pipeline == 0:
+                yield Sizes(tensor, pipeline, ranks // pipeline)
+
+
+def _takes(wanted: Wanted, tensor: int) -> bool:
+    """Whether the model can be split so. One that is asked for raises the error that says why not."""
+    try:
+        sequence_of(wanted.model, replace(wanted.setup, tensor=tensor))
+    except UsageError:
+        if tensor in (1, wanted.tensor):
+            raise
+        return False
+    return True
+
+
+def _sequences(wanted: Wanted, sizes: Sizes) -> int:
+    """The sequences that the batch must be a multiple of."""
+    return sizes.data * (wanted.microbatch_size or 1)
+
+
+def _no_devices(wanted: Wanted) -> str:
+    fixed = [f"{name} {size}" for name, size in (("tensor", wanted.tensor), ("pipeline", wanted.pipeline)) if size]
+    works = _near(wanted, lambda devices: any(_split(wanted, devices)))
+    advice = "" if works is None else f"; the nearest number that works is {works}"
+    return f"{wanted.devices} devices do not divide into layouts with {' and '.join(fixed)}{advice}"
+
+
+def _no_batch(wanted: Wanted, split: list[Sizes]) -> str:
+    needed = {_sequences(wanted, sizes) for sizes in split}
+    below = max(wanted.batch // each * each for each in needed)
+    above = min(-(-wanted.batch // each) * each for each in needed)
+    near = [str(batch) for batch in (below, above) if batch]
+    replicas = " or ".join(str(data) for data in sorted({sizes.data for sizes in split})[:3])
+    size = f" in microbatches of {wanted.microbatch_size}" if wanted.microbatch_size else ""
+    works = _near(
+        wanted,
+        lambda devices: any(wanted.batch % _sequences(wanted, sizes) == 0 for sizes in _split(wanted, devices)),
+    )
+    advice = "" if works is None else f"; with this batch, the nearest number of devices that works is {works}"
+    return (
+        f"a batch of {wanted.batch} sequences does not divide over {replicas} replicas{size}: "
+        f"the nearest that work{' are' if len(near) > 1 else 's is'} {' and '.join(near)}{advice}"
+    )
+
+
+def _near(wanted: Wanted, works: Callable[[int], bool]) -> int | None:
+    """The nearest number of devices that works; of two, the smaller one."""
+    around = chain.from_iterable((wanted.devices - away, wanted.devices + away) for away in range(1, FAR))
+    return next((devices for devices in around if devices > 0 and works(devices)), None)

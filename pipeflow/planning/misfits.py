@@ -1,0 +1,104 @@
+"""Misfits: what is said of a model that no layout has room for: what is missing, and what would make it fit. Must not
+contain: times.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.text import bytes_text
+from pipeflow.planning.layout import Layout, Wanted
+from pipeflow.planning.trials import Cell, Trial, cells, trials
+
+MORE = (2, 4, 8, 16, 32, 64)  # times as many devices are tried
+
+
+def no_room(wanted: Wanted) -> UsageError:
+    """The error for a model that fits nowhere."""
+    layout, least = smallest(wanted)
+    missing = least - wanted.limit
+    return UsageError(
+        f"no layout fits: the closest one, {described(layout)}, needs {bytes_text(least)} on its fullest device, "
+        f"which is {bytes_text(missing)} more than the {bytes_text(wanted.limit)} there are; {_advice(wanted)}"
+    )
+
+
+def described(layout: Layout) -> str:
+    """The layout in a few words."""
+    kept = {"none": "without recomputation", "full": "recomputing layers", "selective": "recomputing scores"}
+    zero = ", ZeRO-1" if layout.zero else ""
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+    return (
+        f"{sizes} with {layout.schedule} and microbatches of {layout.microbatch_size}, {kept[layout.checkpoint]}{zero}"
+    )
+
+
+def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
+    """The layout whose fullest device needs least bytes, and these bytes; the first one found that needs at most
+    `enough`.
+    """
+    number = count()
+    heap: list[tuple[float, int, Cell | Trial]] = [(_least(wanted, cell), next(number), cell) for cell in cells(wanted)]
+    heapq.heapify(heap)
+    best: tuple[Layout, float] | None = None
+    while heap and (best is None or heap[0][0] < best[1]):
+        _, _, node = heapq.heappop(heap)
+        if isinstance(node, Trial):
+            needed = node.peak_bytes() if node.least_bytes() < (best[1] if best else float("inf")) else float("inf")
+            if best is None or needed < best[1]:
+                best = node.layout, needed
+                if needed <= enough:
+                    break
+        else:
+            for _, trial in trials(wanted, node, best[1] if best else float("inf")):
+                heapq.heappush(heap, (max(trial.state), next(number), trial))
+    assert best is not None
+    return best
+
+
+def _least(wanted: Wanted, cell: Cell) -> float:
+    """Bytes that the fullest device of a cell has at least: its share of the weights, gradients and optimizer."""
+    precision = wanted.setup.precision
+    optimizer = (precision.master + precision.moments) / (cell.sizes.data if cell.zero else 1)
+    share = wanted.model.parameters / (cell.sizes.tensor * cell.sizes.pipeline)
+    return share * (precision.weight + precision.gradient + optimizer)
+
+
+def _advice(wanted: Wanted) -> str:
+    """The changes, each alone, with which a layout fits."""
+    found = [words for words, change in _changes(wanted) if _fits(replace(wanted, **change))]
+    more = next((times for times in MORE if _fits(_with_devices(wanted, times))), None)
+    if more is not None:
+        found.append(f"{wanted.devices * more} devices")
+    return (
+        f"it fits with {', or with '.join(found)}" if found else "it needs devices with more memory, or a smaller model"
+    )
+
+
+def _changes(wanted: Wanted) -> Iterator[tuple[str, dict[str, Any]]]:
+    given = {
+        "checkpoint": "recomputation",
+        "zero": "ZeRO-1",
+        "tensor": "another number of tensor ranks",
+        "pipeline": "another number of pipeline ranks",
+        "microbatch_size": "smaller microbatches",
+    }
+    yield from ((words, {name: None}) for name, words in given.items() if getattr(wanted, name) is not None)
+    if not wanted.setup.sequence_parallel:
+        yield "sequence parallelism", {"setup": replace(wanted.setup, sequence_parallel=True)}
+
+
+def _with_devices(wanted: Wanted, times: int) -> Wanted:
+    return replace(wanted, devices=wanted.devices * times)
+
+
+def _fits(wanted: Wanted) -> bool:
+    try:
+        return smallest(wanted, wanted.limit)[1] <= wanted.limit
+    except UsageError:  # nothing divides
+        return False

@@ -1,0 +1,79 @@
+"""Peaks: how much each rank of a schedule keeps at most for its backwards, found from its rows alone. Must not contain:
+times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeflow.core.action import Action
+from pipeflow.core.dataflow import Content
+from pipeflow.core.liveness import CHANGES
+from pipeflow.core.schedule import Schedule
+
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPeaks:
+    """The fullest states of one rank.
+
+    Attributes:
+        values: what the rank keeps, as (content, stage).
+        states: how many of each of them it keeps at once. Every other state keeps at most as many of all of them as one
+            of these.
+    """
+
+    values: tuple[tuple[Content, int], ...]
+    states: tuple[Counts, ...]
+
+    def bytes(self, sizes: Mapping[Content, Sequence[float]]) -> float:
+        """The most bytes kept at once; `sizes` has the bytes per content and stage."""
+        each = [sizes[content][stage] if content in sizes else 0.0 for content, stage in self.values]
+        return max(
+            (sum(count * size for count, size in zip(state, each, strict=True)) for state in self.states), default=0.0
+        )
+
+
+def peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
+    """Per rank its fullest states. For a schedule with backwards, their bytes are the `peak_bytes` of its timelines:
+    a rank computes one action after another, so times make no difference.
+    """
+    return tuple(_of_rank(list(schedule.actions(rank))) for rank in range(len(schedule.rows)))
+
+
+def _of_rank(row: Sequence[Action]) -> RankPeaks:
+    places: dict[tuple[Content, int], int] = {}
+    steps: dict[tuple[object, int], tuple[list[int], list[int], list[int]]] = {}
+    for kind, stage in dict.fromkeys((action.kind, action.stage) for action in row):
+        change = CHANGES[kind]
+        begins, comes, goes = (
+            [places.setdefault((content, stage), len(places)) for content in contents]
+            for contents in (change.from_start, change.from_end, change.frees)
+        )
+        steps[kind, stage] = begins, comes, goes
+    counts, seen, rises = [0] * len(places), set(), False
+    for action in row:
+        begins, comes, goes = steps[action.kind, action.stage]
+        for place in begins:
+            counts[place] += 1
+        rises = rises or bool(begins)
+        if goes and rises:
+            seen.add(tuple(counts))
+            rises = False
+        for place in goes:
+            counts[place] -= 1
+        for place in comes:
+            counts[place] += 1
+        rises = rises or bool(comes)
+    return RankPeaks(tuple(places), tuple(_undominated(seen)))
+
+
+def _undominated(states: set[Counts]) -> list[Counts]:
+    """The states that no other one exceeds in all counts."""
+    kept: list[Counts] = []
+    for state in sorted(states, key=lambda counts: (-sum(counts), counts)):
+        if not any(all(map(int.__ge__, other, state)) for other in kept):
+            kept.append(state)
+    return kept

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.cli.run import error, out
+
+SMALL = ["gpt2-small", "--devices", 4, "--batch", 16, "--device", "a100-40gb"]
+
+
+def read(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out(capsys, "plan", *argv, "--json"))
+    return found
+
+
+def test_layouts_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = read(capsys, *SMALL, "--memory", "4GiB")
+    first, *others = found["layouts"]
+    assert (found["memory_bytes"], found["devices"], found["batch"]) == (4 * 2**30, 4, 16)
+    assert len(others) == 4
+    for each in found["layouts"]:
+        assert each["peak_bytes"] == max(each["rank_bytes"]) <= 4 * 2**30
+        assert sum(each["step_parts"].values()) == pytest.approx(each["step_seconds"])
+        assert each["tokens_per_second"] == pytest.approx(16 * 1024 / each["step_seconds"])
+        assert each["tensor"] * each["pipeline"] * each["data"] == 4
+        assert sum(each["more_than_first"].values()) == pytest.approx(each["step_seconds"] - first["step_seconds"])
+    same = ["--microbatches", first["microbatches"], "--microbatch-size", first["microbatch_size"]]
+    sizes = ["--tensor", first["tensor"], "--pipeline", first["pipeline"], "--data", first["data"]]
+    assert first["pipeline"] == 1  # so the command for one layout needs no cut
+    alone = read(capsys, "gpt2-small", "--device", "a100-40gb", *same, *sizes, "--zero", first["zero"])
+    assert alone["step_seconds"] == pytest.approx(first["step_seconds"])
+    assert alone["peak_bytes"] == pytest.approx(first["peak_bytes"])
+
+
+@pytest.mark.parametrize("fixed", [[], ["--tensor", 1, "--pipeline", 4], ["--checkpoint", "--top", 2]])
+def test_layouts_for_people(capsys: pytest.CaptureFixture[str], fixed: list[object]) -> None:
+    shown = out(capsys, "plan", *SMALL, *fixed)
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "4 devices a100-40gb, at most 36.8 GiB on each" in shown
+    rows = [line for line in shown.splitlines() if line.endswith(" GiB")]
+    assert [row.split()[0] for row in rows] == [str(place) for place in range(1, 3 if "--top" in fixed else 6)]
+    assert ("schedules." in shown) == ("--pipeline" not in fixed)
+    assert all(" full " in row for row in rows) == ("--checkpoint" in fixed)
+    assert "Times within 2% are ties" in shown
+    assert "\n2 +" in shown or "\n2 ties with 1" in shown
+
+
+def test_a_plot_of_time_against_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "layouts.svg"
+    out(capsys, "plan", *SMALL, "--svg", path)
+    written = path.read_text()
+    ElementTree.fromstring(written)
+    assert "memory of the fullest device" in written
+    assert "1: no pipeline 1x1x4" in written
+    assert out(capsys, "plan", *SMALL, "--svg", "-") == written
+
+
+@pytest.mark.parametrize(("text", "size"), [("40GiB", 40 * 2**30), ("40 gb", 40e9), ("4e10", 4e10), ("1.5TB", 1.5e12)])
+def test_sizes_of_memory(capsys: pytest.CaptureFixture[str], text: str, size: float) -> None:
+    assert read(capsys, *SMALL, "--top", 1, "--tensor", 1, "--pipeline", 1, "--memory", text)["memory_bytes"] == size
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["gpt2-small", "--devices", 4, "--batch", 16], "say which device, with --device or --cluster"),
+        (["gpt2-small", "--devices", 4, "--device", "t4"], "with --batch"),
+        (["gpt2-small", "--batch", 4, "--svg", "x.svg"], "--batch, --svg are for a search: give --devices too"),
+        ([*SMALL, "--microbatches", 4], "--microbatches is for one layout"),
+        ([*SMALL, "--data", 4], "--data is for one layout"),
+        ([*SMALL, "--chunks", 4], "--chunks: a search with --devices chooses the options"),
+        ([*SMALL, "--memory", 80], "such as 80GiB, 80GB or 80e9, got '80'"),
+        ([*SMALL, "--memory", "80 pounds"], "such as 80GiB, 80GB or 80e9"),
+        ([*SMALL, "--top", 0], "--top must be at least 1"),
+        ([*SMALL, "--json", "--svg", "-"], "standard output can take one output"),
+        ([*SMALL, "--schedule", "1f1c"], "unknown schedule '1f1c'"),
+        ([*SMALL[:-1], "b100"], "unknown device 'b100'; known:"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(capsys: pytest.CaptureFixture[str], argv: list[object], said: str) -> None:
+    assert said in error(capsys, "plan", *argv)

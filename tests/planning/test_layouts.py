@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+
+from pipeflow import GPT, SCHEDULES, Cluster, CostModel, Placement, UsageError, make_schedule, plan, simulate, verify
+from pipeflow.core.dataflow import Content
+from pipeflow.core.schedule import Schedule
+from pipeflow.planning.bounds import least_makespan
+from pipeflow.planning.cuts import cut_by_load
+from pipeflow.planning.estimate import Plan
+from pipeflow.planning.layout import SEARCHED, Layout, Wanted
+from pipeflow.planning.layouts import TIE, find_layouts, plainness, ranking
+from pipeflow.planning.meshes import meshes
+from pipeflow.planning.peaks import peaks
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.trials import cells, least_seconds, trials
+
+MODEL = GPT(4, 512, 4, 512, 8192)
+CLUSTER = Cluster.of("a100-40gb", devices_per_node=2)
+NAMED = [name for name in SCHEDULES if name != "zb-auto"]
+
+
+def wanted(devices: int = 4, batch: int = 8, **given: Any) -> Wanted:
+    return Wanted(MODEL, CLUSTER, devices, batch, **given)
+
+
+def planned(layout: Layout, task: Wanted) -> Plan:
+    return plan(MODEL, layout.make_schedule(), layout.setup(task.setup), cluster=CLUSTER, cut=layout.cut)
+
+
+def everything(task: Wanted) -> Iterator[tuple[float, Layout]]:
+    """All layouts within memory with the seconds of a step, by plans alone."""
+    for cell in cells(task):
+        for _, trial in trials(task, cell):
+            found = planned(trial.layout, task)
+            if found.peak_bytes <= task.limit:
+                assert found.step_seconds is not None
+                yield found.step_seconds, trial.layout
+
+
+def picked(task: Wanted) -> list[tuple[float, Layout]]:
+    """The best layout of all for each choice of sizes, ranked."""
+    groups: dict[tuple[int, ...], list[tuple[float, Layout]]] = {}
+    for seconds, layout in everything(task):
+        groups.setdefault((layout.tensor, layout.pipeline, layout.data), []).append((seconds, layout))
+    return ranking(ranking(group)[0] for group in groups.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [None, 170e6, 145e6])
+def test_the_search_finds_what_brute_force_finds(memory: float | None) -> None:
+    task = wanted(memory=memory)
+    expected, found = picked(task), find_layouts(task, top=100).ranked
+    assert [each.step_seconds for each in found] == pytest.approx([seconds for seconds, _ in expected])
+    assert [plainness(each.layout) for each in found] == [plainness(layout) for _, layout in expected]
+    few = find_layouts(task, top=2).ranked
+    assert [each.step_seconds for each in few] == [each.step_seconds for each in found[:2]]
+
+
+@pytest.mark.slow
+def test_bounds_are_below_what_they_bound_and_zero_1_costs_no_time() -> None:
+    task = wanted(batch=4)
+    for cell in cells(task):
+        for least, trial in trials(task, cell):
+            found = planned(trial.layout, task)
+            assert found.step_seconds is not None
+            assert max(least, least_seconds(task, cell)) <= found.step_seconds * (1 + 1e-9)
+            assert trial.least_bytes() <= trial.peak_bytes() == pytest.approx(found.peak_bytes)
+            whole = planned(replace(trial.layout, zero=0), task)
+            assert whole.step_seconds is not None
+            assert (found.step_seconds, found.peak_bytes) <= (whole.step_seconds * (1 + 1e-9), whole.peak_bytes)
+
+
+def test_all_sizes_that_fit_are_tried() -> None:
+    task = wanted(devices=8, batch=24)
+    expected = {
+        (tensor, pipeline, data)
+        for tensor, pipeline, data in product(range(1, 9), repeat=3)
+        if tensor * pipeline * data == 8 and 4 % tensor == 0 and pipeline <= 4
+    }
+    assert set(meshes(task)) == expected
+    sizes = {cell.microbatch_size for cell in cells(task) if cell.sizes == (1, 2, 4)}
+    assert sizes == {1, 2, 3, 6}
+    assert {cell.microbatches * cell.microbatch_size * cell.sizes.data for cell in cells(task)} == {24}
+
+
+@pytest.mark.parametrize("given", [{}, {"tensor": 1, "pipeline": 2}, {"checkpoint": "full", "zero": 0}])
+def test_all_that_is_listed_is_sound_within_memory_and_as_wanted(given: dict[str, Any]) -> None:
+    task = wanted(memory=170e6, **given)
+    found = find_layouts(task)
+    assert found.ranked
+    for each in found.ranked:
+        layout = each.layout
+        assert not verify(layout.make_schedule())
+        assert each.plan.peak_bytes <= task.limit
+        assert each.step_seconds == pytest.approx(sum(each.parts))
+        assert layout.tensor * layout.pipeline * layout.data == task.devices
+        assert layout.data * layout.microbatches * layout.microbatch_size == task.batch
+        assert all(getattr(layout, name) == value for name, value in given.items())
+        gained = sum(each.grown(found.ranked[0]).values())
+        assert gained == pytest.approx(each.step_seconds - found.ranked[0].step_seconds)
+    if "pipeline" in given:  # then schedules are compared
+        assert len({each.layout.schedule for each in found.ranked}) == len(found.ranked) > 1
+
+
+def test_less_memory_gives_slower_steps_and_then_an_error() -> None:
+    roomy, tight = find_layouts(wanted()).ranked[0], find_layouts(wanted(memory=145e6)).ranked[0]
+    assert roomy.layout.pipeline == 1  # no pipeline is an answer, too
+    assert tight.step_seconds > roomy.step_seconds
+    with pytest.raises(
+        UsageError, match=r"no layout fits: the closest one, tensor 4.* more than the .* there are"
+    ) as no:
+        find_layouts(wanted(memory=60e6, checkpoint="none"))
+    assert "it fits with" in str(no.value)
+    assert " devices" in str(no.value)
+
+
+def test_a_layout_that_recomputes_would_fit() -> None:
+    task = wanted(devices=1, batch=8, microbatch_size=8, checkpoint="none", memory=640e6)
+    with pytest.raises(
+        UsageError, match=r"it fits with recomputation, or with smaller microbatches, or with 2 devices"
+    ):
+        find_layouts(task)
+    assert find_layouts(replace(task, checkpoint=None)).ranked[0].layout.checkpoint == "full"
+
+
+def layout(tensor: int, pipeline: int, checkpoint: Any) -> Layout:
+    return Layout(tensor, pipeline, 1, 1, 1, "1f1b", {}, checkpoint, 0, ((0, 4),))
+
+
+def test_ties_are_broken_by_tensor_ranks_then_pipeline_ranks_then_recomputation() -> None:
+    tied = [layout(1, 2, "none"), layout(1, 2, "full"), layout(1, 4, "none"), layout(2, 1, "none")]
+    slower = layout(1, 1, "none")
+    timed = [(1 + TIE - 0.001 * place, each) for place, each in enumerate(tied)] + [(1.0, tied[-1])]
+    assert [each for _, each in ranking([(1 + 2 * TIE, slower), *timed])] == [*tied, tied[-1], slower]
+
+
+def test_within_a_tie_less_recomputation_is_picked() -> None:
+    for seconds, each in picked(wanted(batch=4)):
+        same = [(time, one) for time, one in everything(wanted(batch=4)) if plainness(one)[:2] == plainness(each)[:2]]
+        least = min(time for time, _ in same)
+        assert seconds <= least * (1 + TIE)
+        assert not any(plainness(one) < plainness(each) for time, one in same if time <= least * (1 + TIE))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"devices": 7, "tensor": 2}, "7 devices do not divide into layouts with tensor 2; .* works is 6"),
+        ({"devices": 6, "tensor": 4, "pipeline": 2}, "with tensor 4 and pipeline 2; .* works is 8"),
+        ({"devices": 13, "batch": 16}, "batch of 16 .* 13 replicas: the nearest that works? are 13 and 26; .* is 12"),
+        (
+            {"devices": 2, "batch": 7, "microbatch_size": 4, "tensor": 1, "pipeline": 1},
+            "over 2 replicas in microbatches of 4: the nearest that works is 8",
+        ),
+        ({"pipeline": 5}, "4 layers cannot fill 5 pipeline ranks: use at most 4"),
+        ({"tensor": 3}, "tensor=3 does not divide 4 heads"),
+        ({"schedules": ("1f1c",)}, "unknown schedule '1f1c'; did you mean '1f1b'"),
+        ({"schedules": ()}, "name at least one"),
+        ({"memory": 0}, "memory must be a positive number"),
+        ({"batch": 0}, "batch must be an integer of at least 1"),
+        ({"zero": 3}, "zero must be 0 or 1"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        find_layouts(wanted(**given))
+
+
+def test_searched_schedules_come_only_when_asked_for() -> None:
+    assert set(SEARCHED) == set(NAMED)
+    found = find_layouts(wanted(devices=2, batch=4, tensor=1, pipeline=2, schedules=("zb-auto", "1f1b")))
+    assert {each.layout.schedule for each in found.ranked} == {"zb-auto", "1f1b"}
+
+
+def uneven(placement: Placement, random: Random, **given: Any) -> CostModel:
+    def numbers() -> tuple[float, ...]:
+        return tuple(random.uniform(0.5, 2) for _ in range(placement.num_stages))
+
+    return CostModel(numbers(), numbers(), numbers(), saved_bytes=numbers(), deferred_bytes=numbers(), **given)
+
+
+def made(name: str, ranks: int, microbatches: int) -> Schedule:
+    try:
+        return make_schedule(name, ranks=ranks, microbatches=microbatches)
+    except UsageError:
+        pytest.skip("it needs an even number of ranks")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NAMED)
+def test_peaks_are_those_of_a_timeline_and_a_shorter_step_has_no_higher_ones(name: str, ranks: int) -> None:
+    for seed, microbatches in enumerate((1, 2 * ranks, 2 * ranks + 1, 4 * ranks, 4 * ranks + 1)):
+        schedule = made(name, ranks, microbatches)
+        cost = uneven(schedule.placement, Random(seed))
+        sizes = {Content.SAVED: cost.saved_bytes, Content.DEFERRED: cost.deferred_bytes}
+        found = [each.bytes(sizes) for each in peaks(schedule)]
+        assert found == pytest.approx(simulate(schedule, cost).peak_bytes)
+        few = min(microbatches, 2 * ranks + microbatches % len(schedule.placement.paths))
+        shorter = [each.bytes(sizes) for each in peaks(made(name, ranks, few))]
+        assert all(less <= more * (1 + 1e-9) for less, more in zip(shorter, found, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NAMED)
+def test_no_schedule_is_shorter_than_the_least_makespan(name: str, ranks: int) -> None:
+    for seed, microbatches in enumerate((1, 2, 5, 8)):
+        schedule, random = made(name, ranks, microbatches), Random(seed)
+        stages = schedule.placement.num_stages
+        sent = tuple(random.uniform(0, 1) for _ in range(stages))
+        reduce = tuple(random.uniform(0, 9) for _ in range(stages))
+        cost = uneven(schedule.placement, random, latency=0.1, bandwidth=5.0, activation_bytes=sent, reduce=reduce)
+        split = any(action.kind == "W" for rank in range(ranks) for action in schedule.actions(rank))
+        least = least_makespan(cost, schedule.placement, microbatches, split=split)
+        assert least <= simulate(schedule.with_reductions(), cost).makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_equal_stages_reach_the_least_makespan(name: str) -> None:
+    schedule = make_schedule(name, ranks=4, microbatches=8)
+    cost = CostModel.even(schedule.placement)
+    assert least_makespan(cost, schedule.placement, 8, split=False) == pytest.approx(simulate(schedule).makespan)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (0.1, 2.4), (1.5, 0.3), (0, 7)])
+def test_no_cut_has_a_lighter_busiest_rank(first: float, last: float) -> None:
+    layers, stages = 9, 4
+
+    def busiest(sizes: tuple[int, ...]) -> float:
+        return max(size + first * (stage == 0) + last * (stage == stages - 1) for stage, size in enumerate(sizes))
+
+    sizes = tuple(end - start for start, end in cut_by_load(layers, Placement.linear(stages), first, last))
+    every = [each for each in product(range(1, layers), repeat=stages) if sum(each) == layers]
+    assert sum(sizes) == layers
+    assert busiest(sizes) == pytest.approx(min(map(busiest, every)))
+
+
+def test_a_heavy_head_takes_layers_from_its_stage() -> None:
+    task = Wanted(
+        replace(MODEL, layers=8, vocabulary=20_000), CLUSTER, 2, 64, tensor=1, pipeline=2, schedules=("1f1b",)
+    )
+    [best] = find_layouts(task).ranked
+    before, after = (end - start for start, end in best.layout.cut)
+    assert before > after
+    even = replace(best.layout, cut=((0, 4), (4, 8)))
+    whole = plan(task.model, even.make_schedule(), even.setup(Setup()), cluster=CLUSTER, cut=even.cut)
+    assert whole.step_seconds is not None
+    assert best.step_seconds < 0.9 * whole.step_seconds
