@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from pipeflow.planning.efficiency import Efficiency
     from pipeflow.planning.estimate import Plan, RankPlan, StepParts, plan
     from pipeflow.planning.layer_costs import LayerCosts
+    from pipeflow.planning.layout import Layout, Wanted
+    from pipeflow.planning.layouts import Layouts, Ranked, find_layouts
     from pipeflow.planning.partition import partition_balanced, partition_uniform
     from pipeflow.planning.replan import Candidate, Replan, replan
     from pipeflow.planning.setup import PRECISIONS, Precision, Setup
@@ -74,6 +76,8 @@ _LATER = {
     "GPT": "planning.transformer",
     "GPT_PRESETS": "planning.transformer",
     "LayerCosts": "planning.layer_costs",
+    "Layout": "planning.layout",
+    "Layouts": "planning.layouts",
     "Loaded": "checkpoint.load",
     "LossScaler": "optim.scaler",
     "MODELS": "planning.catalog",
@@ -85,6 +89,7 @@ _LATER = {
     "Plan": "planning.estimate",
     "Precision": "planning.setup",
     "RankPlan": "planning.estimate",
+    "Ranked": "planning.layouts",
     "Rename": "checkpoint.renames",
     "Replan": "planning.replan",
     "Saving": "checkpoint.save",
@@ -94,6 +99,7 @@ _LATER = {
     "VIT_PRESETS": "planning.vit",
     "ViT": "planning.vit",
     "Violation": "soundness.schedule",
+    "Wanted": "planning.layout",
     "Whole": "runtime.microbatch",
     "Zero": "optim.zero",
     "build_stages": "training.build",
@@ -104,6 +110,7 @@ _LATER = {
     "dependency_graph": "analysis.graph",
     "exact": "orders.exact",
     "execute_pipeline": "runtime.pipeline",
+    "find_layouts": "planning.layouts",
     "get_dataloader": "training.data",
     "grad_norm": "optim.clip",
     "latest_checkpoint": "checkpoint.newest",
@@ -145,6 +152,8 @@ __all__ = [
     "Found",
     "Kind",
     "LayerCosts",
+    "Layout",
+    "Layouts",
     "Link",
     "Loaded",
     "LossScaler",
@@ -159,6 +168,7 @@ __all__ = [
     "Plan",
     "Precision",
     "RankPlan",
+    "Ranked",
     "Rename",
     "Replan",
     "Saving",
@@ -172,6 +182,7 @@ __all__ = [
     "UsageError",
     "ViT",
     "Violation",
+    "Wanted",
     "Whole",
     "Zero",
     "build_stages",
@@ -182,6 +193,7 @@ __all__ = [
     "dependency_graph",
     "exact",
     "execute_pipeline",
+    "find_layouts",
     "get_dataloader",
     "grad_norm",
     "latest_checkpoint",
