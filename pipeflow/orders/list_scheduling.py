@@ -20,13 +20,15 @@ class Rules:
     Of the F and I that it could run it takes the one with the smallest `pace * microbatch + offsets[operation]`. A
     stage has at most `limits[stage]` activations alive. W runs when nothing else can; and an F or a W is not begun when
     what is known to arrive (a gradient; for a W also an activation) does so within `patience[operation]` of its
-    duration.
+    duration. With a `slack`, these rules are for F and I alone, and W comes after them (`pipeflow.orders.filling`): it
+    may delay them as long as the objective stays below `1 + slack` times its lower bound.
     """
 
     pace: float
     offsets: tuple[float, ...]
     limits: tuple[int, ...]
     patience: tuple[float, ...]
+    slack: float | None = None
 
 
 class Candidate(NamedTuple):

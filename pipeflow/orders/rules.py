@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product, zip_longest
 from math import ceil
 from random import Random
 
@@ -12,27 +12,33 @@ from pipeflow.orders.list_scheduling import Rules
 from pipeflow.orders.problem import Problem
 
 NEARLY = 0.999  # of a duration; the whole of it might not fit a gap as long, for rounding
+FORWARD_PATIENCE = (0.0, 0.0, 0.25, 0.5, NEARLY)
+WEIGHT_PATIENCE = (0.0, 0.25, 0.5, 0.75, NEARLY, 1.5)
+SLACKS = (0.0, 0.003)
 
 
 def plain_rules(problem: Problem, heads: Times) -> Iterator[Rules]:
-    """A grid over four numbers, the last running fastest.
+    """Two grids in turn, of rules with a slack and of rules without, each over a few numbers, the last running fastest.
 
     - A stage may have as many activations alive as its rank has room for; or its share of them, or of more than them
       (`_shares`).
     - How far into the pipeline an action lies counts nothing, so that the oldest microbatch goes first and a backward
       before younger forwards; or up to twice its head, so that forwards of younger ones go first.
-    - F waits for a gradient that comes within none or half of its duration.
-    - W waits for what comes within none, half or all of its duration.
+    - F waits for a gradient that comes within a part of its duration.
+    - With a slack the oldest microbatch goes first; without, W waits for what comes within none, half or all of its
+      duration.
     """
     operations = range(len(problem.source))
     pace = max(problem.work) / problem.num_microbatches
     most = tuple(map(problem.most_alive, range(len(problem.ranks))))
-    for limits in (most, *(_shares(problem, heads, faster) for faster in (1.0, 0.9, 0.8, 0.6))):
-        for weight, forward, deferred in product((0.0, 0.5, 1.0, 2.0), (0.0, 0.5), (0.0, 0.5, NEARLY)):
-            after = (1e-6 * pace, 0.0, 0.0)  # where all is equal a backward goes first
-            offsets = tuple(weight * heads[operation][0] + after[operation % 3] for operation in operations)
-            patience = tuple((forward, 0.0, deferred)[operation % 3] for operation in operations)
-            yield Rules(pace, offsets, limits, patience)
+    every_limit = (most, *(_shares(problem, heads, faster) for faster in (1.0, 0.9, 0.8, 0.6)))
+    filled = product(every_limit, (0.0,), (NEARLY, 0.9, 0.5), (0.0,), SLACKS)
+    direct = product(every_limit, (0.0, 0.5, 1.0, 2.0), (0.0, 0.5), (0.0, 0.5, NEARLY), (None,))
+    for limits, weight, forward, deferred, slack in filter(None, chain.from_iterable(zip_longest(filled, direct))):
+        after = (1e-6 * pace, 0.0, 0.0)  # where all is equal a backward goes first
+        offsets = tuple(weight * heads[operation][0] + after[operation % 3] for operation in operations)
+        patience = tuple((forward, 0.0, deferred)[operation % 3] for operation in operations)
+        yield Rules(pace, offsets, limits, patience, slack)
 
 
 def _shares(problem: Problem, heads: Times, faster: float) -> tuple[int, ...]:
@@ -53,16 +59,12 @@ def _shares(problem: Problem, heads: Times, faster: float) -> tuple[int, ...]:
     return tuple(alive(stage, faster * period) for stage in stages)
 
 
-FORWARD_PATIENCE = (0.0, 0.0, 0.25, 0.5, NEARLY)
-WEIGHT_PATIENCE = (0.0, 0.25, 0.5, 0.75, NEARLY, 1.5)
-
-
 def varied(rules: Rules, problem: Problem, random: Random) -> Rules:
-    """`rules` with the limit, a patience or an offset of a few consecutive stages changed."""
+    """`rules` with the limit, a patience or an offset of a few consecutive stages changed, or the slack."""
     stages = len(problem.ranks)
     first, number = random.randrange(stages), random.choice((1, 1, 2, 4, stages))
     some = [(first + index) % stages for index in range(number)]
-    limits, patience, offsets = list(rules.limits), list(rules.patience), list(rules.offsets)
+    limits, patience, offsets, slack = list(rules.limits), list(rules.patience), list(rules.offsets), rules.slack
     match random.randrange(6):
         case 0 | 1:
             change = random.choice((-2, -1, 1, 2))
@@ -71,10 +73,12 @@ def varied(rules: Rules, problem: Problem, random: Random) -> Rules:
         case 2 | 3:
             half, parts = random.choice(((0, FORWARD_PATIENCE), (2, WEIGHT_PATIENCE), (2, WEIGHT_PATIENCE)))
             part = random.choice(parts)
+            if half == 2 and slack is not None:
+                slack = random.choice(SLACKS)
             for stage in some:
                 patience[3 * stage + half] = part
         case half:
             later = random.gauss() * rules.pace
             for stage in some:
                 offsets[3 * stage + half - 4] += later
-    return Rules(rules.pace, tuple(offsets), tuple(limits), tuple(patience))
+    return Rules(rules.pace, tuple(offsets), tuple(limits), tuple(patience), slack)

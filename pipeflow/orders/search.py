@@ -17,13 +17,15 @@ from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.orders.bounds import bounds
-from pipeflow.orders.list_scheduling import Candidate, Rules, list_schedule
+from pipeflow.orders.filling import Builder
+from pipeflow.orders.list_scheduling import Candidate, Rules
 from pipeflow.orders.neighbours import critical_blocks, fits, neighbour, run_times
 from pipeflow.orders.problem import Objective, Problem, make_problem, to_schedule, to_sequences
 from pipeflow.orders.rules import plain_rules, varied
 
 ROUND = 100  # candidates, of rules and of moves each, after which moves start anew from the best order
 PROPOSALS = 50  # of a move, until one is sound
+NEAR = 1.01  # how many times the best objective the one may be that a climb by rules begins with
 SLACK = 0.002  # how much longer, on average, the candidate may be that a climb goes on from
 
 
@@ -98,7 +100,8 @@ def search(
     proved = bounds(problem)
     effort = _Effort(perf_counter() + budget, inf if candidates is None else candidates, proved.objective)
     begin = [candidate for schedule in start if (candidate := _started(problem, schedule)) is not None]
-    best = _searched(problem, plain_rules(problem, proved.heads), begin, effort)
+    builder = Builder.of(problem, proved)
+    best = _searched(builder, plain_rules(problem, proved.heads), begin, effort)
     schedule = to_schedule(name, problem, best.sequences)
     timeline = simulate(schedule, cost)
     return Found(schedule, timeline, min(proved.objective, measured(timeline, objective)), objective)
@@ -145,23 +148,26 @@ def _better(one: Candidate, other: Candidate | None) -> Candidate:
     return one if other is None or one[:2] <= other[:2] else other
 
 
-def _searched(problem: Problem, grid: Iterator[Rules], begin: Iterable[Candidate], effort: _Effort) -> Candidate:
-    rules = next(grid)
-    found = list_schedule(problem, rules)
-    assert found is not None  # it has nothing to stop at
-    best = reduce(_better, begin, found)
-    for tried in grid:
+def _searched(builder: Builder, grid: Iterator[Rules], begin: Iterable[Candidate], effort: _Effort) -> Candidate:
+    first = next(grid)
+    candidate = builder.candidate(first)
+    assert candidate is not None  # it has nothing to stop at
+    found = {first.slack is None: (candidate, first)}  # the best of the rules without a slack, and of those with one
+    best = reduce(_better, begin, candidate)
+    for rules in grid:
         if not effort.goes_on(best):
             return best
-        candidate = list_schedule(problem, tried, found.objective)
-        if _better(found, candidate) is not found:
-            found, rules = _better(found, candidate), tried
-            best = _better(best, found)
+        same = found.get(rules.slack is None)
+        candidate = builder.candidate(rules, same[0].objective if same else inf)
+        if candidate is not None and (same is None or _better(same[0], candidate) is candidate):
+            found[rules.slack is None] = candidate, rules
+            best = _better(best, candidate)
     random = Random(0)
-    by_rules = _rule_climb(problem, found, rules, random)
+    near = [each for each in found.values() if each[0].objective <= NEAR * best.objective]
+    by_rules = [_rule_climb(builder, *each, random) for each in near]
     while True:
-        by_moves = _move_climb(problem, best, random)
-        for climb in (by_rules, by_moves) * ROUND:
+        by_moves = _move_climb(builder.problem, best, random)
+        for climb in (*by_rules, by_moves) * ROUND:
             if not effort.goes_on(best):
                 return best
             best = _better(best, climb())
@@ -175,16 +181,16 @@ def _longest(current: Candidate, random: Random) -> float:
 Climb = Callable[[], Candidate | None]
 
 
-def _rule_climb(problem: Problem, current: Candidate, rules: Rules, random: Random) -> Climb:
+def _rule_climb(builder: Builder, current: Candidate, rules: Rules, random: Random) -> Climb:
     """Varies rules, and goes on from those whose candidate is hardly worse."""
 
     def climb() -> Candidate | None:
         nonlocal current, rules
-        tried = varied(rules, problem, random)
+        tried = varied(rules, builder.problem, random)
         if random.random() < 0.3:
-            tried = varied(tried, problem, random)
+            tried = varied(tried, builder.problem, random)
         most = _longest(current, random)
-        candidate = list_schedule(problem, tried, most)
+        candidate = builder.candidate(tried, most)
         if candidate is not None and candidate.objective <= most:
             current, rules = candidate, tried
         return candidate
