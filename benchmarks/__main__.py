@@ -30,6 +30,7 @@ NAMES = (
     "unmodified",
     "planner",
     "replan",
+    "layouts",
 )
 
 

@@ -32,7 +32,7 @@ def run_ranks(
     function: str, ranks: int, options: dict[str, Any], deadline: float, *, places: Sequence[Place] = ()
 ) -> list[Any]:
     """Calls `function` ("module:name", of this package) as `name(**options)` in `ranks` processes, all of them here
-    unless each has a place.
+    unless each has a place. They are one pipeline, unless an option "launch" has other arguments of pipeflow.launch.
 
     Returns what each rank returned, as JSON carries it. When a rank fails, or after `deadline` seconds, every
     rank that still runs prints its stacks and is ended, and BenchmarkError is raised.

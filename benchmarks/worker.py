@@ -21,8 +21,9 @@ def main() -> None:
     import pipeflow
 
     torch.set_num_threads(1)
-    pipeflow.launch(pipeline=int(os.environ["WORLD_SIZE"]))
-    value = getattr(import_module(f"benchmarks.{module}"), name)(**json.loads(options))
+    given = json.loads(options)
+    pipeflow.launch(**given.pop("launch", {"pipeline": int(os.environ["WORLD_SIZE"])}))
+    value = getattr(import_module(f"benchmarks.{module}"), name)(**given)
     Path(result).write_text(json.dumps(value))
 
 
