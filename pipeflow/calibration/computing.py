@@ -34,10 +34,12 @@ PRODUCTS = tuple(
     )
 )
 OTHERS = 3  # in other precisions than the first, one of so many sizes is measured
-MOVED = (2**24, 2**26, 2**27)  # bytes of a tensor: more than caches hold
+MOVED = (2**24, 2**26, 2**27)  # bytes of a tensor: more than the caches of a device hold
+MOVED_ON_CPU = (2**20, 2**22, 2**24)  # and no more than the allocator keeps, since pages are slow to get
 ATTENTIONS = ((128, 256), (256, 512), (512, 512), (512, 1024), (1024, 2048), (2048, 4096))  # hidden size, tokens
 HEAD = 64  # width of a head
 LAYERS = ((128, 128), (256, 256), (256, 1024), (512, 512), (1024, 2048), (4096, 2048))  # hidden size, tokens
+FEWEST = 2  # sizes of attention and of layers are measured in any case
 TINY = (HEAD, 8)  # of a layer in which computing takes no time beside launching
 COLD = 2**26  # bytes of operands that take turns, so that caches do not hold them, as they do not in training
 MOST_LAYERS = 8  # that take turns
@@ -106,11 +108,12 @@ def _copies(size: int) -> int:
     return max(1, min(64, COLD // size))
 
 
-def moved(watch: Stopwatch, precision: str, budget: float, sizes: Sequence[int] = MOVED) -> Iterator[MovedTime]:
+def moved(watch: Stopwatch, precision: str, budget: float, sizes: Sequence[int] | None = None) -> Iterator[MovedTime]:
     """Yields times in which memory is copied, and those of a layer's elementwise operations, forward and backward, on
     tensors of growing `sizes` in bytes that are short enough to be measured in `budget` seconds.
     """
     device, dtype = watch.context.device, DTYPES[precision]
+    sizes = sizes or (MOVED_ON_CPU if device.type == "cpu" else MOVED)
     each, rate = budget / (2 * len(sizes)), 0.0
     for size in sizes:
         taken = size // WIDE // dtype.itemsize
@@ -148,9 +151,9 @@ def attention(
     tokens) that are short enough to be measured in `budget` seconds.
     """
     each, rate = budget / len(sizes), 0.0
-    for hidden, tokens in sizes:
+    for index, (hidden, tokens) in enumerate(sizes):
         flops = layer_work(*Sized.of(hidden, tokens, precision)).attention_flops
-        if rate and 3 * flops / rate > each:
+        if index >= FEWEST and 3 * flops / rate > each:
             continue
         shape = (1, hidden // HEAD, tokens, HEAD)
         operands = [
@@ -175,10 +178,10 @@ def layers(
     to be measured in `budget` seconds.
     """
     each, rate = budget / (2 * len(sizes)), 0.0
-    for hidden, tokens in sizes:
+    for index, (hidden, tokens) in enumerate(sizes):
         sized = Sized.of(hidden, tokens, precision)
         flops = 2 * sum(product.flops for product in layer_work(*sized).products)
-        if rate and flops / rate > each:
+        if index >= FEWEST and flops / rate > each:
             continue
         layer = _Layers(hidden, tokens, precision, watch.context.device)
         forward, backward = watch.seconds(layer.forward, each), watch.seconds(layer.backward, each)

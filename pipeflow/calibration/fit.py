@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -13,9 +14,14 @@ import numpy.typing as npt
 from pipeflow.calibration.measured import Measured, ProductTime, SumTime
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import Device
+from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.rates import Rates
+from pipeflow.planning.work import layer_work
 
 Array = npt.NDArray[np.float64]
 LONGEST = 1e4  # of a dimension at which products take twice as long
+COMPUTED = ("products", "attention", "memory")  # the shares that times of computations depend on
+LAUNCHES = 3.0  # so many times as long as its launch a layer takes at least in which computing counts
 GRID, ZOOMS = 41, 8  # points of a search along each axis, and how often it is repeated around the best one
 
 
@@ -28,7 +34,8 @@ class Line(NamedTuple):
 
 def fitted(measured: Measured) -> Cluster:
     """The cluster. Its rates are the best that were measured, of which `efficiency` holds the shares that are reached.
-    Between nodes, a cluster has its usual network if only one node was measured.
+    Products, attention and elementwise operations are then slowed down alike, by as much as whole layers take longer
+    than their operations. Between nodes, a cluster has its usual network if only one node was measured.
     """
     flops = {
         precision: max(each.product.flops / each.seconds for each in measured.products if each.precision == precision)
@@ -58,7 +65,7 @@ def fitted(measured: Measured) -> Cluster:
         "transfer_start": transfers.start - latency,
     }
     network = _network(measured, efficiency)
-    return Cluster(
+    cluster = Cluster(
         Device(measured.device, flops, measured.memory_bytes, bandwidth),
         devices_per_node=measured.devices_per_node,
         link_bandwidth=best,
@@ -66,6 +73,23 @@ def fitted(measured: Measured) -> Cluster:
         **network,
         efficiency=efficiency,
     )
+    longer = layers_longer(measured, cluster)
+    for name in COMPUTED:
+        efficiency[name] /= longer
+    return replace(cluster, efficiency=efficiency)
+
+
+def layers_longer(measured: Measured, cluster: Cluster) -> float:
+    """How many times as long whole layers take as `cluster` predicts from their operations, which were measured one by
+    one: the geometric mean over those that take much longer than their launch; 1 if there are none.
+    """
+    rates = Rates(cluster, Efficiency.of(cluster.efficiency), measured.precision)
+    found = []
+    for each in measured.layers:
+        computed = rates.seconds(layer_work(each.model, each.setup))
+        if each.forward > LAUNCHES * measured.forward_launch and each.backward > LAUNCHES * measured.backward_launch:
+            found.append((each.forward + each.backward) / (computed.forward + computed.backward))
+    return _typical(found) if found else 1.0
 
 
 def product_coefficients(times: Sequence[ProductTime]) -> tuple[float, float, float]:

@@ -23,6 +23,7 @@ SUMS = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes of an activati
 GRADIENTS = (2**20, 2**23, 2**25)  # bytes of a stage's gradients
 PARAMETER = 2**20  # bytes of each parameter among them
 TRANSFERS = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)  # bytes of an activation
+FEWEST = 4  # sizes, for a line through their times
 Ranks = tuple[int, ...]
 
 
@@ -85,15 +86,14 @@ def transfers(
 def _growing(
     watch: Stopwatch, sizes: Sequence[int], each: float, work: Callable[[int], Callable[[], object]]
 ) -> Iterator[tuple[int, float]]:
-    """Yields sizes in bytes and the seconds of their work; leaves out those of which one would take longer than `each`
-    seconds.
+    """Yields sizes in bytes and the seconds of their work: FEWEST of them, and more until one call takes a large part
+    of `each` seconds.
     """
-    rate = 0.0
-    for count in sizes:
-        if not rate or count / rate <= each:
-            seconds = watch.seconds(work(count), each)
-            rate = count / seconds
-            yield count, seconds
+    for index, size in enumerate(sizes):
+        seconds = watch.seconds(work(size), each)
+        yield size, seconds
+        if index + 1 >= FEWEST and seconds > each / FEWEST:
+            return
 
 
 def _sum_work(watch: Stopwatch, group: Group, count: int) -> Callable[[], object]:

@@ -134,6 +134,24 @@ def test_the_times_are_given_back(cluster: Cluster) -> None:
     assert errors["transfers"][1] == len(SIZES)
 
 
+def test_layers_that_take_longer_than_their_operations_slow_them_all_down() -> None:
+    times = measured(NEAR)
+    plain = fitted(times).efficiency
+    late = tuple(each._replace(forward=1.2 * each.forward, backward=1.2 * each.backward) for each in times.layers)
+    slower = fitted(replace(times, layers=late))
+    expected = {name: plain[name] / 1.2 for name in ("products", "attention", "memory")}
+    assert slower.efficiency == pytest.approx({**plain, **expected}, rel=1e-3, abs=1e-9)
+    before, errors = (mean_errors(replace(times, layers=late), cluster) for cluster in (fitted(times), slower))
+    assert errors["layers, backward"][0] < before["layers, backward"][0]
+    assert errors["products in bf16"][0] == pytest.approx(0.2, rel=1e-3)
+
+
+def test_layers_that_are_launched_longer_than_they_compute_do_not_count() -> None:
+    times = measured(NEAR)
+    tiny = tuple(each._replace(forward=2e-3, backward=1e-3) for each in times.layers)
+    assert fitted(replace(times, layers=tiny)).efficiency == pytest.approx(fitted(replace(times, layers=())).efficiency)
+
+
 def test_an_error_is_a_share_of_the_measured_time() -> None:
     times = measured(NEAR)
     cluster = fitted(times)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import fields
 from itertools import count
 
 import pytest
@@ -9,11 +11,14 @@ import torch
 
 from pipeflow import UsageError
 from pipeflow.calibration import computing, links
+from pipeflow.calibration.errors import mean_errors
+from pipeflow.calibration.fit import fitted
 from pipeflow.calibration.machine import device_name, memory_bytes, precisions, products_in
 from pipeflow.calibration.measure import measure
-from pipeflow.calibration.measured import SumTime, TransferTime
+from pipeflow.calibration.measured import Measured, SumTime, TransferTime
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.parallel.context import current_context
+from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.rates import Group
 from pipeflow.planning.work import Product
 from pipeflow.testing import run_threads
@@ -143,6 +148,24 @@ def test_groups_and_pairs(
     assert {each.of for each in summed} == {"tensor"}
     assert {each.of for each in reduced} == {"gradient"}
     assert min(sync, *(each.seconds for each in (*summed, *reduced, *sent))) > 0
+
+
+def measure_two_nodes() -> Measured:
+    return measure(current_context(), 0.2, per_node=2)
+
+
+@pytest.mark.slow
+def test_all_of_a_machine() -> None:
+    """Every coefficient is found, and every kind of time has an error."""
+    measured, *others = run_threads(measure_two_nodes, 4, deadline=300.0)
+    assert all(each == measured for each in others)
+    cluster = fitted(measured)
+    assert set(cluster.efficiency) == {each.name for each in fields(Efficiency)}
+    errors = mean_errors(measured, cluster)
+    assert {kind for kind in errors if "nodes" in kind} == {
+        f"{kind} between nodes" for kind in ("sums", "gradient sums", "transfers")
+    }
+    assert all(math.isfinite(error) and number > 0 for error, number in errors.values())
 
 
 def wrong(per_node: int) -> str:
