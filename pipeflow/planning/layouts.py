@@ -4,9 +4,11 @@ costs, and how the result is shown.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -86,7 +88,8 @@ def find_layouts(wanted: Wanted, *, top: int = 5) -> Layouts:
     that fits nowhere, with what is missing and what would make it fit.
     """
     search = _Search(wanted, top)
-    search.run()
+    with _no_collections():
+        search.run()
     if not search.groups:
         raise no_room(wanted)
     found = []
@@ -96,6 +99,18 @@ def find_layouts(wanted: Wanted, *, top: int = 5) -> Layouts:
         if wrong := verify(schedule):
             raise ScheduleError(f"{layout.schedule} is unsound: this is a bug of pipeflow", wrong)
     return Layouts(wanted, tuple(found), search.simulated)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without garbage collections: simulations make millions of objects without cycles, which each one would visit."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 Timed = tuple[float, Layout]

@@ -33,6 +33,7 @@ from pipeflow.schedules import make_schedule, options_of
 
 CHUNKS = (2, 3, 4, 6, 8, 12)  # stages per rank that are tried
 ACTIONS = 2_000_000  # of one schedule at most; larger ones are not tried
+ENOUGH = 8  # microbatches with which every schedule that ever splits backwards does so
 
 Cut = tuple[Part, ...]
 
@@ -88,12 +89,11 @@ def _peaks(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, A
 @lru_cache(maxsize=4096)
 def _family(name: str, ranks: int, options: tuple[tuple[str, Any], ...]) -> Family | None:
     """None where the schedule cannot have so many ranks."""
-    many = 1 if "cost" in options_of(name) else 2 * ranks  # a search takes long
     try:
-        schedule = make_schedule(name, ranks=ranks, microbatches=many, **dict(options))
+        schedule = make_schedule(name, ranks=ranks, microbatches=ENOUGH, **dict(options))
     except UsageError:
         return None
-    split = any(action.kind is Kind.W for action in schedule.actions(0))
+    split = any(action.kind is Kind.W for rank in range(ranks) for action in schedule.actions(rank))
     return Family(name, options, schedule.placement, split)
 
 

@@ -19,7 +19,7 @@ from pipeflow.planning.layouts import TIE, find_layouts, plainness, ranking
 from pipeflow.planning.meshes import meshes
 from pipeflow.planning.peaks import peaks
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.trials import cells, least_seconds, trials
+from pipeflow.planning.trials import cells, families, least_seconds, trials
 
 MODEL = GPT(4, 512, 4, 512, 8192)
 CLUSTER = Cluster.of("a100-40gb", devices_per_node=2)
@@ -128,6 +128,26 @@ def test_a_layout_that_recomputes_would_fit() -> None:
     ):
         find_layouts(task)
     assert find_layouts(replace(task, checkpoint=None)).ranked[0].layout.checkpoint == "full"
+
+
+def test_a_schedule_that_keeps_more_with_every_microbatch_is_counted_whole() -> None:
+    task = wanted(devices=2, batch=32, tensor=1, pipeline=2, microbatch_size=1, schedules=("gpipe",))
+    [(_, trial)] = [each for cell in cells(task) for each in trials(task, cell) if cell.checkpoint == "none"]
+    needed = trial.peak_bytes()
+    assert trial.least_bytes() < 0.9 * needed
+    fixed = replace(task, checkpoint="none")
+    assert find_layouts(replace(fixed, memory=needed)).ranked[0].plan.peak_bytes == pytest.approx(needed)
+    with pytest.raises(UsageError, match="no layout fits"):
+        find_layouts(replace(fixed, memory=0.99 * needed))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_families_know_whether_backwards_are_split(name: str) -> None:
+    deep = Wanted(replace(MODEL, layers=32), CLUSTER, 8, 8, schedules=(name,))
+    for ranks in (2, 4, 8):
+        rows = made(name, ranks, 4 * ranks)
+        splits = any(action.kind == "W" for rank in range(ranks) for action in rows.actions(rank))
+        assert {family.split for family in families(deep, ranks)} == {splits}
 
 
 def layout(tensor: int, pipeline: int, checkpoint: Any) -> Layout:
