@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeflow import Pipeline, UsageError, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
@@ -288,6 +289,17 @@ def test_linear_layers_in_other_words() -> None:
     assert [is_linear(kind(2, 2)) for kind in (nn.Linear, SameLinear, HalfLinear, BrokenLinear)] == [True, True] + [
         False
     ] * 2
+
+
+def test_linear_layers_are_tried_on_real_numbers_while_a_plan_is_made() -> None:
+    """Plans run on fake tensors, and what is found then counts for the layers that are split later."""
+
+    class Another(SameLinear):
+        """A class that nothing was asked about before."""
+
+    with FakeTensorMode():
+        assert is_linear(Another(2, 2))
+    assert is_linear(Another(2, 2))
 
 
 def test_an_argument_that_ranks_cannot_share() -> None:
