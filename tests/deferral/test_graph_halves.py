@@ -75,7 +75,6 @@ CASES = [
     Case("norm", normed, ((3, 5), (5,), (5,), (4, 5)), (1, 3), (3,)),
     Case("reshaped", reshaped, ((2, 3, 5), (4, 5)), (1,), (1,)),
     Case("none wanted", functional.linear, ((3, 5), (4, 5)), (), ()),
-    Case("handed on", torch.add, ((3, 5), (3, 5)), (1,), ()),
 ]
 
 
@@ -138,6 +137,21 @@ def test_a_result_that_another_one_needs_is_computed_with_it() -> None:
         return product.sum(), product
 
     inputs = [normal(3, 5), normal(3, 4, seed=1)]
+    assert halves_of(traced(backward, inputs), [1], inputs) is None
+
+
+def test_a_result_that_is_an_argument_is_not_left_for_later() -> None:
+    inputs = [normal(3, 5), normal(3, 4, seed=1)]
+    assert halves_of(traced(lambda input, gradient: (input * 2, gradient), inputs), [1], inputs) is None
+
+
+def test_a_result_that_is_written_into_an_argument_is_computed_first() -> None:
+    def backward(input: Tensor, gradient: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        product = gradient.t() @ input
+        aten.copy_(kept, product)
+        return gradient * 2, product
+
+    inputs = [normal(3, 5), normal(3, 4, seed=1), torch.zeros(4, 5, dtype=torch.float64)]
     assert halves_of(traced(backward, inputs), [1], inputs) is None
 
 
