@@ -161,6 +161,7 @@ def test_ties_are_broken_by_tensor_ranks_then_pipeline_ranks_then_recomputation(
     assert [each for _, each in ranking([(1 + 2 * TIE, slower), *timed])] == [*tied, tied[-1], slower]
 
 
+@pytest.mark.slow
 def test_within_a_tie_less_recomputation_is_picked() -> None:
     for seconds, each in picked(wanted(batch=4)):
         same = [(time, one) for time, one in everything(wanted(batch=4)) if plainness(one)[:2] == plainness(each)[:2]]
