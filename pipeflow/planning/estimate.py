@@ -1,4 +1,4 @@
-"""Estimate: the cost of a layout of a transformer, on each rank and as a step. What must not live here: how it
+"""Estimate: the cost of a layout, on each rank and as a step, and that of a transformer. What must not live here: how it
 is shown.
 """
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Action, Kind
@@ -91,15 +91,21 @@ class StepParts(NamedTuple):
     optimizer: float
 
 
+class Held(NamedTuple):
+    """What one device of a pipeline rank holds beside what its schedule keeps: see RankPlan."""
+
+    parts: tuple[Part, ...]
+    parameters: int
+    recomputed_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The result of `plan`. Times are in seconds if a cluster or `flops` was given, else in forwards of one layer.
+class StepPlan:
+    """A planned step of any model. Times are in seconds, or for a Plan without a cluster as its `has_seconds` says.
 
     Attributes:
-        model: the sizes of the model.
         schedule: the schedule that was simulated.
         setup: the layout and the precision.
-        flops: operations per second of one device, or None.
         cost: the costs of the stages.
         timeline: the simulated step, without reductions of gradients and without the optimizer.
         ranks: parameters, bytes and times of each pipeline rank.
@@ -108,21 +114,19 @@ class Plan:
         step_parts: the parts of the step's time; None without a cluster.
     """
 
-    model: Transformer
     schedule: Schedule
     setup: Setup
-    flops: float | None
     cost: CostModel
     timeline: Timeline
     ranks: tuple[RankPlan, ...]
     even_makespan_bubble_ratio: float
-    cluster: Cluster | None = None
-    step_parts: StepParts | None = None
+    cluster: Cluster | None
+    step_parts: StepParts | None
 
     @property
     def has_seconds(self) -> bool:
         """Whether times are in seconds."""
-        return self.flops is not None or self.cluster is not None
+        return self.cluster is not None
 
     @property
     def step_seconds(self) -> float | None:
@@ -135,11 +139,6 @@ class Plan:
     def peak_bytes(self) -> float:
         """Of the device that holds most."""
         return max(rank.peak_bytes for rank in self.ranks)
-
-    @property
-    def parameters_total(self) -> int:
-        """Of the whole model, each weight counted once."""
-        return self.model.parameters
 
     @property
     def makespan_bubble_ratio(self) -> float:
@@ -155,6 +154,29 @@ class Plan:
     def devices(self) -> int:
         """How many it takes."""
         return len(self.ranks) * self.setup.tensor * self.setup.data
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(StepPlan):
+    """The result of `plan`. Times are in seconds if a cluster or `flops` was given, else in forwards of one layer.
+
+    Attributes:
+        model: the sizes of the model.
+        flops: operations per second of one device, or None.
+    """
+
+    model: Transformer
+    flops: float | None
+
+    @property
+    def has_seconds(self) -> bool:
+        """Whether times are in seconds."""
+        return self.flops is not None or self.cluster is not None
+
+    @property
+    def parameters_total(self) -> int:
+        """Of the whole model, each weight counted once."""
+        return self.model.parameters
 
     @property
     def sequence(self) -> int:
@@ -208,17 +230,34 @@ def plan(
         mesh = Mesh(setup.tensor, len(schedule.rows), setup.data, cluster.devices_per_node)
         physical = physical_costs(model, schedule.placement, setup, mesh, cluster, cut=cut)
         cost = physical.cost
+    parts = stage_layers(model, schedule.placement, cut)
+    held = [_held(model, setup, schedule.placement, parts, rank) for rank in range(len(schedule.rows))]
+    step = step_plan(schedule, setup, cost, held, cluster, physical)
+    known: dict[str, Any] = {each.name: getattr(step, each.name) for each in fields(step)}
+    return Plan(model=model, flops=flops, **known)
+
+
+def step_plan(
+    schedule: Schedule,
+    setup: Setup,
+    cost: CostModel,
+    held: Sequence[Held],
+    cluster: Cluster | None = None,
+    physical: Physical | None = None,
+) -> StepPlan:
+    """The step of `schedule` at the costs of the stages, whose ranks hold `held`. `physical` are the same costs with
+    what else a step takes on a `cluster`.
+    """
     timeline = simulate(schedule, cost)
     even = simulate(schedule, _evened(cost)).makespan_bubble_ratio
     computing = [sum(each.end - each.start for each in row) for row in timeline.on(Stream.COMPUTE)]
     idle = [1 - time / timeline.makespan for time in computing]
-    parts = stage_layers(model, schedule.placement, cut)
     ranks = tuple(
-        rank_plan(model, setup, schedule.placement, parts, rank, kept=kept, idle=idle[rank])
+        _rank(setup, schedule.placement, rank, held[rank], kept=kept, idle=idle[rank])
         for rank, kept in enumerate(timeline.peak_bytes)
     )
-    step = None if physical is None else _step_parts(schedule, physical, timeline, computing)
-    return Plan(model, schedule, setup, flops, cost, timeline, ranks, even, cluster, step)
+    parts = None if physical is None else _step_parts(schedule, physical, timeline, computing)
+    return StepPlan(schedule, setup, cost, timeline, ranks, even, cluster, parts)
 
 
 def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, computing: list[float]) -> StepParts:
@@ -254,21 +293,28 @@ def rank_plan(
     """The plan of one pipeline rank. `parts` are the layers of all stages, `kept` the bytes that its schedule keeps at
     once for backwards, `idle` the part of the step in which it computes nothing.
     """
-    stages, precision = placement.stages_of(rank), setup.precision
-    own_parts = tuple(parts[stage] for stage in stages)
-    parameters = model.parameters_of(own_parts, setup.tensor)
+    return _rank(setup, placement, rank, _held(model, setup, placement, parts, rank), kept=kept, idle=idle)
+
+
+def _held(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:
+    own = tuple(parts[stage] for stage in placement.stages_of(rank))
+    return Held(own, model.parameters_of(own, setup.tensor), recomputed_bytes(model, setup))
+
+
+def _rank(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: float, idle: float) -> RankPlan:
+    stages, parameters, precision = placement.stages_of(rank), held.parameters, setup.precision
     optimized = -(-parameters // setup.data) if setup.zero else parameters
     return RankPlan(
         rank,
         stages,
-        own_parts,
+        held.parts,
         parameters,
         weight_bytes=parameters * precision.weight,
         gradient_bytes=parameters * precision.gradient,
         master_bytes=optimized * precision.master,
         moment_bytes=optimized * precision.moments,
         activation_bytes=kept,
-        recomputed_bytes=recomputed_bytes(model, setup),
+        recomputed_bytes=held.recomputed_bytes,
         idle=idle,
     )
 

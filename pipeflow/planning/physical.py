@@ -4,6 +4,7 @@ gradient reductions and of the optimizer. Must not contain: the order in which s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,6 +38,25 @@ class StageTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class StageCosts:
+    """The costs of one stage on one device. Bytes are those of one microbatch.
+
+    Attributes:
+        times: seconds of one microbatch.
+        saved_bytes: kept from a forward to its backward.
+        deferred_bytes: kept between the two halves of a backward.
+        activation_bytes: passed to the next stage.
+        parameters: how many it holds.
+    """
+
+    times: StageTimes
+    saved_bytes: float
+    deferred_bytes: float
+    activation_bytes: float
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
 class Physical:
     """The costs of a layout on a cluster, in seconds.
 
@@ -67,30 +87,85 @@ def physical_costs(
     Raises UsageError for a model that the setup does not fit, a precision that the device does not have, and unknown
     coefficients.
     """
-    precision = setup.precision.products
-    rates = Rates(cluster, Efficiency.of(cluster.efficiency, cluster.device.name, precision), precision)
+    rates = rates_of(cluster, setup)
     memory = stage_costs(model, placement, setup, cut=cut)  # its bytes; its times are in forwards of a layer
     parts = stage_layers(model, placement, cut)
     times = for_parts(model, parts, lambda part: _stage_times(model, setup, mesh, rates, part))
-    held = for_parts(model, parts, lambda part: setup.precision.gradient * model.parameters_of([part], setup.tensor))
+    held = for_parts(model, parts, lambda part: model.parameters_of([part], setup.tensor))
     activation = setup.microbatch_size * sequence_of(model, setup) * model.hidden * setup.precision.weight
+    stages = [
+        StageCosts(times[stage], memory.saved_bytes[stage], memory.deferred_bytes[stage], activation, held[stage])
+        for stage in range(len(parts))
+    ]
+    most = max(
+        model.parameters_of([parts[stage] for stage in placement.stages_of(rank)], setup.tensor)
+        for rank in range(placement.num_ranks)
+    )
+    tied = _tied(model, placement, setup, mesh, rates)
+    return physical_of(stages, placement, setup, mesh, rates, most=most, tied=tied)
+
+
+def rates_of(cluster: Cluster, setup: Setup) -> Rates:
+    """The rates of a cluster in the precision of a setup. Raises UsageError as `physical_costs` does."""
+    precision = setup.precision.products
+    return Rates(cluster, Efficiency.of(cluster.efficiency, cluster.device.name, precision), precision)
+
+
+def physical_of(
+    stages: Sequence[StageCosts],
+    placement: Placement,
+    setup: Setup,
+    mesh: Mesh,
+    rates: Rates,
+    *,
+    most: int,
+    tied: float,
+) -> Physical:
+    """The costs of a layout whose stages have these costs. `most` is the number of parameters on the device that holds
+    most, and `tied` are the seconds of summing gradients that several stages share.
+    """
+    cluster, times = rates.cluster, [each.times for each in stages]
     near = cluster.link_bandwidth * rates.efficiency.transfer
     start = rates.efficiency.transfer_start
     cost = CostModel(
         forward=tuple(each.forward for each in times),
         backward_input=tuple(each.backward_input for each in times),
         backward_weight=tuple(each.backward_weight for each in times),
-        saved_bytes=memory.saved_bytes,
-        deferred_bytes=memory.deferred_bytes,
-        activation_bytes=(activation,) * len(parts),
+        saved_bytes=tuple(each.saved_bytes for each in stages),
+        deferred_bytes=tuple(each.deferred_bytes for each in stages),
+        activation_bytes=tuple(each.activation_bytes for each in stages),
         latency=start + cluster.link_latency,
         bandwidth=near,
         links=_links(placement, mesh, cluster, rates),
-        reduce=tuple(rates.gradient_sum(_holders(placement, mesh, stage), size) for stage, size in enumerate(held)),
+        reduce=tuple(
+            rates.gradient_sum(_holders(placement, mesh, stage), setup.precision.gradient * each.parameters)
+            for stage, each in enumerate(stages)
+        ),
     )
-    communication = tuple(each.communication for each in times)
-    tied = _tied(model, placement, setup, mesh, rates)
-    return Physical(cost, communication, tied, _optimizer(model, placement, setup, rates, parts))
+    return Physical(cost, tuple(each.communication for each in times), tied, _optimizer(most, setup, rates))
+
+
+def layer_times(
+    layer: Seconds, rates: Rates, checkpoint: str, *, collective: float = 0.0, sync: float = 0.0, launches: float = 1.0
+) -> tuple[float, float, float]:
+    """Seconds of a layer's forward, of its whole backward with what that computes again, and of the part of it that
+    computes weight gradients. They are no less than the times to launch `launches` transformer layers.
+
+    Args:
+        layer: its computations.
+        rates: of the cluster.
+        checkpoint: what the backward computes again.
+        collective: seconds of one collective of tensor ranks; there are two in a forward and two in a backward.
+        sync: seconds that each of them adds to a launch.
+        launches: how many transformer layers take as long to launch.
+    """
+    known = rates.efficiency
+    forward = max(layer.forward + 2 * collective, launches * known.forward_launch + 2 * sync)
+    again = {"full": layer.forward + 2 * collective, "selective": layer.scores}.get(checkpoint, 0.0)
+    relaunch = launches * known.forward_launch + 2 * sync if checkpoint == "full" else 0.0
+    computed = layer.backward + again + 2 * collective
+    backward = max(computed, launches * known.backward_launch + relaunch + 2 * sync)
+    return forward, backward, backward * layer.weight / computed if computed else 0.0
 
 
 def _holders(placement: Placement, mesh: Mesh, stage: int) -> Group:
@@ -118,12 +193,7 @@ def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, par
     summed = setup.microbatch_size * sequence_of(model, setup) * model.hidden * setup.precision.weight
     collective = rates.tensor_sum(group, summed)
     sync = known.sync * (group.ranks - 1)
-    forward = max(layer.forward + 2 * collective, known.forward_launch + 2 * sync)
-    again = {"full": layer.forward + 2 * collective, "selective": layer.scores}.get(str(setup.checkpoint), 0.0)
-    relaunch = known.forward_launch + 2 * sync if setup.checkpoint == "full" else 0.0
-    computed = layer.backward + again + 2 * collective
-    backward = max(computed, known.backward_launch + relaunch + 2 * sync)
-    weight = backward * layer.weight / computed
+    forward, backward, weight = layer_times(layer, rates, str(setup.checkpoint), collective=collective, sync=sync)
     ends, sums = [Seconds(0.0, 0.0, 0.0, 0.0)], layers * (4 + (2 if setup.checkpoint == "full" else 0))
     if part[0] == 0:
         each = rates.seconds(embedding_work(model, setup))
@@ -151,15 +221,11 @@ def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, ra
     return rates.gradient_sum(Group(2, 1 if mesh.crosses(first, last) else 2), setup.precision.gradient * table)
 
 
-def _optimizer(model: Transformer, placement: Placement, setup: Setup, rates: Rates, parts: list[Part]) -> float:
+def _optimizer(most: int, setup: Setup, rates: Rates) -> float:
     """Reads and writes the optimizer's state once, the gradients three times (unscaling, norm, step), and writes the
     weights.
     """
     precision = setup.precision
     state, others = 2 * (precision.master + precision.moments), 3 * precision.gradient + precision.weight
     per_parameter = state / (setup.data if setup.zero else 1) + others
-    most = max(
-        model.parameters_of([parts[stage] for stage in placement.stages_of(rank)], setup.tensor)
-        for rank in range(placement.num_ranks)
-    )
     return rates.moving(most * per_parameter)
