@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.step import Output
     from pipeflow.soundness.schedule import Violation, verify
+    from pipeflow.stages.estimate import ModulePlan, plan_module
     from pipeflow.training.build import build_stages
     from pipeflow.training.data import get_dataloader
     from pipeflow.training.measure import measure_layers
@@ -82,6 +83,7 @@ _LATER = {
     "LossScaler": "optim.scaler",
     "MODELS": "planning.catalog",
     "MasterWeights": "optim.masters",
+    "ModulePlan": "stages.estimate",
     "Output": "runtime.step",
     "PRECISIONS": "planning.setup",
     "Pipeline": "runtime.pipeline",
@@ -124,6 +126,7 @@ _LATER = {
     "partition_balanced": "planning.partition",
     "partition_uniform": "planning.partition",
     "plan": "planning.estimate",
+    "plan_module": "stages.estimate",
     "replan": "planning.replan",
     "save_checkpoint": "checkpoint.save",
     "save_safetensors": "checkpoint.safetensors",
@@ -158,6 +161,7 @@ __all__ = [
     "Loaded",
     "LossScaler",
     "MasterWeights",
+    "ModulePlan",
     "Output",
     "Pair",
     "PipeflowError",
@@ -208,6 +212,7 @@ __all__ = [
     "partition_balanced",
     "partition_uniform",
     "plan",
+    "plan_module",
     "replan",
     "save_checkpoint",
     "save_safetensors",

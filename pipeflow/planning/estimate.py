@@ -1,6 +1,4 @@
-"""Estimate: the cost of a layout, on each rank and as a step, and that of a transformer. What must not live here: how it
-is shown.
-"""
+"""Estimate: the cost of a layout, on each rank and as a step. What must not live here: how it is shown."""
 
 from __future__ import annotations
 

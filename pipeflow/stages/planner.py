@@ -21,7 +21,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.stages.blocks import Blocks, Cuts, blocks_of, choose, labels_of
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.entries import Entries, Stateful
-from pipeflow.stages.flow import RANDOM
+from pipeflow.stages.flow import RANDOM, Flow
 from pipeflow.stages.plan import Plan, completed, make_plan
 from pipeflow.stages.trace import Batch, Call, Trace, decides, record
 
@@ -100,6 +100,13 @@ class Planner:
             with fakes.mode:
                 change(fakes.module)
             return record(fakes, self.entries.arguments(tree_map(_copied, dict(entries))))
+
+    def observed(self, entries: Mapping[str, Any], within: Callable[[Flow, Fakes], Any]) -> tuple[Trace, list[Call]]:
+        """The forward of a microbatch, in the context that `within` makes, and the blocks after which it can be cut."""
+        with _ONE_AT_A_TIME, _quiet(), _without_cached_casts(), _own_random_numbers():
+            batch = self.entries.arguments(tree_map(_copied, dict(entries)))
+            trace = record(self._fakes, batch, within=lambda flow: within(flow, self._fakes))
+            return trace, blocks_of(trace, self._fakes.module, self._blocks)
 
     def _in_training(self, entries: Mapping[str, Any], first: Plan) -> Plan | None:
         """The training plan of a module that is in evaluation, or None: it may need more parameters, such as an

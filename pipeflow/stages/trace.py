@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +23,9 @@ from pipeflow.stages.loss import loss_in
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a module: positional ones and keywords."""
+
+Within = Callable[[Flow], AbstractContextManager[Any]]
+"""Makes the context of a forward that runs under a Flow."""
 
 
 class Look(NamedTuple):
@@ -274,8 +278,8 @@ class Recorder:
         return self.flow.clock
 
 
-def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0, guess: bool = True) -> Trace:
-    """Runs the forward of `fakes` on a batch, whose tensors may be modified.
+def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0, guess: bool = True, within: Within = nullcontext) -> Trace:
+    """Runs the forward of `fakes` on a batch, whose tensors may be modified, in the context that `within` makes.
 
     `draw` and `guess` are the arguments of Flow. With `guess=False`, a forward that raises UsageError is recorded up to
     that point.
@@ -287,7 +291,7 @@ def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0, guess: bool = True)
     modules = {name: module for name, module in fakes.module.named_modules() if name}
     recorder, output = Recorder(flow, modules), None
     try:
-        with explained(recorder), watched(modules, recorder), torch.enable_grad(), flow:
+        with explained(recorder), watched(modules, recorder), torch.enable_grad(), flow, within(flow):
             output = fakes.module(*batch[0], **batch[1])
     except UsageError:
         if guess:

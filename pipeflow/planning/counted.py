@@ -1,0 +1,130 @@
+"""Counted modules: the costs of stages that were counted in a module's forward, not found from the sizes of a
+transformer. Must not contain: how they are counted, or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeflow.core.schedule import Schedule
+from pipeflow.planning.blocks import Part
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.estimate import Held, StepPlan, step_plan
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.physical import StageCosts, StageTimes, layer_times, physical_of, rates_of
+from pipeflow.planning.rates import Group, Rates
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.work import Work
+
+LAYER_OPERATIONS = 16
+"""Operations that a GPT's layer launches whose attention is not fused: two norms, four linears, two products of
+attention, mask and softmax, activation, three dropouts, two sums, and one to order the heads. `Efficiency` has the time
+to launch such a layer.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a forward, for one microbatch.
+
+    Attributes:
+        name: that of its block, or "".
+        work: what it computes.
+        operations: how many it launches.
+        saved: bytes that it keeps for the backward, by the number of their memory.
+        deferred: the inputs of its products with weights, and as many bytes as gradients of their outputs have.
+        given: its arguments, which alone are kept where the backward computes it again.
+        is_block: whether the backward may compute it again.
+    """
+
+    name: str
+    work: Work
+    operations: int
+    saved: Mapping[int, int]
+    deferred: Mapping[int, int]
+    given: Mapping[int, int]
+    is_block: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CountedStage:
+    """A stage of a counted module.
+
+    Attributes:
+        pieces: what it computes.
+        blocks: its blocks [start, end).
+        parameters: sizes of the parameters that it needs, by name.
+        sent_bytes: what it sends to the next stage for a microbatch.
+    """
+
+    pieces: tuple[Piece, ...]
+    blocks: Part
+    parameters: Mapping[str, int]
+    sent_bytes: float
+
+
+def piece_seconds(piece: Piece, rates: Rates, checkpoint: str) -> tuple[float, float, float]:
+    """Seconds of a piece's forward, of its whole backward, and of the part of that for weight gradients."""
+    kept = checkpoint if piece.is_block else "none"
+    return layer_times(rates.seconds(piece.work), rates, kept, launches=piece.operations / LAYER_OPERATIONS)
+
+
+def counted_plan(
+    stages: Sequence[CountedStage],
+    far: Mapping[tuple[int, int], float],
+    schedule: Schedule,
+    setup: Setup,
+    cluster: Cluster,
+) -> StepPlan:
+    """The plan of a module with these stages. `far` has the bytes on each route."""
+    placement, rates = schedule.placement, rates_of(cluster, setup)
+    mesh = Mesh(setup.tensor, len(schedule.rows), setup.data, cluster.devices_per_node)
+    costs = [_stage_costs(stage, rates, str(setup.checkpoint)) for stage in stages]
+    held = []
+    for rank in range(len(schedule.rows)):
+        own = [stages[stage] for stage in placement.stages_of(rank)]
+        names = {name: size for stage in own for name, size in stage.parameters.items()}
+        again = max((_again(piece) for stage in own for piece in stage.pieces), default=0)
+        parts = tuple(stage.blocks for stage in own)
+        held.append(Held(parts, sum(names.values()), again if setup.checkpoint == "full" else 0))
+    tied = _tied(stages, schedule, setup, mesh, rates)
+    most = max(each.parameters for each in held)
+    physical = physical_of(costs, placement, setup, mesh, rates, most=most, tied=tied)
+    physical = replace(physical, cost=replace(physical.cost, route_bytes=dict(far)))
+    return step_plan(schedule, setup, physical.cost, held, cluster, physical)
+
+
+def _stage_costs(stage: CountedStage, rates: Rates, checkpoint: str) -> StageCosts:
+    times = [piece_seconds(piece, rates, checkpoint) for piece in stage.pieces]
+    forward, backward, weight = (sum(column) for column in zip(*times, strict=True)) if times else (0.0, 0.0, 0.0)
+    saved: dict[int, int] = {}
+    deferred: dict[int, int] = {}
+    for piece in stage.pieces:
+        saved |= piece.given if checkpoint == "full" and piece.is_block else piece.saved
+        deferred |= piece.deferred
+    return StageCosts(
+        StageTimes(forward, backward - weight, weight, 0.0),
+        sum(saved.values()),
+        sum(deferred.values()),
+        stage.sent_bytes,
+        sum(stage.parameters.values()),
+    )
+
+
+def _again(piece: Piece) -> int:
+    """The bytes that a backward makes anew where it computes the piece again."""
+    return sum(size for key, size in piece.saved.items() if key not in piece.given) if piece.is_block else 0
+
+
+def _tied(stages: Sequence[CountedStage], schedule: Schedule, setup: Setup, mesh: Mesh, rates: Rates) -> float:
+    """Seconds to sum the gradients of parameters that stages on several ranks share."""
+    sizes = {name: size for stage in stages for name, size in stage.parameters.items()}
+    shared: dict[tuple[int, ...], int] = {}
+    for name, size in sizes.items():
+        holders = [index for index, stage in enumerate(stages) if name in stage.parameters]
+        ranks = tuple(sorted({rank for index in holders for rank in schedule.placement.ranks_of(index)}))
+        if len(holders) > 1 and len(ranks) > 1:
+            shared[ranks] = shared.get(ranks, 0) + size
+    groups = {ranks: Group(len(ranks), 1 if mesh.crosses(ranks[0], ranks[-1]) else len(ranks)) for ranks in shared}
+    return sum(rates.gradient_sum(groups[ranks], setup.precision.gradient * size) for ranks, size in shared.items())

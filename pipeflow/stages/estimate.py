@@ -1,0 +1,190 @@
+"""plan_module: the plan of any module under a schedule, from one forward on fake tensors. Must not contain: how
+operations are counted, or what they cost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.counted import CountedStage, Piece, counted_plan, piece_seconds
+from pipeflow.planning.estimate import StepPlan
+from pipeflow.planning.physical import rates_of
+from pipeflow.planning.rates import Rates
+from pipeflow.planning.setup import Setup
+from pipeflow.stages.blocks import Blocks, Cuts, labels_of
+from pipeflow.stages.copies import Fakes, copied
+from pipeflow.stages.counted import Counter
+from pipeflow.stages.entries import LABELS
+from pipeflow.stages.flow import Flow
+from pipeflow.stages.loss import all_counted
+from pipeflow.stages.plan import Plan
+from pipeflow.stages.planner import Planner
+from pipeflow.stages.trace import Call
+
+_DTYPES = {"float32": torch.float32, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan(StepPlan):
+    """The result of `plan_module`. Times are in seconds. The `parts` of a rank are its blocks [start, end).
+
+    Attributes:
+        cuts: the names of the last blocks of all stages but the last, for `Pipeline.from_module(cuts=...)`.
+        pieces: what was counted, in order: before the first block, each block, and after the last one.
+        parameters_total: of the whole module, each counted once.
+    """
+
+    cuts: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    parameters_total: int
+
+
+def plan_module(
+    module: nn.Module,
+    schedule: Schedule,
+    example: object,
+    setup: Setup | None = None,
+    *,
+    cluster: Cluster,
+    cuts: Cuts = None,
+    blocks: Blocks = None,
+) -> ModulePlan:
+    """The cost of training a module under `schedule` on a `cluster`. The module's forward runs once on fake tensors,
+    which counts its operations; the stages are those of `Pipeline.from_module`. Neither takes memory for parameters or
+    activations, so the module may be on the meta device. It is not changed.
+
+    Args:
+        module: the whole module, in training or evaluation as it will run.
+        schedule: its order.
+        example: one microbatch, in a form that `Pipeline.from_module` takes. Tensors on the meta device count as zeros.
+        setup: copies of the pipeline, precision, recomputation of whole blocks, and ZeRO; by default one copy in bf16.
+            Parameters and floating-point inputs are counted in this precision. All parameters count as trained.
+        cluster: the devices.
+        cuts, blocks: as in `Pipeline.from_module`. By default the slowest stage takes as little time as possible.
+
+    Raises UsageError for a module that cannot be cut, for an example that its forward does not take, for a setup with
+    tensor ranks or with sizes that the example says, and as `plan` does for the cluster.
+    """
+    setup = Setup() if setup is None else setup
+    _require_plain(setup)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"plan_module takes an nn.Module, got {type(module).__name__}")
+    rates = rates_of(cluster, setup)
+    dtype = _DTYPES.get(setup.precision.name.removesuffix("-mixed"), torch.bfloat16)
+    typed, placement = _typed(module, dtype), schedule.placement
+    planner = Planner(typed, 1, blocks=blocks)
+    entries = {name: tree_map(lambda leaf: _given(leaf, dtype), each) for name, each in _read(planner, example).items()}
+    counters: list[Counter] = []
+
+    def counting(flow: Flow, fakes: Fakes) -> Counter:
+        counters.append(Counter(flow, list(fakes.module.parameters())))
+        return counters[-1]
+
+    trace, found = planner.observed(entries, counting)
+    if cuts is None:
+        cuts = _weights(_pieces(counters[-1], found, []), rates, str(setup.checkpoint))
+    planner = Planner(typed, placement.num_stages, cuts=cuts, blocks=blocks, placement=placement)
+    plan = planner.plan(entries)
+    made = [trace.calls[cut.index] for cut in plan.cuts]
+    pieces = _pieces(counters[-1], found, made)
+    sizes = {name: parameter.numel() for name, parameter in typed.named_parameters()}
+    stages = _stages(plan, pieces, _points(found, made), found, made, sizes)
+    far: dict[tuple[int, int], float] = {route: float(plan.bytes_between(*route)) for route in plan.routes}
+    step = counted_plan(stages, far, schedule, setup, cluster)
+    known: dict[str, Any] = {each.name: getattr(step, each.name) for each in fields(step)}
+    labels = dict(zip((call.index for call in trace.calls[1:]), labels_of(trace.calls[1:]), strict=True))
+    names = tuple(labels[cut.index] for cut in made)
+    return ModulePlan(cuts=names, pieces=tuple(pieces), parameters_total=sum(sizes.values()), **known)
+
+
+def _require_plain(setup: Setup) -> None:
+    if setup.tensor > 1 or setup.sequence_parallel:
+        raise UsageError(
+            f"plan_module plans modules that are not split over tensor ranks, got tensor={setup.tensor}: use tensor=1, "
+            "or plan a GPT or ViT of these sizes with plan"
+        )
+    if setup.checkpoint == "selective" or setup.keep_scores:
+        raise UsageError(
+            "the module's own forward decides what attention keeps: use checkpoint 'none' or 'full', and no keep_scores"
+        )
+    if setup.microbatch_size != 1 or setup.sequence is not None:
+        raise UsageError("the example is one microbatch and has its sizes: leave out microbatch_size and sequence")
+
+
+def _typed(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy whose parameters are on the meta device, with floating-point numbers of this type."""
+
+    def typed(tensor: Tensor) -> torch.dtype:
+        return dtype if tensor.is_floating_point() else tensor.dtype
+
+    instead: dict[int, Tensor] = {id(each): each.to(typed(each)) for each in module.buffers()}
+    for each in module.parameters():
+        meta = torch.empty_strided(each.shape, each.stride(), dtype=typed(each), device="meta")
+        instead[id(each)] = nn.Parameter(meta, requires_grad=each.requires_grad)
+    return copied(module, instead)
+
+
+def _read(planner: Planner, example: object) -> dict[str, Any]:
+    entries, _ = planner.entries.of(example)
+    if LABELS in entries:
+        entries[LABELS] = all_counted(entries[LABELS])
+    return entries
+
+
+def _given(leaf: object, dtype: torch.dtype) -> object:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    made = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().cpu()
+    return made.to(dtype) if leaf.is_floating_point() else made
+
+
+def _weights(pieces: Sequence[Piece], rates: Rates, checkpoint: str) -> list[float]:
+    """The seconds of each block, with what stands before the first and after the last."""
+    before, *blocks, after = (sum(piece_seconds(piece, rates, checkpoint)[:2]) for piece in pieces)
+    blocks[0] += before
+    blocks[-1] += after
+    return blocks
+
+
+def _points(blocks: Sequence[Call], cuts: Sequence[Call]) -> list[int]:
+    """The times at which pieces end: the first block begins, and each block and each stage ends."""
+    return sorted({blocks[0].enter, *(call.exit for call in (*blocks, *cuts))})
+
+
+def _pieces(counter: Counter, blocks: Sequence[Call], cuts: Sequence[Call]) -> list[Piece]:
+    points = _points(blocks, cuts)
+    ends = {bisect_right(points, call.exit - 1): call for call in blocks}
+    names = {index: call.name for index, call in ends.items()}
+    return counter.pieces(points, names, {index: call.given for index, call in ends.items()})
+
+
+def _stages(
+    plan: Plan,
+    pieces: Sequence[Piece],
+    points: Sequence[int],
+    blocks: Sequence[Call],
+    cuts: Sequence[Call],
+    sizes: dict[str, int],
+) -> list[CountedStage]:
+    """The stages of the plan, of which the first ones may be empty."""
+    exits = [call.exit for call in blocks]
+    ends = [0] * (len(plan.stages) - len(cuts) - 1) + [call.exit for call in cuts]
+    starts, found = [0, *ends], []
+    for stage, (start, end) in enumerate(zip(starts, [*ends, None], strict=True)):
+        first = bisect_right(points, start) if start else 0
+        last = len(pieces) if end is None else bisect_right(points, end - 1) + 1 if end else 0
+        part = (bisect_right(exits, start), len(blocks) if end is None else bisect_right(exits, end))
+        sent = float(plan.bytes_between(stage, stage + 1)) if end is not None else 0.0
+        owned = {name: sizes[name] for name in sorted(plan.stages[stage].owned)}
+        found.append(CountedStage(tuple(pieces[first:last]), part, owned, sent))
+    return found
