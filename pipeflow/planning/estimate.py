@@ -99,18 +99,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A planned step of any model. Times are in seconds, or for a Plan without a cluster as its `has_seconds` says.
-
-    Attributes:
-        schedule: the schedule that was simulated.
-        setup: the layout and the precision.
-        cost: the costs of the stages.
-        timeline: the simulated step, without reductions of gradients and without the optimizer.
-        ranks: parameters, bytes and times of each pipeline rank.
-        even_makespan_bubble_ratio: the schedule's bubble if all stages cost the same, as in its formula.
-        cluster: the cluster that was given, or None.
-        step_parts: the parts of the step's time; None without a cluster.
-    """
+    """What a Plan says of any model: the attributes are described there."""
 
     schedule: Schedule
     setup: Setup
@@ -161,6 +150,14 @@ class Plan(StepPlan):
     Attributes:
         model: the sizes of the model.
         flops: operations per second of one device, or None.
+        schedule: the schedule that was simulated.
+        setup: the layout and the precision.
+        cost: the costs of the stages.
+        timeline: the simulated step, without reductions of gradients and without the optimizer.
+        ranks: parameters, bytes and times of each pipeline rank.
+        even_makespan_bubble_ratio: the schedule's bubble if all stages cost the same, as in its formula.
+        cluster: the cluster that was given, or None.
+        step_parts: the parts of the step's time; None without a cluster.
     """
 
     model: Transformer
