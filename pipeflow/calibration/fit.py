@@ -72,6 +72,7 @@ def fitted(measured: Measured) -> Cluster:
         link_latency=latency,
         **network,
         efficiency=efficiency,
+        sharing=measured.sharing,
     )
     longer = layers_longer(measured, cluster)
     for name in COMPUTED:

@@ -25,6 +25,13 @@ def device_name(device: torch.device, ranks: int) -> str:
     return f"cpu, {_counted(ranks, 'process', 'es')} of {_counted(threads, 'thread')} on {_counted(cores, 'core')}"
 
 
+def sharing(device: torch.device, ranks: int) -> float:
+    """How many of a node's `ranks` share one processor: with threads for more cores than there are, more than 1."""
+    if device.type != "cpu":
+        return 1.0
+    return max(1.0, ranks * torch.get_num_threads() / len(os.sched_getaffinity(0)))
+
+
 def memory_bytes(device: torch.device, ranks: int) -> float:
     """Memory of one device. Of a machine without devices, each of its `ranks` has an equal part."""
     if device.type == "cuda":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from pipeflow.calibration import computing, links
-from pipeflow.calibration.machine import device_name, memory_bytes, precisions
+from pipeflow.calibration.machine import device_name, memory_bytes, precisions, sharing
 from pipeflow.calibration.measured import Measured
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.core.errors import UsageError
@@ -75,6 +75,7 @@ def measure(
         forward_launch=launch[0],
         backward_launch=launch[1],
         sync=links.sync_seconds(watch, per_node, budget["launches"] / 2),
+        sharing=sharing(context.device, per_node),
     )
 
 

@@ -78,6 +78,7 @@ class Measured:
         products, moved, attention, layers, sums, transfers: times at several sizes.
         forward_launch, backward_launch: seconds in which the host launches the forward and the backward of one layer.
         sync: seconds in which the host launches a collective, per other rank of its group.
+        sharing: ranks that share one processor.
     """
 
     device: str
@@ -93,3 +94,4 @@ class Measured:
     forward_launch: float
     backward_launch: float
     sync: float
+    sharing: float = 1.0

@@ -38,6 +38,8 @@ class Cluster:
         link_bandwidth: bytes/s that one device sends to others of its node, one way, while it may receive as many.
         link_latency: seconds until the first byte of such a transfer arrives.
         network_bandwidth, network_latency: the same between nodes, of one device when all of its node send.
+        sharing: ranks that share one processor, such as 2 for 4 processes on 2 cores. The device's rates are then those
+            while all of them compute; where some wait, the others are faster. 1 for devices of their own.
         efficiency: measured coefficients of a cost model, by name.
 
     >>> Cluster.of("a100-80gb", network_bandwidth=12.5e9).link_bandwidth
@@ -53,6 +55,7 @@ class Cluster:
     link_latency: float = 5e-6
     network_bandwidth: float = 25e9
     network_latency: float = 1e-5
+    sharing: float = 1.0
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -61,6 +64,7 @@ class Cluster:
             require_bandwidth(name, getattr(self, name))
         for name in ("link_latency", "network_latency"):
             require_between(0, 1, name, getattr(self, name), "seconds, not microseconds: 5 microseconds are 5e-6")
+        require_between(1, 1e4, "sharing", self.sharing, "ranks on each processor, at least 1")
         object.__setattr__(self, "efficiency", dict(self.efficiency))
 
     @classmethod
@@ -81,7 +85,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """The cluster that `save` wrote, or that was written by hand. Only `efficiency` and `units` may be left out.
+        """The cluster that `save` wrote, or one written by hand; `efficiency`, `sharing` and `units` may be missing.
 
         Raises UsageError, which names the file, for one that cannot be read, is not JSON, lacks keys, has unknown ones,
         other units, or values that cannot be.
@@ -119,7 +123,7 @@ def _from_json(text: str) -> Cluster:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"this is not JSON: {error}") from None
     known = {each.name for each in fields(Cluster)}
-    cluster = _keys(content, "a cluster", known, optional={"efficiency", "units"})
+    cluster = _keys(content, "a cluster", known, optional={"efficiency", "sharing", "units"})
     device = _keys(cluster["device"], "the device of a cluster", {each.name for each in fields(Device)})
     units = cluster.pop("units", UNITS)
     if not isinstance(units, dict) or any(UNITS.get(name) != unit for name, unit in units.items()):

@@ -73,7 +73,8 @@ class StepParts(NamedTuple):
     """The parts of a step's time, in seconds; their sum is the step.
 
     Attributes:
-        compute: the busiest rank's computations, without what follows.
+        compute: the busiest rank's computations, without what follows; with the time in which it waits for a processor
+            that other ranks use, if the cluster's ranks share processors.
         tensor: communication of its tensor ranks.
         bubble: its idle time while transfers are free.
         transfer: what transfers between stages add to that.
@@ -261,7 +262,7 @@ def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, comp
     reduced = simulate(schedule.with_reductions(), cost)
     tensor = min(computing[busiest], sum(physical.communication[each.stage] for each in _begun(schedule, busiest)))
     return StepParts(
-        compute=computing[busiest] - tensor,
+        compute=computing[busiest] - tensor + physical.makespan(reduced) - reduced.makespan,
         tensor=tensor,
         bubble=free.makespan - computing[busiest],
         transfer=timeline.makespan - free.makespan,

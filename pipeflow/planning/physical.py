@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
+from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
@@ -65,12 +67,23 @@ class Physical:
         communication: per stage, the seconds of one microbatch in which tensor ranks communicate; `cost` counts them.
         tied: of summing the gradients of a word table that the first and the last stage share, after all else.
         optimizer: of the optimizer's step, on the rank where it takes longest.
+        sharing: ranks that share one processor. The times of computations are those of a rank that has it alone.
     """
 
     cost: CostModel
     communication: tuple[float, ...]
     tied: float
     optimizer: float
+    sharing: float = 1.0
+
+    def makespan(self, timeline: Timeline) -> float:
+        """Seconds of a timeline under these costs. Where ranks share processors, it takes at least the time in which
+        these compute everything.
+        """
+        if self.sharing == 1:
+            return timeline.makespan
+        computing = [sum(span.end - span.start for span in row) for row in timeline.on(Stream.COMPUTE)]
+        return max(timeline.makespan, self.sharing * sum(computing) / len(computing))
 
     @property
     def after(self) -> float:
@@ -128,9 +141,9 @@ def physical_of(
     near = cluster.link_bandwidth * rates.efficiency.transfer
     start = rates.efficiency.transfer_start
     cost = CostModel(
-        forward=tuple(each.forward for each in times),
-        backward_input=tuple(each.backward_input for each in times),
-        backward_weight=tuple(each.backward_weight for each in times),
+        forward=tuple(each.forward / cluster.sharing for each in times),
+        backward_input=tuple(each.backward_input / cluster.sharing for each in times),
+        backward_weight=tuple(each.backward_weight / cluster.sharing for each in times),
         saved_bytes=tuple(each.saved_bytes for each in stages),
         deferred_bytes=tuple(each.deferred_bytes for each in stages),
         activation_bytes=tuple(each.activation_bytes for each in stages),
@@ -142,7 +155,8 @@ def physical_of(
             for stage, each in enumerate(stages)
         ),
     )
-    return Physical(cost, tuple(each.communication for each in times), tied, _optimizer(most, setup, rates))
+    communication = tuple(each.communication / cluster.sharing for each in times)
+    return Physical(cost, communication, tied, _optimizer(most, setup, rates), cluster.sharing)
 
 
 def layer_times(

@@ -155,7 +155,7 @@ class Trial:
     def simulated(self) -> tuple[float, float]:
         """The seconds of one step, and the bytes of the fullest device."""
         timeline = self._timeline(self.cell.microbatches)
-        return timeline.makespan + self.physical.after, self._fullest(timeline.peak_bytes)
+        return self.physical.makespan(timeline) + self.physical.after, self._fullest(timeline.peak_bytes)
 
     def estimated_seconds(self) -> float | None:
         """Of one step, from two steps with fewer microbatches, on the assumption that each group of microbatches adds
@@ -165,7 +165,7 @@ class Trial:
         few = 2 * ranks + many % ranks
         if 2 * few + ranks > many // 2 or "cost" in options_of(self.family.name):
             return None
-        one, other = (self._timeline(number).makespan for number in (few, few + ranks))
+        one, other = (self.physical.makespan(self._timeline(number)) for number in (few, few + ranks))
         return one + (many - few) / ranks * (other - one) + self.physical.after
 
     def _timeline(self, microbatches: int) -> Timeline:

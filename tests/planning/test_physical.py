@@ -153,6 +153,22 @@ def test_coefficients_that_cannot_be_are_refused(name: str) -> None:
             Efficiency.of({name: number})
 
 
+def test_ranks_that_share_processors_use_what_others_leave() -> None:
+    """4 ranks on 2 processors: with few microbatches the bubble of a rank is computing time of another one."""
+    shared = replace(FREE, sharing=2.0)
+    for microbatches, fills in ((8, True), (1, False)):
+        schedule = make_schedule("1f1b", ranks=4, microbatches=microbatches)
+        alone, both = (plan(SMALL, schedule, cluster=cluster) for cluster in (FREE, shared))
+        assert alone.step_parts is not None
+        assert both.step_parts is not None
+        assert both.timeline.makespan == pytest.approx(alone.timeline.makespan / 2, rel=1e-4)  # if each had one
+        computed = sum(sum(span.end - span.start for span in row) for row in alone.timeline.rows)
+        least = computed / 4  # with each rank's own device; all processors are as busy then
+        took = sum(both.step_parts) - both.step_parts.optimizer - both.step_parts.reduction
+        assert took == pytest.approx(max(least, alone.timeline.makespan / 2), rel=1e-4)
+        assert (took > both.timeline.makespan * (1 + 1e-4)) is fills
+
+
 def test_unknown_coefficients_and_two_ways_to_say_how_fast_are_refused() -> None:
     schedule = make_schedule("1f1b", ranks=1, microbatches=1)
     with pytest.raises(UsageError, match="unknown efficiency warp; known: products"):
