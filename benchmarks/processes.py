@@ -1,4 +1,4 @@
-"""Runs one function in R processes with a deadline. What must not live here: torch, or what is measured."""
+"""Runs one function in R processes with a deadline. Must not contain: torch, or what is measured."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _first_whole(paths: Iterable[Path], fault_of: Callable[[Path], str | None], 
 
 
 def _fault(path: Path, rank: int, ranks: int) -> str | None:
-    """What is wrong with a checkpoint, None if nothing. `rank` checks its share of the files' contents, one of `ranks`
+    """The fault of a checkpoint, None if it has none. `rank` checks its share of the files' contents, one of `ranks`
     shares; none if `ranks` is 0.
     """
     try:

@@ -228,7 +228,7 @@ def _notes(found: Layouts) -> Iterator[str]:
 
 
 def _why(place: int, each: Ranked, first: Ranked) -> str:
-    """What makes a layout slower than the first one: the parts of its time that differ by more than a thousandth."""
+    """The parts of its time in which a layout differs from the first one by more than a thousandth."""
     more, least = each.step_seconds - first.step_seconds, 0.001 * first.step_seconds
     grown = each.grown(first).items()
     changes = ", ".join(f"{name} {seconds:+.3g} s" for name, seconds in grown if abs(seconds) > least)

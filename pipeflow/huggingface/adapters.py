@@ -20,7 +20,7 @@ LOADED = (
     "load adapters with peft.PeftModel.from_pretrained(module, folder, is_trainable=True), then call "
     "pipeflow.Pipeline.from_module"
 )
-"""What to do with a folder of adapters, for errors."""
+"""Advice for a folder of adapters, for errors."""
 
 
 def has_adapters(folder: Path) -> bool:

@@ -1,1 +1,1 @@
-"""What to run, before it runs: models, what a layout of one costs, and where a model is cut."""
+"""Planning: models, clusters, the costs of layouts, the search for layouts, and where a model is cut."""

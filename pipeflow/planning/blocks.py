@@ -31,7 +31,7 @@ Norm = Literal["layer", "rms"]
 
 @dataclass(frozen=True, slots=True)
 class Transformer(ABC):
-    """What all transformers share; GPT and ViT add what stands before and after the layers.
+    """The base of all transformers; GPT and ViT add what stands before and after the layers.
 
     Attributes:
         layers, hidden, heads: how many layers, how wide they are, and how many heads of attention each has.
@@ -155,7 +155,7 @@ class Transformer(ABC):
         return self.parameters - idle * self.layers * (self._expert(1) + self._expert_biases)
 
     def parameters_of(self, parts: Iterable[Part], tensor: int = 1) -> int:
-        """What one of `tensor` ranks holds that together hold the stages with layers [start, end) of `parts`: a word
+        """Parameters of one of `tensor` ranks that together hold the stages with layers [start, end) of `parts`: a word
         table that is also the head is there once.
 
         Raises UsageError for parts that the model does not have, and as `require_tensor`.

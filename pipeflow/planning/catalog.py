@@ -1,4 +1,4 @@
-"""Catalog: all models that have a name. What must not live here: their sizes."""
+"""Catalog: all models that have a name. Must not contain: their sizes."""
 
 from __future__ import annotations
 

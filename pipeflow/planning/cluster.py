@@ -1,5 +1,5 @@
-"""Cluster: many devices of one kind, in nodes, and the links between them. What must not live here: what a model costs
-on it, and how it is measured.
+"""Cluster: many devices of one kind, in nodes, and the links between them. Must not contain: what a model costs on it,
+and how it is measured.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Devices: the rates and the memory that a GPU is sold with. What must not live here: what is measured, and how devices
-are connected into a cluster.
+"""Devices: the rates and the memory that a GPU is sold with. Must not contain: what is measured, and how devices are
+connected into a cluster.
 
 One device is what one rank computes on, and what torch counts as a device: an MI250X is two of them.
 

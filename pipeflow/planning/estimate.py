@@ -1,4 +1,4 @@
-"""Estimate: the cost of a layout, on each rank and as a step. What must not live here: how it is shown."""
+"""Estimate: the cost of a layout, on each rank and as a step. Must not contain: how it is shown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipeflow.planning.transformer_costs import recomputed_bytes, sequence_of, s
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What each device of one pipeline rank holds. Bytes are those of one device.
+    """The memory of each device of one pipeline rank. Bytes are those of one device.
 
     Attributes:
         rank: the pipeline rank.
@@ -91,7 +91,7 @@ class StepParts(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What one device of a pipeline rank holds beside what its schedule keeps: see RankPlan."""
+    """The memory of one device of a pipeline rank without activations: see RankPlan."""
 
     parts: tuple[Part, ...]
     parameters: int
@@ -100,7 +100,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a Plan says of any model: the attributes are described there."""
+    """The part of a Plan that holds for any model: Plan describes the attributes."""
 
     schedule: Schedule
     setup: Setup

@@ -1,5 +1,5 @@
 """The costs of a model's layers one by one, and what follows from them: where to cut it, and the costs of its stages.
-What must not live here: how they are measured.
+Must not contain: how they are measured.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LayerCosts:
         return stage_parts(len(self.forward), num_stages, self.weights)
 
     def cost_model(self, parts: Sequence[Part]) -> CostModel:
-        """What `simulate` and `search` need to know of stages with these `parts`: links take no time, until
+        """The costs of stages with these `parts`, for `simulate` and `search`: links take no time, until
         `dataclasses.replace(..., latency=, bandwidth=)` says what they do. Raises UsageError for parts that do not
         cover the layers.
         """

@@ -65,7 +65,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is searched for: the fastest layouts that train `model` on `devices` of a cluster.
+    """The task of a search: the fastest layouts that train `model` on `devices` of a cluster.
 
     Attributes:
         model, cluster, devices: what is trained, and on what.

@@ -48,7 +48,7 @@ class Ranked:
 
     @property
     def parts(self) -> StepParts:
-        """What the time consists of."""
+        """The parts of the time."""
         assert self.plan.step_parts is not None
         return self.plan.step_parts
 
@@ -129,7 +129,7 @@ def ranking(timed: Iterable[Timed]) -> list[Timed]:
 
 
 def plainness(layout: Layout) -> tuple[int, int, int]:
-    """What decides between layouts that are equally fast: the least tensor ranks, pipeline ranks and recomputation."""
+    """The key that orders equally fast layouts: the least tensor ranks, pipeline ranks and recomputation."""
     return layout.tensor, layout.pipeline, RECOMPUTATION.index(layout.checkpoint)
 
 

@@ -1,5 +1,5 @@
-"""Setup: how the stages of a GPT are laid out over devices, and what of their work is kept. What must not live here:
-what that costs.
+"""Setup: how the stages of a GPT are laid out over devices, and what of their work is kept. Must not contain: what
+that costs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""GPT: the sizes of a decoder-only transformer, and what stands before and after its layers. What must not live here:
-bytes, times and layouts; `blocks.py` has the layers.
+"""GPT: the sizes of a decoder-only transformer, and what stands before and after its layers. Must not contain: bytes,
+times and layouts; `blocks.py` has the layers.
 
 Before the blocks stand a word table and, unless positions are rotary, a position table; after them a last norm and the
 head, whose weight is the word table's where they are `tied`.

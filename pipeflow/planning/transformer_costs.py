@@ -1,5 +1,5 @@
-"""The costs of a transformer's stages: the time, and the bytes kept, of one microbatch on each. What must not live
-here: the order in which they run, and what follows from it.
+"""The costs of a transformer's stages: the time, and the bytes kept, of one microbatch on each. Must not contain: the
+order in which they run, and what follows from it.
 
 Activations are those of arXiv 2205.05198 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models"), section 4, with its dropouts; operations those of arXiv 2104.04473 (Narayanan et al.), section 5.1 and
@@ -79,8 +79,8 @@ def head_forward(model: Transformer) -> float:
 
 
 def recomputed_bytes(model: Transformer, setup: Setup) -> int:
-    """What the backward of one layer makes anew while it runs: with "full" recomputation all that the layer needs but
-    its input; with "selective" its scores, where it has them in memory; else nothing.
+    """Bytes that the backward of one layer recomputes while it runs: with "full" recomputation all that the layer needs
+    but its input; with "selective" its scores, where it has them in memory; else nothing.
     """
     tokens = setup.microbatch_size * sequence_of(model, setup)
     if setup.checkpoint == "full":

@@ -72,7 +72,7 @@ class Family:
         return _made(self.name, self.placement.num_ranks, microbatches, self.options)
 
     def peaks(self, microbatches: int) -> tuple[RankPeaks, ...]:
-        """What its ranks keep at most."""
+        """The most that its ranks keep."""
         return _peaks(self.name, self.placement.num_ranks, microbatches, self.options)
 
 
@@ -225,7 +225,7 @@ def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[flo
 
 
 class _Costs(NamedTuple):
-    """What all layouts of a cell cost that share a placement and a cut; `whole` and `split` are the least makespans
+    """The costs of all layouts of a cell that share a placement and a cut; `whole` and `split` are the least makespans
     with backwards in one and in two.
     """
 

@@ -90,7 +90,7 @@ class Counter:
             each.__exit__(kind, error, trace)
 
     def pieces(self, points: Sequence[int], blocks: dict[int, str], given: dict[int, frozenset[int]]) -> list[Piece]:
-        """What was counted before the first of `points`, which are times, between each two, and after the last.
+        """The work counted before the first of `points`, which are times, between each two, and after the last.
 
         `blocks` has the names of the pieces that are blocks, and `given` the storages of their arguments, by index.
         """
