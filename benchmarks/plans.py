@@ -26,7 +26,7 @@ def run(rounds: int | None = None) -> Report:
     for name, seconds in planned.items():
         ratio = paired({"planned": seconds, "measured": measured[name]}, "planned", "measured")
         report.rows.append([name, milliseconds(seconds), milliseconds(measured[name]), f"{ratio:.3f}"])
-    report.notes.append("target: planned / measured within 0.9 and 1.1")
+    report.notes.append("target: planned / measured within 0.95 and 1.05")
     return report
 
 
