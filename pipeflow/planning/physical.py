@@ -208,7 +208,8 @@ def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, par
     collective = rates.tensor_sum(group, summed)
     sync = known.sync * (group.ranks - 1)
     forward, backward, weight = layer_times(layer, rates, str(setup.checkpoint), collective=collective, sync=sync)
-    ends, sums = [Seconds(0.0, 0.0, 0.0, 0.0)], layers * (4 + (2 if setup.checkpoint == "full" else 0))
+    ends: list[Seconds] = []
+    sums = layers * (4 + (2 if setup.checkpoint == "full" else 0))
     if part[0] == 0:
         each = rates.seconds(embedding_work(model, setup))
         ends.append(Seconds(each.forward + collective, each.backward + collective, each.weight, 0.0))

@@ -62,6 +62,41 @@ def test_one_device_communicates_nothing() -> None:
     assert found.step_parts.bubble == pytest.approx(0, abs=1e-12)
 
 
+def test_reductions_and_the_optimizer_take_what_their_bytes_take() -> None:
+    """On 4 replicas: a ring over the gradients, and each byte of the state read and written."""
+    rates, parameters, schedule = (
+        Rates(A100, PUBLISHED, "bf16"),
+        SMALL.parameters,
+        make_schedule("1f1b", ranks=1, microbatches=4),
+    )
+    found = plan(SMALL, schedule, Setup(data=4), cluster=A100)
+    sharded = plan(SMALL, schedule, Setup(data=4, zero=1), cluster=A100)
+    assert found.step_parts is not None
+    assert sharded.step_parts is not None
+    assert found.step_parts.reduction == pytest.approx(rates.gradient_sum(Group(4, 4), 2 * parameters))
+    assert found.step_parts.optimizer == pytest.approx(rates.moving(parameters * (2 * 12 + 3 * 2 + 2)))
+    assert sharded.step_parts.optimizer == pytest.approx(rates.moving(parameters * (2 * 12 / 4 + 3 * 2 + 2)))
+
+
+def test_two_ranks_sum_the_gradient_of_a_table_that_they_share() -> None:
+    rates, schedule = Rates(A100, PUBLISHED, "bf16"), make_schedule("1f1b", ranks=2, microbatches=4)
+    tied, own = (plan(replace(SMALL, tied=shared), schedule, cluster=A100).step_parts for shared in (True, False))
+    assert tied is not None
+    assert own is not None
+    assert tied.reduction == pytest.approx(rates.gradient_sum(Group(2, 2), 2 * 50304 * 1024))
+    assert own.reduction == pytest.approx(0, abs=1e-12)
+
+
+def test_transfers_between_nodes_use_the_network() -> None:
+    placement = Placement.linear(2)
+    near, far = (
+        physical_costs(SMALL, placement, Setup(tensor=tensor), Mesh(tensor, 2, 1, 8), A100).cost for tensor in (4, 8)
+    )
+    assert near.link(0, 1).bandwidth == A100.link_bandwidth * PUBLISHED.transfer
+    assert far.link(0, 1).bandwidth == far.link(1, 0).bandwidth == A100.network_bandwidth * PUBLISHED.network
+    assert near.activation_bytes == (2 * 1024 * 1024,) * 2  # a microbatch of 1 x 1024 tokens in bf16
+
+
 def test_free_communication_takes_no_time() -> None:
     schedule = make_schedule("1f1b", ranks=4, microbatches=8)
     found = plan(GPT.named("gpt3-175b"), schedule, Setup(tensor=8, data=2), cluster=FREE)
@@ -123,6 +158,8 @@ def test_a_mesh_counts_the_ranks_of_a_group_in_a_node() -> None:
     mesh = Mesh(tensor=2, pipeline=4, data=4, per_node=8)
     assert (mesh.tensor_group, mesh.data_group) == (Group(2, 2), Group(4, 1))
     assert [mesh.crosses(rank, rank + 1) for rank in range(3)] == [False] * 3
+    halves = Mesh(tensor=4, pipeline=4, data=1, per_node=8)
+    assert [halves.crosses(rank, rank + 1) for rank in range(3)] == [False, True, False]
     outside = replace(mesh, inner="data")
     assert outside.data_group == Group(4, 4)
     assert [outside.crosses(rank, rank + 1) for rank in range(3)] == [True] * 3
