@@ -21,6 +21,7 @@ EXAMPLES = """\
 examples:
   pipeflow draw 1f1b --ranks 4 --microbatches 8
   pipeflow draw zb-v --html zb-v.html --critical-path
+  pipeflow explore zb-v --ranks 8 --microbatches 32
   pipeflow compare --ranks 8 --microbatches 32 --transfer 0.1
   pipeflow diff 1f1b zb-h1
   pipeflow diff 1f1b measured.json --unit ms --factor 1000
@@ -79,7 +80,19 @@ class Command(Protocol):
         """Adds the subcommand and its options."""
 
 
-NAMES = ("list", "draw", "simulate", "compare", "diff", "plan", "calibrate", "verify", "export", "completion")
+NAMES = (
+    "list",
+    "draw",
+    "simulate",
+    "compare",
+    "diff",
+    "plan",
+    "calibrate",
+    "verify",
+    "export",
+    "explore",
+    "completion",
+)
 
 
 def _command(name: str) -> Command:  # loads only the module of one command, so that it starts fast
@@ -120,6 +133,10 @@ def _command(name: str) -> Command:  # loads only the module of one command, so 
             from pipeflow.cli import export
 
             return export
+        case "explore":
+            from pipeflow.cli import explore
+
+            return explore
     from pipeflow.cli import completion
 
     return completion
@@ -130,7 +147,7 @@ def parser(name: str | None = None) -> Parser:
     """The parser of the command `name`; for None or an unknown name, the parser of all commands."""
     parser = Parser(
         prog="pipeflow",
-        description="List, draw, simulate, compare, verify and export pipeline schedules; plan the layout of a GPT.",
+        description="Explore, draw, simulate, compare, verify and export pipeline schedules; plan the layout of a GPT.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

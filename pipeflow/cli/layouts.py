@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.clusters import cluster_of
 from pipeflow.cli.files import STANDARD_OUTPUT, write
-from pipeflow.cli.options import family_options, flag
+from pipeflow.cli.options import flag
 from pipeflow.cli.outputs import show
 from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
@@ -21,6 +21,7 @@ from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layouts import TIE, Layouts, Ranked, find_layouts
 from pipeflow.planning.setup import PRECISIONS, Setup
+from pipeflow.schedules.options import family_options
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Parser

@@ -7,13 +7,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeflow.core.cost import LARGEST, SMALLEST
 from pipeflow.core.errors import UsageError
-from pipeflow.schedules import SCHEDULES, options_of
+from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules.options import Option, family_options
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
@@ -28,15 +28,6 @@ EVEN_COSTS = {  # help for the arguments of CostModel.even
     "saved_bytes": "bytes that a forward keeps for its backward",
     "deferred_bytes": "bytes of those that the weight-gradient half still needs",
     "reduce": "time to reduce a rank's weight gradients over the replicas (default: no reductions)",
-}
-MEANINGS = {  # help for options of schedules; an option without an entry is listed with its schedules only
-    "bytes_cap": "most bytes of saved and deferred values kept on a rank",
-    "chunks": "stages per rank",
-    "extra_warmup": "additional forwards in the warm-up",
-    "group": "microbatches that go through a chunk together",
-    "memory_cap": "most activations kept on a rank, in microbatches",
-    "objective": "what the search makes small (default: makespan)",
-    "waves": "how often the stages go down the ranks and back up",
 }
 
 
@@ -59,27 +50,18 @@ def flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
 
 
-def family_options() -> list[str]:
-    """The names of all schedules' options, without costs, which have options of their own."""
-    return sorted({option for name in SCHEDULES for option in options_of(name)} - {"cost"})
-
-
 def add_family_options(group: argparse._ArgumentGroup) -> None:
-    """Adds an option for each of `family_options`: a word where the schedule's annotation is a Literal, a number, or
-    numbers with commas between where it takes a sequence, one per rank. The help is the option's meaning, and the
-    schedules that have it.
+    """Adds an option for each of `family_options`: a word where it takes words, a number, or numbers with commas in
+    between where it takes one per rank. The help is the option's meaning, and the schedules that have it.
     """
-    for option in family_options():
-        takers = [name for name in SCHEDULES if option in options_of(name)]
-        hint = get_type_hints(SCHEDULES[takers[0]])[option]
+    for option in map(Option.named, family_options()):
         takes: dict[str, Any] = {"type": _number, "metavar": "N"}
-        if get_origin(hint) is Literal:
-            takes = {"choices": get_args(hint)}
-        elif any(get_origin(part) is Sequence for part in get_args(hint)):
+        if option.choices:
+            takes = {"choices": option.choices}
+        elif option.per_rank:
             takes = {"type": _numbers, "metavar": "N[,N...]"}
-        whose = f"for {', '.join(takers)}"
-        help_ = f"{MEANINGS[option]} ({whose})" if option in MEANINGS else whose
-        group.add_argument(flag(option), help=help_, **takes)
+        whose = f"for {', '.join(option.takers)}"
+        group.add_argument(flag(option.name), help=f"{option.meaning} ({whose})" if option.meaning else whose, **takes)
 
 
 @cache

@@ -12,7 +12,7 @@ from pipeflow.cli.costs import Costs
 from pipeflow.cli.layouts import add_search, require_search
 from pipeflow.cli.layouts import run as run_search
 from pipeflow.cli.limits import require_size
-from pipeflow.cli.options import add_family_options, family_options, flag, schedule_name
+from pipeflow.cli.options import add_family_options, flag, schedule_name
 from pipeflow.cli.outputs import show
 from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
@@ -27,6 +27,7 @@ from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import head_forward, layer_forward, stage_costs
 from pipeflow.planning.vit import ViT
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.schedules.options import family_options
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands, Parser

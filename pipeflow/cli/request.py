@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from pipeflow.cli.costs import Costs
-from pipeflow.cli.options import family_options, flag
+from pipeflow.cli.options import flag
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import SCHEDULES, options_of
+from pipeflow.schedules.options import family_options
 
 
 @final

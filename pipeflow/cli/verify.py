@@ -6,11 +6,12 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeflow.cli.options import cost_options, family_options, schedule_argument, schedule_options
+from pipeflow.cli.options import cost_options, schedule_argument, schedule_options
 from pipeflow.cli.request import Request
 from pipeflow.cli.sources import source, violations_of
 from pipeflow.core.text import printable
 from pipeflow.schedules import SCHEDULES, options_of
+from pipeflow.schedules.options import family_options
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from string import Template
+from typing import Any, NamedTuple
 
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.timeline import Timeline
@@ -39,28 +40,58 @@ def html(
 
     Raises UsageError for an empty sequence of timelines.
     """
-    drawn = several(timelines)
-    times = Unit(unit, factor)
+    shown = parts(several(timelines), Unit(unit, factor))
     script = _program()
-    return Template(_file("page.html")).substitute(
+    return Template(file("page.html")).substitute(
         policy=_policy(script),
-        title=escaped("; ".join(map(heading, drawn))),
-        style=_variables() + _file("page.css"),
-        legend="\n".join(f"<li>{entry}</li>" for entry in _legend(drawn)),
-        charts="\n".join(_chart(timeline, times) for timeline in drawn),
-        tables=measures_table(drawn, times) + "".join(ranks_table(timeline, times) for timeline in drawn),
-        data=_as_script_text(page_data(drawn, times) | {"marked": critical_path}),
+        bar=file("bar.html"),
+        title=shown.title,
+        style=variables() + file("page.css"),
+        legend=shown.legend,
+        charts=shown.charts,
+        tables=shown.tables,
+        data=as_script_text(shown.data | {"marked": critical_path}),
         script=script,
+    )
+
+
+class Parts(NamedTuple):
+    """The parts of a page that depend on its timelines; all but `data` are HTML.
+
+    Attributes:
+        title: the headings of the timelines.
+        legend: the entries of the legend.
+        charts: one section per timeline.
+        tables: the measures of the timelines and of their ranks.
+        data: what the modules of the page read.
+    """
+
+    title: str
+    legend: str
+    charts: str
+    tables: str
+    data: dict[str, Any]
+
+
+def parts(timelines: tuple[Timeline, ...], unit: Unit) -> Parts:
+    """The parts of a page for `timelines`."""
+    return Parts(
+        title=escaped("; ".join(map(heading, timelines))),
+        legend="\n".join(f"<li>{entry}</li>" for entry in _legend(timelines)),
+        charts="\n".join(_chart(timeline, unit) for timeline in timelines),
+        tables=measures_table(timelines, unit) + "".join(ranks_table(timeline, unit) for timeline in timelines),
+        data=page_data(timelines, unit),
     )
 
 
 @cache
 def _program() -> str:
     """The script of the page."""
-    return bundle("main", lambda name: _file(f"{name}.js"))
+    return bundle("main", lambda name: file(f"{name}.js"))
 
 
-def _file(name: str) -> str:
+def file(name: str) -> str:
+    """The text of a file of the page."""
     return files("pipeflow.draw.page").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -70,13 +101,15 @@ def _policy(script: str) -> str:
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def _as_script_text(data: object) -> str:
+def as_script_text(data: object) -> str:
     """JSON in which no text can end the element that holds it."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _variables() -> str:
+def variables() -> str:
+    """The colours of surfaces and of text as variables of a style sheet, in both schemes."""
+
     def block(selector: str, scheme: Scheme) -> str:
         colours = scheme._asdict() | {"ink": INK}
         return selector + "{" + ";".join(f"--{name}:{colour}" for name, colour in colours.items()) + "}"

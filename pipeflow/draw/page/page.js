@@ -70,20 +70,33 @@ class Chart {
   }
 }
 
-/** A page for the data that `read` returns. */
+/** A page. Calls `listen` with each chart that it makes. */
 export class Page {
   marks = new Marks();
   density = null; // pixel density of the printer; null on the screen
+  view = {first: 0, last: 0};
+  horizon = 0;
+  charts = [];
   #waiting = false;
+  #listen;
 
-  constructor(data) {
+  constructor(listen) {
+    this.#listen = listen;
+  }
+
+  /** Shows data that `read` returned, in the elements `.chart` of the document. If all was in view, all is. */
+  load(data) {
+    const whole = this.length >= this.horizon;
     this.data = data;
     this.horizon = Math.max(...data.timelines.map((timeline) => timeline.makespan)) || 1;
     this.narrowest = Math.max(Math.min(this.horizon, data.shortest * 1.5), this.horizon * 1e-7);
-    this.view = {first: 0, last: this.horizon};
+    this.view.last = Math.min(whole ? this.horizon : this.view.last, this.horizon);
+    this.view.first = whole ? 0 : Math.max(Math.min(this.view.first, this.view.last - this.narrowest), 0);
     this.margins = margins(data.timelines);
     const elements = document.querySelectorAll(".chart");
     this.charts = data.timelines.map((timeline, number) => new Chart(timeline, elements[number]));
+    this.charts.forEach((chart) => this.#listen(chart));
+    this.follow(this.marks.way);
   }
 
   get length() {
@@ -91,7 +104,7 @@ export class Page {
   }
 
   repaint() {
-    if (this.#waiting) return;
+    if (this.#waiting || !this.data) return;
     this.#waiting = true;
     requestAnimationFrame(() => { this.#waiting = false; this.paint(); });
   }

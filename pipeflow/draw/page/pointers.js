@@ -103,14 +103,12 @@ function listenToDrags(page, chart) {
   lanes.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") unpoint(page); });
 }
 
-/** Lets pointers change a page. */
-export function listenToPointers(page) {
-  for (const chart of page.charts) {
-    const {lanes} = chart;
-    lanes.addEventListener("wheel", (event) => turn(page, chart, event), {passive: false});
-    lanes.addEventListener("dblclick", () => page.showAll());
-    lanes.addEventListener("focus", () => page.repaint());
-    lanes.addEventListener("blur", () => { unpoint(page); page.repaint(); });
-    listenToDrags(page, chart);
-  }
+/** Lets pointers on a chart change its page. */
+export function listenToPointers(page, chart) {
+  const {lanes} = chart;
+  lanes.addEventListener("wheel", (event) => turn(page, chart, event), {passive: false});
+  lanes.addEventListener("dblclick", () => page.showAll());
+  lanes.addEventListener("focus", () => page.repaint());
+  lanes.addEventListener("blur", () => { unpoint(page); page.repaint(); });
+  listenToDrags(page, chart);
 }

@@ -1,0 +1,23 @@
+/* Bar: lets the bar above the timelines, keys, the window's size and the printer change a page. */
+
+import {listenToKeys} from "./keys.js";
+import {by} from "./page.js";
+import {unpoint} from "./pointers.js";
+
+export function listenToBar(page) {
+  listenToKeys(page, () => unpoint(page));
+  by("path").addEventListener("change", (event) => page.showPath(event.target.checked));
+  by("closer").addEventListener("click", () => page.zoom(1 / 1.5));
+  by("farther").addEventListener("click", () => page.zoom(1.5));
+  by("whole").addEventListener("click", () => page.showAll());
+  by("forget").addEventListener("click", () => page.follow(null));
+  new ResizeObserver(() => page.repaint()).observe(document.querySelector("main"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.repaint());
+  for (const [name, printing] of [["beforeprint", true], ["afterprint", false]]) {
+    window.addEventListener(name, () => {
+      document.documentElement.classList.toggle("printing", printing);
+      page.density = printing ? 3 : null;
+      page.paint();
+    });
+  }
+}

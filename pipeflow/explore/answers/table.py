@@ -1,0 +1,13 @@
+"""The table of questions that the page can ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipeflow.explore.answers.plan import plan
+
+Answer = Callable[[Mapping[str, str]], dict[str, Any]]
+
+ANSWERS: Mapping[str, Answer] = {"plan": plan}
+"""The functions that answer, by the last part of the address that the page asks."""

@@ -1,0 +1,30 @@
+"""Document: the page of the explorer and the files that it loads, from the folders `draw/page` and `explore/page`."""
+
+from __future__ import annotations
+
+from importlib.resources import files as resources
+from string import Template
+
+from pipeflow.draw.page.html import as_script_text, file, variables
+from pipeflow.explore.fields import ALL
+
+KINDS = {"js": "text/javascript", "css": "text/css"}
+FOLDERS = ("pipeflow.draw", "pipeflow.explore")  # whose folder `page` has modules and style sheets
+
+
+def files() -> dict[str, tuple[str, bytes]]:
+    """The files of the page: per name its type and its content. The page itself has an empty name."""
+    found = {"": ("text/html", document().encode())}
+    for folder in FOLDERS:
+        for each in resources(folder).joinpath("page").iterdir():
+            kind = each.name.rpartition(".")[2]
+            if kind in KINDS:
+                found[each.name] = KINDS[kind], each.read_bytes()
+    found["page.css"] = KINDS["css"], (variables() + file("page.css")).encode()
+    return found
+
+
+def document() -> str:
+    """The page itself."""
+    text = resources("pipeflow.explore").joinpath("page", "explore.html").read_text(encoding="utf-8")
+    return Template(text).substitute(bar=file("bar.html"), fields=as_script_text([each._asdict() for each in ALL]))

@@ -1,0 +1,112 @@
+"""Fields: everything that a link to the explorer can set, with the values that it takes. The page makes its controls
+from this table, and `State` reads a link with it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pipeflow.core.placement import Placement
+from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules.options import Option, family_options
+
+CUSTOM = "custom"  # the name of the schedule that the reader builds
+Kind = Literal["names", "whole", "number", "numbers", "choice", "flag", "text"]
+
+
+class Field(NamedTuple):
+    """One thing that a link can set.
+
+    Attributes:
+        name: its name in the link.
+        kind: the values that it takes: names of schedules, a whole number, a number, numbers with commas between, one
+            of `choices`, a flag that is "1" when set, or other text.
+        group: the group of controls that it stands in; empty: it has no control.
+        label, help: what the page calls it, and one sentence about it.
+        default: its value where a link does not set it; empty: none.
+        least, most, step: the range of its slider; `most` 0: no slider. A link may go beyond `most`.
+        choices: the words that it takes.
+        takers: the schedules that it applies to; empty: all.
+    """
+
+    name: str
+    kind: Kind
+    group: str = ""
+    label: str = ""
+    help: str = ""
+    default: str = ""
+    least: float = 0
+    most: float = 0
+    step: float = 1
+    choices: tuple[str, ...] = ()
+    takers: tuple[str, ...] = ()
+
+
+RANGES = {  # of the sliders of options: least, most, step
+    "chunks": (1, 8, 1),
+    "extra_warmup": (0, 16, 1),
+    "group": (1, 32, 1),
+    "memory_cap": (0.5, 16, 0.5),
+    "waves": (1, 4, 1),
+}
+LABELS = {"extra_warmup": "extra warm-up", "memory_cap": "memory cap", "bytes_cap": "memory cap in bytes"}
+
+
+def _option(name: str) -> Field:
+    """The field of an option of schedules."""
+    option = Option.named(name)
+    label = LABELS.get(name, name)
+    if option.choices:
+        return Field(name, "choice", "Schedule", label, option.meaning, choices=option.choices, takers=option.takers)
+    range_ = RANGES.get(name, (0, 0, 1))
+    kind: Kind = "numbers" if option.per_rank else "number"
+    takers = () if name == "memory_cap" else option.takers  # every schedule is drawn with its cap
+    return Field(name, kind, "Schedule", label, option.meaning, "", *range_, takers=takers)
+
+
+def _cost(name: str, label: str, help_: str, default: str = "0", most: float = 4, step: float = 0.05) -> Field:
+    return Field(name, "number", "Costs", label, help_, default, 0, most, step)
+
+
+ALL: tuple[Field, ...] = (
+    Field(
+        "schedule", "names", "Schedule", "schedule", "the schedules that are drawn", "1f1b", choices=tuple(SCHEDULES)
+    ),
+    Field("ranks", "whole", "Schedule", "ranks", "number of pipeline ranks", "4", 1, 32),
+    Field("microbatches", "whole", "Schedule", "microbatches", "number of microbatches per step", "8", 1, 128),
+    *map(_option, family_options()),
+    _cost("forward", "forward (F)", "time of a forward for all layers of a rank", "1"),
+    _cost("backward_input", "input half (I)", "time of a backward's input-gradient half", "1"),
+    _cost("backward_weight", "weight half (W)", "time of a backward's weight-gradient half", "1"),
+    _cost("latency", "latency", "time from when a value leaves its rank until it arrives", "0", 2),
+    _cost("activation_bytes", "activation bytes", "bytes of a microbatch's activation between ranks", "0", 64, 1),
+    _cost("bandwidth", "bandwidth", "bytes per unit of time between two ranks; 0: unlimited", "0", 64, 1),
+    _cost("overlap", "pair overlap", "share of a pair's shorter half that the longer half hides", "0", 1),
+    _cost("reduce", "reduction", "time to sum a rank's weight gradients over the replicas; 0: no reductions", "0", 8),
+    _cost(
+        "saved_bytes",
+        "saved bytes",
+        "bytes that a forward keeps for its backward; 0: memory in activations",
+        "0",
+        64,
+        1,
+    ),
+    _cost("deferred_bytes", "deferred bytes", "bytes of those that the weight half still needs", "0", 64, 1),
+    Field(
+        "factors",
+        "numbers",
+        "Costs",
+        "depth factors",
+        "relative time of equal parts of the model, from the first layers to the last, such as 1,1,1,1.5",
+    ),
+    Field("rows", "text"),
+    Field("placement", "text"),
+)
+"""Every field."""
+
+FIELDS = {field.name: field for field in ALL}
+
+
+def placement_text(placement: Placement) -> str:
+    """A placement as a link has it: the rank of each stage with dots between, and an underscore between paths."""
+    return "_".join(".".join(map(str, path)) for path in placement.paths)

@@ -1,0 +1,56 @@
+/* Controls: a form made from the table of fields. A number has a box and, if its range is known, a slider. */
+
+const GROUPS = new Map();
+
+function make(name, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(name), properties);
+  element.append(...children);
+  return element;
+}
+
+/** The group of controls that a field stands in. */
+function groupOf(form, title) {
+  if (!GROUPS.has(title)) GROUPS.set(title, form.appendChild(make("fieldset", {}, make("legend", {textContent: title}))));
+  return GROUPS.get(title);
+}
+
+/** A control for a field: its row in the form, and a function that shows a value. */
+function makeControl(field, link) {
+  const id = `field-${field.name}`;
+  const set = (value, moving = false) => link.set({[field.name]: value}, {moving});
+  const label = make("label", {htmlFor: id, textContent: field.label, title: field.help});
+  if (field.kind === "names" || field.kind === "choice") {
+    const choices = field.kind === "choice" ? ["", ...field.choices] : field.choices;
+    const select = make("select", {id}, ...choices.map((name) => make("option", {value: name, textContent: name || "default"})));
+    select.addEventListener("change", () => set(select.value));
+    return {row: make("div", {className: "control"}, label, select), show: (value) => { select.value = value.split(",")[0]; }};
+  }
+  const box = make("input", {id, type: "text", inputMode: field.kind === "numbers" ? "text" : "decimal", placeholder: "none"});
+  box.addEventListener("change", () => set(box.value.trim()));
+  if (!field.most) {
+    return {row: make("div", {className: "control wide"}, label, box), show: (value) => { box.value = value; }};
+  }
+  const {least: min, most: max, step} = field;
+  const slider = make("input", {type: "range", min, max, step, ariaLabel: field.label});
+  slider.addEventListener("input", () => { box.value = slider.value; set(slider.value, true); });
+  slider.addEventListener("change", () => set(slider.value));
+  const show = (value) => { box.value = value; slider.value = value || min; };
+  return {row: make("div", {className: "control"}, label, slider, box), show};
+}
+
+export function makeControls({table, link}) {
+  const form = document.getElementById("controls");
+  form.addEventListener("submit", (event) => event.preventDefault());
+  const controls = table.filter((field) => field.group).map((field) => {
+    const control = makeControl(field, link);
+    groupOf(form, field.group).append(control.row);
+    return {field, ...control};
+  });
+  link.listen(() => {
+    const names = link.get("schedule").split(",");
+    for (const {field, row, show} of controls) {
+      row.hidden = field.takers.length > 0 && !names.some((name) => field.takers.includes(name));
+      if (!row.contains(document.activeElement)) show(link.get(field.name));
+    }
+  });
+}

@@ -1,0 +1,41 @@
+/* Server: asks the server that the page came from. */
+
+/** An answer that says what is wrong with the question. */
+export class Refusal extends Error {}
+
+export class Server {
+  #running = new Map(); // per question, the one that waits for its turn, or null
+
+  /** Asks `question` with fields, and returns the answer. Throws a Refusal. */
+  async ask(question, fields) {
+    let response;
+    try {
+      response = await fetch(question, {method: "POST", body: new URLSearchParams(fields)});
+    } catch {
+      throw new Refusal("The server does not answer. Start pipeflow explore again, and open this link with its address.");
+    }
+    const answer = await response.json();
+    if (!response.ok) throw new Refusal(answer.error);
+    return answer;
+  }
+
+  /** Asks as `ask` does, one question of a kind at a time: of those that come meanwhile, the last one is asked, and the
+   * others are dropped. Calls `tell(answer)` or `refuse(message)`. */
+  async follow(question, fields, tell, refuse) {
+    if (this.#running.has(question)) {
+      this.#running.set(question, [fields, tell, refuse]);
+      return;
+    }
+    this.#running.set(question, null);
+    try {
+      tell(await this.ask(question, fields));
+    } catch (error) {
+      if (!(error instanceof Refusal)) throw error;
+      refuse(error.message);
+    } finally {
+      const next = this.#running.get(question);
+      this.#running.delete(question);
+      if (next) this.follow(question, ...next);
+    }
+  }
+}
