@@ -1,0 +1,65 @@
+"""What the page asks and gets, without a browser."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeflow.analysis.simulate import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.draw.page.data import page_data
+from pipeflow.draw.times import Unit
+from pipeflow.explore.answers.plan import plan
+from pipeflow.explore.state import State
+from pipeflow.schedules import SCHEDULES, make_schedule
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_plan_is_the_simulation_under_the_costs_of_the_link(name: str) -> None:
+    answer = plan({"schedule": name, "ranks": "4", "microbatches": "8", "latency": "0.25", "forward": "2"})
+    schedule = make_schedule(name, ranks=4, microbatches=8)
+    cost = CostModel.even(schedule.placement, 2, transfer=0.25)
+    if name == "zb-auto":
+        schedule = make_schedule(name, ranks=4, microbatches=8, cost=cost)
+    assert answer["data"] == page_data((simulate(schedule, cost),), Unit())
+
+
+def test_options_go_to_the_schedules_that_have_them() -> None:
+    answer = plan({"schedule": "1f1b,interleaved-1f1b", "chunks": "4"})
+    assert [len(timeline["rows"][0]["chunks"]) for timeline in answer["data"]["timelines"]] == [1, 4]
+
+
+def test_factors_follow_the_depth_of_the_model() -> None:
+    state = State.of({"factors": "1,3"})
+    assert state.cost_model(Placement.linear(2)).forward == (1, 3)
+    assert state.cost_model(Placement.linear(4)).backward_weight == (1, 1, 3, 3)
+    assert state.cost_model(Placement.linear(1)).forward == (2,)
+    assert state.cost_model(Placement.linear(3)).forward == pytest.approx((1, 2, 3))
+
+
+def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
+    model = State.of({"latency": "0.5", "activation_bytes": "6", "bandwidth": "4"}).cost_model(Placement.linear(4))
+    assert model.transfer(0, 0, 1) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"colour": "red", "rank": "4"}, "unknown field 'colour'"),
+        ({"ranks": "4.5"}, "ranks must be a whole number of at least 1, got '4.5'"),
+        ({"ranks": "0"}, "ranks must be a whole number of at least 1"),
+        ({"ranks": "1000000"}, "too large for the page"),
+        ({"ranks": "32", "microbatches": "1024", "chunks": "64"}, "too large for the page"),
+        ({"forward": "nan"}, "forward must be a number"),
+        ({"latency": "-1"}, "latency must be a number"),
+        ({"schedule": "1f1c"}, "did you mean '1f1b'"),
+        ({"schedule": "custom"}, "no schedule of your own yet"),
+        ({"schedule": "custom", "rows": "0F0,0G1"}, "cell 2"),
+        ({"schedule": "custom", "rows": "0F0,0B0", "placement": "x"}, "placement must be like"),
+        ({"schedule": "chimera", "ranks": "3"}, "even"),
+    ],
+)
+def test_a_wrong_field_is_one_clear_error(fields: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan(fields)
