@@ -18,38 +18,17 @@ from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html
 from pipeflow.draw.colours import HUES
+from tests.browser import MARKS, chromium, webdriver
 from tests.draw.samples import SAMPLES, measured, paired, planned, reducing, with_bytes, with_transfers
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install selenium")
 ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-DEADLINE = 30  # seconds, for a page to load
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver on the PATH"),
-]
-
-ARGUMENTS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--window-size=1200,900"),
-)
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (*ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_page_load_timeout(DEADLINE)
-    driver.set_script_timeout(DEADLINE)
-    yield driver
-    driver.quit()
+    yield from chromium(tmp_path_factory.mktemp("profile"))
 
 
 class Page:

@@ -1,5 +1,5 @@
-/* Explore: makes the page. Each feature is a module that gets what all of them share: the fields of the link, the server,
- * and the page of timelines. */
+/* Explore: makes the page. Each feature is a function that gets what all of them share: the table of fields, the link,
+ * the server, the page of timelines, and what is shown. */
 
 import {listenToBar} from "./bar.js";
 import {makeControls} from "./controls.js";
@@ -7,11 +7,13 @@ import {Link} from "./link.js";
 import {Page, by} from "./page.js";
 import {listenToPointers} from "./pointers.js";
 import {Server} from "./server.js";
-import {showPlan} from "./plan.js";
+import {Shown} from "./shown.js";
 
 const table = JSON.parse(by("fields").textContent);
-const shared = {table, link: new Link(table), server: new Server()};
-shared.page = new Page((chart) => listenToPointers(shared.page, chart));
-listenToBar(shared.page);
-for (const feature of [makeControls, showPlan]) feature(shared);
-shared.link.open();
+const link = new Link(table);
+const server = new Server();
+const page = new Page((chart) => listenToPointers(page, chart));
+const shared = {table, link, server, page, shown: new Shown(link, server, page)};
+listenToBar(page);
+for (const feature of [makeControls]) feature(shared);
+link.open();

@@ -27,6 +27,7 @@ export class Server {
       return;
     }
     this.#running.set(question, null);
+    this.#mark();
     try {
       tell(await this.ask(question, fields));
     } catch (error) {
@@ -36,6 +37,12 @@ export class Server {
       const next = this.#running.get(question);
       this.#running.delete(question);
       if (next) this.follow(question, ...next);
+      this.#mark();
     }
+  }
+
+  /** Says in the document whether any question waits for its answer. */
+  #mark() {
+    document.documentElement.toggleAttribute("data-asking", this.#running.size > 0);
   }
 }

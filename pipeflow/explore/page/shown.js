@@ -1,0 +1,37 @@
+/* Shown: the timelines of the schedules that the link names, as the server answered last. */
+
+import {read} from "./data.js";
+import {by} from "./page.js";
+
+export class Shown {
+  answer = null;
+  #page;
+  #listeners = [];
+
+  constructor(link, server, page) {
+    this.#page = page;
+    link.listen((fields) => server.follow("plan", fields, (answer) => this.#show(answer), (message) => this.#refuse(message)));
+  }
+
+  /** Calls `listener(answer)` after each new answer was put onto the page. */
+  listen(listener) {
+    this.#listeners.push(listener);
+  }
+
+  #show(answer) {
+    this.answer = answer;
+    by("problem").hidden = true;
+    by("shown").classList.remove("stale");
+    for (const part of ["legend", "charts", "tables"]) by(part).innerHTML = answer[part];
+    document.title = `${answer.schedules.join(", ")} - pipeflow explore`;
+    this.#page.load(read(answer.data));
+    for (const listener of this.#listeners) listener(answer);
+  }
+
+  /** Says what is wrong; what was shown before stays, and is faint. */
+  #refuse(message) {
+    by("problem").textContent = message;
+    by("problem").hidden = false;
+    by("shown").classList.add("stale");
+  }
+}

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pipeflow.explore import Server
+from tests.browser import chromium
+from tests.explore.explorer import Explorer, serving
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield from chromium(tmp_path_factory.mktemp("profile"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def explorer(browser: Any, server: Server) -> Iterator[Explorer]:
+    explorer = Explorer(browser, server)
+    explorer.complaints()  # of the test before
+    yield explorer
+    assert explorer.complaints() == []
