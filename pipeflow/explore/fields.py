@@ -4,9 +4,13 @@ from this table, and `State` reads a link with it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from pipeflow.core.placement import Placement
+from pipeflow.planning.catalog import MODELS
+from pipeflow.planning.device import DEVICES
+from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.options import Option, family_options
 
@@ -27,6 +31,8 @@ class Field(NamedTuple):
         least, most, step: the range of its slider; `most` 0: no slider. A link may go beyond `most`.
         choices: the words that it takes.
         takers: the schedules that it applies to; empty: all.
+        model: whether it describes the costs of a model (True) or costs by hand (False); None: neither. The page shows
+            the controls that apply.
     """
 
     name: str
@@ -40,6 +46,7 @@ class Field(NamedTuple):
     step: float = 1
     choices: tuple[str, ...] = ()
     takers: tuple[str, ...] = ()
+    model: bool | None = None
 
 
 RANGES = {  # of the sliders of options: least, most, step
@@ -65,8 +72,44 @@ def _option(name: str) -> Field:
 
 
 def _cost(name: str, label: str, help_: str, default: str = "0", most: float = 4, step: float = 0.05) -> Field:
-    return Field(name, "number", "Costs", label, help_, default, 0, most, step)
+    return Field(name, "number", "Costs", label, help_, default, 0, most, step, model=False)
 
+
+def _size(name: str, label: str, help_: str, default: str, most: float) -> Field:
+    return Field(name, "whole", "Model", label, help_, default, 1, most, model=True)
+
+
+def _choice(name: str, label: str, help_: str, default: str, choices: Iterable[str]) -> Field:
+    return Field(name, "choice", "Model", label, help_, default, choices=tuple(choices), model=True)
+
+
+def _bandwidth(name: str, label: str, help_: str) -> Field:
+    return Field(name, "number", "Model", label, help_, model=True)
+
+
+MODEL: tuple[Field, ...] = (
+    Field(
+        "model",
+        "choice",
+        "Model",
+        "model",
+        "a model whose layers are priced on a cluster, in seconds and bytes; none: costs by hand",
+        choices=tuple(MODELS),
+    ),
+    _choice("device", "device", "what one rank computes on", "a100-80gb", DEVICES),
+    _size("tensor", "tensor ranks", "devices that share each layer of a stage", "1", 8),
+    _size("data", "replicas", "copies of the pipeline, each with its own part of the batch", "1", 64),
+    _size("microbatch_size", "microbatch size", "sequences per microbatch", "1", 16),
+    _choice("precision", "precision", "of weights, gradients, optimizer and products", "bf16", PRECISIONS),
+    _choice("checkpoint", "recompute", "what a layer's backward computes again", "none", CHECKPOINTS),
+    Field("zero", "flag", "Model", "ZeRO-1", "replicas share out the optimizer's state", model=True),
+    Field(
+        "sequence_parallel", "flag", "Model", "sequence parallel", "tensor ranks share what each had whole", model=True
+    ),
+    _size("devices_per_node", "devices per node", "devices that share the fast links of a node", "8", 16),
+    _bandwidth("link_bandwidth", "link bytes/s", "of a device inside its node, one way; empty: the device's own"),
+    _bandwidth("network_bandwidth", "network bytes/s", "of a device between nodes, one way; empty: 25e9"),
+)
 
 ALL: tuple[Field, ...] = (
     Field(
@@ -75,6 +118,7 @@ ALL: tuple[Field, ...] = (
     Field("ranks", "whole", "Schedule", "ranks", "number of pipeline ranks", "4", 1, 32),
     Field("microbatches", "whole", "Schedule", "microbatches", "number of microbatches per step", "8", 1, 128),
     *map(_option, family_options()),
+    *MODEL,
     _cost("forward", "forward (F)", "time of a forward for all layers of a rank", "1"),
     _cost("backward_input", "input half (I)", "time of a backward's input-gradient half", "1"),
     _cost("backward_weight", "weight half (W)", "time of a backward's weight-gradient half", "1"),

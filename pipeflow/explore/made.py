@@ -22,7 +22,7 @@ def schedule(state: State, name: str) -> Schedule:
     made.
     """
     made = _custom(state) if name == CUSTOM else _named(state, name)
-    return made.with_reductions() if state.costs["reduce"] else made
+    return made.with_reductions() if state.reduces else made
 
 
 def timeline(state: State, name: str) -> Timeline:

@@ -10,7 +10,9 @@ from typing import Any, final
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError, UsageError, unknown
 from pipeflow.core.placement import Placement
+from pipeflow.draw.times import Unit
 from pipeflow.explore.fields import CUSTOM, FIELDS, Field
+from pipeflow.explore.modelled import Modelled
 from pipeflow.schedules import SCHEDULES
 
 EVEN = ("forward", "backward_input", "backward_weight", "overlap", "reduce", "saved_bytes", "deferred_bytes")
@@ -30,6 +32,7 @@ class State:
         options: given options of schedules.
         costs: the given costs, by the names of their fields.
         factors: relative times of equal parts of the model.
+        modelled: the model that prices the schedules, instead of the costs.
         rows, placement: the reader's own schedule as a CSV table, and its placement if that is given.
     """
 
@@ -39,6 +42,7 @@ class State:
     options: Mapping[str, Any]
     costs: Mapping[str, float]
     factors: tuple[float, ...] = ()
+    modelled: Modelled | None = None
     rows: str = ""
     placement: Placement | None = None
 
@@ -63,6 +67,7 @@ class State:
                 if each.group == "Costs" and each.kind == "number"
             },
             values.get("factors", ()),
+            Modelled.of(values),
             values.get("rows", ""),
             _placement(values["placement"]) if "placement" in values else None,
         )
@@ -79,12 +84,8 @@ class State:
         return replace(self, schedules=(schedule,))
 
     def cost_model(self, placement: Placement) -> CostModel:
-        """The costs for the stages of `placement`."""
-        costs = self.costs
-        model = CostModel.even(placement, transfer=costs["latency"], **{name: costs[name] for name in EVEN})
-        if costs["activation_bytes"] and costs["bandwidth"]:
-            size = (costs["activation_bytes"],) * placement.num_stages
-            model = replace(model, activation_bytes=size, bandwidth=costs["bandwidth"])
+        """The costs for the stages of `placement`. Raises UsageError for a model that does not fit them."""
+        model = self._by_hand(placement) if self.modelled is None else self.modelled.cost_model(placement)
         if not self.factors:
             return model
         factors = [_mean(self.factors, stage, placement.num_stages) for stage in range(placement.num_stages)]
@@ -93,6 +94,24 @@ class State:
             for name in ("forward", "backward_input", "backward_weight")
         }
         return replace(model, **timed)
+
+    def _by_hand(self, placement: Placement) -> CostModel:
+        costs = self.costs
+        model = CostModel.even(placement, transfer=costs["latency"], **{name: costs[name] for name in EVEN})
+        if not (costs["activation_bytes"] and costs["bandwidth"]):
+            return model
+        size = (costs["activation_bytes"],) * placement.num_stages
+        return replace(model, activation_bytes=size, bandwidth=costs["bandwidth"])
+
+    @property
+    def reduces(self) -> bool:
+        """Whether schedules reduce their weight gradients over replicas."""
+        return bool(self.costs["reduce"]) if self.modelled is None else self.modelled.setup.data > 1
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of times: those of a model are in seconds and shown in milliseconds, others have none."""
+        return Unit() if self.modelled is None else Unit("ms", 1000.0)
 
 
 def _mean(factors: tuple[float, ...], stage: int, stages: int) -> float:
@@ -116,6 +135,8 @@ def _value(field: Field, text: str) -> Any:
             return tuple(_number(field, part) for part in text.split(","))
         case "numbers":
             return _number(field, text)
+        case "flag" if text != "1":
+            raise UsageError(f"{field.name} is 1 or left out, got {text[:40]!r}")
         case "choice" if text not in field.choices:
             raise UsageError(f"{field.name} must be one of {', '.join(field.choices)}, got {text[:40]!r}")
     return text

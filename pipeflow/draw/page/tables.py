@@ -29,7 +29,7 @@ def measures_table(timelines: tuple[Timeline, ...], unit: Unit) -> str:
         for timeline in timelines
     ]
     head = ("timeline", "makespan", "span", "work of the busiest rank", "bubble", "bubble of span", "peak")
-    return _table("Measures", head, rows)
+    return table("Measures", head, rows)
 
 
 def ranks_table(timeline: Timeline, unit: Unit) -> str:
@@ -41,8 +41,8 @@ def ranks_table(timeline: Timeline, unit: Unit) -> str:
     ]
     beside = [f"last end of {lane.name}" for lane in drawn[0][1:]]
     head = ("rank", "actions", "first start", "last end", "busy", "idle between", *beside, f"peak {unit_of(timeline)}")
-    table = _table(heading(timeline), head, rows)
-    return f'<details class="ranks"><summary>Ranks of {escaped(heading(timeline))}</summary>{table}</details>'
+    ranks = table(heading(timeline), head, rows)
+    return f'<details class="ranks"><summary>Ranks of {escaped(heading(timeline))}</summary>{ranks}</details>'
 
 
 def _computing(row: Row, unit: Unit) -> list[str]:
@@ -58,7 +58,8 @@ def _ends(lanes: Sequence[Lane], unit: Unit) -> list[str]:
     return [unit.text(max((span.end for span in lane.row), default=0.0)) for lane in lanes]
 
 
-def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a caption, the titles of its columns, and its lines; the first cell of each line is its title."""
     titles = "".join(f'<th scope="col">{escaped(title)}</th>' for title in head)
     lines = "".join(
         f'<tr><th scope="row">{escaped(first)}</th>{"".join(f"<td>{escaped(cell)}</td>" for cell in rest)}</tr>\n'

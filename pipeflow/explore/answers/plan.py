@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeflow.draw.page.html import parts
-from pipeflow.draw.times import Unit
 from pipeflow.explore.made import timeline
 from pipeflow.explore.state import State
 
@@ -18,4 +17,4 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
     """
     state = State.of(fields)
     drawn = tuple(timeline(state, name) for name in state.schedules)
-    return parts(drawn, Unit())._asdict() | {"schedules": state.schedules}
+    return parts(drawn, state.unit)._asdict() | {"schedules": state.schedules}

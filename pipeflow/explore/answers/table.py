@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pipeflow.explore.answers.model import model
 from pipeflow.explore.answers.plan import plan
 
 Answer = Callable[[Mapping[str, str]], dict[str, Any]]
 
-ANSWERS: Mapping[str, Answer] = {"plan": plan}
+ANSWERS: Mapping[str, Answer] = {"model": model, "plan": plan}
 """The functions that answer, by the last part of the address that the page asks."""

@@ -20,12 +20,18 @@ function makeControl(field, link) {
   const set = (value, moving = false) => link.set({[field.name]: value}, {moving});
   const label = make("label", {htmlFor: id, textContent: field.label, title: field.help});
   if (field.kind === "names" || field.kind === "choice") {
-    const choices = field.kind === "choice" ? ["", ...field.choices] : field.choices;
-    const select = make("select", {id}, ...choices.map((name) => make("option", {value: name, textContent: name || "default"})));
+    const choices = field.default ? field.choices : ["", ...field.choices];
+    const none = field.takers.length ? "default" : "none";
+    const select = make("select", {id}, ...choices.map((name) => make("option", {value: name, textContent: name || none})));
     select.addEventListener("change", () => set(select.value));
     return {row: make("div", {className: "control"}, label, select), show: (value) => { select.value = value.split(",")[0]; }};
   }
-  const box = make("input", {id, type: "text", inputMode: field.kind === "numbers" ? "text" : "decimal", placeholder: "none"});
+  if (field.kind === "flag") {
+    const tick = make("input", {id, type: "checkbox"});
+    tick.addEventListener("change", () => set(tick.checked ? "1" : ""));
+    return {row: make("div", {className: "control"}, label, tick), show: (value) => { tick.checked = value === "1"; }};
+  }
+  const box = make("input", {id, type: "text", inputMode: field.kind === "numbers" ? "text" : "decimal", placeholder: "default"});
   box.addEventListener("change", () => set(box.value.trim()));
   if (!field.most) {
     return {row: make("div", {className: "control wide"}, label, box), show: (value) => { box.value = value; }};
@@ -48,8 +54,10 @@ export function makeControls({table, link}) {
   });
   link.listen(() => {
     const names = link.get("schedule").split(",");
+    const modelled = link.get("model") !== "";
     for (const {field, row, show} of controls) {
-      row.hidden = field.takers.length > 0 && !names.some((name) => field.takers.includes(name));
+      const applies = field.model === null || field.model === modelled;
+      row.hidden = !applies || (field.takers.length > 0 && !names.some((name) => field.takers.includes(name)));
       if (!row.contains(document.activeElement)) show(link.get(field.name));
     }
   });

@@ -4,6 +4,7 @@
 import {listenToBar} from "./bar.js";
 import {makeControls} from "./controls.js";
 import {Link} from "./link.js";
+import {showModel} from "./model.js";
 import {Page, by} from "./page.js";
 import {listenToPointers} from "./pointers.js";
 import {Server} from "./server.js";
@@ -15,5 +16,5 @@ const server = new Server();
 const page = new Page((chart) => listenToPointers(page, chart));
 const shared = {table, link, server, page, shown: new Shown(link, server, page)};
 listenToBar(page);
-for (const feature of [makeControls]) feature(shared);
+for (const feature of [makeControls, showModel]) feature(shared);
 link.open();
