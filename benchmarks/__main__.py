@@ -31,6 +31,7 @@ NAMES = (
     "planner",
     "replan",
     "layouts",
+    "explore",
 )
 
 
