@@ -42,6 +42,7 @@ class Failure:
         died: the rank whose process is gone. None: every process still runs.
         trace: traceback on the rank that failed, as text.
         number: index of the collective call in which it failed. None: the failure was outside of these calls.
+        usage: whether it is a UsageError.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Failure:
     died: int | None = None
     trace: str = ""
     number: int | None = None
+    usage: bool = False
 
 
 class PipelineError(PipeflowError, RuntimeError):
@@ -71,6 +73,15 @@ class PipelineError(PipeflowError, RuntimeError):
         self.microbatch = failure.microbatch
         self.action = failure.action
         self.died = failure.died
+
+
+class PipelineUsageError(PipelineError, UsageError):
+    """A UsageError of another rank. So code that catches UsageError catches it on every rank."""
+
+
+def error_of(failure: Failure) -> PipelineError:
+    """The error that a rank raises which hears of `failure`."""
+    return PipelineUsageError(failure) if failure.usage else PipelineError(failure)
 
 
 def _describe(failure: Failure) -> str:

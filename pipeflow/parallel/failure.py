@@ -9,7 +9,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from pipeflow.core.action import Action
-from pipeflow.core.errors import Failure, PipeflowError, PipelineError
+from pipeflow.core.errors import Failure, PipeflowError, PipelineError, UsageError, error_of
 from pipeflow.parallel.transport.protocol import Transport
 from pipeflow.parallel.transport.work import LinkError
 
@@ -54,8 +54,9 @@ class Alarm:
         `call`, as a string, describes this rank's call. It appears in the error if ranks make different calls.
 
         On the rank where the error happened, pipeflow's own errors and interruptions are raised unchanged; any other
-        error becomes the cause of a PipelineError. All other ranks raise that PipelineError. The next call then starts
-        afresh, unless a rank died: then every further call raises the same error.
+        error becomes the cause of a PipelineError. All other ranks raise that PipelineError, which is a UsageError as
+        well if the error was one. The next call then starts afresh, unless a rank died: then every further call raises
+        the same error.
         """
         if self._dead is not None:
             raise PipelineError(self._dead)
@@ -75,7 +76,7 @@ class Alarm:
                 self._dead = first
             if isinstance(cause, PipeflowError) or not isinstance(cause, Exception):
                 raise (cause or error) from None
-            raise PipelineError(first) from (None if isinstance(error, LinkError) else cause)
+            raise error_of(first) from (None if isinstance(error, LinkError) else cause)
         finally:
             transport.patience, transport.call = outside
 
@@ -90,9 +91,11 @@ class Alarm:
                 action, cause = error.action, error.__cause__
                 assert cause is not None
                 where = (str(action), action.stage, action.microbatch)
-                return Failure(rank, _reason(cause), *where, trace=_trace(cause), number=self._number)
+                usage = isinstance(cause, UsageError)
+                return Failure(rank, _reason(cause), *where, trace=_trace(cause), number=self._number, usage=usage)
             case _:
-                return Failure(rank, _reason(error), trace=_trace(error), number=self._number)
+                usage = isinstance(error, UsageError)
+                return Failure(rank, _reason(error), trace=_trace(error), number=self._number, usage=usage)
 
 
 def _reason(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from pipeflow.parallel.control.coordinator import Coordinator
 from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, silent
 from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.transport import distributed
+from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.testing import run_processes, run_threads
 
 Run = Callable[..., list[Any]]
@@ -278,3 +279,24 @@ def test_a_stranger_learns_nothing_and_ends_nothing() -> None:
     for monitor in monitors:
         monitor.close()
     coordinator.close()
+
+
+def refuse_on(rank: int) -> type[Exception]:
+    context = current_context()
+
+    def call() -> None:
+        with context.alarm.raised_everywhere():
+            if context.pipeline_rank == rank:
+                raise UsageError("give another number")
+            all_gather(context.world, [0.0])
+
+    with pytest.raises(UsageError, match="give another number") as caught:
+        call()
+    return caught.type
+
+
+@RUNS
+def test_a_usage_error_of_one_rank_is_one_on_every_rank(run: Run) -> None:
+    refused, heard = run(refuse_on, 2, 0)
+    assert refused is UsageError
+    assert issubclass(heard, PipelineError)

@@ -12,7 +12,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
-from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.parallel.transport.agreement import all_gather, told_alike
 from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.runtime.gradients.fully_sharded import Averaging, fully_sharded_in
 from pipeflow.runtime.gradients.step_end import Gradients
@@ -47,8 +47,11 @@ class Compiled:
             return
         if self.promise.is_open:
             read = [int(samples) for [samples] in all_gather(transport, [float(sum(sizes))])]
-            if len(set(read)) > 1:
-                raise UsageError(f"the ranks of a pipeline must read the same batch, but theirs have {read} samples")
+            with told_alike(transport):
+                if len(set(read)) > 1:
+                    raise UsageError(
+                        f"the ranks of a pipeline must read the same batch, but theirs have {read} samples"
+                    )
         for transfer in self.promised:
             transfer.expect(self.promise.of(sizes[transfer.value.microbatch]))
         self.sizes = sizes
