@@ -7,6 +7,7 @@ from string import Template
 
 from pipeflow.draw.page.html import as_script_text, file, variables
 from pipeflow.explore.fields import ALL
+from pipeflow.explore.tour import STEPS
 
 KINDS = {"js": "text/javascript", "css": "text/css"}
 FOLDERS = ("pipeflow.draw", "pipeflow.explore")  # whose folder `page` has modules and style sheets
@@ -27,4 +28,8 @@ def files() -> dict[str, tuple[str, bytes]]:
 def document() -> str:
     """The page itself."""
     text = resources("pipeflow.explore").joinpath("page", "explore.html").read_text(encoding="utf-8")
-    return Template(text).substitute(bar=file("bar.html"), fields=as_script_text([each._asdict() for each in ALL]))
+    return Template(text).substitute(
+        bar=file("bar.html"),
+        fields=as_script_text([each._asdict() for each in ALL]),
+        tour=as_script_text([each.as_json() for each in STEPS]),
+    )

@@ -145,6 +145,7 @@ ALL: tuple[Field, ...] = (
     ),
     Field("rows", "text"),
     Field("placement", "text"),
+    Field("tour", "whole", least=1),
 )
 """Every field."""
 

@@ -9,6 +9,7 @@ import {Page, by} from "./page.js";
 import {listenToPointers} from "./pointers.js";
 import {Server} from "./server.js";
 import {Shown} from "./shown.js";
+import {makeTour} from "./tour.js";
 
 const table = JSON.parse(by("fields").textContent);
 const link = new Link(table);
@@ -16,5 +17,5 @@ const server = new Server();
 const page = new Page((chart) => listenToPointers(page, chart));
 const shared = {table, link, server, page, shown: new Shown(link, server, page)};
 listenToBar(page);
-for (const feature of [makeControls, showModel]) feature(shared);
+for (const feature of [makeControls, showModel, makeTour]) feature(shared);
 link.open();
