@@ -2,53 +2,65 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from collections.abc import Hashable
 
 from pipeflow.analysis.simulate import simulate
-from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.explore.fields import CUSTOM
+from pipeflow.explore.kept import Kept
 from pipeflow.explore.state import State
 from pipeflow.schedules import make_schedule, options_of
 
-KEPT = 128  # schedules, and as many timelines
+MOST = 500_000  # entries of all schedules that are kept, and spans of all timelines: some 200 MB
+
+_SCHEDULES = Kept[Schedule](MOST, lambda schedule: sum(map(len, schedule.rows)))
+_TIMELINES = Kept[Timeline](MOST, lambda timeline: sum(map(len, timeline.rows)))
 
 
 def schedule(state: State, name: str) -> Schedule:
     """The schedule `name` in the size of `state`, with the options that it has. Raises UsageError if it cannot be
     made.
     """
-    made = _custom(state) if name == CUSTOM else _named(state, name)
-    return made.with_reductions() if state.reduces else made
+    return _SCHEDULES.get(_key(state, name), lambda: _made(state, name))
 
 
 def timeline(state: State, name: str) -> Timeline:
     """The simulated timeline of the schedule `name`. Raises UsageError for one that cannot be made, and ScheduleError
     for one that cannot run.
     """
-    made = schedule(state, name)
-    return _simulated(made, state.cost_model(made.placement))
+
+    def make() -> Timeline:
+        made = schedule(state, name)
+        return simulate(made, state.cost_model(made.placement))
+
+    return _TIMELINES.get((_key(state, name), _costs(state)), make)
+
+
+def _key(state: State, name: str) -> Hashable:
+    """What the schedule `name` depends on."""
+    reduced = state.reduces
+    if name == CUSTOM:
+        return name, reduced, state.rows, state.placement
+    costs = _costs(state) if "cost" in options_of(name) else None
+    return name, reduced, state.ranks, state.microbatches, tuple(state.options_for(name).items()), costs
+
+
+def _costs(state: State) -> Hashable:
+    return tuple(state.costs.items()), state.factors, state.modelled
+
+
+def _made(state: State, name: str) -> Schedule:
+    made = _custom(state) if name == CUSTOM else _named(state, name)
+    return made.with_reductions() if state.reduces else made
 
 
 def _named(state: State, name: str) -> Schedule:
-    known = options_of(name)
-    options = {option: value for option, value in state.options.items() if option in known}
-    if "cost" in known:  # the schedule is made for given costs, which are per stage
+    options = state.options_for(name)
+    if "cost" in options_of(name):  # the schedule is made for given costs, which are per stage
         options["cost"] = state.cost_model(make_schedule(name, ranks=state.ranks, microbatches=1).placement)
-    return _kept(name, state.ranks, state.microbatches, tuple(options.items()))
-
-
-@lru_cache(KEPT)
-def _kept(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
-    return make_schedule(name, ranks=ranks, microbatches=microbatches, **dict(options))
-
-
-@lru_cache(KEPT)
-def _simulated(made: Schedule, cost: CostModel) -> Timeline:
-    return simulate(made, cost)
+    return make_schedule(name, ranks=state.ranks, microbatches=state.microbatches, **options)
 
 
 def _custom(state: State) -> Schedule:

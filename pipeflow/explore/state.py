@@ -12,12 +12,15 @@ from pipeflow.core.errors import ScheduleError, UsageError, unknown
 from pipeflow.core.placement import Placement
 from pipeflow.draw.times import Unit
 from pipeflow.explore.fields import CUSTOM, FIELDS, Field
+from pipeflow.explore.limits import require_length, require_size, require_table
 from pipeflow.explore.modelled import Modelled
-from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules import SCHEDULES, options_of
 
-EVEN = ("forward", "backward_input", "backward_weight", "overlap", "reduce", "saved_bytes", "deferred_bytes")
-LARGEST = 262_144  # stages times microbatches, so that an answer takes seconds at most
-PER_RANK = ("chunks", "waves")  # options that set the number of stages per rank
+EVEN = {  # fields that are arguments of CostModel.even, and what it calls them
+    **{name: name for name in ("forward", "backward_input", "backward_weight")},
+    "latency": "transfer",
+    **{name: name for name in ("overlap", "reduce", "saved_bytes", "deferred_bytes")},
+}
 MOST_SHOWN = 8  # schedules side by side
 
 
@@ -51,7 +54,9 @@ class State:
         """The state that the fields of a link describe. Raises UsageError with the name of a field that is wrong."""
         for name in fields:
             if name not in FIELDS:
-                raise unknown("field", name, FIELDS)
+                raise unknown("field", name[:40], FIELDS)
+        for name, text in fields.items():
+            require_length(name, text)
         values = {name: _value(FIELDS[name], text) for name, text in fields.items() if text}
         values = {name: _value(each, each.default) for name, each in FIELDS.items() if each.default} | values
         options = {each.name for each in FIELDS.values() if each.group == "Schedule"}
@@ -71,13 +76,20 @@ class State:
             values.get("rows", ""),
             _placement(values["placement"]) if "placement" in values else None,
         )
-        _require_size(state)
+        require_size(
+            [name for name in state.schedules if name != CUSTOM], state.ranks, state.microbatches, state.options
+        )
+        require_table(state.rows)
         return state
 
     @property
     def memory_cap(self) -> float | tuple[float, ...] | None:
         """The most activations that a rank may keep, if that is given."""
         return self.options.get("memory_cap")
+
+    def options_for(self, schedule: str) -> dict[str, Any]:
+        """The options that the schedule with this name has."""
+        return {name: value for name, value in self.options.items() if name in options_of(schedule)}
 
     def only(self, schedule: str) -> State:
         """The same state with one schedule."""
@@ -97,7 +109,7 @@ class State:
 
     def _by_hand(self, placement: Placement) -> CostModel:
         costs = self.costs
-        model = CostModel.even(placement, transfer=costs["latency"], **{name: costs[name] for name in EVEN})
+        model = CostModel.even(placement, **{argument: costs[name] for name, argument in EVEN.items()})
         if not (costs["activation_bytes"] and costs["bandwidth"]):
             return model
         size = (costs["activation_bytes"],) * placement.num_stages
@@ -177,13 +189,3 @@ def _placement(text: str) -> Placement:
         raise
     except ValueError:
         raise UsageError(f"placement must be like 0.1.2.3, the rank of each stage, got {text[:40]!r}") from None
-
-
-def _require_size(state: State) -> None:
-    """Raises UsageError if named schedules would be too large to be drawn while somebody waits."""
-    size = state.ranks * state.microbatches
-    for name in PER_RANK:
-        size *= max(int(state.options.get(name, 1)), 1)
-    if size > LARGEST:
-        asked = f"{state.ranks:,} ranks x {state.microbatches:,} microbatches"
-        raise UsageError(f"{asked} is too large for the page: stages times microbatches may be at most {LARGEST:,}")

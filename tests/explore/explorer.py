@@ -17,9 +17,9 @@ SETTLED = "return !document.documentElement.hasAttribute('data-asking') && docum
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
+def serving(**options: Any) -> Iterator[Server]:
     """A server of the explorer that runs in a thread."""
-    with Server() as server:
+    with Server(**options) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

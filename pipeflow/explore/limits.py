@@ -1,0 +1,65 @@
+"""Limits: what one request may cost. An answer within them takes some seconds at most, and its memory stays bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from pipeflow.core.errors import UsageError
+from pipeflow.schedules import make_schedule, options_of
+
+LARGEST = 65_536  # stages times microbatches, over all schedules of a request
+SEARCH = 4  # how many times as long a schedule takes that is searched for
+MOST_RANKS = 256  # tables and drawings have a row per rank
+MOST_CELLS = 3 * LARGEST  # of a table: F, I and W for each stage and microbatch
+LONGEST = 100_000  # characters of any other field
+PER_RANK = ("chunks", "waves")  # options that set the number of stages per rank
+
+
+def require_size(names: Sequence[str], ranks: int, microbatches: int, options: Mapping[str, Any]) -> None:
+    """Raises UsageError if named schedules of this size would take too long while somebody waits."""
+    if ranks > MOST_RANKS:
+        raise UsageError(f"the page shows at most {MOST_RANKS} ranks, got {ranks:,}")
+    size = sum(ranks * microbatches * _weight(name, options) for name in names)
+    if size > LARGEST:
+        asked = f"{ranks:,} ranks x {microbatches:,} microbatches"
+        many = f" for {len(names)} schedules together" if len(names) > 1 else ""
+        raise UsageError(
+            f"{asked} is too large for the page: stages times microbatches may be at most {LARGEST:,}{many}"
+            f"{f'; a search counts {SEARCH} times' if any(map(_searched, names)) else ''}"
+        )
+
+
+def require_table(rows: str) -> None:
+    """Raises UsageError if a CSV table has too many lines or cells."""
+    if rows.strip().count("\n") >= MOST_RANKS:
+        raise UsageError(f"the page shows at most {MOST_RANKS} ranks; the table has more lines")
+    cells = sum(map(rows.count, ",;\n"))
+    if cells > MOST_CELLS:
+        raise UsageError(f"the table is too large for the page: at most {MOST_CELLS:,} cells, got {cells:,}")
+
+
+def require_length(name: str, text: str) -> None:
+    """Raises UsageError if the text of a field is too long."""
+    if name != "rows" and len(text) > LONGEST:
+        raise UsageError(f"{name} may have at most {LONGEST:,} characters, got {len(text):,}")
+
+
+def _weight(name: str, options: Mapping[str, Any]) -> int:
+    """The cost of a schedule per rank and microbatch: its stages per rank; more for one that is searched for."""
+    weight = _stages(name, None) * (SEARCH if _searched(name) else 1)
+    for option in set(PER_RANK) & set(options_of(name)) & set(options):
+        weight = _stages(name, option) * max(int(options[option]), 1)
+    return weight
+
+
+def _searched(name: str) -> bool:
+    return "cost" in options_of(name)
+
+
+@cache
+def _stages(name: str, option: str | None) -> int:
+    """The stages per rank of a schedule, by default or with an option that is 1."""
+    options = {} if option is None else {option: 1}
+    return int(make_schedule(name, ranks=2, microbatches=1, **options).placement.chunks_per_rank)
