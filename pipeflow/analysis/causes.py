@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
-from pipeflow.core.dataflow import DATAFLOW, Content, Stream, Value, flows
+from pipeflow.core.dataflow import DATAFLOW, AtStage, Content, Stream, Value, flows
 from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 
@@ -58,12 +58,15 @@ def causes(timeline: Timeline) -> tuple[tuple[Cause, ...], ...]:
 
 def critical_path(timeline: Timeline) -> tuple[Cause, ...]:
     """The chain of spans that the makespan consists of, earliest first. The cause of each span is the span before it in
-    the chain. The chain ends in a reduction only if that outlasts all computations.
+    the chain. The chain ends in a reduction only if that outlasts all computations. In a timeline that could not run,
+    it begins where it would come to a span again.
     """
     run = _Run(timeline)
     last = max((row[-1] for row in run.rows() if row), key=lambda span: span.end, default=None)
     path: list[Cause] = []
-    while last is not None:
+    seen: set[int] = set()
+    while last is not None and id(last) not in seen:
+        seen.add(id(last))
         path.append(run.cause(last))
         last = path[-1].after
     return tuple(reversed(path))
@@ -98,6 +101,7 @@ def pauses(timeline: Timeline, latency: float) -> dict[Kind, list[float]]:
     return found
 
 
+NOTHING = AtStage((), ())  # for actions of stages that do not exist
 Sent = tuple[Span, Value]
 Key = tuple[Kind, int, int]  # kind, stage and microbatch
 
@@ -108,11 +112,15 @@ class _Run:
     def __init__(self, timeline: Timeline) -> None:
         self.streams = {stream: timeline.on(stream) for stream in (Stream.COMPUTE, *timeline.streams)}
         self._flows = flows(timeline.placement.num_stages)
-        self._places: dict[Key, tuple[Row, int]] = {
-            (span.action.kind, span.action.stage, span.action.microbatch): (row, position)
-            for row in self.rows()
-            for position, span in enumerate(row)
-        }
+        self._places: dict[Key, tuple[Row, int]] = {}
+        self._again: dict[int, int] = {}  # per span whose action ran before, its position
+        for row in self.rows():
+            for position, span in enumerate(row):
+                key = span.action.kind, span.action.stage, span.action.microbatch
+                if key in self._places:
+                    self._again[id(span)] = position
+                else:
+                    self._places[key] = row, position
         self._joint: dict[tuple[Kind, int], list[Span]] = defaultdict(list)  # per kind and stage, on all ranks
         for span in (span for row in self.rows() for span in row if DATAFLOW[span.action.kind].joint):
             self._joint[span.action.kind, span.action.stage].append(span)
@@ -132,7 +140,7 @@ class _Run:
         mine = self.streams[Stream.COMPUTE][span.rank]
         latest: Sent | None = None
         for action in (span.action,) if span.partner is None else (span.action, span.partner):
-            for end in self._flows[action.kind, action.stage].needs:
+            for end in self._flows.get((action.kind, action.stage), NOTHING).needs:
                 for kind in _MAKERS[end.content]:
                     row, position = self._places.get((kind, end.stage, action.microbatch), (mine, 0))
                     if row is not mine:
@@ -148,6 +156,8 @@ class _Run:
         """The span before it on its stream."""
         action = span.action
         row, position = self._places[action.kind, action.stage, action.microbatch]
+        if (again := self._again.get(id(span))) is not None:
+            row, position = self.streams[span.stream][span.rank], again
         return row[position - 1] if position else None
 
     def _of_computation(self, span: Span) -> Cause:
@@ -175,12 +185,12 @@ class _Run:
         if after is None or after.rank == span.rank:
             return Cause(span, after, None)
         [(content, _), *_] = DATAFLOW[span.action.kind].needs
-        microbatch = next(part.action.microbatch for part in parts if part.rank == after.rank)
+        microbatch = next((part for part in parts if part.rank == after.rank), span).action.microbatch
         return Cause(span, after, Value(content, span.action.stage, microbatch))
 
     def _made(self, action: Action, span: Span) -> Span | None:
         """The last span before `span` that made what `action` needs."""
-        needs = self._flows[action.kind, action.stage].needs
+        needs = self._flows.get((action.kind, action.stage), NOTHING).needs
         keys = [(kind, stage, action.microbatch) for content, stage, _ in needs for kind in _MAKERS[content]]
         makers = [row[position] for row, position in (self._places[key] for key in keys if key in self._places)]
         return max((maker for maker in makers if maker.start <= span.start), key=lambda maker: maker.end, default=None)

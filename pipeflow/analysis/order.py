@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Pair
-from pipeflow.core.dataflow import End, flows
+from pipeflow.core.dataflow import End, Value, flows
 from pipeflow.core.errors import ScheduleError
 from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
@@ -21,6 +21,19 @@ class Turn(NamedTuple):
     actions: tuple[Action, ...]
     needs: list[int]
     makes: list[int]
+
+
+class Stuck(NamedTuple):
+    """An entry that waits for ever.
+
+    Attributes:
+        rank, position: its place.
+        value: the value that it waits for. None: its rank cannot run it at all.
+    """
+
+    rank: int
+    position: int
+    value: Value | None
 
 
 class Order:
@@ -44,10 +57,10 @@ class Order:
         self._rows = schedule.rows
         self._paths = schedule.placement.paths
         self._positions = [0] * len(self._rows)
+        self._made = bytearray(len(self.ends) * self._many)
 
     def __iter__(self) -> Iterator[Turn]:
-        rows, positions = self._rows, self._positions
-        made = bytearray(len(self.ends) * self._many)
+        rows, positions, made = self._rows, self._positions, self._made
         waiting: dict[int, Turn] = {}  # value -> the turn that waits for it
         turns = [first for rank in range(len(rows)) if (first := self._next(rank))]
         while turns:
@@ -95,3 +108,14 @@ class Order:
     def stuck(self) -> list[tuple[int, int]]:
         ends = zip(self._positions, self._rows, strict=True)
         return [(rank, position) for rank, (position, row) in enumerate(ends) if position < len(row)]
+
+    @property
+    def waiting(self) -> list[Stuck]:
+        """The entries of `stuck`, each with the first value that it needs and that is not there."""
+        return [Stuck(rank, position, self._awaited(rank)) for rank, position in self.stuck]
+
+    def _awaited(self, rank: int) -> Value:
+        turn = self._next(rank)
+        assert turn is not None  # a stuck rank has an entry
+        index, microbatch = divmod(next(value for value in turn.needs if not self._made[value]), self._many)
+        return self.ends[index].of(microbatch)

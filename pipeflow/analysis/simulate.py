@@ -16,7 +16,7 @@ from pipeflow.core.dataflow import DATAFLOW, End, Stream
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.route import Route, routes_among
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Span
+from pipeflow.core.span import Row, Span
 from pipeflow.core.timeline import Timeline
 
 
@@ -44,6 +44,18 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     """
     cost = CostModel.even(schedule.placement) if cost is None else cost
     require_costs(schedule, cost)
+    rows, order = run(schedule, cost)
+    if order.stuck:
+        entries = ", ".join(f"rank {rank} at {schedule.rows[rank][position]}" for rank, position in order.stuck[:8])
+        raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end: stuck are {entries}; see verify()")
+    memory = cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes
+    return Timeline(schedule.name, schedule.placement, rows, *memory)
+
+
+def run(schedule: Schedule, cost: CostModel) -> tuple[tuple[Row, ...], Order]:
+    """Per rank its spans in the order of their starts, as far as `schedule` runs; and its order, which says where ranks
+    are stuck. Raises ScheduleError as `Order` does.
+    """
     durations = {(kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(len(cost.forward))}
     order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
     transfers = [each for end in order.ends for each in _transfers(schedule, cost, end)]
@@ -74,7 +86,7 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
                 end = beside[rank, stream] = start + durations[action.kind, action.stage]
             spans[rank].append(Span(action, rank, start, end))
         else:
-            pair = _paired(actions[0], actions[1], rank, start, cost)
+            pair = paired(actions[0], actions[1], rank, start, cost)
             spans[rank] += pair
             end = free[rank] = pair[1].end
         for value in makes:
@@ -82,14 +94,10 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
             maker[value] = rank
             if (holds := holding[value]) is not None:
                 made[value] = left[holds.link] = max(left[holds.link], end) + holds.held
-    if order.stuck:
-        entries = ", ".join(f"rank {rank} at {schedule.rows[rank][position]}" for rank, position in order.stuck[:8])
-        raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end: stuck are {entries}; see verify()")
     for span in _joint(reached, cost, beside):
         spans[span.rank].append(span)
     rows = (sorted(row, key=attrgetter("start")) for row in spans) if reached or beside else spans
-    memory = cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes
-    return Timeline(schedule.name, schedule.placement, tuple(map(tuple, rows)), *memory)
+    return tuple(map(tuple, rows)), order
 
 
 def require_costs(schedule: Schedule, cost: CostModel) -> None:
@@ -128,7 +136,7 @@ def _joint(reached: list[_Reached], cost: CostModel, free: defaultdict[tuple[int
             yield Span(action, rank, start, free[rank, stream])
 
 
-def _paired(forward: Action, backward: Action, rank: int, start: float, cost: CostModel) -> tuple[Span, Span]:
+def paired(forward: Action, backward: Action, rank: int, start: float, cost: CostModel) -> tuple[Span, Span]:
     """The two spans of a pair, one after the other, shortened in proportion so that together they take the time of the
     pair.
     """

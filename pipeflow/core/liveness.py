@@ -4,6 +4,7 @@ contain: when actions run.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
@@ -45,6 +46,7 @@ ACTIVATIONS = {kind: change.net(Content.SAVED) for kind, change in CHANGES.items
 def kept(row: Row, sizes: Mapping[Content, Sequence[float]]) -> Curve:
     """The amount that a rank keeps while it runs `row`. `sizes` has the amount per content and stage. Values that no
     action of the row uses, such as activations without backwards, are kept only while the action that makes them runs.
+    Stages without a size keep nothing.
     """
     kinds = {span.action.kind for span in row}
     used = frozenset(content for kind in kinds for content in CHANGES[kind].frees)
@@ -61,15 +63,16 @@ def kept(row: Row, sizes: Mapping[Content, Sequence[float]]) -> Curve:
 
 def _amounts(
     change: Change, used: frozenset[Content], sizes: Mapping[Content, Sequence[float]]
-) -> tuple[list[float], list[float]]:
+) -> tuple[Mapping[int, float], Mapping[int, float]]:
     """Per stage, the change at an action's start and at its end. Empty if nothing changes."""
     frees = (*change.frees, *(content for content in change.from_start if content not in used))
     begins = [sizes[content] for content in change.from_start if content in sizes]
     comes = [sizes[content] for content in change.from_end if content in sizes and content in used]
     goes = [sizes[content] for content in frees if content in sizes]
     stages = range(max(map(len, sizes.values()), default=0))
-    at_end = [sum(size[stage] for size in comes) - sum(size[stage] for size in goes) for stage in stages]
-    return [sum(size[stage] for size in begins) for stage in stages] if begins else [], at_end if comes or goes else []
+    at_start = {stage: sum(size[stage] for size in begins) for stage in stages if begins}
+    ends = {stage: sum(size[stage] for size in comes) - sum(size[stage] for size in goes) for stage in stages}
+    return defaultdict(float, at_start), defaultdict(float, ends if comes or goes else {})
 
 
 def _added_up(changes: list[tuple[float, float]]) -> Curve:

@@ -14,12 +14,19 @@ class Violation:
         expected: what should be there.
         rank: the rank that it is on, if it is on one.
         position: index of the entry in the rank's row, or of the instruction in its program, if there is one.
+        cycle: of a deadlock, the (rank, position) of all that wait for each other, each of which would have to come
+            before the next, and the last before the first. Empty for everything else.
+        earlier: of an action that runs again, the (rank, position) where it ran before.
+        incomplete: the (stage, microbatch) whose actions are not all there, or too many.
     """
 
     problem: str
     expected: str
     rank: int | None = None
     position: int | None = None
+    cycle: tuple[tuple[int, int], ...] = ()
+    earlier: tuple[int, int] | None = None
+    incomplete: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}"

@@ -146,6 +146,7 @@ ALL: tuple[Field, ...] = (
     Field("rows", "text"),
     Field("placement", "text"),
     Field("tour", "whole", least=1),
+    Field("rows_microbatches", "whole", help="least number of microbatches of the rows", least=1),
 )
 """Every field."""
 

@@ -36,7 +36,8 @@ class State:
         costs: the given costs, by the names of their fields.
         factors: relative times of equal parts of the model.
         modelled: the model that prices the schedules, instead of the costs.
-        rows, placement: the reader's own schedule as a CSV table, and its placement if that is given.
+        rows, placement: the reader's own schedule as a table, and its placement if that is given.
+        rows_microbatches: the number of microbatches that this schedule has at least.
     """
 
     schedules: tuple[str, ...]
@@ -48,6 +49,7 @@ class State:
     modelled: Modelled | None = None
     rows: str = ""
     placement: Placement | None = None
+    rows_microbatches: int = 1
 
     @classmethod
     def of(cls, fields: Mapping[str, str]) -> State:
@@ -75,6 +77,7 @@ class State:
             Modelled.of(values),
             values.get("rows", ""),
             _placement(values["placement"]) if "placement" in values else None,
+            values.get("rows_microbatches", 1),
         )
         require_size(
             [name for name in state.schedules if name != CUSTOM], state.ranks, state.microbatches, state.options

@@ -12,13 +12,14 @@ Place = tuple[int, int]  # rank, position
 
 
 def deadlocks(
-    stuck: Sequence[Place], waits_for: Callable[[Place], Place], text: Callable[[Place], str], expected: str
+    stuck: Sequence[Place], waits_for: Callable[[Place], Place | None], text: Callable[[Place], str], expected: str
 ) -> Iterator[Violation]:
     """Every cycle among the places where ranks are `stuck`, one violation each.
 
     Args:
         stuck: places of the ranks that cannot go on, one per rank.
         waits_for: the place that a stuck place waits for. On another rank it is where that rank is stuck, or later.
+            None: it waits for something that no place makes.
         text: the text of a place.
         expected: the `expected` of the violations.
 
@@ -29,25 +30,27 @@ def deadlocks(
     seen: set[int] = set()
     for start in at:
         path: list[int] = []
-        rank = start
-        while rank not in seen:
+        rank: int | None = start
+        while rank is not None and rank not in seen:
             seen.add(rank)
             path.append(rank)
-            rank, _ = waits_for((rank, at[rank]))
-        if rank in path:
+            maker = waits_for((rank, at[rank]))
+            rank = None if maker is None else maker[0]
+        if rank is not None and rank in path:
             cycle = [(each, at[each]) for each in path[path.index(rank) :]]
-            chain = " -> ".join(f"{text(place)} (rank {place[0]})" for place in _chain(cycle, waits_for))
-            yield Violation(f"deadlock: {chain}", expected, *cycle[0])
+            chain = _chain(cycle, waits_for)
+            said = " -> ".join(f"{text(place)} (rank {place[0]})" for place in chain)
+            yield Violation(f"deadlock: {said}", expected, *cycle[0], tuple(chain[:-1]))
 
 
-def _chain(cycle: list[Place], waits_for: Callable[[Place], Place]) -> list[Place]:
+def _chain(cycle: list[Place], waits_for: Callable[[Place], Place | None]) -> list[Place]:
     """The places of a cycle in the order in which they would have to run; the first one comes again at the end. Each
     place of `cycle` waits for something at or behind the next one.
     """
     chain = cycle[:1]
     for place in reversed(cycle):
         needed = waits_for(place)
-        if needed != chain[-1]:
+        if needed is not None and needed != chain[-1]:
             chain.append(needed)
         chain.append(place)
     return chain

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from pipeflow.analysis.memory_cap import MemoryCap
 from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind, actions_of
-from pipeflow.core.dataflow import DATAFLOW, WHOLE, Value, makes, needs
+from pipeflow.core.dataflow import DATAFLOW, WHOLE
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
-from pipeflow.soundness.deadlock import Place, deadlocks
+from pipeflow.soundness.deadlock import Place
 from pipeflow.soundness.joint import wrong_joint
 from pipeflow.soundness.memory import over_cap
 from pipeflow.soundness.programs import verify_programs
+from pipeflow.soundness.waits import cycles, waits
 
 __all__ = ["Violation", "verify", "verify_programs"]
 
@@ -78,18 +79,18 @@ def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
     for stage in range(schedule.placement.num_stages):
         for microbatch in range(schedule.num_microbatches):
             runs = [run for run in ran.get((stage, microbatch), ()) if not DATAFLOW[run[0]].joint]
-            seen: set[Kind] = set()
+            seen: dict[Kind, Place] = {}
             for kind, rank, position in runs:
                 if kind in seen:
-                    yield Violation(
-                        f"{Action(kind, stage, microbatch)} runs again", "every action once", rank, position
-                    )
-                seen.add(kind)
-            if seen not in wanted:
+                    again = f"{Action(kind, stage, microbatch)} runs again"
+                    yield Violation(again, "every action once", rank, position, earlier=seen[kind])
+                seen[kind] = rank, position
+            if seen.keys() not in wanted:
                 has = ", ".join(str(Action(kind, stage, microbatch)) for kind in sorted(seen)) or "nothing"
                 wants = "its forward alone" if schedule.is_forward_only else ", or ".join(map(_listed, WHOLE))
                 holder = schedule.placement.rank_of(stage, microbatch)
-                yield Violation(f"stage {stage} runs {has} for microbatch {microbatch}", wants, holder)
+                problem = f"stage {stage} runs {has} for microbatch {microbatch}"
+                yield Violation(problem, wants, holder, incomplete=(stage, microbatch))
 
 
 def _listed(kinds: Sequence[Kind]) -> str:
@@ -102,30 +103,4 @@ def _deadlock(schedule: Schedule) -> Iterator[Violation]:
     order = Order(schedule)
     for _ in order:
         pass
-    if order.stuck:
-        makers = _makers(schedule)
-        at = dict(order.stuck)
-        stages = schedule.placement.num_stages
-
-        def waits_for(place: Place) -> Place:
-            """The place that makes the first missing value of an entry."""
-            entry = schedule.rows[place[0]][place[1]]
-            needed = (value for action in actions_of(entry) for value in needs(action, stages))
-            places = (maker for value in needed for maker in makers[value])
-            return next(maker for maker in places if maker[1] >= at.get(maker[0], maker[1] + 1))
-
-        def text(place: Place) -> str:
-            return str(schedule.rows[place[0]][place[1]])
-
-        yield from deadlocks(order.stuck, waits_for, text, "an order in which no action waits for itself")
-
-
-def _makers(schedule: Schedule) -> dict[Value, list[Place]]:
-    """The places where each value is made, in the order of ranks."""
-    stages = schedule.placement.num_stages
-    found: dict[Value, list[Place]] = {}
-    for rank, row in enumerate(schedule.rows):
-        for position, entry in enumerate(row):
-            for value in (value for action in actions_of(entry) for value in makes(action, stages)):
-                found.setdefault(value, []).append((rank, position))
-    return found
+    yield from cycles(schedule, waits(schedule, order.waiting))

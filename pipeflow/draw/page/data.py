@@ -55,7 +55,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     return {
         "makespan": _short(timeline.makespan),
         "streams": [lane.stream for lane in drawn[0]],
-        "highest": _short(max(most)),
+        "highest": _short(max(0.0, *most)),
         "levels": [[_short(amount), text] for amount, text in levels.items()],
         "heights": heights(len(drawn))._asdict(),
         "path": [_place(timeline, cause.span) for cause in critical_path(timeline)],
@@ -63,7 +63,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
             {
                 **_row(timeline.rows[rank]),
                 "names": [lane.name for lane in lanes],
-                "chunks": {stage: chunk for chunk, stage in enumerate(lanes[0].stages)},
+                "chunks": _chunks(timeline, rank),
                 "causes": [*_causes(timeline, why[rank])],
                 "memory": [(_short(time), level[amount]) for time, amount in timeline.memory(rank)],
                 "peak": amount_text(timeline, most[rank]),
@@ -71,6 +71,14 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
             for rank, lanes in enumerate(drawn)
         ],
     }
+
+
+def _chunks(timeline: Timeline, rank: int) -> dict[int, int]:
+    """Per stage in the row of a rank, its chunk: that on the rank that holds it, or 0 if there is no such stage."""
+    placement = timeline.placement
+    held = {stage: chunk for chunk, stage in enumerate(placement.stages_of(rank))}
+    others = {span.action.stage for span in timeline.rows[rank]} - held.keys()
+    return held | {stage: placement.chunk_of(stage) if stage < placement.num_stages else 0 for stage in others}
 
 
 def _row(row: Row) -> dict[str, Any]:

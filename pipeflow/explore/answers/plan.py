@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from pipeflow.core.timeline import Timeline
 from pipeflow.draw.page.html import parts
-from pipeflow.explore.made import timeline
+from pipeflow.explore.custom import custom
+from pipeflow.explore.fields import CUSTOM
+from pipeflow.explore.made import drafted, timeline
 from pipeflow.explore.state import State
 
 
 def plan(fields: Mapping[str, str]) -> dict[str, Any]:
-    """The parts of the page for the schedules of a state, and the names of the schedules.
+    """The parts of the page for the schedules of a state, and the names of the schedules. If the reader's own schedule
+    is among them, `custom` has what there is to say about it; it is drawn also if it cannot run.
 
-    Raises UsageError for fields that are wrong, and for a schedule that cannot be made or cannot run.
+    Raises UsageError for fields that are wrong, and for a schedule that cannot be made or, if it has a name, run.
     """
     state = State.of(fields)
-    drawn = tuple(timeline(state, name) for name in state.schedules)
-    return parts(drawn, state.unit)._asdict() | {"schedules": state.schedules}
+    own = custom(state) if CUSTOM in state.schedules else None
+    drawn = tuple(_timeline(state, name, own) for name in state.schedules)
+    answer = parts(drawn, state.unit)._asdict() | {"schedules": state.schedules}
+    return answer if own is None else answer | {"custom": own}
+
+
+def _timeline(state: State, name: str, own: dict[str, Any] | None) -> Timeline:
+    if name != CUSTOM or own is None:
+        return timeline(state, name)
+    drawn = drafted(state).timeline
+    return drawn if own["sound"] else replace(drawn, name=f"{CUSTOM} (unsound)")

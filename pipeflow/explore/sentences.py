@@ -1,0 +1,85 @@
+"""Sentences: what is wrong with an action of a schedule, what it needs, and who makes that, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from pipeflow.core.action import Action, Kind, actions_of
+from pipeflow.core.dataflow import MAKERS, Content, Value, makes
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.violation import Violation
+from pipeflow.soundness.deadlock import Place
+from pipeflow.soundness.waits import Wait
+
+THINGS = {  # what an action of another place made
+    Content.SAVED: "what {maker} saves",
+    Content.DEFERRED: "what {maker} leaves to it",
+}
+OTHER = "the {content} of {maker}"
+
+
+def sentence_of_violation(violation: Violation, lacking: Sequence[Action] = ()) -> str:
+    """What is wrong at a place, and what was expected there. `lacking` are the actions that a stage lacks, if the
+    violation says that its work is not complete.
+    """
+    if violation.incomplete and lacking:
+        names = " and ".join(map(str, lacking))
+        return f"{names} {'is' if len(lacking) == 1 else 'are'} missing: {violation.problem}"
+    if violation.earlier is None:
+        return f"{violation.problem}; expected {violation.expected}"
+    rank, position = violation.earlier
+    return f"{violation.problem}: it stands on rank {rank} already, at position {position}"
+
+
+def sentence_of_deadlock(schedule: Schedule, wait: Wait, stuck: Collection[Place]) -> str:
+    """Why a rank that is in a deadlock cannot go on."""
+    why = sentence_of_wait(schedule, wait, stuck)
+    return f"{why}; this is a deadlock, since that waits for {wait.action} in turn"
+
+
+def sentence_of_wait(schedule: Schedule, wait: Wait, stuck: Collection[Place]) -> str:
+    """Why a rank cannot go on, such as "1F3 needs the activation of 0F3, which rank 0 runs later, at position 7".
+    `stuck` has the places where ranks are stuck.
+    """
+    value = wait.value
+    if value is None:
+        return _foreign(schedule, wait)
+    place = wait.maker or wait.earlier
+    if place is None:
+        names = [str(Action(kind, value.stage, value.microbatch)) for kind in _kinds(schedule, value)]
+        holder = schedule.placement.rank_of(value.stage, value.microbatch)
+        return f"{_needed(wait, value, ' or '.join(names))}, which is missing on rank {holder}"
+    entry = schedule.rows[place[0]][place[1]]
+    made = next(each for each in actions_of(entry) if value in _makes(schedule, each))
+    needed = _needed(wait, value, str(made))
+    if wait.maker is None:
+        return f"{needed}, which is used up already"
+    who = "this rank" if place[0] == wait.rank else f"rank {place[0]}"
+    if place in stuck:
+        return f"{needed}, which {who} cannot run either, at position {place[1]}"
+    return f"{needed}, which {who} runs later, at position {place[1]}"
+
+
+def _makes(schedule: Schedule, action: Action) -> list[Value]:
+    stages = schedule.placement.num_stages
+    return makes(action, stages) if action.stage < stages else []
+
+
+def _needed(wait: Wait, value: Value, maker: str) -> str:
+    return f"{wait.action} needs {THINGS.get(value.content, OTHER).format(content=value.content, maker=maker)}"
+
+
+def _kinds(schedule: Schedule, value: Value) -> list[Kind]:
+    """The kinds of action that could make a value; those that the schedule uses, if it uses any."""
+    used = {action.kind for rank in range(len(schedule.rows)) for action in schedule.actions(rank)}
+    kinds = MAKERS[value.content]
+    return [kind for kind in kinds if kind in used] or [*kinds]
+
+
+def _foreign(schedule: Schedule, wait: Wait) -> str:
+    """Why a rank cannot run an action of a stage that it does not hold."""
+    stages, action = schedule.placement.num_stages, wait.action
+    if action.stage >= stages:
+        return f"{action} does not exist: there are stages 0 to {stages - 1}"
+    holder = schedule.placement.rank_of(action.stage, action.microbatch)
+    return f"{action} cannot run on rank {wait.rank}: rank {holder} holds its stage"

@@ -1,0 +1,80 @@
+"""Waits: what each rank that waits for ever waits for, and who would make it. Must not contain: how one finds out that
+ranks wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pipeflow.analysis.order import Stuck
+from pipeflow.core.action import Action, actions_of
+from pipeflow.core.dataflow import Value, makes, needs
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.violation import Violation
+from pipeflow.soundness.deadlock import Place, deadlocks
+
+
+class Wait(NamedTuple):
+    """Why a rank cannot go on.
+
+    Attributes:
+        rank, position: the place of the entry where it is stuck.
+        action: the action of the entry that waits.
+        value: the value that it waits for. None: the rank cannot run the action at all.
+        maker: the place of the first entry that makes the value and has not run, on the rank that holds its stage if
+            there is one. None: there is none.
+        earlier: if there is no `maker`, the place of the entry that made the value for another use. None: there is
+            none either.
+    """
+
+    rank: int
+    position: int
+    action: Action
+    value: Value | None
+    maker: Place | None = None
+    earlier: Place | None = None
+
+
+def waits(schedule: Schedule, stuck: Sequence[Stuck]) -> list[Wait]:
+    """The wait of each rank that is stuck, in the order of `stuck`."""
+    at = {rank: position for rank, position, _ in stuck}
+    makers = _makers(schedule, {value for *_, value in stuck if value is not None})
+    found = []
+    for rank, position, value in stuck:
+        actions = actions_of(schedule.rows[rank][position])
+        if value is None:
+            found.append(Wait(rank, position, actions[0], None))
+            continue
+        action = next(each for each in actions if value in needs(each, schedule.placement.num_stages))
+        holder = schedule.placement.rank_of(value.stage, value.microbatch)
+        places = sorted(makers.get(value, []), key=lambda place: place[0] != holder)
+        maker = next((each for each in places if each[1] >= at.get(each[0], each[1] + 1)), None)
+        earlier = places[-1] if maker is None and places else None
+        found.append(Wait(rank, position, action, value, maker, earlier))
+    return found
+
+
+def cycles(schedule: Schedule, found: Sequence[Wait]) -> Iterator[Violation]:
+    """Every cycle among waits, one violation each."""
+    makers = {each.rank: each.maker for each in found}
+    return deadlocks(
+        [(each.rank, each.position) for each in found],
+        lambda place: makers[place[0]],
+        lambda place: str(schedule.rows[place[0]][place[1]]),
+        "an order in which no action waits for itself",
+    )
+
+
+def _makers(schedule: Schedule, values: set[Value]) -> dict[Value, list[Place]]:
+    """The places where each of `values` is made, in the order of ranks."""
+    stages = schedule.placement.num_stages
+    wanted = {(value.stage, value.microbatch) for value in values}
+    found: dict[Value, list[Place]] = {}
+    for rank, row in enumerate(schedule.rows):
+        for position, entry in enumerate(row):
+            for action in actions_of(entry):
+                if (action.stage, action.microbatch) in wanted and action.stage < stages:
+                    for value in values.intersection(makes(action, stages)):
+                        found.setdefault(value, []).append((rank, position))
+    return found
