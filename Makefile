@@ -43,16 +43,16 @@ wheel-test: .venv/installed     ## run the quick tests against the built wheel, 
 	cp -r *.md pyproject.toml benchmarks docs examples tests $(WHEEL)/outside
 	cd $(WHEEL)/outside && export PYTHONPATH=$(abspath $(WHEEL))/site && \
 	$(abspath $(PY)) -c 'import pipeflow; assert pipeflow.__file__.startswith("$(abspath $(WHEEL))/site/"), pipeflow' && \
-	$(abspath $(PY)) -m pytest $(SPREAD) -m "not slow" tests/core tests/draw tests/cli tests/runtime tests/test_*.py $(abspath $(WHEEL))/site/pipeflow $(ARGS)
+	$(abspath $(PY)) -m pytest $(SPREAD) -m "not slow" tests/core tests/draw tests/cli tests/explore tests/runtime tests/test_*.py $(abspath $(WHEEL))/site/pipeflow $(ARGS)
 
 fuzz: .venv/installed           ## compare random configurations with plain torch: make fuzz ARGS=0:1000
 	$(PY) -m tests.fuzz $(ARGS)
 
-check: .venv/installed          ## check lint, types, layers and style
+check: .venv/installed          ## check lint of Python and JavaScript, types, layers and style
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests/test_layers.py tests/test_style.py
+	$(PY) -m pytest -q tests/test_layers.py tests/test_style.py tests/test_javascript.py
 
 bench: .venv/installed          ## run every benchmark, side by side with other libraries
 	$(PY) -m benchmarks $(ARGS)

@@ -58,7 +58,8 @@ export function makeTour({table, link, server, page, shown}) {
   const opener = button("Tour", () => { if (left) set(left); else go(1); }, "open-tour");
   const back = button("Back", () => go(number - 1));
   const next = button("Next", () => { if (number < steps.length) go(number + 1); else leave(null); }, "next");
-  parts.buttons.append(back, button("Show me", () => set(steps[number - 1].goal)), next, button("Leave", () => leave(link.fields), "leave"));
+  const goal = button("Show me", () => set(steps[number - 1].goal));
+  parts.buttons.append(back, goal, next, button("Leave", () => leave(link.fields), "leave"));
   parts.list.addEventListener("change", () => go(Number(parts.list.value)));
   document.querySelector(".bar .help").before(opener);
   document.querySelector(".bar").after(card);
