@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -43,7 +43,7 @@ STEP = 0.02  # of a coefficient's logarithm, to find slopes
 
 def fitted(rows: Sequence[Row], start: Efficiency | None = None, *, turns: int = 8) -> Efficiency:
     """The coefficients for these rows, by the method of Gauss and Newton."""
-    names = [each.name for each in fields(Efficiency)]
+    names = list(EXPECTED)  # the others have no value of their own here
     centre = np.log([EXPECTED[name][0] for name in names])
     spread = np.log([EXPECTED[name][1] for name in names])
     chosen = _chosen(rows)

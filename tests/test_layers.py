@@ -53,8 +53,8 @@ LAYERS: dict[str, set[str]] = {
         "wandb",
         "mlflow",
     },
-    "calibration": {"core", "planning", "parallel", "runtime", "torch", "numpy"},
     "models": {"core", "planning", "parallel", "tensor", "runtime", "torch"},
+    "calibration": {"core", "planning", "schedules", "parallel", "runtime", "models", "torch", "numpy"},
     "huggingface": {
         "core",
         "parallel",

@@ -45,9 +45,7 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     cost = CostModel.even(schedule.placement) if cost is None else cost
     require_costs(schedule, cost)
     rows, order = run(schedule, cost)
-    if order.stuck:
-        entries = ", ".join(f"rank {rank} at {schedule.rows[rank][position]}" for rank, position in order.stuck[:8])
-        raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end: stuck are {entries}; see verify()")
+    require_end(schedule, order)
     memory = cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes
     return Timeline(schedule.name, schedule.placement, rows, *memory)
 
@@ -58,10 +56,10 @@ def run(schedule: Schedule, cost: CostModel) -> tuple[tuple[Row, ...], Order]:
     """
     durations = {(kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(len(cost.forward))}
     order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
-    transfers = [each for end in order.ends for each in _transfers(schedule, cost, end)]
-    delays, holding = [each.latency for each in transfers], [each if each.held else None for each in transfers]
-    made = [0.0] * len(transfers)  # per value, when it is made, or has left for another rank
-    maker = [0] * len(transfers)  # per value, the rank that made it
+    moved = [each for end in order.ends for each in transfers(schedule, cost, end)]
+    delays, holding = [each.latency for each in moved], [each if each.held else None for each in moved]
+    made = [0.0] * len(moved)  # per value, when it is made, or has left for another rank
+    maker = [0] * len(moved)  # per value, the rank that made it
     left: defaultdict[tuple[int, int], float] = defaultdict(float)  # per link, when its last value has left
     spans: list[list[Span]] = [[] for _ in schedule.rows]
     free = [0.0] * len(schedule.rows)
@@ -110,6 +108,13 @@ def require_costs(schedule: Schedule, cost: CostModel) -> None:
         )
 
 
+def require_end(schedule: Schedule, order: Order) -> None:
+    """Raises ScheduleError if the iteration over `order` ended before the rows of the schedule."""
+    if order.stuck:
+        entries = ", ".join(f"rank {rank} at {schedule.rows[rank][position]}" for rank, position in order.stuck[:8])
+        raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end: stuck are {entries}; see verify()")
+
+
 _BESIDE = {kind: flow.stream for kind, flow in DATAFLOW.items() if flow.stream is not Stream.COMPUTE}
 
 
@@ -146,7 +151,7 @@ def paired(forward: Action, backward: Action, rank: int, start: float, cost: Cos
     return Span(forward, rank, start, middle, backward), Span(backward, rank, middle, start + whole, forward)
 
 
-class _Transfer(NamedTuple):
+class Transfer(NamedTuple):
     """The transfer of a value to the rank that uses it: it occupies `link` for the time `held`, and arrives a `latency`
     later.
     """
@@ -156,7 +161,7 @@ class _Transfer(NamedTuple):
     latency: float = 0.0
 
 
-def _transfers(schedule: Schedule, cost: CostModel, end: End) -> list[_Transfer]:
+def transfers(schedule: Schedule, cost: CostModel, end: End) -> list[Transfer]:
     """The transfer of a value, per microbatch. A gradient is as large as the activation it belongs to."""
     paths, source, target = schedule.placement.paths, *sorted((end.stage, end.of(0).user))
     route = None if end.to is None else Route(source, target)
@@ -165,5 +170,5 @@ def _transfers(schedule: Schedule, cost: CostModel, end: End) -> list[_Transfer]
         link = path[end.stage], path[end.of(0).user]
         stays = source == target or link[0] == link[1]
         costs = (0.0, 0.0) if stays else (cost.holding(source, *link, route), cost.link(*link).latency)
-        by_path.append(_Transfer(link, *costs))
+        by_path.append(Transfer(link, *costs))
     return [by_path[microbatch % len(paths)] for microbatch in range(schedule.num_microbatches)]

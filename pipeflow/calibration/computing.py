@@ -1,5 +1,5 @@
-"""Computing: the times of products, of attention, of elementwise operations and of whole layers. Must not contain:
-communication.
+"""Computing: the times of products, of attention, of elementwise operations, of whole layers and of the optimizer. Must
+not contain: communication.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow.calibration.machine import DTYPES, products_in
-from pipeflow.calibration.measured import AttentionTime, LayerTime, MovedTime, ProductTime
+from pipeflow.calibration.measured import AttentionTime, LayerTime, MovedTime, OptimizerTime, ProductTime
 from pipeflow.calibration.stopwatch import Stopwatch
+from pipeflow.models.gpt import GPTBlock
 from pipeflow.planning.setup import PRECISIONS, Precision, Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.work import Product, layer_work
@@ -38,11 +39,22 @@ MOVED = (2**24, 2**26, 2**27)  # bytes of a tensor: more than the caches of a de
 MOVED_ON_CPU = (2**20, 2**22, 2**24)  # and no more than the allocator keeps, since pages are slow to get
 ATTENTIONS = ((128, 256), (256, 512), (512, 512), (512, 1024), (1024, 2048), (2048, 4096))  # hidden size, tokens
 HEAD = 64  # width of a head
-LAYERS = ((128, 128), (256, 256), (256, 1024), (512, 512), (1024, 2048), (4096, 2048))  # hidden size, tokens
+LAYERS = (  # hidden size, tokens
+    (128, 128),
+    (128, 512),
+    (256, 256),
+    (256, 512),
+    (512, 256),
+    (512, 512),
+    (1024, 2048),
+    (4096, 2048),
+)
+STACKED, MICROBATCHES = 2, 2  # layers, and microbatches that pass through them forward before they go back
+FEWEST_PASSES = 4  # of them, in the time for one size
+OPTIMIZED = (512, 1024)  # hidden sizes of layers
 FEWEST = 2  # sizes of attention and of layers are measured in any case
 TINY = (HEAD, 8)  # of a layer in which computing takes no time beside launching
 COLD = 2**26  # bytes of operands that take turns, so that caches do not hold them, as they do not in training
-MOST_LAYERS = 8  # that take turns
 WIDE = 4  # times the hidden size
 ELEMENTWISE_PASSES = 2 * (2 + 3) + 2 * WIDE  # two norms and sums with a residual, and a GELU
 
@@ -174,61 +186,67 @@ def _attend(operands: Sequence[Tensor]) -> None:
 def layers(
     watch: Stopwatch, precision: str, budget: float, sizes: Sequence[tuple[int, int]] = LAYERS
 ) -> Iterator[LayerTime]:
-    """Yields times of the forward and of the backward of layers of `sizes` (hidden size, tokens) that are short enough
-    to be measured in `budget` seconds.
+    """Yields times of the forward and of the backward of layers of `sizes` (hidden size, tokens), FEWEST of them and
+    more while a pass is short beside `budget` seconds.
     """
-    each, rate = budget / (2 * len(sizes)), 0.0
+    each, rate = budget / len(sizes), 0.0
     for index, (hidden, tokens) in enumerate(sizes):
         sized = Sized.of(hidden, tokens, precision)
-        flops = 2 * sum(product.flops for product in layer_work(*sized).products)
-        if index >= FEWEST and flops / rate > each:
+        flops = 3 * sum(product.flops for product in layer_work(*sized).products)
+        work = _Layers(hidden, tokens, precision, watch.context.device)
+        if index >= FEWEST and flops * work.passed / rate > each / FEWEST_PASSES:
             continue
-        layer = _Layers(hidden, tokens, precision, watch.context.device)
-        forward, backward = watch.seconds(layer.forward, each), watch.seconds(layer.backward, each)
-        rate = flops / backward
+        forward, backward = (seconds / work.passed for seconds in watch.phases([work.forward, work.backward], each))
+        rate = flops / (forward + backward)
         yield LayerTime(*sized, forward, backward)
 
 
 def launches(watch: Stopwatch, precision: str, budget: float) -> tuple[float, float]:
     """The seconds in which the host launches the forward and the backward of one layer, measured on a tiny one."""
-    layer = _Layers(*TINY, precision, watch.context.device)
-    return watch.launch_seconds(layer.forward, budget / 2), watch.launch_seconds(layer.backward, budget / 2)
+    work = _Layers(*TINY, precision, watch.context.device)
+    forward, backward = watch.launch_phases([work.forward, work.backward], budget)
+    return forward / work.passed, backward / work.passed
 
 
 class _Layers:
-    """Layers of a GPT that take turns, of which forward and backward are called separately."""
+    """Layers of a GPT through which microbatches pass as in training: first forward, then backward. A backward frees
+    what its forward kept, and adds up the gradients of the weights.
+
+    Attributes:
+        passed: layers that all microbatches together pass through.
+    """
 
     def __init__(self, hidden: int, tokens: int, precision: str, device: torch.device) -> None:
         dtype = DTYPES[precision]
-        self._layers = [
-            nn.TransformerEncoderLayer(
-                hidden,
-                max(1, hidden // HEAD),
-                WIDE * hidden,
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-                device=device,
-                dtype=dtype,
-            )
-            for _ in range(min(MOST_LAYERS, _copies(12 * hidden**2 * dtype.itemsize)))
-        ]
-        self._mask = nn.Transformer.generate_square_subsequent_mask(tokens, device=device, dtype=dtype)
+        self._layers = [GPTBlock(hidden, max(1, hidden // HEAD), dtype=dtype).to(device) for _ in range(STACKED)]
         self._taken = torch.rand(1, tokens, hidden, device=device, dtype=dtype, requires_grad=True)
-        self._outputs = [self._computed(layer) for layer in self._layers]
-        self._turns = count()
+        self._gradient = torch.rand_like(self._taken)
+        self._outputs: list[Tensor] = []
+        self.passed = STACKED * MICROBATCHES
 
     def forward(self) -> None:
-        """Computes the output of a layer, and keeps what its backward needs."""
-        turn = next(self._turns) % len(self._layers)
-        self._outputs[turn] = self._computed(self._layers[turn])
+        """Computes the outputs of all microbatches, and keeps what their backwards need."""
+        for layer in self._layers:
+            layer.zero_grad()
+        for _ in range(MICROBATCHES):
+            output = self._taken
+            for layer in self._layers:
+                output, _ = layer(output, None)
+            self._outputs.append(output)
 
     def backward(self) -> None:
-        """Adds up the gradients of a layer's weights, as the backward of each microbatch does."""
-        output = self._outputs[next(self._turns) % len(self._layers)]
-        output.backward(output.detach(), retain_graph=True)
+        """The backwards of all microbatches."""
+        for output in self._outputs:
+            output.backward(self._gradient)
+        self._outputs.clear()
 
-    def _computed(self, layer: nn.Module) -> Tensor:
-        output: Tensor = layer(self._taken, self._mask, is_causal=True)
-        return output
+
+def optimizer(watch: Stopwatch, budget: float, sizes: Sequence[int] = OPTIMIZED) -> Iterator[OptimizerTime]:
+    """Yields times of steps of AdamW on the parameters of layers of `sizes` (hidden size), in float32."""
+    for hidden in sizes:
+        layer = GPTBlock(hidden, max(1, hidden // HEAD)).to(watch.context.device)
+        for parameter in layer.parameters():
+            parameter.grad = torch.rand_like(parameter)
+        stepping = torch.optim.AdamW(layer.parameters(), lr=0.0)
+        count = sum(parameter.numel() for parameter in layer.parameters())
+        yield OptimizerTime(count, watch.seconds(stepping.step, budget / len(sizes)))

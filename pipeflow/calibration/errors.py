@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import NamedTuple
 
+from pipeflow.calibration.fit import OPTIMIZED, step_seconds
 from pipeflow.calibration.measured import Measured
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.physical import layer_times
 from pipeflow.planning.rates import Rates
 from pipeflow.planning.work import layer_work
 
@@ -39,9 +41,13 @@ def pairs(measured: Measured, cluster: Cluster) -> Iterator[Pair]:
     for attended in measured.attention:
         yield Pair("attention", attended.flops / (rates.peak * known.attention), attended.seconds)
     for layer in measured.layers:
-        computed = rates.seconds(layer_work(layer.model, layer.setup))
-        yield Pair("layers, forward", max(computed.forward, known.forward_launch), layer.forward)
-        yield Pair("layers, backward", max(computed.backward, known.backward_launch), layer.backward)
+        forward, backward, _ = layer_times(rates.seconds(layer_work(layer.model, layer.setup)), rates, "none")
+        yield Pair("layers, forward", forward, layer.forward)
+        yield Pair("layers, backward", backward, layer.backward)
+    for step in measured.optimizer:
+        yield Pair("optimizer", rates.stepping(OPTIMIZED * step.parameters), step.seconds)
+    for whole in measured.steps:
+        yield Pair("steps", step_seconds(whole, cluster), whole.seconds)
     for summed in measured.sums:
         crosses = summed.group.ranks > summed.group.in_node
         predict = rates.gradient_sum if summed.of == "gradient" else rates.tensor_sum

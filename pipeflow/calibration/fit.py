@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import combinations
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeflow.calibration.measured import Measured, ProductTime, SumTime
+from pipeflow.calibration.measured import Measured, ProductTime, StepTime, SumTime
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.estimate import plan
 from pipeflow.planning.rates import Rates
 from pipeflow.planning.work import layer_work
 
 Array = npt.NDArray[np.float64]
 LONGEST = 1e4  # of a dimension at which products take twice as long
 COMPUTED = ("products", "attention", "memory")  # the shares that times of computations depend on
+BACKWARD = 2.0  # times the forward's computations, unless layers say otherwise
+OPTIMIZED = 2 * 8 + 3 * 4 + 4  # bytes that a step of AdamW moves per parameter in float32, as plans count them
 LAUNCHES = 3.0  # so many times as long as its launch a layer takes at least in which computing counts
 GRID, ZOOMS = 41, 8  # points of a search along each axis, and how often it is repeated around the best one
 
@@ -35,7 +39,8 @@ class Line(NamedTuple):
 def fitted(measured: Measured) -> Cluster:
     """The cluster. Its rates are the best that were measured, of which `efficiency` holds the shares that are reached.
     Products, attention and elementwise operations are then slowed down alike, by as much as whole layers take longer
-    than their operations. Between nodes, a cluster has its usual network if only one node was measured.
+    than their operations, and whole steps longer than their layers. Between nodes, a cluster has its usual network if
+    only one node was measured.
     """
     flops = {
         precision: max(each.product.flops / each.seconds for each in measured.products if each.precision == precision)
@@ -47,9 +52,12 @@ def fitted(measured: Measured) -> Cluster:
     large, depth, rows = product_coefficients(
         [each for each in measured.products if each.precision == measured.precision]
     )
-    sums = line(_ring(each) for each in measured.sums if each.group.ranks == each.group.in_node)
+    sums, sync = _sums(measured)
+    gradients = line(_ring(each) for each in measured.sums if each.of == "gradient" and _is_near(each))
     transfers = line((1.0, each.size, each.seconds) for each in measured.transfers if not each.crosses)
-    best, latency = max(sums.bandwidth, transfers.bandwidth), min(sums.start, transfers.start)
+    best = max(sums.bandwidth, gradients.bandwidth, transfers.bandwidth)
+    latency = min(sums.start, transfers.start)
+    stepping = _typical(OPTIMIZED * each.parameters / each.seconds for each in measured.optimizer)
     efficiency = {
         "products": large / peak,
         "depth": depth,
@@ -58,15 +66,17 @@ def fitted(measured: Measured) -> Cluster:
         "memory": _typical(rate for of, rate in moved if of == "layer") / bandwidth,
         "forward_launch": measured.forward_launch,
         "backward_launch": measured.backward_launch,
-        "sync": measured.sync,
+        "sync": sync,
         "link": sums.bandwidth / best,
         "collective": sums.start - latency,
         "transfer": transfers.bandwidth / best,
         "transfer_start": transfers.start - latency,
+        "gradients": gradients.bandwidth / best,
+        "optimizer": stepping / bandwidth,
     }
     network = _network(measured, efficiency)
     cluster = Cluster(
-        Device(measured.device, flops, measured.memory_bytes, bandwidth),
+        Device(measured.device, flops, measured.memory_bytes, bandwidth, measured.runs_ahead),
         devices_per_node=measured.devices_per_node,
         link_bandwidth=best,
         link_latency=latency,
@@ -74,23 +84,71 @@ def fitted(measured: Measured) -> Cluster:
         efficiency=efficiency,
         sharing=measured.sharing,
     )
-    longer = layers_longer(measured, cluster)
+    launch, forward, backward = layers_longer(measured, cluster)
+    for name in COMPUTED:
+        efficiency[name] /= forward
+    efficiency |= {"forward_launch": launch[0], "backward_launch": launch[1], "backward": backward / forward}
+    longer = steps_longer(measured, replace(cluster, efficiency=efficiency))
     for name in COMPUTED:
         efficiency[name] /= longer
+    for name in ("forward_launch", "backward_launch"):
+        efficiency[name] *= longer
     return replace(cluster, efficiency=efficiency)
 
 
-def layers_longer(measured: Measured, cluster: Cluster) -> float:
-    """How many times as long whole layers take as `cluster` predicts from their operations, which were measured one by
-    one: the geometric mean over those that take much longer than their launch; 1 if there are none.
+def steps_longer(measured: Measured, cluster: Cluster) -> float:
+    """How many times as long whole steps take as `cluster` predicts from their layers: the geometric mean; 1 if none
+    was measured.
+    """
+    return _typical(each.seconds / step_seconds(each, cluster) for each in measured.steps) if measured.steps else 1.0
+
+
+def step_seconds(step: StepTime, cluster: Cluster) -> float:
+    """The time of a step, without the optimizer, as planned."""
+    parts = plan(step.model, step.schedule, step.setup, cluster=cluster).step_parts
+    assert parts is not None  # there is a cluster
+    return sum(parts) - parts.optimizer
+
+
+def layers_longer(measured: Measured, cluster: Cluster) -> tuple[tuple[float, float], float, float]:
+    """What whole layers take beside their operations, which were measured one by one: the seconds to launch their
+    forward and their backward, and how many times as long both compute as `cluster` predicts for a forward.
+
+    Where the host runs ahead, launches were measured by themselves, and the rest is the geometric mean over the layers
+    that take much longer than their launch. Elsewhere each of the two times is a line: the launch, and the operations.
     """
     rates = Rates(cluster, Efficiency.of(cluster.efficiency), measured.precision)
-    found = []
-    for each in measured.layers:
-        computed = rates.seconds(layer_work(each.model, each.setup))
-        if each.forward > LAUNCHES * measured.forward_launch and each.backward > LAUNCHES * measured.backward_launch:
-            found.append((each.forward + each.backward) / (computed.forward + computed.backward))
-    return _typical(found) if found else 1.0
+    known = [rates.seconds(layer_work(each.model, each.setup)).forward for each in measured.layers]
+    forward = [(1.0, one, each.forward) for one, each in zip(known, measured.layers, strict=True)]
+    backward = [(1.0, one, each.backward) for one, each in zip(known, measured.layers, strict=True)]
+    launch = measured.forward_launch, measured.backward_launch
+    if not measured.runs_ahead:
+        lines = line(forward), line(backward)
+        return (lines[0].start, lines[1].start), 1 / lines[0].bandwidth, 1 / lines[1].bandwidth
+    long = [
+        (ahead[2] / one, back[2] / one)
+        for one, ahead, back in zip(known, forward, backward, strict=True)
+        if ahead[2] > LAUNCHES * launch[0] and back[2] > LAUNCHES * launch[1]
+    ]
+    if not long:
+        return launch, 1.0, BACKWARD
+    return launch, _typical(each[0] for each in long), _typical(each[1] for each in long)
+
+
+def _sums(measured: Measured) -> tuple[Line, float]:
+    """The line of tensor sums in a node, and the seconds that each adds per other rank of its group. Where the host
+    runs ahead, that was measured as a part of launches; elsewhere it is a part of the sums.
+    """
+    near = [each for each in measured.sums if each.of == "tensor" and _is_near(each)]
+    if measured.runs_ahead:
+        return line(map(_ring, near)), measured.sync
+    rows = [(start, each.group.ranks - 1, size, seconds) for each in near for start, size, seconds in [_ring(each)]]
+    start, sync, slope = nonnegative(rows)
+    return Line(start, 1 / slope if slope else max(each[2] / each[3] for each in rows)), sync
+
+
+def _is_near(each: SumTime) -> bool:
+    return each.group.ranks == each.group.in_node
 
 
 def product_coefficients(times: Sequence[ProductTime]) -> tuple[float, float, float]:
@@ -123,17 +181,25 @@ def line(points: Iterable[tuple[float, float, float]]) -> Line:
     """The line for points (scale, size, seconds), where a time is predicted as start * scale + size / bandwidth: the
     least squares of relative errors, with neither of the two negative.
     """
-    known = np.array(list(points))
-    scaled = known[:, :2] / known[:, 2:]
-    choices = [[0, 1], [0], [1]]
+    known = list(points)
+    start, slope = nonnegative(known)
+    return Line(start, 1 / slope if slope else max(size / seconds for _, size, seconds in known))
+
+
+def nonnegative(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Factors, none of them negative, for rows (x, y, ..., seconds), where a time is predicted as x times the first
+    factor and y times the second and so on: the least squares of relative errors.
+    """
+    known = np.array(rows)
+    scaled = known[:, :-1] / known[:, -1:]
+    columns = range(scaled.shape[1])
     found: list[tuple[float, Array]] = []
-    for chosen in choices:
-        solved = np.zeros(2)
+    for chosen in (list(each) for many in columns for each in combinations(columns, many + 1)):
+        solved = np.zeros(len(columns))
         solved[chosen] = np.linalg.lstsq(scaled[:, chosen], np.ones(len(known)), rcond=None)[0]
         if (solved >= 0).all():
             found.append((float(((scaled @ solved - 1) ** 2).sum()), solved))
-    start, slope = min(found, key=lambda each: each[0])[1]
-    return Line(float(start), 1 / float(slope) if slope else float((known[:, 1] / known[:, 2]).max()))
+    return tuple(map(float, min(found, key=lambda each: each[0])[1]))
 
 
 def _ring(each: SumTime, ways: int = 1) -> tuple[float, float, float]:

@@ -1,5 +1,5 @@
-"""Links: the times of collectives and transfers, through the groups and channels that training uses. Must not contain:
-computations.
+"""Links: the times of collectives and transfers, through the groups and channels that training uses. Must not
+contain: times of computations.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from pipeflow.calibration.machine import runs_ahead
 from pipeflow.calibration.measured import SumTime, TransferTime
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.parallel.transport.agreement import finish, start
@@ -23,6 +24,8 @@ SUMS = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes of an activati
 GRADIENTS = (2**20, 2**23, 2**25)  # bytes of a stage's gradients
 PARAMETER = 2**20  # bytes of each parameter among them
 TRANSFERS = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)  # bytes of an activation
+BESIDE = 512  # dimensions of a product before each sum on a CPU
+LEAST = 0.01  # of the time of a sum with what comes before it, that the sum takes at least
 FEWEST = 4  # sizes, for a line through their times
 Ranks = tuple[int, ...]
 
@@ -30,16 +33,19 @@ Ranks = tuple[int, ...]
 def sums(watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = SUMS) -> Iterator[SumTime]:
     """Yields times in which groups of 2, 4, ... ranks of a node sum tensors of `sizes` bytes, and all ranks if there
     are several nodes, as long as they are short enough to be measured in `budget` seconds. All groups of a size sum at
-    once.
+    once. On a CPU, ranks compute before each sum, and the time is what the sum adds to that: the threads that sum wait
+    for a core there, and ranks for each other.
     """
     whole = watch.context.world_size
     each_group = [*_powers(per_node), *[whole] * (whole > per_node)]
     each = budget / (len(each_group) * len(sizes))
+    before = None if runs_ahead(watch.context.device) else _Product()
+    alone = 0.0 if before is None else watch.seconds(before, each)
     for ranks in each_group:
         group = _group(watch, _block(watch.context.rank, ranks))
         shape = rates.Group(ranks, min(ranks, per_node))
-        for count, seconds in _growing(watch, sizes, each, partial(_sum_work, watch, group)):
-            yield SumTime("tensor", shape, count, seconds)
+        for count, seconds in _growing(watch, sizes, each, partial(_sum_work, watch, group, before)):
+            yield SumTime("tensor", shape, count, max(seconds - alone, LEAST * seconds))
 
 
 def gradient_sums(
@@ -62,7 +68,7 @@ def gradient_sums(
 def sync_seconds(watch: Stopwatch, per_node: int, budget: float) -> float:
     """Seconds in which the host launches a collective of a node's ranks, per other rank."""
     group = _group(watch, _block(watch.context.rank, per_node))
-    return watch.launch_seconds(_sum_work(watch, group, SUMS[0]), budget) / (per_node - 1)
+    return watch.launch_seconds(_sum_work(watch, group, None, SUMS[0]), budget) / (per_node - 1)
 
 
 def transfers(
@@ -96,9 +102,25 @@ def _growing(
             return
 
 
-def _sum_work(watch: Stopwatch, group: Group, count: int) -> Callable[[], object]:
+class _Product:
+    """A product that takes about as long as a part of a layer between two sums."""
+
+    def __init__(self) -> None:
+        self._taken, self._weight = torch.rand(BESIDE, BESIDE), torch.rand(BESIDE, BESIDE)
+
+    def __call__(self) -> None:
+        torch.mm(self._taken, self._weight)
+
+
+def _sum_work(watch: Stopwatch, group: Group, before: Callable[[], object] | None, count: int) -> Callable[[], object]:
     tensor = torch.zeros(count // 4, device=watch.context.device)
-    return lambda: group.all_reduce(tensor).wait()
+
+    def work() -> None:
+        if before is not None:
+            before()
+        group.all_reduce(tensor).wait()
+
+    return work
 
 
 def _gradient_work(watch: Stopwatch, group: Group, count: int) -> Callable[[], object]:

@@ -32,6 +32,11 @@ def sharing(device: torch.device, ranks: int) -> float:
     return max(1.0, ranks * torch.get_num_threads() / len(os.sched_getaffinity(0)))
 
 
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host launches while the device computes, which a CPU cannot."""
+    return device.type != "cpu"
+
+
 def memory_bytes(device: torch.device, ranks: int) -> float:
     """Memory of one device. Of a machine without devices, each of its `ranks` has an equal part."""
     if device.type == "cuda":

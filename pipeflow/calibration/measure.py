@@ -8,22 +8,25 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from pipeflow.calibration import computing, links
-from pipeflow.calibration.machine import device_name, memory_bytes, precisions, sharing
+from pipeflow.calibration.machine import device_name, memory_bytes, precisions, runs_ahead, sharing
 from pipeflow.calibration.measured import Measured
+from pipeflow.calibration.steps import steps
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 
 BUDGET: Mapping[str, float] = MappingProxyType(
     {
-        "products": 0.4,
-        "moved": 0.08,
-        "attention": 0.1,
-        "layers": 0.12,
-        "launches": 0.05,
-        "sums": 0.12,
-        "gradients": 0.05,
-        "transfers": 0.08,
+        "products": 0.16,
+        "moved": 0.05,
+        "attention": 0.05,
+        "layers": 0.3,
+        "launches": 0.04,
+        "optimizer": 0.03,
+        "sums": 0.15,
+        "steps": 0.1,
+        "gradients": 0.06,
+        "transfers": 0.06,
     }
 )
 """Shares of the time that measuring takes."""
@@ -67,15 +70,18 @@ def measure(
         moved=tuple(computing.moved(watch, main, budget["moved"])),
         attention=tuple(computing.attention(watch, main, budget["attention"])),
         layers=tuple(computing.layers(watch, main, budget["layers"])),
+        optimizer=tuple(computing.optimizer(watch, budget["optimizer"])),
         sums=(
             *links.sums(watch, per_node, budget["sums"]),
             *links.gradient_sums(watch, per_node, budget["gradients"]),
         ),
         transfers=tuple(links.transfers(watch, per_node, budget["transfers"])),
+        steps=() if runs_ahead(context.device) else tuple(steps(watch, budget["steps"])),
         forward_launch=launch[0],
         backward_launch=launch[1],
         sync=links.sync_seconds(watch, per_node, budget["launches"] / 2),
         sharing=sharing(context.device, per_node),
+        runs_ahead=runs_ahead(context.device),
     )
 
 

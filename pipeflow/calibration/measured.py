@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pipeflow.core.schedule import Schedule
 from pipeflow.planning.rates import Group
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
@@ -47,6 +48,22 @@ class LayerTime(NamedTuple):
     backward: float
 
 
+class OptimizerTime(NamedTuple):
+    """Seconds of a step of AdamW on so many parameters, in float32."""
+
+    parameters: int
+    seconds: float
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step of a model without the optimizer, in which each rank of the schedule has its own device."""
+
+    model: GPT
+    setup: Setup
+    schedule: Schedule
+    seconds: float
+
+
 class SumTime(NamedTuple):
     """Seconds in which a group sums `size` bytes: as a tensor-parallel layer does ("tensor"), or as gradients are
     reduced ("gradient").
@@ -75,9 +92,12 @@ class Measured:
         memory_bytes: memory of one device.
         devices_per_node: ranks in each node.
         precision: the one that layers are measured in, whose products are fitted.
-        products, moved, attention, layers, sums, transfers: times at several sizes.
+        products, moved, attention, layers, optimizer, sums, transfers: times at several sizes.
+        steps: of whole models; none where the host runs ahead.
         forward_launch, backward_launch: seconds in which the host launches the forward and the backward of one layer.
         sync: seconds in which the host launches a collective, per other rank of its group.
+        runs_ahead: whether the host launches while the device computes. Where it does not, tensor sums are measured
+            between computations, as what they add to these.
         sharing: ranks that share one processor.
     """
 
@@ -89,9 +109,12 @@ class Measured:
     moved: tuple[MovedTime, ...]
     attention: tuple[AttentionTime, ...]
     layers: tuple[LayerTime, ...]
+    optimizer: tuple[OptimizerTime, ...]
     sums: tuple[SumTime, ...]
     transfers: tuple[TransferTime, ...]
+    steps: tuple[StepTime, ...]
     forward_launch: float
     backward_launch: float
     sync: float
     sharing: float = 1.0
+    runs_ahead: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
 import torch
@@ -35,40 +35,56 @@ class Stopwatch:
         """Seconds of one call of `work`, the same number on every rank: the mean over the ranks of each one's median.
         Calls are repeated for about `budget` seconds. Raises LinkError if a rank is lost.
         """
-        return self._median(work, budget, MOST_CALLS, is_launch=False)
+        [seconds] = self.phases([work], budget)
+        return seconds
+
+    def phases(self, works: Sequence[Work], budget: float) -> list[float]:
+        """As `seconds`, of each of `works`, which are called in turn."""
+        return self._median(works, budget, MOST_CALLS, is_launch=False)
 
     def launch_seconds(self, work: Work, budget: float) -> float:
         """As `seconds`, but only of the host, which does not wait for its device to compute."""
-        return self._median(work, budget, MOST_LAUNCHES, is_launch=True)
+        [seconds] = self.launch_phases([work], budget)
+        return seconds
 
-    def _median(self, work: Work, budget: float, most: int, *, is_launch: bool) -> float:
+    def launch_phases(self, works: Sequence[Work], budget: float) -> list[float]:
+        """As `phases`, but only of the host."""
+        return self._median(works, budget, MOST_LAUNCHES, is_launch=True)
+
+    def _median(self, works: Sequence[Work], budget: float, most: int, *, is_launch: bool) -> list[float]:
         each = budget / (self._rounds + 1)
 
-        def of(calls: int) -> float:
-            return self._round(work, calls, is_launch=is_launch)
+        def of(calls: int) -> list[float]:
+            return self._round(works, calls, is_launch=is_launch)
 
         def fitting(seconds: float, one: float) -> int:
             return most if one <= 0 else max(1, min(most, int(seconds / one)))
 
         of(1)  # allocates, loads and connects what later calls find
-        few = fitting(each / 10, self._agreed(of(1)))
-        calls = fitting(each, self._agreed(of(few)))  # a single call may have been interrupted
-        return self._agreed(median(of(calls) for _ in range(self._rounds)))
+        few = fitting(each / 10, sum(self._agreed(of(1))))
+        calls = fitting(each, sum(self._agreed(of(few))))  # a single call may have been interrupted
+        rounds = [of(calls) for _ in range(self._rounds)]
+        return self._agreed([median(seconds) for seconds in zip(*rounds, strict=True)])
 
-    def _round(self, work: Work, calls: int, *, is_launch: bool) -> float:
+    def _round(self, works: Sequence[Work], calls: int, *, is_launch: bool) -> list[float]:
         """Seconds per call. Ranks begin together; a round is long beside the slices of time that processes get."""
         self._synchronize()
-        self._agreed(0.0)
-        start = self._clock()
-        for _ in range(calls):
-            work()
-        if not is_launch:
-            self._synchronize()
-        return (self._clock() - start) / calls
+        self._agreed([0.0])
+        seconds = [0.0] * len(works)
+        last = self._clock()
+        for call in range(calls):
+            for index, work in enumerate(works):
+                work()
+                if not is_launch and (len(works) > 1 or call == calls - 1):
+                    self._synchronize()
+                now = self._clock()
+                seconds[index] += now - last
+                last = now
+        return [each / calls for each in seconds]
 
-    def _agreed(self, number: float) -> float:
-        """The mean of every rank's number."""
-        return fmean(row[0] for row in all_gather(self.context.world, [number]))
+    def _agreed(self, numbers: list[float]) -> list[float]:
+        """The mean of every rank's numbers."""
+        return [fmean(column) for column in zip(*all_gather(self.context.world, numbers), strict=True)]
 
     def _synchronize(self) -> None:
         if self.context.device.type == "cuda":

@@ -125,7 +125,9 @@ def _table(measured: Measured, cluster: Cluster) -> Table:
         "sums": "link",
         "transfers": "transfer",
         "sums between nodes": "network",
+        "gradient sums": "gradients",
         "gradient sums between nodes": "reduction",
+        "optimizer": "optimizer",
     }
     rows = [
         [kind, best.get(kind, ""), percent(known[share[kind]]) if kind in share else "", str(times), percent(error)]

@@ -85,7 +85,8 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """The cluster that `save` wrote, or one written by hand; `efficiency`, `sharing` and `units` may be missing.
+        """The cluster that `save` wrote, or one written by hand; `efficiency`, `sharing`, `units` and the
+        device's `runs_ahead` may be missing.
 
         Raises UsageError, which names the file, for one that cannot be read, is not JSON, lacks keys, has unknown ones,
         other units, or values that cannot be.
@@ -124,7 +125,9 @@ def _from_json(text: str) -> Cluster:
         raise UsageError(f"this is not JSON: {error}") from None
     known = {each.name for each in fields(Cluster)}
     cluster = _keys(content, "a cluster", known, optional={"efficiency", "sharing", "units"})
-    device = _keys(cluster["device"], "the device of a cluster", {each.name for each in fields(Device)})
+    device = _keys(
+        cluster["device"], "the device of a cluster", {each.name for each in fields(Device)}, optional={"runs_ahead"}
+    )
     units = cluster.pop("units", UNITS)
     if not isinstance(units, dict) or any(UNITS.get(name) != unit for name, unit in units.items()):
         expected = ", ".join(f"{name} in {unit}" for name, unit in UNITS.items())

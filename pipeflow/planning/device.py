@@ -37,6 +37,8 @@ class Device:
             device has no units for is left out.
         memory_bytes: of memory.
         memory_bandwidth: bytes/s that it reads or writes.
+        runs_ahead: whether a host launches operations while the device computes earlier ones. A CPU does both itself,
+            one after the other.
 
     >>> Device.named("A100-80GB").flops["bf16"]
     312000000000000.0
@@ -48,6 +50,7 @@ class Device:
     flops: Mapping[str, float] = field(hash=False)
     memory_bytes: float
     memory_bandwidth: float
+    runs_ahead: bool = True
 
     def __post_init__(self) -> None:
         if not self.flops:
@@ -58,6 +61,8 @@ class Device:
             require_between(1e6, 1e19, f"flops of {precision}", rate, "FLOP/s, not TFLOP/s: 312 TFLOP/s are 312e12")
         require_between(1e6, 1e15, "memory_bytes", self.memory_bytes, "bytes, not GB: 80 GB are 80e9")
         require_bandwidth("memory_bandwidth", self.memory_bandwidth)
+        if not isinstance(self.runs_ahead, bool):
+            raise UsageError(f"runs_ahead must be True or False, got {self.runs_ahead!r}")
         object.__setattr__(self, "flops", dict(self.flops))
 
     @classmethod

@@ -23,15 +23,20 @@ class Efficiency:
         rows: of a product with this many rows (tokens), the time doubles.
         attention: share of the peak FLOP/s that attention's products reach.
         memory: share of the memory bandwidth that elementwise operations reach.
-        forward_launch: time in which the host launches the forward of one layer. A layer takes at least that.
+        forward_launch: time in which the host launches the forward of one layer. A layer takes at least that. On a
+            device that does not run ahead, its computations come on top.
         backward_launch: the same for the backward of one layer, without what it recomputes.
-        sync: time that a tensor-parallel collective adds to a launch for each other rank of its group.
+        sync: time that a tensor-parallel collective adds to a launch for each other rank of its group. On a device that
+            does not run ahead, the collective takes that much longer.
         link: share of the bandwidth inside a node that collectives reach.
         network: share of the bandwidth between nodes that tensor-parallel collectives and transfers reach.
         reduction: share of the bandwidth between nodes that gradient reductions reach.
         collective: time that a collective takes for each doubling of its group, whatever it carries.
         transfer: share of the bandwidth inside a node that a transfer between stages reaches.
         transfer_start: time that such a transfer takes, whatever it carries.
+        backward: how many times as long as those of its forward the computations of a backward take.
+        gradients: share of the bandwidth inside a node that gradient reductions reach; as `link` unless given.
+        optimizer: share of the memory bandwidth that the optimizer's step reaches; as `memory` unless given.
 
     Raises UsageError for coefficients that are negative or not finite, and for shares of 0.
     """
@@ -50,10 +55,15 @@ class Efficiency:
     collective: float
     transfer: float
     transfer_start: float
+    backward: float = 2.0
+    gradients: float | None = None
+    optimizer: float | None = None
 
     def __post_init__(self) -> None:
         for each in fields(self):
             number = getattr(self, each.name)
+            if number is None:
+                continue
             if not (math.isfinite(number) and number >= 0) or (each.name in SHARES and not number):
                 kind = "positive" if each.name in SHARES else "not negative"
                 raise UsageError(f"the efficiency {each.name!r} must be finite and {kind}, got {number!r}")
@@ -79,7 +89,20 @@ operands are scaled and power is limited: with 0.5, the plans of GPT3-5B, LLAMA2
 tensor ranks take 0.94 to 0.96 of the time that NeMo 24.07 published.
 """
 
-SHARES = frozenset({"products", "attention", "memory", "link", "network", "reduction", "transfer"})
+SHARES = frozenset(
+    {
+        "products",
+        "attention",
+        "memory",
+        "link",
+        "network",
+        "reduction",
+        "transfer",
+        "backward",
+        "gradients",
+        "optimizer",
+    }
+)
 
 PUBLISHED = Efficiency(
     products=0.876,

@@ -244,7 +244,7 @@ def step_plan(
     """The step of `schedule` at the costs of the stages, whose ranks hold `held`. `physical` are the same costs with
     what else a step takes on a `cluster`.
     """
-    timeline = simulate(schedule, cost)
+    timeline = simulate(schedule, cost) if physical is None else physical.timeline(schedule, cost)
     even = simulate(schedule, _evened(cost)).makespan_bubble_ratio
     computing = [sum(each.end - each.start for each in row) for row in timeline.on(Stream.COMPUTE)]
     idle = [1 - time / timeline.makespan for time in computing]
@@ -258,15 +258,16 @@ def step_plan(
 
 def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, computing: list[float]) -> StepParts:
     cost, busiest = physical.cost, max(range(len(computing)), key=computing.__getitem__)
-    free = simulate(schedule, replace(cost, latency=0.0, bandwidth=math.inf, links={}))
-    reduced = simulate(schedule.with_reductions(), cost)
+    free = physical.timeline(schedule, replace(cost, latency=0.0, bandwidth=math.inf, links={}))
+    fastest = min(free.makespan, timeline.makespan)  # ranks that share processors may get out of each other's way
+    reduced = physical.timeline(schedule.with_reductions())
     tensor = min(computing[busiest], sum(physical.communication[each.stage] for each in _begun(schedule, busiest)))
     return StepParts(
-        compute=computing[busiest] - tensor + physical.makespan(reduced) - reduced.makespan,
+        compute=computing[busiest] - tensor,
         tensor=tensor,
-        bubble=free.makespan - computing[busiest],
-        transfer=timeline.makespan - free.makespan,
-        reduction=reduced.makespan - timeline.makespan + physical.tied,
+        bubble=fastest - computing[busiest],
+        transfer=timeline.makespan - fastest,
+        reduction=max(0.0, reduced.makespan - timeline.makespan) + physical.tied,
         optimizer=physical.optimizer,
     )
 

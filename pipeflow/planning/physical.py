@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pipeflow.analysis.processors import simulate_shared
+from pipeflow.analysis.simulate import simulate
 from pipeflow.core.cost import CostModel, Link
-from pipeflow.core.dataflow import Stream
 from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
@@ -67,23 +69,22 @@ class Physical:
         communication: per stage, the seconds of one microbatch in which tensor ranks communicate; `cost` counts them.
         tied: of summing the gradients of a word table that the first and the last stage share, after all else.
         optimizer: of the optimizer's step, on the rank where it takes longest.
-        sharing: ranks that share one processor. The times of computations are those of a rank that has it alone.
+        processors: that all pipeline ranks together share, for ranks that have none of their own; the times of `cost`
+            are those of a rank that has one alone.
     """
 
     cost: CostModel
     communication: tuple[float, ...]
     tied: float
     optimizer: float
-    sharing: float = 1.0
+    processors: float | None = None
 
-    def makespan(self, timeline: Timeline) -> float:
-        """Seconds of a timeline under these costs. Where ranks share processors, it takes at least the time in which
-        these compute everything.
-        """
-        if self.sharing == 1:
-            return timeline.makespan
-        computing = [sum(span.end - span.start for span in row) for row in timeline.on(Stream.COMPUTE)]
-        return max(timeline.makespan, self.sharing * sum(computing) / len(computing))
+    def timeline(self, schedule: Schedule, cost: CostModel | None = None) -> Timeline:
+        """The simulated timeline of `schedule` under these costs, or under `cost`."""
+        cost = self.cost if cost is None else cost
+        if self.processors is None:
+            return simulate(schedule, cost)
+        return simulate_shared(schedule, cost, self.processors)
 
     @property
     def after(self) -> float:
@@ -152,18 +153,27 @@ def physical_of(
         links=_links(placement, mesh, cluster, rates),
         reduce=tuple(
             rates.gradient_sum(_holders(placement, mesh, stage), setup.precision.gradient * each.parameters)
+            / cluster.sharing
             for stage, each in enumerate(stages)
         ),
     )
     communication = tuple(each.communication / cluster.sharing for each in times)
-    return Physical(cost, communication, tied, _optimizer(most, setup, rates), cluster.sharing)
+    processors = _processors(mesh, cluster) if cluster.sharing > 1 else None
+    return Physical(cost, communication, tied, _optimizer(most, setup, rates), processors)
+
+
+def _processors(mesh: Mesh, cluster: Cluster) -> float:
+    """Those that one replica and tensor rank of all pipeline stages has. Nodes that are not full have as many."""
+    ranks = mesh.tensor * mesh.pipeline * mesh.data
+    return mesh.pipeline * cluster.devices_per_node / cluster.sharing / min(ranks, cluster.devices_per_node)
 
 
 def layer_times(
     layer: Seconds, rates: Rates, checkpoint: str, *, collective: float = 0.0, sync: float = 0.0, launches: float = 1.0
 ) -> tuple[float, float, float]:
     """Seconds of a layer's forward, of its whole backward with what that computes again, and of the part of it that
-    computes weight gradients. They are no less than the times to launch `launches` transformer layers.
+    computes weight gradients. They are no less than the times to launch `launches` transformer layers, and where the
+    device launches itself, as much longer.
 
     Args:
         layer: its computations.
@@ -173,12 +183,17 @@ def layer_times(
         sync: seconds that each of them adds to a launch.
         launches: how many transformer layers take as long to launch.
     """
-    known = rates.efficiency
-    forward = max(layer.forward + 2 * collective, launches * known.forward_launch + 2 * sync)
+    known, runs_ahead = rates.efficiency, rates.cluster.device.runs_ahead
+    sync = sync if runs_ahead else 0.0  # else `collective` has it
+
+    def taken(computed: float, launch: float) -> float:
+        return max(computed, launch + 2 * sync) if runs_ahead else computed + launch
+
+    forward = taken(layer.forward + 2 * collective, launches * known.forward_launch)
     again = {"full": layer.forward + 2 * collective, "selective": layer.scores}.get(checkpoint, 0.0)
     relaunch = launches * known.forward_launch + 2 * sync if checkpoint == "full" else 0.0
     computed = layer.backward + again + 2 * collective
-    backward = max(computed, launches * known.backward_launch + relaunch + 2 * sync)
+    backward = taken(computed, launches * known.backward_launch + relaunch)
     return forward, backward, backward * layer.weight / computed if computed else 0.0
 
 
@@ -243,4 +258,4 @@ def _optimizer(most: int, setup: Setup, rates: Rates) -> float:
     precision = setup.precision
     state, others = 2 * (precision.master + precision.moments), 3 * precision.gradient + precision.weight
     per_parameter = state / (setup.data if setup.zero else 1) + others
-    return rates.moving(most * per_parameter)
+    return rates.stepping(most * per_parameter)

@@ -68,21 +68,28 @@ class Rates:
         """Seconds to read and write so many bytes of memory."""
         return count / (self.cluster.device.memory_bandwidth * self.efficiency.memory)
 
+    def stepping(self, count: float) -> float:
+        """Seconds in which the optimizer reads and writes so many bytes of memory."""
+        known = self.efficiency
+        share = known.memory if known.optimizer is None else known.optimizer
+        return count / (self.cluster.device.memory_bandwidth * share)
+
     def seconds(self, work: Work) -> Seconds:
         """The times of the work. The backward has two products for each one, and moves twice as much."""
         products = sum(map(self.product, work.products))
         scores = work.attention_flops / (self.peak * self.efficiency.attention) + self.moving(work.score_bytes)
         forward = products + scores + self.moving(work.moved_bytes)
-        return Seconds(forward, 2 * forward, products, scores)
+        backward = self.efficiency.backward
+        return Seconds(forward, backward * forward, backward / 2 * products, scores)
 
-    def all_reduce(self, group: Group, count: float, network: float) -> float:
+    def all_reduce(self, group: Group, count: float, link: float, network: float) -> float:
         """Seconds to sum so many bytes over a group, by a ring that enters and leaves a node through the network of all
-        of the group's ranks in it; `network` is the share of that bandwidth which is reached.
+        of the group's ranks in it; `link` and `network` are the shares of the two bandwidths that are reached.
         """
         if group.ranks == 1:
             return 0.0
         known, cluster = self.efficiency, self.cluster
-        bandwidth, latency = cluster.link_bandwidth * known.link, cluster.link_latency
+        bandwidth, latency = cluster.link_bandwidth * link, cluster.link_latency
         if group.ranks > group.in_node:
             bandwidth = min(bandwidth, group.in_node * cluster.network_bandwidth * network)
             latency = cluster.network_latency
@@ -91,10 +98,15 @@ class Rates:
 
     def tensor_sum(self, group: Group, count: float) -> float:
         """Seconds of a tensor-parallel all-reduce, or of the all-gather and reduce-scatter that sequence parallelism
-        has in its place.
+        has in its place. Where the host runs ahead, it does not wait for the others.
         """
-        return self.all_reduce(group, count, self.efficiency.network)
+        known = self.efficiency
+        waiting = 0.0 if self.cluster.device.runs_ahead else known.sync * (group.ranks - 1)
+        return waiting + self.all_reduce(group, count, known.link, known.network)
 
     def gradient_sum(self, group: Group, count: float) -> float:
         """Seconds to reduce gradients of so many bytes over the replicas."""
-        return self.all_reduce(group, count, self.efficiency.reduction)
+        known = self.efficiency
+        return self.all_reduce(
+            group, count, known.link if known.gradients is None else known.gradients, known.reduction
+        )

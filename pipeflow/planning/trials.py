@@ -11,7 +11,6 @@ from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
 
-from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
@@ -155,7 +154,7 @@ class Trial:
     def simulated(self) -> tuple[float, float]:
         """The seconds of one step, and the bytes of the fullest device."""
         timeline = self._timeline(self.cell.microbatches)
-        return self.physical.makespan(timeline) + self.physical.after, self._fullest(timeline.peak_bytes)
+        return timeline.makespan + self.physical.after, self._fullest(timeline.peak_bytes)
 
     def estimated_seconds(self) -> float | None:
         """Of one step, from two steps with fewer microbatches, on the assumption that each group of microbatches adds
@@ -165,11 +164,11 @@ class Trial:
         few = 2 * ranks + many % ranks
         if 2 * few + ranks > many // 2 or "cost" in options_of(self.family.name):
             return None
-        one, other = (self.physical.makespan(self._timeline(number)) for number in (few, few + ranks))
+        one, other = (self._timeline(number).makespan for number in (few, few + ranks))
         return one + (many - few) / ranks * (other - one) + self.physical.after
 
     def _timeline(self, microbatches: int) -> Timeline:
-        return simulate(self.family.make(microbatches).with_reductions(), self.physical.cost)
+        return self.physical.timeline(self.family.make(microbatches).with_reductions())
 
 
 def cells(wanted: Wanted) -> Iterator[Cell]:

@@ -9,21 +9,27 @@ import pytest
 
 from pipeflow.calibration.computing import ATTENTIONS, PRODUCTS, Sized
 from pipeflow.calibration.errors import mean_errors
-from pipeflow.calibration.fit import fitted, line, product_coefficients
+from pipeflow.calibration.fit import OPTIMIZED, fitted, line, nonnegative, product_coefficients, step_seconds
 from pipeflow.calibration.measured import (
     AttentionTime,
     LayerTime,
     Measured,
     MovedTime,
+    OptimizerTime,
     ProductTime,
+    StepTime,
     SumTime,
     TransferTime,
 )
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency
+from pipeflow.planning.physical import layer_times
 from pipeflow.planning.rates import Group, Rates
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.transformer import GPT
 from pipeflow.planning.work import layer_work
+from pipeflow.schedules import make_schedule
 
 DEVICE = Device("some device", {"bf16": 200e12, "float32": 20e12}, memory_bytes=64e9, memory_bandwidth=1e12)
 KNOWN = {
@@ -39,6 +45,9 @@ KNOWN = {
     "collective": 5e-5,
     "transfer": 1.0,
     "transfer_start": 0.0,
+    "backward": 1.8,
+    "gradients": 0.6,
+    "optimizer": 0.3,
 }
 NEAR = Cluster(DEVICE, devices_per_node=4, link_bandwidth=1e11, link_latency=2e-5, efficiency=KNOWN)
 FAR = replace(
@@ -47,6 +56,8 @@ FAR = replace(
     network_latency=3e-5,
     efficiency={**KNOWN, "network": 1.0, "reduction": 0.5},
 )
+CPU = replace(NEAR, device=replace(DEVICE, runs_ahead=False), sharing=2.0)
+STEP = make_schedule("1f1b", ranks=4, microbatches=8)
 SIZES = [2.0**exponent for exponent in (12, 16, 20, 24, 26)]
 
 
@@ -71,6 +82,8 @@ def measured(cluster: Cluster) -> Measured:
     for of, group in groups:
         seconds = main.tensor_sum if of == "tensor" else main.gradient_sum
         sums += [SumTime(of, group, size, seconds(group, size)) for size in SIZES]
+    sized = [Sized.of(*size, "bf16") for size in ATTENTIONS]
+    layers = [layer_times(main.seconds(layer_work(*each)), main, "none") for each in sized]
     works = [(Sized.of(*size, "bf16"), layer_work(*Sized.of(*size, "bf16"))) for size in ATTENTIONS]
     peak = cluster.device.flops["bf16"]
     return Measured(
@@ -89,26 +102,30 @@ def measured(cluster: Cluster) -> Measured:
             AttentionTime(work.attention_flops, work.attention_flops / (peak * known["attention"])) for _, work in works
         ),
         layers=tuple(
-            LayerTime(
-                *sized,
-                max(main.seconds(work).forward, known["forward_launch"]),
-                max(main.seconds(work).backward, known["backward_launch"]),
-            )
-            for sized, work in works
+            LayerTime(*each, forward, backward) for each, (forward, backward, _) in zip(sized, layers, strict=True)
         ),
+        optimizer=tuple(OptimizerTime(count, main.stepping(OPTIMIZED * count)) for count in (10**6, 10**7)),
         sums=tuple(sums),
         transfers=tuple(
             TransferTime(crosses, size, known["transfer_start"] + latency + size / bandwidth)
             for crosses, latency, bandwidth in starts
             for size in SIZES
         ),
+        steps=tuple(_step(cluster, hidden) for hidden in (256, 512) if not cluster.device.runs_ahead),
         forward_launch=known["forward_launch"],
         backward_launch=known["backward_launch"],
         sync=known["sync"],
+        sharing=cluster.sharing,
+        runs_ahead=cluster.device.runs_ahead,
     )
 
 
-@pytest.mark.parametrize("cluster", [NEAR, FAR], ids=["one node", "several nodes"])
+def _step(cluster: Cluster, hidden: int) -> StepTime:
+    step = StepTime(GPT(8, hidden, hidden // 64, 512), Setup(), STEP, 0.0)
+    return step._replace(seconds=step_seconds(step, cluster))
+
+
+@pytest.mark.parametrize("cluster", [NEAR, FAR, CPU], ids=["one node", "several nodes", "CPU"])
 def test_known_coefficients_are_found(cluster: Cluster) -> None:
     """The peak is the best rate that was measured, which large products do not reach; all else is as it was."""
     times = measured(cluster)
@@ -120,10 +137,11 @@ def test_known_coefficients_are_found(cluster: Cluster) -> None:
     assert found.efficiency == pytest.approx(expected, rel=1e-3, abs=1e-9)
     for name in ("link_bandwidth", "link_latency", "network_bandwidth", "network_latency", "devices_per_node"):
         assert getattr(found, name) == pytest.approx(getattr(cluster, name), rel=1e-3), name
+    assert (found.device.runs_ahead, found.sharing) == (cluster.device.runs_ahead, cluster.sharing)
     assert found.device.memory_bandwidth == pytest.approx(1e12)
 
 
-@pytest.mark.parametrize("cluster", [NEAR, FAR], ids=["one node", "several nodes"])
+@pytest.mark.parametrize("cluster", [NEAR, FAR, CPU], ids=["one node", "several nodes", "CPU"])
 def test_the_times_are_given_back(cluster: Cluster) -> None:
     times = measured(cluster)
     errors = mean_errors(times, fitted(times))
@@ -144,6 +162,18 @@ def test_layers_that_take_longer_than_their_operations_slow_them_all_down() -> N
     before, errors = (mean_errors(replace(times, layers=late), cluster) for cluster in (fitted(times), slower))
     assert errors["layers, backward"][0] < before["layers, backward"][0]
     assert errors["products in bf16"][0] == pytest.approx(0.2, rel=1e-3)
+
+
+def test_steps_that_take_longer_than_their_layers_slow_these_down() -> None:
+    times = measured(CPU)
+    plain = fitted(times).efficiency
+    late = tuple(each._replace(seconds=1.3 * each.seconds) for each in times.steps)
+    slower = fitted(replace(times, steps=late))
+    rates = {name: plain[name] / slower.efficiency[name] for name in ("products", "attention", "memory")}
+    assert rates == pytest.approx(dict.fromkeys(rates, rates["products"]))
+    assert 1.2 < rates["products"] < 1.3 + 1e-6  # transfers are as fast as before
+    assert slower.efficiency["forward_launch"] == pytest.approx(plain["forward_launch"] * rates["products"])
+    assert mean_errors(replace(times, steps=late), slower)["steps"][0] < 0.1
 
 
 def test_layers_that_are_launched_longer_than_they_compute_do_not_count() -> None:
@@ -183,3 +213,10 @@ def test_neither_end_of_a_line_is_negative() -> None:
     assert line(falling) == pytest.approx((1.2e-3, 1e9))  # the start that is nearest to both, by relative errors
     through = [(1.0, 1e6, 1e-3), (1.0, 1e7, 2e-2)]
     assert line(through).start == 0
+
+
+def test_factors_of_several_terms_of_which_none_is_negative() -> None:
+    rows = [(x, y, z, 2 * x + 3 * y + 0.5 * z) for x, y, z in ((1, 1, 5), (2, 3, 1), (1, 0, 9), (2, 2, 2.5))]
+    assert nonnegative([tuple(map(float, row)) for row in rows]) == pytest.approx((2, 3, 0.5))
+    falling = [(1.0, 1.0, 3.0), (1.0, 2.0, 2.0), (1.0, 4.0, 1.0)]
+    assert min(nonnegative(falling)) == 0

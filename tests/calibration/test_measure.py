@@ -15,7 +15,8 @@ from pipeflow.calibration.errors import mean_errors
 from pipeflow.calibration.fit import fitted
 from pipeflow.calibration.machine import device_name, memory_bytes, precisions, products_in
 from pipeflow.calibration.measure import measure
-from pipeflow.calibration.measured import Measured, SumTime, TransferTime
+from pipeflow.calibration.measured import Measured, StepTime, SumTime, TransferTime
+from pipeflow.calibration.steps import steps
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.parallel.context import current_context
 from pipeflow.planning.efficiency import Efficiency
@@ -72,12 +73,13 @@ def tiny_computations() -> tuple[list[object], ...]:
         list(computing.attention(watch, "float32", 0.02, [(64, 8), (128, 16)])),
         list(computing.layers(watch, "float32", 0.01, [(64, 8)])),
         list(computing.launches(watch, "float32", 0.01)),
+        list(computing.optimizer(watch, 0.01, [64])),
     )
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("meta", marks=pytest.mark.slow)])
 def test_computations(device: str) -> None:
-    for products, moved, attended, layers, launches in run_threads(tiny_computations, 2, device=device):
+    for products, moved, attended, layers, launches, stepped in run_threads(tiny_computations, 2, device=device):
         assert [(each.precision, each.product.rows) for each in products][:2] == [("float32", 4), ("float32", 8)]
         assert {each.precision for each in products} == {"float32", "bf16"}
         assert max(each.product.rows for each in products) == 8  # 64 take too long
@@ -86,8 +88,38 @@ def test_computations(device: str) -> None:
         assert moved[1].size == 18 * 2**14  # a quarter of it is as wide as the hidden size
         assert [each.flops for each in attended] == [8 * 4 * 8 * 64 / 2, 16 * 4 * 16 * 128 / 2]
         assert (layers[0].model.hidden, layers[0].model.positions) == (64, 8)
-        everything = [each.seconds for each in (*products, *moved, *attended)]
+        assert [each.parameters for each in stepped] == [12 * 64**2 + 13 * 64]
+        everything = [each.seconds for each in (*products, *moved, *attended, *stepped)]
         assert min(*everything, layers[0].forward, layers[0].backward, *launches) > 0
+
+
+def whole_steps() -> list[StepTime]:
+    watch = Stopwatch(current_context(), rounds=1, clock=Clock(look=1e-3))
+    return list(steps(watch, 0.01, [(64, 8)]))
+
+
+@pytest.mark.slow
+def test_whole_steps() -> None:
+    first, *others = run_threads(whole_steps, 2)
+    assert others == [first]
+    [step] = first
+    assert (step.model.layers, step.model.hidden, step.model.positions) == (6, 64, 8)
+    assert (len(step.schedule.rows), step.schedule.num_microbatches) == (2, 4)
+    assert step.seconds > 0
+
+
+def phases() -> list[float]:
+    """Measures work of one second beside work of three."""
+    clock = Clock()
+
+    def work(seconds: float) -> None:
+        clock.now += seconds
+
+    return Stopwatch(current_context(), clock=clock).phases([lambda: work(1.0), lambda: work(3.0)], 100.0)
+
+
+def test_phases_that_take_turns() -> None:
+    assert run_threads(phases, 2) == [[1.0, 3.0]] * 2
 
 
 def long_ones() -> list[Product]:

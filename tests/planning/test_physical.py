@@ -190,20 +190,57 @@ def test_coefficients_that_cannot_be_are_refused(name: str) -> None:
             Efficiency.of({name: number})
 
 
+def seconds_without_the_optimizer(cluster: Cluster, ranks: int, microbatches: int) -> float:
+    parts = plan(SMALL, make_schedule("1f1b", ranks=ranks, microbatches=microbatches), cluster=cluster).step_parts
+    assert parts is not None
+    assert min(parts) >= -1e-12
+    return sum(parts) - parts.optimizer - parts.reduction
+
+
 def test_ranks_that_share_processors_use_what_others_leave() -> None:
-    """4 ranks on 2 processors: with few microbatches the bubble of a rank is computing time of another one."""
-    shared = replace(FREE, sharing=2.0)
-    for microbatches, fills in ((8, True), (1, False)):
-        schedule = make_schedule("1f1b", ranks=4, microbatches=microbatches)
-        alone, both = (plan(SMALL, schedule, cluster=cluster) for cluster in (FREE, shared))
-        assert alone.step_parts is not None
-        assert both.step_parts is not None
-        assert both.timeline.makespan == pytest.approx(alone.timeline.makespan / 2, rel=1e-4)  # if each had one
-        computed = sum(sum(span.end - span.start for span in row) for row in alone.timeline.rows)
-        least = computed / 4  # with each rank's own device; all processors are as busy then
-        took = sum(both.step_parts) - both.step_parts.optimizer - both.step_parts.reduction
-        assert took == pytest.approx(max(least, alone.timeline.makespan / 2), rel=1e-4)
-        assert (took > both.timeline.makespan * (1 + 1e-4)) is fills
+    """4 ranks on 2 processors: with one microbatch, one rank computes at a time, twice as fast as if all did."""
+    shared = replace(FREE, sharing=2.0, devices_per_node=4)
+    took, alone = (seconds_without_the_optimizer(cluster, 4, 1) for cluster in (shared, FREE))
+    assert took == pytest.approx(alone / 2, rel=1e-4)
+    took, alone = (seconds_without_the_optimizer(cluster, 4, 64) for cluster in (shared, FREE))
+    timeline = plan(SMALL, make_schedule("1f1b", ranks=4, microbatches=64), cluster=FREE).timeline
+    computed = sum(span.end - span.start for span in timeline) / 4  # of a rank, and both processors are busy
+    assert computed < took < alone
+    assert took == pytest.approx(computed, rel=0.15)  # the last rank, which has the head, has most to do
+
+
+def test_fewer_ranks_than_a_node_has_places_for_share_less() -> None:
+    shared = replace(FREE, sharing=2.0, devices_per_node=4)
+    took, alone = (seconds_without_the_optimizer(cluster, 2, 8) for cluster in (shared, FREE))
+    assert took == pytest.approx(alone / 2, rel=1e-4)  # each has its own processor
+
+
+def test_a_device_that_does_not_run_ahead_launches_and_computes_in_turn() -> None:
+    cpu = replace(FREE, device=replace(FREE.device, runs_ahead=False), efficiency={"sync": 1e-3, "collective": 0})
+    placement, mesh = Placement.linear(1), Mesh(2, 1, 1, 8)
+    for tensor, sums in ((1, 0), (2, 1)):
+        setup = Setup(tensor=tensor)
+        ahead, both = (
+            physical_costs(SMALL, placement, setup, replace(mesh, tensor=tensor), cluster).cost
+            for cluster in (FREE, cpu)
+        )
+        work = Rates(FREE, Efficiency.of({"collective": 0}), "bf16").seconds(layer_work(SMALL, setup)).forward
+        assert work < PUBLISHED.forward_launch  # so the time of a layer is that of its launch where hosts run ahead
+        longer = SMALL.layers * (work + 2 * sums * 1e-3) + sums * 1e-3  # and the embedding has a sum
+        assert both.forward[0] - ahead.forward[0] == pytest.approx(longer, rel=1e-2)
+
+
+def test_gradients_the_optimizer_and_backwards_have_coefficients_of_their_own() -> None:
+    own = replace(PUBLISHED, gradients=PUBLISHED.link / 2, optimizer=PUBLISHED.memory / 3, backward=1.5)
+    quick = replace(A100, link_latency=0.0)
+    usual, other = (Rates(quick, replace(known, collective=0.0), "bf16") for known in (PUBLISHED, own))
+    group, work = Group(4, 4), layer_work(SMALL, Setup())
+    assert other.gradient_sum(group, 1e9) == pytest.approx(2 * usual.gradient_sum(group, 1e9))
+    assert other.tensor_sum(group, 1e9) == usual.tensor_sum(group, 1e9)
+    assert other.stepping(1e9) == pytest.approx(3 * usual.stepping(1e9))
+    assert usual.stepping(1e9) == usual.moving(1e9) == other.moving(1e9)
+    assert usual.seconds(work).backward == pytest.approx(2 * usual.seconds(work).forward)
+    assert other.seconds(work).backward == pytest.approx(1.5 * usual.seconds(work).forward)
 
 
 def test_unknown_coefficients_and_two_ways_to_say_how_fast_are_refused() -> None:
