@@ -19,8 +19,7 @@ PER_RANK = ("chunks", "waves")  # options that set the number of stages per rank
 
 def require_size(names: Sequence[str], ranks: int, microbatches: int, options: Mapping[str, Any]) -> None:
     """Raises UsageError if named schedules of this size would take too long while somebody waits."""
-    if ranks > MOST_RANKS:
-        raise UsageError(f"the page shows at most {MOST_RANKS} ranks, got {ranks:,}")
+    require_ranks(ranks)
     size = sum(ranks * microbatches * _weight(name, options) for name in names)
     if size > LARGEST:
         asked = f"{ranks:,} ranks x {microbatches:,} microbatches"
@@ -31,11 +30,17 @@ def require_size(names: Sequence[str], ranks: int, microbatches: int, options: M
         )
 
 
+def require_ranks(ranks: int) -> None:
+    """Raises UsageError for more ranks than the page shows."""
+    if ranks > MOST_RANKS:
+        raise UsageError(f"the page shows at most {MOST_RANKS} ranks, got {ranks:,}")
+
+
 def require_table(rows: str) -> None:
-    """Raises UsageError if a CSV table has too many lines or cells."""
+    """Raises UsageError if a table has too many lines or cells."""
     if rows.strip().count("\n") >= MOST_RANKS:
         raise UsageError(f"the page shows at most {MOST_RANKS} ranks; the table has more lines")
-    cells = sum(map(rows.count, ",;\n"))
+    cells = sum(map(rows.count, ",; \n"))
     if cells > MOST_CELLS:
         raise UsageError(f"the table is too large for the page: at most {MOST_CELLS:,} cells, got {cells:,}")
 

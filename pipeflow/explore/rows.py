@@ -12,14 +12,20 @@ from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.reductions import parse_cell
 from pipeflow.core.schedule import Schedule
+from pipeflow.explore.fields import CUSTOM, placement_text
+from pipeflow.explore.limits import LARGEST, require_ranks
 
 MORE = 64  # microbatches that rows may have beyond the number of their actions
-LARGEST = 262_144  # stages times microbatches
 
 
-def rows_text(schedule: Schedule) -> str:
-    """The rows of a schedule, one line per rank, with blanks between the entries."""
-    return "\n".join(" ".join(map(str, row)) for row in schedule.rows)
+def custom_fields(schedule: Schedule) -> dict[str, str]:
+    """What to set in a link so that it shows the rows of a schedule: one line per rank, blanks between the entries."""
+    return {
+        "schedule": CUSTOM,
+        "placement": placement_text(schedule.placement),
+        "rows_microbatches": str(schedule.num_microbatches),
+        "rows": "\n".join(" ".join(map(str, row)) for row in schedule.rows),
+    }
 
 
 def read_rows(text: str, placement: Placement | None, microbatches: int, name: str) -> Schedule:
@@ -39,6 +45,7 @@ def read_rows(text: str, placement: Placement | None, microbatches: int, name: s
     if placement is None:
         return _without_placement(text, lines, microbatches, name)
     ranks = placement.num_ranks
+    require_ranks(ranks)
     if len(lines) > ranks:
         raise UsageError(f"there are {len(lines)} rows for a placement on {ranks} ranks: remove rows")
     rows = tuple(tuple(_row(line, rank)) for rank, line in enumerate(lines)) + ((),) * (ranks - len(lines))

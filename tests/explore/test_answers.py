@@ -56,6 +56,8 @@ def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
         ({"schedule": "hanayo", "waves": "1e308"}, "too large for the page"),
         ({"schedule": "custom", "rows": "0F0\n" * 600}, "at most 256 ranks"),
         ({"schedule": "custom", "rows": "0F0," * 200_000}, "at most 196,608 cells"),
+        ({"schedule": "custom", "rows": "0F0 " * 200_000}, "at most 196,608 cells"),
+        ({"schedule": "custom", "placement": ".".join(map(str, range(1000)))}, "at most 256 ranks"),
         ({"factors": "1," * 60_000}, "factors may have at most 100,000 characters"),
         ({"forward": "nan"}, "forward must be a number"),
         ({"latency": "-1"}, "latency must be a number"),

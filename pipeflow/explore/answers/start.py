@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.explore.fields import CUSTOM, placement_text
 from pipeflow.explore.made import schedule
-from pipeflow.explore.rows import rows_text
+from pipeflow.explore.rows import custom_fields
 from pipeflow.explore.state import State
 from pipeflow.schedules.recognised import recognised
 
@@ -24,10 +23,5 @@ def start(fields: Mapping[str, str]) -> dict[str, Any]:
         raise UsageError("choose one schedule to edit")
     made = schedule(state, state.schedules[0])
     recognised(made)  # takes a while for the first schedule of a size, so that the first edit does not
-    begin = {
-        "schedule": CUSTOM,
-        "placement": placement_text(made.placement),
-        "rows_microbatches": str(made.num_microbatches),
-        "rows": rows_text(made),
-    }
+    begin = custom_fields(made)
     return {"fields": begin, "empty": begin | {"rows": ""}}

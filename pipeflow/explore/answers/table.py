@@ -7,10 +7,11 @@ from typing import Any
 
 from pipeflow.explore.answers.model import model
 from pipeflow.explore.answers.plan import plan
+from pipeflow.explore.answers.search import search
 from pipeflow.explore.answers.start import start
 from pipeflow.explore.answers.tour import tour
 
 Answer = Callable[[Mapping[str, str]], dict[str, Any]]
 
-ANSWERS: Mapping[str, Answer] = {"model": model, "plan": plan, "start": start, "tour": tour}
+ANSWERS: Mapping[str, Answer] = {"model": model, "plan": plan, "search": search, "start": start, "tour": tour}
 """The functions that answer, by the last part of the address that the page asks."""
