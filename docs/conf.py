@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 JOINER = "\N{WORD JOINER}"
+EXPLORER = runpy.run_path(str(Path(__file__).parent / "explorer.py"))
 README = Path(__file__).parent.parent / "README.md"
 
 
@@ -73,8 +75,25 @@ def _let_names_break(app: Any, document: Any) -> None:
                     literal += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
 
 
+def _link_to_explorer(app: Any, document: Any) -> None:
+    """The command `pipeflow explore` leads to the explorer's page among the documents, in the state that it shows."""
+    up = "../" * app.env.docname.count("/")
+    for literal in list(document.findall(nodes.literal)):
+        if literal.astext().startswith("pipeflow explore") and not isinstance(literal.parent, nodes.title):
+            link = nodes.reference("", "", refuri=up + EXPLORER["link"](literal.astext()))
+            literal.replace_self(link)
+            link += literal
+
+
+def _write_explorer(app: Any, error: Exception | None) -> None:
+    if error is None and app.builder.format == "html":
+        EXPLORER["write"](Path(app.outdir))
+
+
 def setup(app: Any) -> None:
     """Sphinx calls it."""
+    app.connect("doctree-read", _link_to_explorer)
+    app.connect("build-finished", _write_explorer)
     app.connect("doctree-read", _let_names_break)
     app.connect("doctree-read", _part_names)
     app.connect("source-read", _read)

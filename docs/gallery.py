@@ -53,6 +53,7 @@ def section(name: str) -> str:
         f"{text}\n",
         f"Options: {options}.\n" if options else "",
         block(command, width(name, command)),
+        f"In the browser: `pipeflow explore {name} {SIZES}`\n",
     ]
     return "\n".join(filter(None, parts))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING
-from urllib.parse import urlencode
+from urllib.parse import parse_qsl, urlencode
 
 from pipeflow.cli.options import schedule_name, schedule_options
 from pipeflow.core.errors import UsageError
@@ -19,8 +19,9 @@ def add_to(commands: Commands) -> None:
     """Adds the command and its options."""
     help_ = "explore schedules in the browser: a local page, computed by this machine"
     command = commands.add_parser("explore", help=help_, parents=[schedule_options()])
-    help_ = "names from `pipeflow list` (default: 1f1b)"
+    help_ = "names from `pipeflow list` (default: 1f1b); or the part of a page's address from # on, which is its state"
     command.add_argument("schedules", type=schedule_name, metavar="SCHEDULE", nargs="*", help=help_)
+    command.add_argument("--tour", action="store_true", help="start the guided tour")
     group = command.add_argument_group("server")
     group.add_argument(
         "--port", type=int, default=0, metavar="N", help="port of the server (default: any that is free)"
@@ -35,9 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from pipeflow.explore import Server
 
-    fields = _fields(arguments)
+    opened = fields(arguments)
     with Server(arguments.port) as server:
-        url = server.url + (f"#{urlencode(fields)}" if fields else "")
+        url = server.url + (f"#{urlencode(opened)}" if opened else "")
         print(f"{url}\npress Ctrl-C to stop", flush=True)
         if not arguments.no_browser:
             webbrowser.open(url)
@@ -48,16 +49,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _fields(arguments: argparse.Namespace) -> dict[str, str]:
+def fields(arguments: argparse.Namespace) -> dict[str, str]:
     """The fields of the link that opens. Raises UsageError for what a link cannot have."""
     from pipeflow.explore.state import State
+    from pipeflow.explore.tour import STEPS
 
-    for name in arguments.schedules:
+    links = [word for word in arguments.schedules if word.startswith("#")]
+    names = [word for word in arguments.schedules if word not in links]
+    for name in names:
         if name not in SCHEDULES:
             raise UsageError(f"{name!r} is not the name of a schedule; open a file by dropping it onto the page")
+    found = {"tour": "1", **STEPS[0].start} if arguments.tour else {}
     given = {name: getattr(arguments, name) for name in ("ranks", "microbatches", *family_options())}
-    fields = {name: str(value) for name, value in given.items() if value is not None}
-    if arguments.schedules:
-        fields["schedule"] = ",".join(arguments.schedules)
-    State.of(fields)
-    return fields
+    found |= {name: str(value) for name, value in given.items() if value is not None}
+    if names:
+        found["schedule"] = ",".join(names)
+    for link in links:
+        found |= parse_qsl(link[1:])
+    State.of(found)
+    return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from importlib.resources import files as resources
 from string import Template
+from typing import Any
 
 from pipeflow.draw.page.html import as_script_text, file, variables
 from pipeflow.explore.fields import ALL
 from pipeflow.explore.tour import STEPS
 
 KINDS = {"js": "text/javascript", "css": "text/css"}
+DESCRIBED = tuple(each._asdict() for each in ALL)
 FOLDERS = ("pipeflow.draw", "pipeflow.explore")  # whose folder `page` has modules and style sheets
 
 
@@ -25,11 +28,11 @@ def files() -> dict[str, tuple[str, bytes]]:
     return found
 
 
-def document() -> str:
-    """The page itself."""
+def document(fields: Iterable[Mapping[str, Any]] = DESCRIBED) -> str:
+    """The page itself, with controls for `fields`."""
     text = resources("pipeflow.explore").joinpath("page", "explore.html").read_text(encoding="utf-8")
     return Template(text).substitute(
         bar=file("bar.html"),
-        fields=as_script_text([each._asdict() for each in ALL]),
+        fields=as_script_text([*fields]),
         tour=as_script_text([each.as_json() for each in STEPS]),
     )

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from pipeflow.analysis.measures import Measures
+from pipeflow.cli import explore
+from pipeflow.cli.command import parser
+from pipeflow.core.errors import UsageError
 from pipeflow.core.text import number, percent
 from pipeflow.explore.answers.tour import tour
 from pipeflow.explore.made import schedule, timeline
@@ -176,6 +179,16 @@ def test_conditions_are_about_what_is_shown() -> None:
     assert 3 in reached({**STEPS[2].start, "schedule": "gpipe,1f1b"})
     assert 5 not in reached({**STEPS[4].goal, "chunks": "1"})
     assert 6 not in reached({**STEPS[5].start, "latency": "0.45"})
+
+
+def test_the_command_starts_the_tour_and_opens_a_state() -> None:
+    def opened(*words: str) -> dict[str, str]:
+        return explore.fields(parser("explore").parse_args(["explore", *words]))
+
+    assert opened("--tour") == {"tour": "1", **STEPS[0].start}
+    assert opened("#schedule=zb-v&tour=9", "--ranks", "8") == {"ranks": "8", "schedule": "zb-v", "tour": "9"}
+    with pytest.raises(UsageError, match="unknown field 'colours'"):
+        opened("#colours=1")
 
 
 class TestPage:

@@ -43,7 +43,7 @@ def html(
     shown = parts(several(timelines), Unit(unit, factor))
     script = _program()
     return Template(file("page.html")).substitute(
-        policy=_policy(script),
+        policy=policy(script),
         bar=file("bar.html"),
         title=shown.title,
         style=variables() + file("page.css"),
@@ -95,7 +95,7 @@ def file(name: str) -> str:
     return files("pipeflow.draw.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _policy(script: str) -> str:
+def policy(script: str) -> str:
     """The content security policy: the page loads nothing, and runs no script but its own."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"

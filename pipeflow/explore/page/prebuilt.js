@@ -1,0 +1,50 @@
+/* Prebuilt: takes the place of server.js in a page that has its answers in itself. It has the same interface. Must not
+ * contain: requests. */
+
+import {by} from "./page.js";
+
+/** An answer that says what is wrong with the question. */
+export class Refusal extends Error {}
+
+/** The answers in the document, which are compressed. */
+async function unpacked() {
+  const bytes = Uint8Array.from(atob(by("answers").textContent), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
+
+export class Server {
+  #table = JSON.parse(by("fields").textContent).filter((field) => field.asked);
+  #answers = unpacked();
+
+  /** The name of the answer for fields; Python names them in the same way. */
+  #name(fields) {
+    const value = (field) => fields[field.name] || field.default;
+    const names = value(this.#table.find((field) => field.name === "schedule")).split(",");
+    const applies = ({takers}) => !takers.length || names.some((name) => takers.includes(name));
+    const given = this.#table.filter((field) => value(field) !== field.default && applies(field));
+    return given.map((field) => `${field.name}=${value(field)}`).join("&");
+  }
+
+  /** Returns the answer to `question` with fields. Throws a Refusal if it is not here. */
+  async ask(question, fields) {
+    const answer = (await this.#answers)[question]?.[this.#name(fields)];
+    if (!answer) {
+      const elsewhere = "This page has only some states, and this is none of them. On your machine, this command shows it:";
+      throw new Refusal(`${elsewhere} pipeflow explore '#${new URLSearchParams(fields)}'`);
+    }
+    return structuredClone(answer);
+  }
+
+  /** Calls `tell(answer)` or `refuse(message)`. */
+  async follow(question, fields, tell, refuse) {
+    let answer;
+    try {
+      answer = await this.ask(question, fields);
+    } catch (error) {
+      if (!(error instanceof Refusal)) throw error;
+      refuse(error.message);
+      return;
+    }
+    tell(answer);
+  }
+}

@@ -1,0 +1,158 @@
+"""The explorer as one file with prebuilt answers."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import runpy
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from pipeflow.cli import explore
+from pipeflow.cli.command import parser
+from pipeflow.core.errors import UsageError
+from pipeflow.draw.captions import heading
+from pipeflow.explore.fields import FIELDS
+from pipeflow.explore.made import timeline
+from pipeflow.explore.prebuilt import name, prebuilt
+from pipeflow.explore.state import State
+from pipeflow.explore.tour import STEPS
+from pipeflow.schedules import SCHEDULES
+from tests.browser import MARKS
+from tests.explore.explorer import Explorer
+
+DOCS = Path(__file__).parents[2] / "docs"
+STATES = [
+    {},
+    {"schedule": "zb-v", "microbatches": "5"},
+    {"schedule": "gpipe,interleaved-1f1b", "chunks": "3", "latency": "0.5"},
+    STEPS[1].start,
+    STEPS[1].goal,
+]
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return prebuilt({"plan": STATES, "tour": STATES}, {"microbatches": (1, 30, 1), "latency": (0, 1, 0.5)})
+
+
+def test_the_page_runs_its_own_script_only_and_loads_nothing(page: str) -> None:
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert len(scripts) == 1
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert unescape(policy[1]).split("; ") == [
+        *("default-src 'none'", "style-src 'unsafe-inline'", f"script-src 'sha256-{digest}'", "img-src data: blob:"),
+    ]
+    assert page.index("Content-Security-Policy") < page.index("<style>")
+    assert not re.search(r'(?:src|href)="(?!data:)', page)
+    assert not re.search(r"^(?:import|export)\b", scripts[0], re.MULTILINE)
+    assert "fetch(" not in scripts[0]
+
+
+def test_names_of_answers_leave_out_what_changes_nothing() -> None:
+    assert name({}) == name({"schedule": "1f1b", "ranks": "4", "tour": "3", "chunks": "2", "latency": ""}) == ""
+    assert name({"schedule": "zb-v", "chunks": "2"}) == "schedule=zb-v"
+    both = {"chunks": "2", "schedule": "gpipe,gis"}
+    assert name(both) == name(dict(reversed(both.items()))) == "schedule=gpipe,gis&chunks=2"
+
+
+def test_a_state_that_cannot_be_shown_is_an_error() -> None:
+    with pytest.raises(UsageError, match="even"):
+        prebuilt({"plan": [{"schedule": "chimera", "ranks": "3"}]}, {})
+
+
+class TestPage:
+    """In a browser."""
+
+    pytestmark = MARKS
+
+    @pytest.fixture
+    def opened(self, browser: Any, page: str, tmp_path: Path) -> Iterator[Explorer]:
+        file = tmp_path / "page.html"
+        file.write_text(page, encoding="utf-8")
+        explorer = Explorer(browser, SimpleNamespace(url=file.as_uri()))  # type: ignore[arg-type]  # an address is enough
+        explorer.complaints()
+        yield explorer
+        assert explorer.complaints() == []
+
+    @pytest.mark.parametrize("fields", STATES, ids=name)
+    def test_it_shows_its_states(self, opened: Explorer, fields: dict[str, str]) -> None:
+        opened.open(**fields)
+        state = State.of(fields)
+        shown = [
+            each.get_property("textContent") for each in opened.browser.find_elements("css selector", "section h2")
+        ]
+        assert shown == [heading(timeline(state, each)) for each in state.schedules]
+        entries = opened.browser.execute_script(
+            "return performance.getEntriesByType('resource').map((each) => each.name)"
+        )
+        assert [each for each in entries if not each.startswith("data:")] == []
+
+    def test_a_control_leads_to_another_state_and_back(self, opened: Explorer) -> None:
+        opened.open(schedule="gpipe", ranks=4, microbatches=4, tour=2)
+        opened.set("microbatches", 28)
+        assert opened.text("section h2") == "gpipe, 4 ranks, 28 microbatches"
+        assert STEPS[1].answer in opened.text("#tour .answer")
+        opened.browser.back()
+        assert opened.text("section h2") == "gpipe, 4 ranks, 4 microbatches"
+        controls = opened.browser.find_elements("css selector", ".control")
+        names = [each.find_element("css selector", "label").text for each in controls if each.is_displayed()]
+        assert names == ["schedule", "microbatches", "latency"]
+
+    def test_another_state_is_refused_with_the_command_that_shows_it(self, opened: Explorer) -> None:
+        opened.open(schedule="zb-v", microbatches=5).set("latency", 0.5)
+        assert opened.text("section h2") == "zb-v, 4 ranks, 2 chunks, 5 microbatches"
+        command = opened.text("#problem").partition("pipeflow explore ")[2].strip("'")
+        fields = explore.fields(parser("explore").parse_args(["explore", command]))
+        assert fields == {"schedule": "zb-v", "microbatches": "5", "latency": "0.5"}
+        assert opened.set("latency", 0).find("#problem").get_property("hidden")
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "explorer.py"))
+
+
+@pytest.mark.slow
+def test_it_has_the_tour_every_schedule_and_what_its_sliders_set(made: dict[str, Any]) -> None:
+    names = {name(fields) for fields in made["drawn"]()}
+    assert {name(fields) for fields in made["tour"]()} <= names
+    assert {name({"schedule": schedule}) for schedule in SCHEDULES} <= names
+    for field in ("latency", "backward_weight"):
+        least, most, step = made["SLIDERS"][field]
+        for each in range(round((most - least) / step) + 1):
+            assert name({"schedule": "zb-h1", field: f"{least + each * step:g}"}) in names
+    assert set(made["SLIDERS"]) <= set(FIELDS)
+
+
+@pytest.mark.slow
+def test_it_is_small_enough_for_a_document(made: dict[str, Any], tmp_path: Path) -> None:
+    made["write"](tmp_path)
+    assert (tmp_path / made["FILE"]).stat().st_size < 700_000
+
+
+@pytest.mark.slow
+def test_commands_in_documents_lead_to_states_that_it_has(made: dict[str, Any]) -> None:
+    texts = [path.read_text() for path in (*DOCS.glob("*.md"), DOCS.parent / "README.md")]
+    commands = {command for text in texts for command in re.findall(r"`(pipeflow explore\b[^`\n]*)`", text)}
+    assert len(commands) >= len(SCHEDULES)
+    for command in commands:
+        link = made["link"](command)
+        assert link.partition("#")[0] == made["FILE"]
+
+
+@pytest.mark.slow
+def test_another_command_leads_there_or_is_refused(made: dict[str, Any]) -> None:
+    link = made["link"]("pipeflow explore '#schedule=zb-v&latency=0.5'")
+    assert link == f"{made['FILE']}#{urlencode({'schedule': 'zb-v', 'latency': '0.5'})}"
+    with pytest.raises(UsageError, match="does not have this state"):
+        made["link"]("pipeflow explore zb-v --ranks 5")
