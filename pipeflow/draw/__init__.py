@@ -1,19 +1,41 @@
 """Drawings of timelines, planned or measured: `Gantt`, `Comparison` and `CriticalPath` for a terminal, `picture` for
 docstrings, `svg`, `html` and `perfetto` for files. Drawings of measures: `Table` and `Scatter` for a terminal,
 `scatter_svg` for files.
+
+Each is loaded when it is first used, since those for a terminal need rich.
 """
 
-from pipeflow.draw.files.perfetto import perfetto
-from pipeflow.draw.files.scatter_svg import scatter_svg
-from pipeflow.draw.files.svg import svg
-from pipeflow.draw.page.html import html
-from pipeflow.draw.plane import Axis, Point
-from pipeflow.draw.terminal.comparison import Comparison
-from pipeflow.draw.terminal.gantt import Gantt
-from pipeflow.draw.terminal.path import CriticalPath
-from pipeflow.draw.terminal.scatter import Scatter
-from pipeflow.draw.terminal.table import Table
-from pipeflow.draw.terminal.text import picture
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeflow.draw.files.perfetto import perfetto
+    from pipeflow.draw.files.scatter_svg import scatter_svg
+    from pipeflow.draw.files.svg import svg
+    from pipeflow.draw.page.html import html
+    from pipeflow.draw.plane import Axis, Point
+    from pipeflow.draw.terminal.comparison import Comparison
+    from pipeflow.draw.terminal.gantt import Gantt
+    from pipeflow.draw.terminal.path import CriticalPath
+    from pipeflow.draw.terminal.scatter import Scatter
+    from pipeflow.draw.terminal.table import Table
+    from pipeflow.draw.terminal.text import picture
+
+_LATER = {
+    "Axis": "plane",
+    "Comparison": "terminal.comparison",
+    "CriticalPath": "terminal.path",
+    "Gantt": "terminal.gantt",
+    "Point": "plane",
+    "Scatter": "terminal.scatter",
+    "Table": "terminal.table",
+    "html": "page.html",
+    "perfetto": "files.perfetto",
+    "picture": "terminal.text",
+    "scatter_svg": "files.scatter_svg",
+    "svg": "files.svg",
+}
 
 __all__ = [
     "Axis",
@@ -29,3 +51,15 @@ __all__ = [
     "scatter_svg",
     "svg",
 ]
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in _LATER:
+        raise AttributeError(f"module 'pipeflow.draw' has no attribute {name!r}")
+    return getattr(import_module(f"pipeflow.draw.{_LATER[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -40,7 +40,7 @@ def require_table(rows: str) -> None:
     """Raises UsageError if a table has too many lines or cells."""
     if rows.strip().count("\n") >= MOST_RANKS:
         raise UsageError(f"the page shows at most {MOST_RANKS} ranks; the table has more lines")
-    cells = sum(map(rows.count, ",; \n"))
+    cells = sum(map(rows.count, ",; \t\n"))
     if cells > MOST_CELLS:
         raise UsageError(f"the table is too large for the page: at most {MOST_CELLS:,} cells, got {cells:,}")
 

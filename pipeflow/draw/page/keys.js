@@ -65,6 +65,7 @@ function does(page, chart, event, letGo) {
 export function listenToKeys(page, letGo) {
   window.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target.matches?.("input:not([type=checkbox]), select, textarea")) return; // which keys change themselves
     const chart = page.charts.find(({lanes}) => lanes === document.activeElement);
     const found = does(page, chart, event, letGo);
     if (!(event.key in found)) return;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pipeflow.explore.answers.export import code, csv, json, svg
 from pipeflow.explore.answers.model import model
 from pipeflow.explore.answers.plan import plan
 from pipeflow.explore.answers.search import search
@@ -13,5 +14,15 @@ from pipeflow.explore.answers.tour import tour
 
 Answer = Callable[[Mapping[str, str]], dict[str, Any]]
 
-ANSWERS: Mapping[str, Answer] = {"model": model, "plan": plan, "search": search, "start": start, "tour": tour}
+ANSWERS: Mapping[str, Answer] = {
+    "code": code,
+    "csv": csv,
+    "json": json,
+    "model": model,
+    "plan": plan,
+    "search": search,
+    "start": start,
+    "svg": svg,
+    "tour": tour,
+}
 """The functions that answer, by the last part of the address that the page asks."""

@@ -3,6 +3,7 @@
 
 import {listenToBar} from "./bar.js";
 import {makeControls} from "./controls.js";
+import {makeExport} from "./export.js";
 import {Link} from "./link.js";
 import {showModel} from "./model.js";
 import {Page, by} from "./page.js";
@@ -17,5 +18,5 @@ const server = new Server();
 const page = new Page((chart) => listenToPointers(page, chart));
 const shared = {table, link, server, page, shown: new Shown(link, server, page)};
 listenToBar(page);
-for (const feature of [makeControls, showModel, makeTour]) feature(shared);
+for (const feature of [makeControls, showModel, makeTour, makeExport]) feature(shared);
 link.open();

@@ -1,0 +1,115 @@
+"""Code: what makes a timeline of the page again, as Python and as a command."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields as fields_of
+from typing import Any
+
+from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.explore.fields import CUSTOM, FIELDS
+from pipeflow.explore.made import schedule
+from pipeflow.explore.state import EVEN, State
+from pipeflow.schedules import options_of
+
+
+def python(state: State, name: str) -> str:
+    """Python that makes the schedule `name` of a state, its costs and its timeline. Raises UsageError for a schedule
+    that cannot be made, or cannot be written as a table.
+    """
+    made = schedule(state, name)
+    searched = name != CUSTOM and "cost" in options_of(name)  # its costs come first
+    if searched or _by_stage(state):
+        cost = _call("pipeflow.CostModel", [*_per_stage(state.cost_model(made.placement))])
+    else:
+        cost = _call("pipeflow.CostModel.even", ["schedule.placement", *_even(state)])
+    maker = _table(made) if name == CUSTOM else _named(state, name, searched=searched)
+    lines = [f"schedule = {maker}", f"cost = {cost}"]
+    last = "timeline = pipeflow.simulate(schedule, cost)\n"
+    return "\n".join(["import pipeflow\n", *(reversed(lines) if searched else lines), last])
+
+
+def _named(state: State, name: str, *, searched: bool) -> str:
+    options = {"ranks": state.ranks, "microbatches": state.microbatches, **state.options_for(name)}
+    words = [repr(name), *(f"{option}={value!r}" for option, value in options.items()), *["cost=cost"] * searched]
+    return _call("pipeflow.make_schedule", words) + ".with_reductions()" * state.reduces
+
+
+def _table(made: Schedule) -> str:
+    """A schedule by its table, with what that does not show."""
+    rest: list[Any] = [made.placement, made.num_microbatches]
+    text = f'"""\\\n{made.to_csv()}"""'
+    for given in ([], rest[:1], rest):
+        with suppress(UsageError):
+            if Schedule.from_csv(made.to_csv(), *given, name=made.name) == made:
+                return f"pipeflow.Schedule.from_csv({', '.join([text, *map(_written, given), f'name={made.name!r}'])})"
+    raise UsageError("there is no code for this schedule yet: each rank needs an action")
+
+
+def command(state: State, name: str) -> str | None:
+    """The `pipeflow draw` command that draws the schedule `name` of a state; None if no options say what it is."""
+    if name == CUSTOM or _by_stage(state):
+        return None
+    options: dict[str, object] = {"ranks": state.ranks, "microbatches": state.microbatches, **state.options_for(name)}
+    options |= {argument: state.costs[field] for field, argument in _given(state)}
+    words = ["pipeflow", "draw", name]
+    for option, value in options.items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        words += [f"--{option.replace('_', '-')}", text]
+    return shlex.join(words)
+
+
+def _by_stage(state: State) -> bool:
+    """Whether the costs differ from stage to stage, or are of transfers in bytes."""
+    in_bytes = state.costs["activation_bytes"] and state.costs["bandwidth"]
+    return bool(state.factors or state.modelled is not None or in_bytes)
+
+
+def _given(state: State) -> Iterator[tuple[str, str]]:
+    """The costs that differ from their defaults: their fields, and the arguments of `CostModel.even`."""
+    for field, argument in EVEN.items():
+        if state.costs[field] != float(FIELDS[field].default):
+            yield field, argument
+
+
+def _even(state: State) -> Iterator[str]:
+    for field, argument in _given(state):
+        yield f"{argument}={state.costs[field]!r}"
+
+
+def _per_stage(cost: CostModel) -> Iterator[str]:
+    """The arguments that make a cost model."""
+    for number, field in enumerate(fields_of(cost)):
+        value = getattr(cost, field.name)
+        if number < 3 or (value and value != field.default):
+            yield f"{field.name}={_written(value)}"
+
+
+def _written(value: object) -> str:
+    """A value of a cost model, or a placement, as Python."""
+    match value:
+        case Placement(paths):
+            return f"pipeflow.Placement({paths})"
+        case Link():
+            return f"pipeflow.Link({_written(value.latency)}, {_written(value.bandwidth)})"
+        case tuple() if len(value) > 2 and len(set(value)) == 1:
+            return f"({_written(value[0])},) * {len(value)}"
+        case tuple():
+            return f"({', '.join(map(_written, value))}{',' * (len(value) == 1)})"
+        case Mapping():
+            return f"{{{', '.join(f'{_written(key)}: {_written(each)}' for key, each in value.items())}}}"
+        case float() if math.isinf(value):
+            return 'float("inf")'
+    return repr(value)
+
+
+def _call(function: str, arguments: list[str]) -> str:
+    """A call, in several lines if it is long."""
+    line = f"{function}({', '.join(arguments)})"
+    return line if len(line) <= 100 else "".join([f"{function}(\n", *(f"    {each},\n" for each in arguments), ")"])

@@ -1,0 +1,83 @@
+/* Export: a menu that saves a schedule as a file, or copies what makes it again. Must not contain: what is in them, but
+ * for a picture's pixels. */
+
+import {by} from "./page.js";
+
+const SHARPNESS = 2; // pixels of a saved picture per pixel of the drawing
+const WIDEST = 16000; // pixels
+
+function make(name, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(name), properties);
+  element.append(...children);
+  return element;
+}
+
+function save(name, content, type) {
+  const href = URL.createObjectURL(new Blob([content], {type}));
+  make("a", {href, download: name}).click();
+  setTimeout(() => URL.revokeObjectURL(href), 60_000);
+}
+
+/** An SVG drawing as a PNG file. */
+async function pixels(svg) {
+  const image = new Image();
+  image.src = URL.createObjectURL(new Blob([svg], {type: "image/svg+xml"}));
+  await image.decode();
+  const ratio = Math.min(SHARPNESS, WIDEST / Math.max(image.width, image.height));
+  const canvas = make("canvas", {width: image.width * ratio, height: image.height * ratio});
+  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  URL.revokeObjectURL(image.src);
+  return new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
+}
+
+export function makeExport({link, server, shown}) {
+  const which = make("select", {ariaLabel: "Schedule to export"});
+  const text = make("textarea", {readOnly: true, rows: 5, hidden: true, ariaLabel: "Copied text"});
+  const said = make("output");
+  const ask = (question) => server.ask(question, {...link.fields, schedule: which.value});
+
+  async function copy(found, none = "") {
+    text.value = found ?? "";
+    text.hidden = !found;
+    if (!found) return none;
+    text.select();
+    return navigator.clipboard.writeText(found).then(() => "Copied.", () => "Press Ctrl+C to copy.");
+  }
+
+  const actions = {
+    "Table (CSV)": async () => save(`${which.value}.csv`, (await ask("csv")).text, "text/csv"),
+    "Times (JSON)": async () => save(`${which.value}.json`, (await ask("json")).text, "application/json"),
+    "Picture (SVG)": async () => save(`${which.value}.svg`, (await ask("svg")).text, "image/svg+xml"),
+    "Picture (PNG)": async () => save(`${which.value}.png`, await pixels((await ask("svg")).text), "image/png"),
+    "Copy Python": async () => copy((await ask("code")).python),
+    "Copy command": async () => copy((await ask("code")).command, "No options of pipeflow draw say this: copy the link."),
+    "Copy link": () => copy(`pipeflow explore --link '${link.address()}'`),
+  };
+  const buttons = Object.entries(actions).map(([name, action]) => {
+    const button = make("button", {type: "button", textContent: name});
+    button.addEventListener("click", async () => {
+      said.value = "";
+      said.value = await action().then((done) => done ?? "Saved.", (error) => error.message);
+    });
+    return button;
+  });
+  const summary = make("summary", {textContent: "Export"});
+  const menu = make("details", {id: "export", className: "menu"}, summary,
+    make("div", {role: "group", ariaLabel: "Export"}, which, ...buttons, said, text));
+  menu.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !menu.open) return;
+    event.stopPropagation();
+    menu.open = false;
+    summary.focus();
+  });
+  document.addEventListener("pointerdown", (event) => { if (!menu.contains(event.target)) menu.open = false; });
+  by("tools").append(menu);
+  shown.listen(({schedules}) => {
+    const chosen = which.value;
+    which.replaceChildren(...schedules.map((name) => make("option", {value: name, textContent: name})));
+    if (schedules.includes(chosen)) which.value = chosen;
+    which.hidden = schedules.length < 2;
+    text.hidden = true;
+    said.value = "";
+  });
+}
