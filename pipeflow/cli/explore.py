@@ -19,8 +19,10 @@ def add_to(commands: Commands) -> None:
     """Adds the command and its options."""
     help_ = "explore schedules in the browser: a local page, computed by this machine"
     command = commands.add_parser("explore", help=help_, parents=[schedule_options()])
-    help_ = "names from `pipeflow list` (default: 1f1b); or the part of a page's address from # on, which is its state"
+    help_ = "names from `pipeflow list` (default: 1f1b)"
     command.add_argument("schedules", type=schedule_name, metavar="SCHEDULE", nargs="*", help=help_)
+    help_ = "open the state of a link to the page, whose part from # on is enough"
+    command.add_argument("--link", default="", metavar="'#...'", help=help_)
     command.add_argument("--tour", action="store_true", help="start the guided tour")
     group = command.add_argument_group("server")
     group.add_argument(
@@ -54,17 +56,14 @@ def fields(arguments: argparse.Namespace) -> dict[str, str]:
     from pipeflow.explore.state import State
     from pipeflow.explore.tour import STEPS
 
-    links = [word for word in arguments.schedules if word.startswith("#")]
-    names = [word for word in arguments.schedules if word not in links]
-    for name in names:
+    for name in arguments.schedules:
         if name not in SCHEDULES:
             raise UsageError(f"{name!r} is not the name of a schedule; open a file by dropping it onto the page")
     found = {"tour": "1", **STEPS[0].start} if arguments.tour else {}
+    found |= parse_qsl(arguments.link.rpartition("#")[2])
     given = {name: getattr(arguments, name) for name in ("ranks", "microbatches", *family_options())}
     found |= {name: str(value) for name, value in given.items() if value is not None}
-    if names:
-        found["schedule"] = ",".join(names)
-    for link in links:
-        found |= parse_qsl(link[1:])
+    if arguments.schedules:
+        found["schedule"] = ",".join(arguments.schedules)
     State.of(found)
     return found

@@ -111,8 +111,8 @@ class TestPage:
     def test_another_state_is_refused_with_the_command_that_shows_it(self, opened: Explorer) -> None:
         opened.open(schedule="zb-v", microbatches=5).set("latency", 0.5)
         assert opened.text("section h2") == "zb-v, 4 ranks, 2 chunks, 5 microbatches"
-        command = opened.text("#problem").partition("pipeflow explore ")[2].strip("'")
-        fields = explore.fields(parser("explore").parse_args(["explore", command]))
+        command = opened.text("#problem").partition("--link ")[2].strip("'")
+        fields = explore.fields(parser("explore").parse_args(["explore", "--link", command]))
         assert fields == {"schedule": "zb-v", "microbatches": "5", "latency": "0.5"}
         assert opened.set("latency", 0).find("#problem").get_property("hidden")
 
@@ -152,7 +152,7 @@ def test_commands_in_documents_lead_to_states_that_it_has(made: dict[str, Any]) 
 
 @pytest.mark.slow
 def test_another_command_leads_there_or_is_refused(made: dict[str, Any]) -> None:
-    link = made["link"]("pipeflow explore '#schedule=zb-v&latency=0.5'")
+    link = made["link"]("pipeflow explore --link '#schedule=zb-v&latency=0.5'")
     assert link == f"{made['FILE']}#{urlencode({'schedule': 'zb-v', 'latency': '0.5'})}"
     with pytest.raises(UsageError, match="does not have this state"):
         made["link"]("pipeflow explore zb-v --ranks 5")

@@ -186,9 +186,9 @@ def test_the_command_starts_the_tour_and_opens_a_state() -> None:
         return explore.fields(parser("explore").parse_args(["explore", *words]))
 
     assert opened("--tour") == {"tour": "1", **STEPS[0].start}
-    assert opened("#schedule=zb-v&tour=9", "--ranks", "8") == {"ranks": "8", "schedule": "zb-v", "tour": "9"}
+    assert opened("--link", "#schedule=zb-v&tour=9", "--ranks", "8") == {"ranks": "8", "schedule": "zb-v", "tour": "9"}
     with pytest.raises(UsageError, match="unknown field 'colours'"):
-        opened("#colours=1")
+        opened("--link", "#colours=1")
 
 
 class TestPage:

@@ -30,7 +30,7 @@ export class Server {
     const answer = (await this.#answers)[question]?.[this.#name(fields)];
     if (!answer) {
       const elsewhere = "This page has only some states, and this is none of them. On your machine, this command shows it:";
-      throw new Refusal(`${elsewhere} pipeflow explore '#${new URLSearchParams(fields)}'`);
+      throw new Refusal(`${elsewhere} pipeflow explore --link '#${new URLSearchParams(fields)}'`);
     }
     return structuredClone(answer);
   }
