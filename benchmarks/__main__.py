@@ -44,10 +44,13 @@ def main() -> None:
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"unknown benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     for name in arguments.names or NAMES:
-        report = import_module(f"benchmarks.{name}").run(arguments.rounds)
+        benchmark = import_module(f"benchmarks.{name}")
+        report = benchmark.run(arguments.rounds)
         report.show()
         if arguments.save:
             report.save()
+            if hasattr(benchmark, "publish"):  # tables in documents
+                benchmark.publish(report)
 
 
 if __name__ == "__main__":

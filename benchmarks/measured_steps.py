@@ -5,19 +5,22 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import cast
 
 from pipeflow import GPT, PRECISIONS, Schedule, Setup, make_schedule, plan, simulate
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.cuts import even_cut
+from pipeflow.planning.layout import Layout
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import physical_costs
+from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.setup import Checkpoint
 
 DATA = Path(__file__).parent / "data" / "measured_steps.csv"
 NETWORK = {"vtrain-single": 12.5e9, "vtrain-multi": 12.5e9, "2205.05198-tab5": 25e9}  # bytes/s of a device, one way
 NUMBERS = ("layers", "hidden", "heads", "seq", "tp", "pp", "vp", "dp", "mbs", "gbs")  # of its columns
+ROUNDS = 2  # of microbatches in the longer of two steps that an estimate is made from
 VOCABULARY = 51200  # Megatron-LM's padded one
 
 
@@ -43,18 +46,46 @@ class Row:
         """What was to be done: rows that differ in their layout alone share it."""
         return self.source, self.model, self.devices, self.microbatches * self.setup.microbatch_size * self.setup.data
 
+    @cached_property
+    def layout(self) -> Layout:
+        """As a search lists it."""
+        family, options = _family(self.chunks)
+        cut = even_cut(self.model.layers, self.pipeline * self.chunks)
+        checkpoint = cast(Checkpoint, self.setup.checkpoint)
+        sizes = self.setup.tensor, self.pipeline, self.setup.data, self.setup.microbatch_size, self.microbatches
+        return Layout(*sizes, family, options, checkpoint, self.setup.zero, cut)
+
     def predicted(self, efficiency: Mapping[str, float]) -> float:
         """Seconds of the step under the planner's cost model with these coefficients; by default its own."""
-        schedule = _schedule(self.pipeline, self.chunks, self.microbatches)
+        costs = self._costs(efficiency)
+        return self._makespan(costs, self.microbatches) + costs.after
+
+    def estimated(self, efficiency: Mapping[str, float]) -> float:
+        """The same for the fit, where steps are long from two shorter ones: each round of microbatches adds as much."""
+        ranks, costs = self.pipeline, self._costs(efficiency)
+        rounds, rest = divmod(self.microbatches, ranks)
+        if rest or rounds < 2 * ROUNDS:
+            return self._makespan(costs, self.microbatches) + costs.after
+        one, other = (self._makespan(costs, number * ranks) for number in (ROUNDS - 1, ROUNDS))
+        return one + (rounds - ROUNDS + 1) * (other - one) + costs.after
+
+    def _costs(self, efficiency: Mapping[str, float]) -> Physical:
         cluster = Cluster.of("a100-80gb", network_bandwidth=NETWORK[self.source], efficiency=efficiency)
         mesh = Mesh(self.setup.tensor, self.pipeline, self.setup.data, cluster.devices_per_node, "data")
-        costs = physical_costs(self.model, schedule.placement, self.setup, mesh, cluster)
-        return simulate(schedule, costs.cost).makespan + costs.after
+        placement = _schedule(self.pipeline, self.chunks, self.pipeline).placement
+        return physical_costs(self.model, placement, self.setup, mesh, cluster)
+
+    def _makespan(self, costs: Physical, microbatches: int) -> float:
+        return simulate(_schedule(self.pipeline, self.chunks, microbatches), costs.cost).makespan
+
+
+def _family(chunks: int) -> tuple[str, dict[str, int]]:
+    return ("interleaved-1f1b", {"chunks": chunks}) if chunks > 1 else ("1f1b", {})
 
 
 @cache
 def _schedule(pipeline: int, chunks: int, microbatches: int) -> Schedule:
-    name, options = ("interleaved-1f1b", {"chunks": chunks}) if chunks > 1 else ("1f1b", {})
+    name, options = _family(chunks)
     return make_schedule(name, ranks=pipeline, microbatches=microbatches, **options).with_reductions()
 
 

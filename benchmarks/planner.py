@@ -1,32 +1,39 @@
 """The planner beside published training steps: its error, its ranking of layouts and their regret, with its own
-coefficients and with those that are fitted without the rows that they predict. It takes minutes, for the fits.
+coefficients and with those that are fitted without the rows that they predict. It takes minutes, for the fits. With
+--save it also writes the tables of README.md and docs/planning.md.
 
-Regret: the layout that the planner takes for the fastest, by how much it is slower than the fastest measured one of the
-same task, which is a model, a number of devices and a batch.
+Regret: the layout that the search would list first, by how much it is slower than the fastest measured one of the same
+task, which is a model, a number of devices and a batch.
 """
 
 from __future__ import annotations
 
+import csv
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from statistics import fmean
+from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
-from benchmarks.measured_steps import MeasuredBytes, Row, memory_rows, rows
+from benchmarks.measured_steps import DATA, MeasuredBytes, Row, memory_rows, rows
 from benchmarks.planner_fit import EXPECTED, fitted, fitted_each
+from benchmarks.planner_tables import write_tables
 from benchmarks.report import Report
 from pipeflow.planning.efficiency import PUBLISHED, Efficiency
+from pipeflow.planning.estimate import ALLOCATOR
+from pipeflow.planning.layouts import ranking
 
-TIE = 0.02  # times that differ by less rank as equal: the layout with fewer tensor ranks is taken then
-COLUMNS = ["", "rows", "mean error", "largest", "bias", "rank corr.", "regret", "largest", "regret, ties"]
+COLUMNS = ["", "rows", "mean error", "largest", "bias", "rank corr.", "regret", "largest", "regret without ties"]
+LOGS = DATA.with_name("allocator_logs.csv")
 
 
 def run(rounds: int | None = None) -> Report:
     every = rows()
     sources = list(dict.fromkeys(row.source for row in every))
     report = Report("planner", "planner: predicted and published seconds of training steps", COLUMNS)
+    report.data["errors"] = {}
     for source in sources:
         _add(report, f"{source}", _of(every, source), PUBLISHED)
     start = fitted(every)
@@ -41,12 +48,23 @@ def run(rounds: int | None = None) -> Report:
     _add_times(
         report, "vtrain-single, fitted without the model", single, lambda row: row.predicted(asdict(chosen[row.model]))
     )
-    report.notes.append(f"ties: of layouts within {TIE:.0%} of the fastest, the one with the fewest tensor ranks")
+    report.notes.append("regret: of the layout that the search lists first; without ties, of the fastest predicted one")
     report.notes.append("fitted on all: " + ", ".join(f"{name} {getattr(start, name):.3g}" for name in EXPECTED))
     apart = max(abs(getattr(PUBLISHED, name) / getattr(start, name) - 1) for name in EXPECTED)
     report.notes.append(f"the planner's own coefficients differ from these by at most {apart:.1%}")
-    report.notes += map(_memory_note, memory_rows())
+    _add_memory(report, memory_rows())
     return report
+
+
+def publish(report: Report) -> None:
+    """Writes the tables of the documents."""
+    write_tables(report.data)
+
+
+def allocator_shares() -> list[float]:
+    """Of published logs: what the allocator took beyond what it had handed out, as a share of that."""
+    with LOGS.open() as file:
+        return [float(each["reserved_mb"]) / float(each["allocated_mb"]) - 1 for each in csv.DictReader(file)]
 
 
 def _of(every: Sequence[Row], source: str) -> list[Row]:
@@ -62,36 +80,55 @@ def _add_times(report: Report, label: str, chosen: Sequence[Row], predict: Calla
     predicted = np.array([predict(row) for row in chosen])
     measured = np.array([row.seconds for row in chosen])
     errors = predicted / measured - 1
-    regrets, tied, ranks = _regrets(chosen, predicted, measured)
-    shown = [fmean(abs(errors)), max(abs(errors)), fmean(errors)]
-    shown += [fmean(ranks), fmean(regrets), max(regrets), fmean(tied)] if regrets else []
-    cells = [f"{100 * value:.1f} %" for value in shown]
-    if regrets:
-        cells[3] = f"{shown[3]:.3f}"
-    report.rows.append([label, str(len(chosen)), *cells, *["-"] * (len(COLUMNS) - 2 - len(cells))])
+    regrets, plain, ranks = _regrets(chosen, predicted, measured)
+    numbers: dict[str, Any] = {
+        "rows": len(chosen),
+        "error": fmean(abs(errors)),
+        "largest": float(max(abs(errors))),
+        "bias": fmean(errors),
+        "correlation": fmean(ranks),
+        "regret": fmean(regrets),
+        "largest_regret": float(max(regrets)),
+        "regret_without_ties": fmean(plain),
+    }
+    cells = [f"{100 * value:.1f} %" for name, value in numbers.items() if name != "rows"]
+    cells[3] = f"{numbers['correlation']:.3f}"
+    report.rows.append([label, str(len(chosen)), *cells])
+    report.data["errors"][label] = numbers
     report.data[label] = {"predicted": predicted.tolist(), "measured": measured.tolist()}
 
 
 def _regrets(
     chosen: Sequence[Row], predicted: np.ndarray, measured: np.ndarray
 ) -> tuple[list[float], list[float], list[float]]:
-    """Per task with several layouts: the regret, that with ties broken, and the rank correlation (Spearman's)."""
+    """Per task with several layouts: the regret of what the search would list first, that of the fastest predicted
+    one, and the rank correlation (Spearman's).
+    """
     tasks: defaultdict[object, list[int]] = defaultdict(list)
     for index, row in enumerate(chosen):
         tasks[row.task].append(index)
-    regrets, tied, ranks = [], [], []
+    regrets, plain, ranks = [], [], []
     for indices in tasks.values():
         if len(indices) < 2:
             continue
         times, took = predicted[indices], measured[indices]
-        regrets.append(took[times.argmin()] / took.min() - 1)
-        near = [index for index in indices if predicted[index] <= times.min() * (1 + TIE)]
-        first = min(near, key=lambda index: (chosen[index].setup.tensor, chosen[index].pipeline, predicted[index]))
-        tied.append(measured[first] / took.min() - 1)
+        first = ranking((float(predicted[index]), chosen[index].layout) for index in indices)[0][1]
+        [picked] = (index for index in indices if chosen[index].layout is first)
+        regrets.append(measured[picked] / took.min() - 1)
+        plain.append(took[times.argmin()] / took.min() - 1)
         ranks.append(float(np.corrcoef(times.argsort().argsort(), took.argsort().argsort())[0, 1]))
-    return regrets, tied, ranks
+    return regrets, plain, ranks
 
 
-def _memory_note(row: MeasuredBytes) -> str:
-    planned = row.planned / 2**30
-    return f"memory, {row.label}: planned {planned:.1f} GiB, published {row.gib:.1f} GiB ({planned / row.gib - 1:+.1%})"
+def _add_memory(report: Report, measured: Sequence[MeasuredBytes]) -> None:
+    errors = [each.planned / 2**30 / each.gib - 1 for each in measured]
+    report.data["memory"] = {"rows": len(errors), "error": fmean(map(abs, errors)), "largest": max(map(abs, errors))}
+    shares = allocator_shares()
+    report.notes.append(
+        f"allowance for the allocator: {ALLOCATOR:.0%}; in {len(shares)} logs it took {min(shares):.1%} to "
+        f"{max(shares):.1%}, in the median {median(shares):.1%}"
+    )
+    report.notes += [
+        f"memory, {each.label}: planned {each.planned / 2**30:.1f} GiB, published {each.gib:.1f} GiB ({error:+.1%})"
+        for each, error in zip(measured, errors, strict=True)
+    ]

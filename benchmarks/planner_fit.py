@@ -28,7 +28,7 @@ EXPECTED: dict[str, tuple[float, float]] = {  # and by which factor it may well 
     "backward_launch": (1e-3, 1.8),
     "sync": (15e-6, 1.65),
     "link": (0.7, 1.2),
-    "network": (0.7, 1.2),
+    "network": (0.9, 1.1),  # nccl-tests on 3 nodes of A100 with 4 x 200 Gbit/s: 0.96 at best (NVIDIA/nccl-tests #119)
     "reduction": (0.5, 1.35),
     "collective": (50e-6, 1.65),
     "transfer": (0.3, 1.65),
@@ -51,7 +51,7 @@ def fitted(rows: Sequence[Row], start: Efficiency | None = None, *, turns: int =
 
     def residuals(point: Array) -> Array:
         known = dict(zip(names, np.exp(point), strict=True))
-        errors = np.array([math.log(row.predicted(known) / row.seconds) for row in chosen])
+        errors = np.array([math.log(row.estimated(known) / row.seconds) for row in chosen])
         robust = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + (errors / ROBUST) ** 2) - 1))
         return np.concatenate([weights * robust, STRENGTH * (point - centre) / spread])
 

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from pipeflow.runtime.step import Output
     from pipeflow.soundness.schedule import Violation, verify
     from pipeflow.stages.estimate import ModulePlan, plan_module
+    from pipeflow.stages.layouts import ModuleLayout, find_module_layouts
     from pipeflow.training.build import build_stages
     from pipeflow.training.data import get_dataloader
     from pipeflow.training.measure import measure_layers
@@ -83,6 +84,7 @@ _LATER = {
     "LossScaler": "optim.scaler",
     "MODELS": "planning.catalog",
     "MasterWeights": "optim.masters",
+    "ModuleLayout": "stages.layouts",
     "ModulePlan": "stages.estimate",
     "Output": "runtime.step",
     "PRECISIONS": "planning.setup",
@@ -113,6 +115,7 @@ _LATER = {
     "exact": "orders.exact",
     "execute_pipeline": "runtime.pipeline",
     "find_layouts": "planning.layouts",
+    "find_module_layouts": "stages.layouts",
     "get_dataloader": "training.data",
     "grad_norm": "optim.clip",
     "latest_checkpoint": "checkpoint.newest",
@@ -161,6 +164,7 @@ __all__ = [
     "Loaded",
     "LossScaler",
     "MasterWeights",
+    "ModuleLayout",
     "ModulePlan",
     "Output",
     "Pair",
@@ -198,6 +202,7 @@ __all__ = [
     "exact",
     "execute_pipeline",
     "find_layouts",
+    "find_module_layouts",
     "get_dataloader",
     "grad_norm",
     "latest_checkpoint",

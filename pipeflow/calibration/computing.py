@@ -19,7 +19,7 @@ from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.models.gpt import GPTBlock
 from pipeflow.planning.setup import PRECISIONS, Precision, Setup
 from pipeflow.planning.transformer import GPT
-from pipeflow.planning.work import Product, layer_work
+from pipeflow.planning.work import ATTENTION_AGAIN, Product, layer_work
 
 ROWS = (32, 128, 512, 2048, 8192)
 DIMENSIONS = (128, 512, 2048, 8192)
@@ -39,6 +39,7 @@ MOVED = (2**24, 2**26, 2**27)  # bytes of a tensor: more than the caches of a de
 MOVED_ON_CPU = (2**20, 2**22, 2**24)  # and no more than the allocator keeps, since pages are slow to get
 ATTENTIONS = ((128, 256), (256, 512), (512, 512), (512, 1024), (1024, 2048), (2048, 4096))  # hidden size, tokens
 HEAD = 64  # width of a head
+ATTENTION_PASSES = 3 + ATTENTION_AGAIN  # the backward takes two forwards, and computes products again
 LAYERS = (  # hidden size, tokens
     (128, 128),
     (128, 512),
@@ -165,14 +166,14 @@ def attention(
     each, rate = budget / len(sizes), 0.0
     for index, (hidden, tokens) in enumerate(sizes):
         flops = layer_work(*Sized.of(hidden, tokens, precision)).attention_flops
-        if index >= FEWEST and 3 * flops / rate > each:
+        if index >= FEWEST and ATTENTION_PASSES * flops / rate > each:
             continue
         shape = (1, hidden // HEAD, tokens, HEAD)
         operands = [
             torch.rand(shape, dtype=DTYPES[precision], device=watch.context.device, requires_grad=True)
             for _ in range(3)
         ]
-        seconds = watch.seconds(partial(_attend, operands), each) / 3
+        seconds = watch.seconds(partial(_attend, operands), each) / ATTENTION_PASSES
         rate = flops / seconds
         yield AttentionTime(flops, seconds)
 

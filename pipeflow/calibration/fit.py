@@ -112,22 +112,23 @@ def step_seconds(step: StepTime, cluster: Cluster) -> float:
 
 def layers_longer(measured: Measured, cluster: Cluster) -> tuple[tuple[float, float], float, float]:
     """What whole layers take beside their operations, which were measured one by one: the seconds to launch their
-    forward and their backward, and how many times as long both compute as `cluster` predicts for a forward.
+    forward and their backward, and how many times as long both compute as `cluster` predicts for a forward, or for half
+    of a backward.
 
     Where the host runs ahead, launches were measured by themselves, and the rest is the geometric mean over the layers
     that take much longer than their launch. Elsewhere each of the two times is a line: the launch, and the operations.
     """
     rates = Rates(cluster, Efficiency.of(cluster.efficiency), measured.precision)
-    known = [rates.seconds(layer_work(each.model, each.setup)).forward for each in measured.layers]
-    forward = [(1.0, one, each.forward) for one, each in zip(known, measured.layers, strict=True)]
-    backward = [(1.0, one, each.backward) for one, each in zip(known, measured.layers, strict=True)]
+    known = [rates.seconds(layer_work(each.model, each.setup)) for each in measured.layers]
+    forward = [(1.0, one.forward, each.forward) for one, each in zip(known, measured.layers, strict=True)]
+    backward = [(1.0, one.backward / BACKWARD, each.backward) for one, each in zip(known, measured.layers, strict=True)]
     launch = measured.forward_launch, measured.backward_launch
     if not measured.runs_ahead:
         lines = line(forward), line(backward)
         return (lines[0].start, lines[1].start), 1 / lines[0].bandwidth, 1 / lines[1].bandwidth
     long = [
-        (ahead[2] / one, back[2] / one)
-        for one, ahead, back in zip(known, forward, backward, strict=True)
+        (ahead[2] / ahead[1], back[2] / back[1])
+        for ahead, back in zip(forward, backward, strict=True)
         if ahead[2] > LAUNCHES * launch[0] and back[2] > LAUNCHES * launch[1]
     ]
     if not long:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,21 @@ from pipeflow.planning.device import DEVICES
 if TYPE_CHECKING:
     from pipeflow.cli.options import Parser
 
-_NUMBERS = {
+
+def rate(text: str) -> float:
+    """A number of bytes/s. Raises ArgumentTypeError for anything else, such as one with a unit."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"it must be a number in bytes/s, such as 25e9 for 25 GB/s or 200 Gbit/s; got {text!r}"
+        ) from None
+
+
+_NUMBERS: dict[str, tuple[Callable[[str], float], str, str]] = {
     "devices_per_node": (int, "N", "devices that share a node (default: 8)"),
-    "link_bandwidth": (float, "X", "bytes/s of a device inside a node, one way (default: the device's)"),
-    "network_bandwidth": (float, "X", "bytes/s of a device between nodes, one way (default: 25e9)"),
+    "link_bandwidth": (rate, "X", "bytes/s of a device inside a node, one way (default: the device's)"),
+    "network_bandwidth": (rate, "X", "bytes/s of a device between nodes, one way (default: 25e9)"),
 }
 
 
@@ -42,5 +54,6 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster | None:
     if arguments.device is not None:
         return Cluster.of(arguments.device, **given)
     if given:
-        raise UsageError(f"{', '.join(map(flag, given))} describe a cluster: say of which devices, with --device")
+        verb = "describes" if len(given) == 1 else "describe"
+        raise UsageError(f"{', '.join(map(flag, given))} {verb} a cluster: say of which devices, with --device")
     return None

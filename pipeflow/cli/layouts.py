@@ -39,6 +39,7 @@ REFUSED = {
     "data": "it follows from the other sizes",
     "microbatches": "they follow from --batch",
     "flops": "times are those of --device",
+    "cut": "cuts are searched, too",
 }
 
 
@@ -48,7 +49,7 @@ def add_search(command: Parser) -> None:
     add = group.add_argument
     add("--devices", type=int, metavar="N", help="number of devices: search for their best layouts")
     add("--batch", type=int, metavar="B", help="sequences per step, on all devices together")
-    limit = "memory of a device that may be used, such as 80GiB or 80e9 (default: the device's, less 8%%)"
+    limit = "memory of a device that may be used, such as 80GiB or 80e9 (default: the device's, less 4%%)"
     add("--memory", type=memory_size, metavar="BYTES", help=limit)
     add("--top", type=int, metavar="K", help="number of layouts to list (default: 5)")
     add("--svg", metavar="FILE", help="write a plot of step time against memory as SVG (-: standard output)")
@@ -138,6 +139,7 @@ def _for_programs(found: Layouts) -> dict[str, Any]:
                 "step_seconds": each.step_seconds,
                 "tokens_per_second": each.plan.tokens_per_second,
                 "peak_bytes": each.plan.peak_bytes,
+                "peak_parts": each.plan.peak_parts,
                 "rank_bytes": [rank.peak_bytes for rank in each.plan.ranks],
                 "step_parts": each.parts._asdict(),
                 "more_than_first": each.grown(best),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from pipeflow.cli.clusters import add_cluster, cluster_of
 from pipeflow.cli.costs import Costs
+from pipeflow.cli.cuts import cut_of, cut_text
 from pipeflow.cli.layouts import add_search, require_search
 from pipeflow.cli.layouts import run as run_search
 from pipeflow.cli.limits import require_size
@@ -32,6 +33,7 @@ from pipeflow.schedules.options import family_options
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands, Parser
     from pipeflow.draw import Table
+    from pipeflow.planning.cluster import Cluster
 
 SIZES = {name: get_type_hints(kind)[name] for kind in (GPT, ViT) for name in (each.name for each in fields(kind))}
 MEANINGS = {  # help for sizes
@@ -58,12 +60,35 @@ MEANINGS = {  # help for sizes
     "patch": "height and width of a patch, in pixels",
     "classes": "number of classes",
 }
+DESCRIPTION = """\
+Plans the training of a model before anything runs: one layout, or with --devices the best ones. Needs no GPU.
+"""
+EXAMPLES = """\
+examples:
+  the best layouts for a number of devices and a batch, within their memory:
+    pipeflow plan llama3-8b --devices 16 --batch 128 --device h100-80gb
+  one layout, in seconds; --json for programs:
+    pipeflow plan gpt3-175b --pipeline 8 --tensor 8 --data 8 --microbatches 64 --device a100-80gb
+  other sizes, recomputation, layers balanced by what they take:
+    pipeflow plan gpt3-1.3b --layers 32 --checkpoint full --cut cost --device a100-40gb
+  a cluster that was measured, or slower links than usual:
+    pipeflow plan gpt2-xl --pipeline 4 --cluster cluster.json
+    pipeflow plan gpt2-xl --pipeline 16 --device v100-32gb --precision fp16 --network-bandwidth 1.25e9
+  after a step was measured: what other schedules would gain:
+    pipeflow plan --measured run.json
+"""
 LAYOUT = tuple(field.name for field in fields(Setup))
 
 
 def add_to(commands: Commands) -> None:
     """Adds the command and its options."""
-    command = commands.add_parser("plan", help="estimate memory per rank, step time and bubble of a model")
+    command = commands.add_parser(
+        "plan",
+        help="estimate memory per rank, step time and bubble of a model",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.add_argument("model", metavar="MODEL", nargs="?", help=f"one of {', '.join(MODELS)}")
     _add_sizes(command)
     _add_schedule(command)
@@ -114,6 +139,8 @@ def _add_layout(command: Parser) -> None:
     add("--checkpoint", choices=CHECKPOINTS, nargs="?", const="full", help=checkpoint)
     add("--sequence-parallel", action="store_true", help="also split the activations of norms over the tensor ranks")
     add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")
+    cut = "layers per stage: even, cost (balanced by what they take), or numbers such as 13,12,12,11 (default: even)"
+    add("--cut", type=cut_text, metavar="CUT", help=cut)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -130,9 +157,11 @@ def run(arguments: argparse.Namespace) -> int:
     require_search(arguments)
     options = {name: value for name in LAYOUT if (value := getattr(arguments, name)) is not None}
     setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
+    cluster = cluster_of(arguments)
     with doing("planning"):
-        schedule = _schedule(arguments, model, setup)
-        found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster_of(arguments))
+        schedule = _schedule(arguments, model, setup, cluster)
+        cut = cut_of(arguments.cut, model, schedule.placement, setup, cluster)
+        found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=cut)
     if arguments.json:
         import json
 
@@ -151,7 +180,7 @@ def _model(arguments: argparse.Namespace) -> Model:
     return replace(model, **given)
 
 
-def _schedule(arguments: argparse.Namespace, model: Model, setup: Setup) -> Schedule:
+def _schedule(arguments: argparse.Namespace, model: Model, setup: Setup, cluster: Cluster | None) -> Schedule:
     name = "1f1b" if arguments.schedule is None else arguments.schedule
     options: dict[str, Any] = {
         option: value for option in family_options() if (value := getattr(arguments, option)) is not None
@@ -165,12 +194,14 @@ def _schedule(arguments: argparse.Namespace, model: Model, setup: Setup) -> Sche
     require_size(ranks, microbatches, options)
     if name in SCHEDULES and "cost" in options_of(name):  # the schedule is made for given costs, which are per stage
         placement = make_schedule(name, ranks=ranks, microbatches=1).placement
-        options["cost"] = stage_costs(model, placement, setup)
+        options["cost"] = stage_costs(
+            model, placement, setup, cut=cut_of(arguments.cut, model, placement, setup, cluster)
+        )
     return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
 
 
 def _for_programs(found: Plan) -> dict[str, Any]:
-    derived = ("layers", "optimizer_bytes", "peak_bytes")
+    derived = ("layers", "optimizer_bytes", "allocator_bytes", "peak_bytes")
     return {
         "model": asdict(found.model),
         "parameters_total": found.parameters_total,
@@ -187,6 +218,8 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "step_seconds": found.step_seconds,
         "step_parts": None if found.step_parts is None else found.step_parts._asdict(),
         "peak_bytes": found.peak_bytes,
+        "peak_parts": found.peak_parts,
+        "fits": found.fits,
         "cluster": None if found.cluster is None else asdict(found.cluster),
         "tokens": found.tokens,
         "tokens_per_second": found.tokens_per_second,
@@ -234,8 +267,13 @@ def _totals(found: Plan) -> Iterator[str]:
     """The highest peak, the time of a step, and its bubble."""
     highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
     what = "scores that are" if found.setup.checkpoint == "selective" else "layer that is"
-    again = f", of which {bytes_text(highest.recomputed_bytes)} for the {what} recomputed"
-    yield f"peak: {bytes_text(highest.peak_bytes)} on rank {highest.rank}{again if highest.recomputed_bytes else ''}"
+    again = f"{bytes_text(highest.recomputed_bytes)} for the {what} recomputed, " if highest.recomputed_bytes else ""
+    peak = f"peak: {bytes_text(highest.peak_bytes)} on rank {highest.rank}"
+    yield f"{peak}, of which {again}{bytes_text(highest.allocator_bytes)} for the allocator"
+    if found.cluster is not None and not found.fits:
+        usable, device = found.cluster.usable_bytes, found.cluster.device.name
+        more = f"{bytes_text(found.peak_bytes - usable)} more than the {bytes_text(usable)} that {device} has room for"
+        yield f"  does not fit: {more} (--devices {found.devices} --batch B finds layouts that fit)"
     if found.step_seconds is None or found.tokens_per_second is None:
         makespan = number(found.timeline.makespan)
         yield f"step: {makespan} times the forward of one layer (--device gives seconds)"
@@ -266,7 +304,7 @@ def _uneven(found: Plan, busiest: RankPlan) -> Iterator[str]:
 
 def _notes(found: Plan) -> Iterator[str]:
     """Notes on what the numbers include and leave out."""
-    if not found.setup.keep_scores:
+    if not found.setup.stores_scores:
         yield "activations: without attention scores (--keep-scores adds them)"
     communication = "communication between devices, " if found.cluster is None else ""
     yield f"not counted: {communication}temporary buffers of operations"

@@ -28,6 +28,10 @@ UNITS = {
 """Of the numbers in a cluster file, which holds this table, too."""
 
 
+ALLOWANCE = 0.04
+"""Share of a device's memory that no plan may use: that of drivers, error correction and buffers of NCCL."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Devices of one kind, `devices_per_node` of them in each node, as many nodes as needed.
@@ -66,6 +70,11 @@ class Cluster:
             require_between(0, 1, name, getattr(self, name), "seconds, not microseconds: 5 microseconds are 5e-6")
         require_between(1, 1e4, "sharing", self.sharing, "ranks on each processor, at least 1")
         object.__setattr__(self, "efficiency", dict(self.efficiency))
+
+    @property
+    def usable_bytes(self) -> float:
+        """What the plan of a device may count: its memory less ALLOWANCE."""
+        return (1 - ALLOWANCE) * self.device.memory_bytes
 
     @classmethod
     def of(cls, device: str | Device, **given: Any) -> Cluster:
@@ -129,9 +138,13 @@ def _from_json(text: str) -> Cluster:
         cluster["device"], "the device of a cluster", {each.name for each in fields(Device)}, optional={"runs_ahead"}
     )
     units = cluster.pop("units", UNITS)
-    if not isinstance(units, dict) or any(UNITS.get(name) != unit for name, unit in units.items()):
-        expected = ", ".join(f"{name} in {unit}" for name, unit in UNITS.items())
-        raise UsageError(f"units other than those of a cluster file; give {expected}")
+    if not isinstance(units, dict):
+        raise UsageError(f"units must be an object of names and units, got {units!r}")
+    for name, unit in units.items():
+        if name not in UNITS:
+            raise UsageError(f"units has unknown {name}; its keys are {', '.join(UNITS)}")
+        if UNITS[name] != unit:
+            raise UsageError(f"{name} is given in {unit!r}, but a cluster file has it in {UNITS[name]}: convert it")
     for name, numbers in (("flops", device["flops"]), ("efficiency", cluster.get("efficiency", {}))):
         if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
             raise UsageError(f"{name} must be an object of names and numbers, got {numbers!r}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Part
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.estimate import Held, StepPlan, step_plan
+from pipeflow.planning.estimate import Held, StepPlan, step_plan, transferred
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import StageCosts, StageTimes, layer_times, physical_of, rates_of
 from pipeflow.planning.rates import Group, Rates
@@ -87,7 +87,8 @@ def counted_plan(
         names = {name: size for stage in own for name, size in stage.parameters.items()}
         again = max((_again(piece) for stage in own for piece in stage.pieces), default=0)
         parts = tuple(stage.blocks for stage in own)
-        held.append(Held(parts, sum(names.values()), again if setup.checkpoint == "full" else 0))
+        received = transferred(placement, rank, [stage.sent_bytes for stage in stages])
+        held.append(Held(parts, sum(names.values()), again if setup.checkpoint == "full" else 0, received))
     tied = _tied(stages, schedule, setup, mesh, rates)
     most = max(each.parameters for each in held)
     physical = physical_of(costs, placement, setup, mesh, rates, most=most, tied=tied)

@@ -67,15 +67,17 @@ class Device:
 
     @classmethod
     def named(cls, name: str) -> Device:
-        """The device `name` of DEVICES, in upper or lower case. Raises UsageError for an unknown name, with the known
-        ones.
+        """The device `name` of DEVICES, in upper or lower case, with hyphens, underscores or blanks. Raises UsageError
+        for an unknown name, with the known ones.
         """
-        if name.lower() not in DEVICES:
-            near = [known for known in DEVICES if name and name.lower() in known] or list(DEVICES)
+        written = name.strip().lower().replace("_", "-").replace(" ", "-")
+        if written not in DEVICES:
+            near = [known for known in DEVICES if written and written in known] or list(DEVICES)
             raise UsageError(
-                f"unknown device {name!r}; known: {', '.join(near)}; describe any other one in a cluster file"
+                f"unknown device {name!r}; known: {', '.join(near)}; describe any other one in a cluster file, with "
+                "its flops, memory_bytes and memory_bandwidth"
             )
-        return DEVICES[name.lower()]
+        return DEVICES[written]
 
 
 def require_bandwidth(name: str, value: object) -> None:

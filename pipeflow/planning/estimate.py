@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pipeflow.analysis.simulate import simulate
@@ -21,7 +22,18 @@ from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.partition import Cut
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.transformer_costs import recomputed_bytes, sequence_of, stage_costs, stage_layers
+from pipeflow.planning.transformer_costs import (
+    passed_bytes,
+    recomputed_bytes,
+    sequence_of,
+    stage_costs,
+    stage_layers,
+)
+
+ALLOCATOR = 0.04
+"""What torch's caching allocator takes from the device beyond what it hands out, as a share of that: the median of 11
+logs of Megatron-LM jobs that print both, at peaks of 41 to 136 GB (0.8 % to 14 %; benchmarks/data has them).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,8 @@ class RankPlan:
         master_bytes, moment_bytes: the optimizer's: master weights, Adam's two moments.
         activation_bytes: the most that the schedule keeps at once for backwards.
         recomputed_bytes: beside that, what the backward of one layer is computing again.
+        transfer_bytes: of received activations and gradients that no computation has taken yet, one of each for each
+            stage that is next to one on another rank.
         idle: the part of the step in which the rank computes nothing.
     """
 
@@ -50,6 +64,7 @@ class RankPlan:
     moment_bytes: int
     activation_bytes: float
     recomputed_bytes: int
+    transfer_bytes: float
     idle: float
 
     @property
@@ -63,10 +78,32 @@ class RankPlan:
         return self.master_bytes + self.moment_bytes
 
     @property
-    def peak_bytes(self) -> float:
-        """All of it. Not counted: buffers of transfers and of single operations, and what the allocator wastes."""
+    def _used_bytes(self) -> float:
         state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
-        return state + self.activation_bytes + self.recomputed_bytes
+        return state + self.activation_bytes + self.recomputed_bytes + self.transfer_bytes
+
+    @property
+    def peak_parts(self) -> dict[str, float]:
+        """What `peak_bytes` consists of."""
+        return {
+            "weights": self.weight_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.activation_bytes,
+            "recomputed": self.recomputed_bytes,
+            "transfers": self.transfer_bytes,
+            "allocator": self.allocator_bytes,
+        }
+
+    @property
+    def allocator_bytes(self) -> float:
+        """An allowance for what the allocator takes without handing it out: ALLOCATOR of all the rest."""
+        return ALLOCATOR * self._used_bytes
+
+    @property
+    def peak_bytes(self) -> float:
+        """All of it, with the allowance. Not counted: buffers of single operations."""
+        return self._used_bytes + self.allocator_bytes
 
 
 class StepParts(NamedTuple):
@@ -96,6 +133,7 @@ class Held(NamedTuple):
     parts: tuple[Part, ...]
     parameters: int
     recomputed_bytes: int
+    transfer_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +165,16 @@ class StepPlan:
     def peak_bytes(self) -> float:
         """Of the device that holds most."""
         return max(rank.peak_bytes for rank in self.ranks)
+
+    @property
+    def peak_parts(self) -> dict[str, float]:
+        """The parts of `peak_bytes`."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes).peak_parts
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the fullest device has room for `peak_bytes`. None without a cluster."""
+        return None if self.cluster is None else self.peak_bytes <= self.cluster.usable_bytes
 
     @property
     def makespan_bubble_ratio(self) -> float:
@@ -295,7 +343,18 @@ def rank_plan(
 
 def _held(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:
     own = tuple(parts[stage] for stage in placement.stages_of(rank))
-    return Held(own, model.parameters_of(own, setup.tensor), recomputed_bytes(model, setup))
+    received = transferred(placement, rank, [float(passed_bytes(model, setup))] * len(parts))
+    return Held(own, model.parameters_of(own, setup.tensor), recomputed_bytes(model, setup), received)
+
+
+def transferred(placement: Placement, rank: int, sent: Sequence[float]) -> float:
+    """The `transfer_bytes` of a rank, for stages that send so many bytes to the next one."""
+    return sum(
+        sent[stage] * ((ends[0] == rank) + (ends[1] == rank))
+        for path in placement.paths
+        for stage, ends in enumerate(pairwise(path))
+        if ends[0] != ends[1]
+    )
 
 
 def _rank(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: float, idle: float) -> RankPlan:
@@ -312,6 +371,7 @@ def _rank(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: fl
         moment_bytes=optimized * precision.moments,
         activation_bytes=kept,
         recomputed_bytes=held.recomputed_bytes,
+        transfer_bytes=held.transfer_bytes,
         idle=idle,
     )
 

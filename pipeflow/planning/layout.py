@@ -16,9 +16,6 @@ from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.setup import CHECKPOINTS, Checkpoint, Setup
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 
-ALLOWANCE = 0.08
-"""Share of a device's memory that no plan may use: the driver's, and what the allocator cannot hand out."""
-
 SEARCHED = tuple(name for name in SCHEDULES if "cost" not in options_of(name))
 """The schedules that are tried unless others are named: all but those that are themselves searched for."""
 
@@ -114,11 +111,11 @@ class Wanted:
     @property
     def limit(self) -> float:
         """Bytes that the plan of a device may count."""
-        return (1 - ALLOWANCE) * self.cluster.device.memory_bytes if self.memory is None else self.memory
+        return self.cluster.usable_bytes if self.memory is None else self.memory
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
         """The kinds of recomputation to try. That of scores alone saves nothing where they are not kept."""
         if self.checkpoint is not None:
             return (self.checkpoint,)
-        return CHECKPOINTS if self.setup.keep_scores else ("none", "full")
+        return CHECKPOINTS if self.setup.stores_scores else ("none", "full")

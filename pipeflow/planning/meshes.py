@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.layout import Wanted
@@ -82,8 +82,26 @@ def _sequences(wanted: Wanted, sizes: Sizes) -> int:
 def _no_devices(wanted: Wanted) -> str:
     fixed = [f"{name} {size}" for name, size in (("tensor", wanted.tensor), ("pipeline", wanted.pipeline)) if size]
     works = _near(wanted, lambda devices: any(_split(wanted, devices)))
-    advice = "" if works is None else f"; the nearest number that works is {works}"
-    return f"{wanted.devices} devices do not divide into layouts with {' and '.join(fixed)}{advice}"
+    advice = [] if works is None else [f"the nearest number that works is {works}"]
+    advice += [
+        f"with {wanted.devices} devices, {name} {' or '.join(map(str, sizes))} works"
+        for name in ("tensor", "pipeline")
+        if (sizes := _other_sizes(wanted, name))
+    ]
+    return f"{wanted.devices} devices do not divide into layouts with {'; '.join([' and '.join(fixed), *advice])}"
+
+
+def _other_sizes(wanted: Wanted, name: str) -> list[int]:
+    """The next smaller and the next larger size of that name, in place of the one that was asked for, with which the
+    devices divide.
+    """
+    asked = getattr(wanted, name)
+    if asked is None:
+        return []
+    change: dict[str, Any] = {name: None}
+    free = replace(wanted, **change)
+    found = sorted({getattr(sizes, name) for sizes in _split(free, wanted.devices)})
+    return [size for size in found if size < asked][-1:] + [size for size in found if size > asked][:1]
 
 
 def _no_batch(wanted: Wanted, split: list[Sizes]) -> str:

@@ -22,7 +22,7 @@ from pipeflow.planning.partition import Cut
 from pipeflow.planning.rates import Group, Rates, Seconds
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
-from pipeflow.planning.transformer_costs import for_parts, sequence_of, stage_costs, stage_layers
+from pipeflow.planning.transformer_costs import for_parts, passed_bytes, sequence_of, stage_costs, stage_layers
 from pipeflow.planning.work import embedding_work, head_work, layer_work
 
 
@@ -106,7 +106,7 @@ def physical_costs(
     parts = stage_layers(model, placement, cut)
     times = for_parts(model, parts, lambda part: _stage_times(model, setup, mesh, rates, part))
     held = for_parts(model, parts, lambda part: model.parameters_of([part], setup.tensor))
-    activation = setup.microbatch_size * sequence_of(model, setup) * model.hidden * setup.precision.weight
+    activation = passed_bytes(model, setup)
     stages = [
         StageCosts(times[stage], memory.saved_bytes[stage], memory.deferred_bytes[stage], activation, held[stage])
         for stage in range(len(parts))
@@ -121,7 +121,16 @@ def physical_costs(
 
 def rates_of(cluster: Cluster, setup: Setup) -> Rates:
     """The rates of a cluster in the precision of a setup. Raises UsageError as `physical_costs` does."""
-    precision = setup.precision.products
+    return _rates_in(cluster, setup.precision.products)
+
+
+def head_rates(rates: Rates) -> Rates:
+    """The rates of the head, which fp8 leaves in 16 bits."""
+    is_apart = rates.precision == "fp8" and "bf16" in rates.cluster.device.flops
+    return _rates_in(rates.cluster, "bf16") if is_apart else rates
+
+
+def _rates_in(cluster: Cluster, precision: str) -> Rates:
     return Rates(cluster, Efficiency.of(cluster.efficiency, cluster.device.name, precision), precision)
 
 
@@ -231,7 +240,7 @@ def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, par
         sums += 2
     if part[1] == model.layers:
         work = head_work(model, setup)
-        each = rates.seconds(work)
+        each = head_rates(rates).seconds(work)
         moved = rates.moving(work.moved_bytes)
         ends.append(Seconds(each.forward, each.backward - moved + collective, each.weight, 0.0))
         sums += 1

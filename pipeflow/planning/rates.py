@@ -54,6 +54,11 @@ class Rates:
         """FLOP/s of one device in products."""
         return self.cluster.device.flops[self.precision]
 
+    @property
+    def attention_peak(self) -> float:
+        """FLOP/s of one device in attention, which runs in 16 bits where the other products run in 8."""
+        return self.cluster.device.flops.get("bf16", self.peak) if self.precision == "fp8" else self.peak
+
     def product(self, product: Product) -> float:
         """Seconds of the products: their operations at the share of the peak that large ones reach, and longer for
         short dimensions.
@@ -75,12 +80,16 @@ class Rates:
         return count / (self.cluster.device.memory_bandwidth * share)
 
     def seconds(self, work: Work) -> Seconds:
-        """The times of the work. The backward has two products for each one, and moves twice as much."""
+        """The times of the work. The backward has two products for each one, moves twice as much, and computes again
+        what the work says.
+        """
         products = sum(map(self.product, work.products))
-        scores = work.attention_flops / (self.peak * self.efficiency.attention) + self.moving(work.score_bytes)
+        attention = self.attention_peak * self.efficiency.attention
+        scores = work.attention_flops / attention + self.moving(work.score_bytes)
         forward = products + scores + self.moving(work.moved_bytes)
-        backward = self.efficiency.backward
-        return Seconds(forward, backward * forward, backward / 2 * products, scores)
+        backward = self.efficiency.backward / 2
+        again = work.again_flops / attention
+        return Seconds(forward, backward * (2 * forward + again), backward * products, scores)
 
     def all_reduce(self, group: Group, count: float, link: float, network: float) -> float:
         """Seconds to sum so many bytes over a group, by a ring that enters and leaves a node through the network of all

@@ -70,7 +70,7 @@ class Setup:
             False stand for "full" and "none".
         sequence_parallel: the tensor ranks share what each else had whole (arXiv 2205.05198, section 4.2.2).
         keep_scores: attention has its scores in memory, as without torch's scaled_dot_product_attention or
-            FlashAttention (arXiv 2205.14135), and keeps them unless they are computed again.
+            FlashAttention (arXiv 2205.14135), and keeps them unless they are computed again. See `stores_scores`.
 
     Raises UsageError for sizes below 1, and for another `zero` or `checkpoint`.
     """
@@ -96,3 +96,10 @@ class Setup:
         object.__setattr__(self, "zero", int(self.zero))
         if isinstance(self.checkpoint, bool):
             object.__setattr__(self, "checkpoint", "full" if self.checkpoint else "none")
+
+    @property
+    def stores_scores(self) -> bool:
+        """Whether attention writes its scores to memory: as `keep_scores` says, and also where they are recomputed
+        alone (selective checkpoints), or where training runs in fp16, whose programs are older than fused attention.
+        """
+        return self.keep_scores or self.checkpoint == "selective" or self.precision.name.startswith("fp16")

@@ -98,6 +98,11 @@ def sequence_of(model: Transformer, setup: Setup) -> int:
     return sequence
 
 
+def passed_bytes(model: Transformer, setup: Setup) -> int:
+    """Bytes of what a stage passes to the next one for a microbatch; its gradient has as many."""
+    return setup.microbatch_size * sequence_of(model, setup) * _whole(model, setup) * setup.precision.weight
+
+
 def _operations(model: Transformer, setup: Setup, part: Part) -> tuple[float, float, float]:
     """Per token, of F, I and W: a linear's two halves cost its forward each, attention's backward is all in I and costs
     twice its forward (arXiv 2401.10241, table 1). What is computed again, layers alone, is a part of I. No I is needed
@@ -136,7 +141,7 @@ def _score_bytes(model: Transformer, setup: Setup) -> int:
     dropout's result and its mask.
     """
     width = 2 * setup.precision.weight + 1 if model.dropout else setup.precision.weight
-    return width * model.heads * sequence_of(model, setup) // setup.tensor if setup.keep_scores else 0
+    return width * model.heads * sequence_of(model, setup) // setup.tensor if setup.stores_scores else 0
 
 
 def _layer_bytes(model: Transformer, setup: Setup) -> int:

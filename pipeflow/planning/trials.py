@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
 
@@ -20,13 +19,14 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.bounds import least_makespan
 from pipeflow.planning.cuts import cut_by_load, even_cut
-from pipeflow.planning.estimate import rank_plan
+from pipeflow.planning.estimate import ALLOCATOR, rank_plan
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.meshes import Sizes, meshes, microbatch_sizes
 from pipeflow.planning.partition import Part
 from pipeflow.planning.peaks import RankPeaks, peaks
 from pipeflow.planning.physical import Physical, physical_costs
+from pipeflow.planning.profiles import Profile, profile
 from pipeflow.planning.setup import Checkpoint, Setup
 from pipeflow.schedules import make_schedule, options_of
 
@@ -69,6 +69,10 @@ class Family:
     def make(self, microbatches: int) -> Schedule:
         """The schedule."""
         return _made(self.name, self.placement.num_ranks, microbatches, self.options)
+
+    def actions(self, microbatches: int) -> int:
+        """How many it has at most."""
+        return self.placement.num_stages * microbatches * (3 if self.split else 2)
 
     def peaks(self, microbatches: int) -> tuple[RankPeaks, ...]:
         """The most that its ranks keep."""
@@ -130,7 +134,7 @@ class Trial:
     @property
     def actions(self) -> int:
         """How many its schedule has."""
-        return _actions(self.family, self.cell.microbatches)
+        return self.family.actions(self.cell.microbatches)
 
     def least_bytes(self) -> float:
         """Bytes that its fullest device needs at least: those that it keeps with few microbatches, which for no
@@ -149,7 +153,7 @@ class Trial:
         return self._fullest(each.bytes(sizes) for each in self.family.peaks(microbatches))
 
     def _fullest(self, kept: Iterable[float]) -> float:
-        return max(state + most for state, most in zip(self.state, kept, strict=True))
+        return max(state + (1 + ALLOCATOR) * most for state, most in zip(self.state, kept, strict=True))
 
     def simulated(self) -> tuple[float, float]:
         """The seconds of one step, and the bytes of the fullest device."""
@@ -186,15 +190,14 @@ def _zeros(wanted: Wanted, sizes: Sizes) -> tuple[int, ...]:
     return (int(sizes.data > 1),) if wanted.zero is None else (wanted.zero,)
 
 
-def families(wanted: Wanted, ranks: int) -> Iterator[Family]:
-    """The schedules to try on so many ranks. One rank has nothing to order: one schedule stands for all."""
-    names = wanted.schedules
+def families(names: tuple[str, ...], ranks: int, layers: int) -> Iterator[Family]:
+    """Of these schedules, those to try on so many ranks. One rank has nothing to order: one schedule stands for all."""
     if ranks == 1:
         names = ("1f1b",) if "1f1b" in names else names[:1]
     for name in names:
-        for options in _options(name, ranks, wanted.model.layers):
+        for options in _options(name, ranks, layers):
             found = _family(name, ranks, options)
-            if found is not None and found.placement.num_stages <= wanted.model.layers:
+            if found is not None and found.placement.num_stages <= layers:
                 yield found
 
 
@@ -213,8 +216,8 @@ def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[flo
     step with it is shorter, in seconds.
     """
     found: dict[Placement, list[_Costs]] = {}
-    for family in families(wanted, cell.sizes.pipeline):
-        if _actions(family, cell.microbatches) > ACTIONS:
+    for family in families(wanted.schedules, cell.sizes.pipeline, wanted.model.layers):
+        if family.actions(cell.microbatches) > ACTIONS:
             continue
         if family.placement not in found:
             found[family.placement] = list(_costs(wanted, cell, family.placement, limit))
@@ -253,39 +256,23 @@ def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> It
 
 
 def _of_one(cost: CostModel, placement: Placement) -> list[float]:
-    """Per rank, the bytes that one microbatch keeps: each rank keeps as much before its first backward."""
+    """Per rank, the bytes that one microbatch takes: each rank keeps as much before its first backward."""
     kept = [0.0] * placement.num_ranks
     for stage, rank in enumerate(placement.paths[0]):
-        kept[rank] += cost.saved_bytes[stage]
+        kept[rank] += (1 + ALLOCATOR) * cost.saved_bytes[stage]
     return kept
 
 
-class _Profile(NamedTuple):
-    """Seconds of one microbatch in all layers, and what stands before and after the layers, in layers."""
-
-    seconds: float
-    first: float
-    last: float
-
-
 @lru_cache(maxsize=4096)
-def _profile(wanted: Wanted, tensor: int, microbatch_size: int, checkpoint: Checkpoint) -> _Profile:
-    layers = wanted.model.layers
-    setup = replace(wanted.setup, tensor=tensor, data=1, microbatch_size=microbatch_size, checkpoint=checkpoint)
-    ends = sorted({0, 1, max(layers - 1, 1), layers})
-    cut = list(pairwise(ends))
-    mesh = Mesh(tensor, len(cut), 1, wanted.cluster.devices_per_node)
-    cost = physical_costs(wanted.model, Placement.linear(len(cut)), setup, mesh, wanted.cluster, cut=cut).cost
-    times = [sum(each) for each in zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)]
-    layer = times[1] / (layers - 2) if layers > 2 else min(times)
-    before, after = (round(max(times[end] / layer - 1, 0.0), 1) if layers > 1 else 0.0 for end in (0, -1))
-    return _Profile(sum(times), before, after)
+def _profile(wanted: Wanted, tensor: int, microbatch_size: int, checkpoint: Checkpoint) -> Profile:
+    setup = replace(wanted.setup, tensor=tensor, microbatch_size=microbatch_size, checkpoint=checkpoint)
+    return profile(wanted.model, setup, wanted.cluster)
 
 
 def least_seconds(wanted: Wanted, cell: Cell) -> float:
     """No step of any layout of the cell is shorter: its ranks have this much to compute on average."""
     weights = _profile(wanted, cell.sizes.tensor, cell.microbatch_size, cell.checkpoint)
-    return weights.seconds * cell.microbatches / cell.sizes.pipeline
+    return weights.time * cell.microbatches / cell.sizes.pipeline
 
 
 def _setup(wanted: Wanted, cell: Cell) -> Setup:
@@ -297,10 +284,6 @@ def _setup(wanted: Wanted, cell: Cell) -> Setup:
         checkpoint=cell.checkpoint,
         zero=cell.zero,
     )
-
-
-def _actions(family: Family, microbatches: int) -> int:
-    return family.placement.num_stages * microbatches * (3 if family.split else 2)
 
 
 def _sizes(cost: CostModel) -> dict[Content, tuple[float, ...]]:

@@ -14,6 +14,7 @@ from pipeflow.planning.transformer_costs import sequence_of
 
 SCORE_BYTES = 13  # per attention score in half precision: written, masked and normalised, dropped out, read again
 WHOLE_VALUES = 11  # per token and `hidden`: two norms, two sums with a residual and their dropouts
+ATTENTION_AGAIN = 0.5  # of the products of fused attention, that its backward computes again: one of the two
 LOSS_PASSES = 8  # over the logits in float32, for the loss and again for its gradient
 EMBEDDING_PASSES = 10  # over the embedding's output
 
@@ -38,21 +39,17 @@ class Work(NamedTuple):
     Attributes:
         products: with weights; each has two products of the same size in the backward.
         attention_flops: of the products of queries, keys and values.
+        again_flops: of those, what the backward computes again: fused attention (FlashAttention, arXiv 2205.14135)
+            keeps no scores, so its backward has five products for two.
         moved_bytes: what elementwise operations read and write; the backward moves twice as much.
         score_bytes: the same for attention scores, where they are stored.
     """
 
     products: tuple[Product, ...]
     attention_flops: float = 0.0
+    again_flops: float = 0.0
     moved_bytes: float = 0.0
     score_bytes: float = 0.0
-
-
-def stores_scores(setup: Setup) -> bool:
-    """Whether attention writes its scores to memory: as `keep_scores` says, and also where they are recomputed alone
-    (selective checkpoints), or where training runs in fp16, whose programs are older than fused attention.
-    """
-    return setup.keep_scores or setup.checkpoint == "selective" or setup.precision.name.startswith("fp16")
 
 
 def layer_work(model: Transformer, setup: Setup) -> Work:
@@ -60,8 +57,9 @@ def layer_work(model: Transformer, setup: Setup) -> Work:
     sequence, tensor = sequence_of(model, setup), setup.tensor
     tokens, hidden, width = setup.microbatch_size * sequence, model.hidden, setup.precision.weight
     inner, keys = model.query_width / tensor, model.key_width / tensor
-    is_stored = stores_scores(setup)
+    is_stored = setup.stores_scores
     is_skipped = isinstance(model, GPT) and not is_stored  # fused attention skips what the causal mask leaves out
+    attention = tokens * model.attention_flops(sequence) / tensor / (2 if is_skipped else 1)
     values = 2 * inner + 2 * keys + (3 if model.gated else 2) * model.active_experts * model.wide / tensor
     whole = hidden / tensor if setup.sequence_parallel else hidden
     return Work(
@@ -70,7 +68,8 @@ def layer_work(model: Transformer, setup: Setup) -> Work:
             Product(tokens, hidden, inner),
             *_perceptrons(model, tokens, tensor),
         ),
-        attention_flops=tokens * model.attention_flops(sequence) / tensor / (2 if is_skipped else 1),
+        attention_flops=attention,
+        again_flops=0.0 if is_stored else attention * ATTENTION_AGAIN,
         moved_bytes=width * tokens * (WHOLE_VALUES * whole + values),
         score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,
     )

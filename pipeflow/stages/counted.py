@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from pipeflow.planning.counted import Piece
-from pipeflow.planning.work import Product, Work
+from pipeflow.planning.work import ATTENTION_AGAIN, Product, Work
 from pipeflow.stages.flow import Flow
 
 _aten: Any = torch.ops.aten
@@ -40,6 +40,7 @@ class _Event:
     clock: int
     product: Product | None = None
     attention_flops: float = 0.0
+    again_flops: float = 0.0
     moved_bytes: float = 0.0
 
 
@@ -104,6 +105,7 @@ class Counter:
                 Work(
                     tuple(event.product for event in events if event.product is not None),
                     attention_flops=sum(event.attention_flops for event in events),
+                    again_flops=sum(event.again_flops for event in events),
                     moved_bytes=sum(event.moved_bytes for event in events),
                 ),
                 len(events),
@@ -135,7 +137,7 @@ class Counter:
         """Counts fused attention, which skips what a causal mask leaves out."""
         batch, rows, width = query.shape[:-2].numel(), query.shape[-2], query.shape[-1] + value.shape[-1]
         flops = 2.0 * batch * rows * key.shape[-2] * width / (2 if is_causal else 1)
-        self._events.append(_Event(self.flow.clock, attention_flops=flops))
+        self._events.append(_Event(self.flow.clock, attention_flops=flops, again_flops=ATTENTION_AGAIN * flops))
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Counts an operator that has run."""
@@ -157,6 +159,7 @@ class Counter:
             self._convolve(event, args[0], args[1], made[0], is_transposed=args[6], groups=args[8])
         elif packet in _FUSED:
             event.attention_flops = float(flop_registry[packet](*args, **kwargs, out_val=output))
+            event.again_flops = ATTENTION_AGAIN * event.attention_flops
         else:
             event.moved_bytes = _moved(packet, given, made)
 

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.counted import CountedStage, Piece, counted_plan, piece_seconds
@@ -29,7 +30,7 @@ from pipeflow.stages.flow import Flow
 from pipeflow.stages.loss import all_counted
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.planner import Planner
-from pipeflow.stages.trace import Call
+from pipeflow.stages.trace import Call, Trace
 
 _DTYPES = {"float32": torch.float32, "fp16": torch.float16}
 
@@ -77,35 +78,84 @@ def plan_module(
     tensor ranks or with sizes that the example says, and as `plan` does for the cluster.
     """
     setup = Setup() if setup is None else setup
-    _require_plain(setup)
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"plan_module takes an nn.Module, got {type(module).__name__}")
-    rates = rates_of(cluster, setup)
-    dtype = _DTYPES.get(setup.precision.name.removesuffix("-mixed"), torch.bfloat16)
-    typed, placement = _typed(module, dtype), schedule.placement
-    planner = Planner(typed, 1, blocks=blocks)
-    entries = {name: tree_map(lambda leaf: _given(leaf, dtype), each) for name, each in _read(planner, example).items()}
-    counters: list[Counter] = []
+    return CountedModule.of(module, example, setup, blocks).plan(schedule, setup, cluster, cuts)
 
-    def counting(flow: Flow, fakes: Fakes) -> Counter:
-        counters.append(Counter(flow, list(fakes.module.parameters())))
-        return counters[-1]
 
-    trace, found = planner.observed(entries, counting)
-    if cuts is None:
-        cuts = _weights(_pieces(counters[-1], found, []), rates, str(setup.checkpoint))
-    planner = Planner(typed, placement.num_stages, cuts=cuts, blocks=blocks, placement=placement)
-    plan = planner.plan(entries)
-    made = [trace.calls[cut.index] for cut in plan.cuts]
-    pieces = _pieces(counters[-1], found, made)
-    sizes = {name: parameter.numel() for name, parameter in typed.named_parameters()}
-    stages = _stages(plan, pieces, _points(found, made), found, made, sizes)
-    far: dict[tuple[int, int], float] = {route: float(plan.bytes_between(*route)) for route in plan.routes}
-    step = counted_plan(stages, far, schedule, setup, cluster)
-    known: dict[str, Any] = {each.name: getattr(step, each.name) for each in fields(step)}
-    labels = dict(zip((call.index for call in trace.calls[1:]), labels_of(trace.calls[1:]), strict=True))
-    names = tuple(labels[cut.index] for cut in made)
-    return ModulePlan(cuts=names, pieces=tuple(pieces), parameters_total=sum(sizes.values()), **known)
+class Staged(NamedTuple):
+    """A counted module cut into stages: these, the bytes on each route, the names of the cuts, and all pieces."""
+
+    stages: tuple[CountedStage, ...]
+    far: dict[tuple[int, int], float]
+    names: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CountedModule:
+    """A module whose forward was counted for one microbatch, from which plans under any schedule are made.
+
+    Attributes:
+        typed: a copy without memory, in the precision of the plans.
+        entries: the microbatch.
+        trace, found: the calls of the forward, and the blocks among them.
+        counter: what was counted.
+        blocks: as in `plan_module`.
+        staged: its stages by placement and cuts, as far as they were needed.
+    """
+
+    typed: nn.Module
+    entries: dict[str, Any]
+    trace: Trace
+    found: list[Call]
+    counter: Counter
+    blocks: Blocks
+    staged: dict[object, Staged] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module, example: object, setup: Setup, blocks: Blocks = None) -> CountedModule:
+        """Counts one forward, in the precision of the setup. Raises UsageError as `plan_module`."""
+        _require_plain(setup)
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"an nn.Module can be planned, got {type(module).__name__}")
+        dtype = _DTYPES.get(setup.precision.name.removesuffix("-mixed"), torch.bfloat16)
+        typed = _typed(module, dtype)
+        planner = Planner(typed, 1, blocks=blocks)
+        read = _read(planner, example)
+        entries = {name: tree_map(lambda leaf: _given(leaf, dtype), each) for name, each in read.items()}
+        counters: list[Counter] = []
+
+        def counting(flow: Flow, fakes: Fakes) -> Counter:
+            counters.append(Counter(flow, list(fakes.module.parameters())))
+            return counters[-1]
+
+        trace, found = planner.observed(entries, counting)
+        return cls(typed, entries, trace, found, counters[-1], blocks)
+
+    def plan(self, schedule: Schedule, setup: Setup, cluster: Cluster, cuts: Cuts = None) -> ModulePlan:
+        """The plan under a schedule, for the microbatch that was counted. Raises UsageError as `plan_module`."""
+        if cuts is None:
+            pieces = _pieces(self.counter, self.found, [])
+            cuts = _weights(pieces, rates_of(cluster, setup), str(setup.checkpoint))
+        key = schedule.placement, cuts if cuts is None or isinstance(cuts, str) else tuple(cuts)
+        if key not in self.staged:
+            self.staged[key] = self._staged(schedule.placement, cuts)
+        staged = self.staged[key]
+        step = counted_plan(staged.stages, staged.far, schedule, setup, cluster)
+        known: dict[str, Any] = {each.name: getattr(step, each.name) for each in fields(step)}
+        total = sum(parameter.numel() for parameter in self.typed.parameters())
+        return ModulePlan(cuts=staged.names, pieces=staged.pieces, parameters_total=total, **known)
+
+    def _staged(self, placement: Placement, cuts: Cuts) -> Staged:
+        planner = Planner(self.typed, placement.num_stages, cuts=cuts, blocks=self.blocks, placement=placement)
+        plan = planner.plan(self.entries)
+        made = [self.trace.calls[cut.index] for cut in plan.cuts]
+        pieces = _pieces(self.counter, self.found, made)
+        sizes = {name: parameter.numel() for name, parameter in self.typed.named_parameters()}
+        stages = _stages(plan, pieces, _points(self.found, made), self.found, made, sizes)
+        far: dict[tuple[int, int], float] = {route: float(plan.bytes_between(*route)) for route in plan.routes}
+        calls = self.trace.calls[1:]
+        labels = dict(zip((call.index for call in calls), labels_of(calls), strict=True))
+        return Staged(tuple(stages), far, tuple(labels[cut.index] for cut in made), tuple(pieces))
 
 
 def _require_plain(setup: Setup) -> None:

@@ -41,7 +41,7 @@ def test_layouts_for_people(capsys: pytest.CaptureFixture[str], fixed: list[obje
     shown = out(capsys, "plan", *SMALL, *fixed)
     assert "\x1b" not in shown
     assert max(map(len, shown.splitlines())) <= 80
-    assert "4 devices a100-40gb, at most 36.8 GiB on each" in shown
+    assert "4 devices a100-40gb, at most 38.4 GiB on each" in shown
     rows = [line for line in shown.splitlines() if line.endswith(" GiB")]
     assert [row.split()[0] for row in rows] == [str(place) for place in range(1, 3 if "--top" in fixed else 6)]
     assert ("schedules." in shown) == ("--pipeline" not in fixed)
@@ -80,6 +80,9 @@ def test_sizes_of_memory(capsys: pytest.CaptureFixture[str], text: str, size: fl
         ([*SMALL, "--json", "--svg", "-"], "standard output can take one output"),
         ([*SMALL, "--schedule", "1f1c"], "unknown schedule '1f1c'"),
         ([*SMALL[:-1], "b100"], "unknown device 'b100'; known:"),
+        ([*SMALL, "--cut", "cost"], "--cut is for one layout, not for a search with --devices: cuts are searched, too"),
+        ([*SMALL, "--tensor", 3, "--pipeline", 3], "4 devices do not divide into layouts with tensor 3 and pipeline 3"),
+        ([*SMALL, "--pipeline", 3], "the nearest number that works is 3; with 4 devices, pipeline 2 or 4 works"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(capsys: pytest.CaptureFixture[str], argv: list[object], said: str) -> None:

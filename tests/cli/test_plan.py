@@ -121,6 +121,34 @@ def test_a_file_is_as_good_as_a_name(capsys: pytest.CaptureFixture[str], tmp_pat
     assert said == f"--pipeline is for named schedules; {path} has its own ranks"
 
 
+def test_layers_are_cut_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    def layers(*options: object) -> list[int]:
+        return [rank["layers"] for rank in read(capsys, "gpt2-small", "--pipeline", 3, *options)["ranks"]]
+
+    assert layers() == layers("--cut", "even") == layers("--cut", "4,4,4") == [4, 4, 4]
+    assert layers("--cut", "5,6,1") == [5, 6, 1]
+    balanced = ["--cut", "cost", "--device", "a100-40gb"]
+    assert layers(*balanced)[-1] < 4  # the head counts
+    steps = [
+        read(capsys, "gpt2-small", "--pipeline", 3, *options)["step_seconds"] for options in (balanced[2:], balanced)
+    ]
+    assert steps[1] < steps[0]
+    assert sum(layers("--cut", "cost", "--schedule", "zb-auto", "--microbatches", 4)) == 12
+
+
+def test_memory_has_parts_and_it_is_said_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    small, large = ["gpt2-small", "--device", "t4", "--precision", "fp16"], ["gpt3-13b", "--device", "a100-40gb"]
+    for argv, fits in ((small, True), (large, False)):
+        found = read(capsys, *argv)
+        assert sum(found["peak_parts"].values()) == pytest.approx(found["peak_bytes"])
+        assert found["peak_parts"]["allocator"] > 0
+        assert found["fits"] is fits
+        shown = out(capsys, "plan", *argv)
+        assert ("does not fit: " in shown) is not fits
+        assert max(map(len, shown.splitlines())) <= 80
+    assert read(capsys, "gpt2-small")["fits"] is None
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -140,6 +168,18 @@ def test_a_file_is_as_good_as_a_name(capsys: pytest.CaptureFixture[str], tmp_pat
         (["vit-b16", "--vocabulary", 100], "vit-b16 takes no --vocabulary; its sizes are --layers, --hidden"),
         (["vit-b16", "--norm", "batch"], "argument --norm: invalid choice: 'batch'"),
         (["tiny", "--precision", "int8"], "argument --precision: invalid choice: 'int8'"),
+        (["tiny", "--cut", "2,2,2"], "--cut has 3 stages, but the schedule has 4: give 4 numbers"),
+        (["tiny", "--cut", "2,2,2,2", "--schedule", "zb-v"], "--cut has 4 stages, but the schedule has 8, on 4 ranks"),
+        (["tiny", "--cut", "2,2,2,1"], "--cut has 7 layers, but the model has 8: add 1 to its numbers"),
+        (["tiny", "--cut", "2,2,2,4"], "--cut has 10 layers, but the model has 8: take 2 from its numbers"),
+        (["tiny", "--cut", "4,4,0,0"], "argument --cut: it must be even or cost, or one number of layers per stage"),
+        (["tiny", "--cut", "fair"], "argument --cut: it must be even or cost, or one number of layers per stage"),
+        (["tiny", "--cut", "cost", "--pipeline", 9], "8 layers cannot fill 9 stages on 9 ranks"),
+        (
+            ["tiny", "--device", "t4", "--link-bandwidth", "32GB"],
+            "argument --link-bandwidth: it must be a number in by",
+        ),
+        (["tiny", "--network-bandwidth", "1e9"], "--network-bandwidth describes a cluster: say of which devices"),
     ],
 )
 def test_what_cannot_be_is_said(capsys: pytest.CaptureFixture[str], argv: list[object], message: str) -> None:

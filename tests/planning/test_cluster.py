@@ -113,7 +113,12 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
         (lambda it: it.update(link_bandwidth=True), "link_bandwidth must be a number in bytes/s.*; got True"),
         (lambda it: it.update(link_bandwidth=float("nan")), "link_bandwidth must be a number in bytes/s.*; got nan"),
         (lambda it: it.update(devices_per_node=8.0), "devices_per_node must be an integer of at least 1, got 8.0"),
-        (lambda it: it["units"].update(link_bandwidth="GB/s"), "units other than .* link_bandwidth in bytes/s per dev"),
+        (
+            lambda it: it["units"].update(link_bandwidth="GB/s"),
+            "link_bandwidth is given in 'GB/s', but .* in bytes/s per",
+        ),
+        (lambda it: it["units"].update(speed="m/s"), "units has unknown speed; its keys are flops, memory_bytes"),
+        (lambda it: it.update(units="SI"), "units must be an object of names and units, got 'SI'"),
         (lambda it: it.update(efficiency={"products": "high"}), "efficiency must be an object of names and numbers"),
         (lambda it: it["device"].update(flops=[1]), "flops must be an object of names and numbers, got \\[1\\]"),
         (lambda it: it["device"].update(name=1), "the name of the device must be text, got 1"),
@@ -129,6 +134,10 @@ def test_a_file_that_cannot_be_is_one_error(
     path.write_text(json.dumps(content))
     with pytest.raises(UsageError, match=rf"cluster\.json: {message}"):
         Cluster.load(path)
+
+
+def test_names_of_devices_are_read_as_people_write_them() -> None:
+    assert Device.named(" A100_80GB ") == Device.named("A100 80GB") == Device.named("a100-80gb")
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_families_know_whether_backwards_are_split(name: str) -> None:
     for ranks in (2, 4, 8):
         rows = made(name, ranks, 4 * ranks)
         splits = any(action.kind == "W" for rank in range(ranks) for action in rows.actions(rank))
-        assert {family.split for family in families(deep, ranks)} == {splits}
+        assert {family.split for family in families(deep.schedules, ranks, deep.model.layers)} == {splits}
 
 
 def layout(tensor: int, pipeline: int, checkpoint: Any) -> Layout:

@@ -8,9 +8,10 @@ import pytest
 
 from pipeflow import GPT, PRECISIONS, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.efficiency import PUBLISHED, SHARES, Efficiency
+from pipeflow.planning.device import DEVICES
+from pipeflow.planning.efficiency import OF_DEVICES, PUBLISHED, SHARES, Efficiency
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.physical import physical_costs
+from pipeflow.planning.physical import head_rates, physical_costs, rates_of
 from pipeflow.planning.rates import Group, Rates
 from pipeflow.planning.setup import Checkpoint
 from pipeflow.planning.work import Product, layer_work
@@ -181,6 +182,47 @@ def test_scores_are_stored_in_old_programs_alone() -> None:
     for unfused in (Setup(keep_scores=True), Setup(checkpoint="selective"), Setup(precision=PRECISIONS["fp16"])):
         assert layer_work(SMALL, unfused).score_bytes > 0
         assert layer_work(SMALL, unfused).attention_flops == 2 * layer_work(SMALL, Setup()).attention_flops
+
+
+def test_the_backward_of_fused_attention_computes_scores_again() -> None:
+    """Five products for two (arXiv 2205.14135); with stored scores four."""
+    rates = Rates(A100, PUBLISHED, "bf16")
+    for setup, times in ((Setup(), 2.5), (Setup(keep_scores=True), 2.0)):
+        work = layer_work(SMALL, setup)._replace(products=(), moved_bytes=0.0, score_bytes=0.0)
+        computed = rates.seconds(work)
+        assert computed.backward == pytest.approx(times * computed.forward)
+
+
+def test_fp8_leaves_attention_and_the_head_in_16_bits() -> None:
+    cluster, fp8 = Cluster.of("h100-80gb"), Setup(precision=PRECISIONS["fp8"])
+    slow, fast = (rates_of(cluster, setup) for setup in (Setup(), fp8))
+    attention = layer_work(SMALL, fp8)._replace(products=(), moved_bytes=0.0)
+    assert fast.seconds(attention) == slow.seconds(attention)
+    assert head_rates(fast) == slow
+    mesh = Mesh(1, SMALL.layers, 1, 8)
+    cut = [(0, 1), *((layer, layer + 1) for layer in range(1, SMALL.layers))]
+    heads = []
+    for setup in (Setup(), fp8):
+        cost = physical_costs(SMALL, Placement.linear(SMALL.layers), setup, mesh, cluster, cut=cut).cost
+        heads.append(cost.forward[-1] - cost.forward[1])
+    assert heads[0] == pytest.approx(heads[1])
+
+
+def test_devices_have_shares_of_their_own() -> None:
+    assert Efficiency.of({}, "h100-80gb", "bf16").products < PUBLISHED.products
+    assert Efficiency.of({}, "a100-80gb", "bf16") == Efficiency.of({}) == PUBLISHED
+    assert Efficiency.of({"products": 0.9}, "h100-80gb", "bf16").products == 0.9  # what was measured goes first
+    for family, precision in OF_DEVICES:
+        known = [name for name in DEVICES if name.startswith(family) and precision in DEVICES[name].flops]
+        assert known, family
+
+
+def test_sequence_parallel_stages_pass_parts() -> None:
+    whole, parts = (
+        physical_costs(SMALL, Placement.linear(2), Setup(tensor=4, sequence_parallel=split), Mesh(4, 2, 1, 8), A100)
+        for split in (False, True)
+    )
+    assert whole.cost.activation_bytes[0] == 4 * parts.cost.activation_bytes[0]
 
 
 @pytest.mark.parametrize("name", sorted(SHARES))

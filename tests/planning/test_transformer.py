@@ -18,6 +18,7 @@ from pipeflow import (
     make_schedule,
     plan,
 )
+from pipeflow.planning.estimate import ALLOCATOR
 from pipeflow.planning.transformer_costs import stage_costs
 from pipeflow.schedules import SCHEDULES
 from tests.families import make_near
@@ -195,7 +196,27 @@ def test_selective_recomputation_takes_the_operations_of_attention_and_the_score
     scores = 3 * 32 * 5 * 4 * 32 // 2
     assert costs[0].saved_bytes[1] - costs[1].saved_bytes[1] == scores
     assert planned(setup=selective).ranks[1].recomputed_bytes == scores
-    assert planned(setup=replace(selective, keep_scores=False)).ranks[1].recomputed_bytes == 0
+    assert planned(setup=replace(selective, keep_scores=False)).ranks[1].recomputed_bytes == scores
+
+
+def test_programs_in_fp16_keep_scores_in_time_and_memory() -> None:
+    old, kept, fused = (
+        planned(setup=Setup(precision=PRECISIONS[name], keep_scores=keep)).ranks[1].activation_bytes
+        for name, keep in (("fp16", False), ("bf16", True), ("bf16", False))
+    )
+    assert old == kept > fused
+
+
+def test_received_tensors_wait_in_memory_of_their_own() -> None:
+    """Ends have one neighbour, others two; sequence parallelism passes parts; one rank receives nothing."""
+    size = 2 * 32 * 64
+    found = planned()
+    assert [rank.transfer_bytes for rank in found.ranks] == [size, *[2 * size] * (len(found.ranks) - 2), size]
+    split = planned(setup=Setup(tensor=2, sequence_parallel=True))
+    assert split.ranks[0].transfer_bytes == size / 2
+    assert plan(SMALL, make_schedule("1f1b", ranks=1, microbatches=2)).ranks[0].transfer_bytes == 0
+    folded = plan(SMALL, make_schedule("zb-v", ranks=2, microbatches=2)).ranks  # rank 1 passes stage 1 to itself
+    assert [rank.transfer_bytes for rank in folded] == [2 * size, 2 * size]
 
 
 def test_operations_are_those_of_narayanan() -> None:
@@ -227,9 +248,9 @@ def test_a_parameter_takes_16_bytes_and_less_when_shared(name: str) -> None:
 
     def held(**options: Any) -> tuple[int, int]:
         rank = planned(setup=Setup(precision=PRECISIONS[name], data=4, **options)).ranks[1]
-        assert rank.peak_bytes - rank.activation_bytes == (
-            rank.weight_bytes + rank.gradient_bytes + rank.master_bytes + rank.moment_bytes
-        )
+        held = rank.weight_bytes + rank.gradient_bytes + rank.master_bytes + rank.moment_bytes
+        beside = rank.activation_bytes + rank.recomputed_bytes + rank.transfer_bytes + rank.allocator_bytes
+        assert rank.peak_bytes == pytest.approx(held + beside)
         return rank.parameters, rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes
 
     parameters, total = held()
@@ -251,7 +272,9 @@ def test_every_schedule_is_planned(name: str) -> None:
     assert 0 <= found.bubble_ratio <= found.makespan_bubble_ratio < 0.6
     for rank in found.ranks:
         held = rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes
-        assert rank.peak_bytes == held + rank.activation_bytes + rank.recomputed_bytes
+        used = held + rank.activation_bytes + rank.recomputed_bytes + rank.transfer_bytes
+        assert rank.allocator_bytes == pytest.approx(ALLOCATOR * used)
+        assert rank.peak_bytes == pytest.approx(used + rank.allocator_bytes)
         assert rank.recomputed_bytes == (10 + 24 / 2 - 2) * 32 * 64  # its input is kept
 
 

@@ -26,7 +26,7 @@ def model(fields: Mapping[str, str]) -> dict[str, Any]:
     if state.modelled is None:
         return {"tables": ""}
     plans = [state.modelled.plan(schedule(state, name).without_reductions()) for name in state.schedules]
-    memory = state.modelled.cluster.device.memory_bytes
+    memory = state.modelled.cluster.usable_bytes
     tables = [_times(plans, state.modelled.cluster.device.name), *(_memory(each, memory) for each in plans)]
     return {"tables": "".join(tables)}
 
@@ -47,7 +47,8 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan, memory: float) -> str:
-    head = ("rank", "layers", "weights", "gradients", "optimizer", "activations", "sum", f"of {bytes_text(memory)}")
+    parts = ("weights", "gradients", "optimizer", "activations", "allocator")
+    head = ("rank", "layers", *parts, "sum", f"of {bytes_text(memory)}")
     caption = f"Memory of a device, {heading(plan.timeline)}"
     return table(caption, head, [[*_rank(each, memory)] for each in plan.ranks])
 
@@ -55,7 +56,7 @@ def _memory(plan: Plan, memory: float) -> str:
 def _rank(rank: RankPlan, memory: float) -> Iterator[str]:
     yield f"rank {rank.rank}"
     yield str(rank.layers)
-    activations = rank.activation_bytes + rank.recomputed_bytes
-    for size in (rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes, activations, rank.peak_bytes):
-        yield bytes_text(size)
+    activations = rank.activation_bytes + rank.recomputed_bytes + rank.transfer_bytes
+    yield from map(bytes_text, (rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes, activations))
+    yield from map(bytes_text, (rank.allocator_bytes, rank.peak_bytes))
     yield "fits" if rank.peak_bytes <= memory else f"{bytes_text(rank.peak_bytes - memory)} too much"

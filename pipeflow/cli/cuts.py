@@ -1,0 +1,52 @@
+"""`pipeflow plan --cut`: how the layers of a model are dealt over the stages."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import accumulate, pairwise
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.planning.catalog import Model
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.partition import Cut
+from pipeflow.planning.profiles import cut_by_cost
+from pipeflow.planning.setup import Setup
+
+WORDS = ("even", "cost")
+
+
+def cut_text(text: str) -> str | tuple[int, ...]:
+    """One of WORDS, or the numbers of layers. Raises ArgumentTypeError for anything else."""
+    if text in WORDS:
+        return text
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(
+            f"it must be {' or '.join(WORDS)}, or one number of layers per stage such as 13,12,12,11; got {text!r}"
+        )
+    return sizes
+
+
+def cut_of(
+    given: str | tuple[int, ...] | None, model: Model, placement: Placement, setup: Setup, cluster: Cluster | None
+) -> Cut:
+    """The cut for the stages of a placement. Raises UsageError for another number of stages or of layers."""
+    if given is None or given == "even":
+        return "uniform"
+    if isinstance(given, str):
+        if placement.num_stages > model.layers:
+            return "uniform"  # whose error says so
+        return cut_by_cost(model, placement, setup, cluster)
+    stages, layers = placement.num_stages, sum(given)
+    if len(given) != stages:
+        ranks = f", on {placement.num_ranks} ranks" if stages != placement.num_ranks else ""
+        raise UsageError(f"--cut has {len(given)} stages, but the schedule has {stages}{ranks}: give {stages} numbers")
+    if layers != model.layers:
+        more = model.layers - layers
+        change = f"add {more} to" if more > 0 else f"take {-more} from"
+        raise UsageError(f"--cut has {layers} layers, but the model has {model.layers}: {change} its numbers")
+    return list(pairwise(accumulate(given, initial=0)))

@@ -1,0 +1,143 @@
+"""find_module_layouts: the fastest layouts of any module, from one forward per size of a microbatch. Must not contain:
+how a module is counted, or what a layout costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import require_positive
+from pipeflow.core.text import bytes_text
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.layout import SEARCHED, Layout
+from pipeflow.planning.layouts import ranking
+from pipeflow.planning.meshes import divisors
+from pipeflow.planning.setup import Checkpoint, Setup
+from pipeflow.planning.trials import ACTIONS, Family, families
+from pipeflow.stages.blocks import Blocks
+from pipeflow.stages.estimate import CountedModule, ModulePlan
+
+CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleLayout:
+    """A layout that `find_module_layouts` found.
+
+    Attributes:
+        layout: itself; its `cut` is one of the blocks.
+        plan: its cost. `plan.cuts` is what `Pipeline.from_module` takes.
+    """
+
+    layout: Layout
+    plan: ModulePlan
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step."""
+        assert self.plan.step_seconds is not None
+        return self.plan.step_seconds
+
+
+def find_module_layouts(
+    module: nn.Module,
+    examples: Mapping[int, object],
+    *,
+    cluster: Cluster,
+    devices: int,
+    batch: int,
+    setup: Setup | None = None,
+    schedules: tuple[str, ...] = SEARCHED,
+    blocks: Blocks = None,
+    memory: float | None = None,
+    top: int = 5,
+) -> tuple[ModuleLayout, ...]:
+    """The `top` best layouts of a module, the best first; one for each choice of pipeline ranks and replicas. All
+    schedules with their chunks, full recomputation, and the given sizes of a microbatch are tried, as `plan_module`
+    plans them. Ties are broken as in `find_layouts`.
+
+    Args:
+        module: as in `plan_module`.
+        examples: by the number of samples, one microbatch each, in a form that `Pipeline.from_module` takes.
+        cluster, devices: what it is trained on.
+        batch: samples per step, on all devices together.
+        setup: the precision.
+        schedules: names to try.
+        blocks: as in `plan_module`.
+        memory: bytes that the plan of a device may count; by default the device's memory less what drivers take.
+        top: how many layouts.
+
+    Raises UsageError as `plan_module`, for devices and a batch that no layout divides, and for a module that fits
+    nowhere, with what is missing.
+    """
+    require_positive(devices=devices, batch=batch, top=top)
+    base, limit = Setup() if setup is None else setup, cluster.usable_bytes if memory is None else memory
+    if not examples:
+        raise UsageError("examples is empty: give microbatches by their number of samples, such as {1: batch}")
+    found: dict[tuple[int, int], list[ModuleLayout]] = {}
+    least: ModuleLayout | None = None
+    for size, example in examples.items():
+        counted = CountedModule.of(module, example, base, blocks)
+        for each in _tried(counted, base, cluster, schedules, (devices, batch, size)):
+            if least is None or each.plan.peak_bytes < least.plan.peak_bytes:
+                least = each
+            if each.plan.peak_bytes <= limit:
+                found.setdefault((each.layout.pipeline, each.layout.data), []).append(each)
+    if least is None:
+        sizes = " or ".join(map(str, examples))
+        raise UsageError(
+            f"no layout divides a batch of {batch} into microbatches of {sizes} on {devices} devices: change one of "
+            "these numbers"
+        )
+    if not found:
+        more, layout = least.plan.peak_bytes - limit, least.layout
+        raise UsageError(
+            f"no layout fits: the closest one, pipeline {layout.pipeline} x data {layout.data} with {layout.schedule} "
+            f"and microbatches of {layout.microbatch_size}, needs {bytes_text(more)} more than the {bytes_text(limit)} "
+            "there are: use more devices, smaller blocks, or smaller microbatches"
+        )
+    return _ranked([_ranked(group)[0] for group in found.values()])[:top]
+
+
+def _ranked(found: list[ModuleLayout]) -> tuple[ModuleLayout, ...]:
+    order = ranking((each.step_seconds, each.layout) for each in found)
+    return tuple(next(each for each in found if each.layout is layout) for _, layout in order)
+
+
+def _tried(
+    counted: CountedModule, base: Setup, cluster: Cluster, schedules: tuple[str, ...], task: tuple[int, int, int]
+) -> Iterator[ModuleLayout]:
+    """All layouts for a task: devices, a batch, and the samples of a microbatch."""
+    devices, batch, size = task
+    for ranks in divisors(devices):
+        data = devices // ranks
+        if batch % (data * size):
+            continue
+        many = batch // (data * size)
+        for checkpoint in CHECKPOINTS:
+            setup = replace(base, data=data, zero=int(data > 1), checkpoint=checkpoint)
+            for family in families(schedules, ranks, len(counted.found)):
+                if family.actions(many) <= ACTIONS:
+                    plan = counted.plan(family.make(many), setup, cluster)
+                    yield ModuleLayout(_layout(family, plan, size, many), plan)
+
+
+def _layout(family: Family, plan: ModulePlan, size: int, many: int) -> Layout:
+    setup, placement = plan.setup, plan.schedule.placement
+    cut = {stage: part for rank in plan.ranks for stage, part in zip(rank.stages, rank.parts, strict=True)}
+    return Layout(
+        1,
+        placement.num_ranks,
+        setup.data,
+        size,
+        many,
+        family.name,
+        dict(family.options),
+        "full" if setup.checkpoint == "full" else "none",
+        setup.zero,
+        tuple(cut[stage] for stage in range(placement.num_stages)),
+    )

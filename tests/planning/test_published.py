@@ -1,0 +1,64 @@
+"""Published training steps beside their plans, and what the documents say of them."""
+
+from __future__ import annotations
+
+import json
+from statistics import fmean, median
+
+import numpy as np
+import pytest
+
+from benchmarks.measured_steps import Row, memory_rows, rows
+from benchmarks.planner import _regrets, allocator_shares
+from benchmarks.planner_tables import ROOT, tables, written
+from pipeflow import GPT, Cluster, Setup, plan
+from pipeflow.planning.estimate import ALLOCATOR
+from pipeflow.planning.layouts import TIE
+
+MODEL = GPT(4, 512, 4, 512, 8192)
+
+
+def row(tensor: int, data: int, seconds: float) -> Row:
+    return Row("somewhere", MODEL, Setup(tensor=tensor, data=data), 1, 1, 8 // data, seconds)
+
+
+def test_the_documents_have_the_tables_of_the_benchmark() -> None:
+    data = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text())["data"]
+    for path, table in tables(data).items():
+        assert written(path.read_text()) == table, f"{path.name}: python -m benchmarks planner --save writes it anew"
+
+
+def test_the_regret_is_that_of_the_layout_which_the_search_lists_first() -> None:
+    """Of ties, the one with fewer tensor ranks; the fastest one beyond that."""
+    chosen = [row(4, 1, 1.0), row(2, 2, 1.2), row(1, 4, 1.5)]
+    measured = np.array([each.seconds for each in chosen])
+    for second, regret in ((1 + 0.9 * TIE, 0.2), (1 + 1.1 * TIE, 0.0)):
+        regrets, plain, _ = _regrets(chosen, np.array([1.0, second, 9.0]), measured)
+        assert regrets == pytest.approx([regret])
+        assert plain == [0.0]
+
+
+def test_every_published_step_is_planned_to_fit() -> None:
+    usable = Cluster.of("a100-80gb").usable_bytes
+    largest: dict[object, Row] = {}
+    for each in rows():  # where only the number of microbatches differs, the most of them take most
+        key = each.model, each.setup, each.pipeline, each.chunks
+        if key not in largest or each.microbatches > largest[key].microbatches:
+            largest[key] = each
+    assert len(largest) > 500
+    for each in largest.values():
+        schedule = each.layout.make_schedule()
+        assert plan(each.model, schedule, each.setup).peak_bytes <= usable
+
+
+def test_the_memory_of_published_layouts_is_planned_within_10_percent() -> None:
+    errors = [each.planned / 2**30 / each.gib - 1 for each in memory_rows()]
+    assert len(errors) == 8
+    assert fmean(map(abs, errors)) < 0.1
+    assert min(errors) > 0  # what ran is not planned to be smaller than it was
+
+
+def test_the_allowance_of_the_allocator_is_the_median_of_published_logs() -> None:
+    shares = allocator_shares()
+    assert len(shares) >= 10
+    assert pytest.approx(median(shares), abs=0.005) == ALLOCATOR

@@ -1,0 +1,76 @@
+"""The search for layouts of a module, against plans of all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeflow import Cluster, Setup, UsageError, find_module_layouts, make_schedule, plan_module
+from pipeflow.planning.layouts import TIE
+from tests.stages.test_counted import Decoder
+
+CLUSTER = Cluster.of("a100-40gb")
+EXAMPLES = {size: (torch.zeros(size, 64, dtype=torch.long), None) for size in (1, 2)}
+
+
+def module() -> Decoder:
+    with torch.device("meta"):
+        return Decoder(4, 256, 4, 1000)
+
+
+def searched(**options: Any) -> Any:
+    usual: dict[str, Any] = {"cluster": CLUSTER, "devices": 2, "batch": 8, "schedules": ("1f1b", "zb-h1")}
+    return find_module_layouts(module(), EXAMPLES, **usual | options)
+
+
+def test_the_search_finds_the_fastest_of_all_plans() -> None:
+    """Of each choice of sizes one is listed, no slower than any plan but for ties, and it can be planned again."""
+    found = searched()
+    assert {(each.layout.pipeline, each.layout.data) for each in found} == {(1, 2), (2, 1)}
+    for each in found:
+        layout, least = each.layout, float("inf")
+        for size, example in EXAMPLES.items():
+            for checkpoint in ("none", "full"):
+                for name in ("1f1b", "zb-h1"):
+                    schedule = make_schedule(name, ranks=layout.pipeline, microbatches=8 // layout.data // size)
+                    setup = Setup(data=layout.data, zero=int(layout.data > 1), checkpoint=checkpoint)
+                    seconds = plan_module(module(), schedule, example, setup, cluster=CLUSTER).step_seconds
+                    assert seconds is not None
+                    least = min(least, seconds)
+        assert least <= each.step_seconds <= least * (1 + TIE)
+        setup = replace(layout.setup(Setup()), microbatch_size=1)
+        example = EXAMPLES[layout.microbatch_size]
+        again = plan_module(
+            module(), layout.make_schedule(), example, setup, cluster=CLUSTER, cuts=list(each.plan.cuts) or None
+        )
+        assert again.step_seconds == pytest.approx(each.step_seconds)
+        assert again.peak_bytes == pytest.approx(each.plan.peak_bytes)
+    assert [each.layout for each in searched(top=1)] == [found[0].layout]
+
+
+def test_less_memory_leaves_layouts_out_and_then_none() -> None:
+    peaks = sorted(each.plan.peak_bytes for each in searched())
+    assert len(searched(memory=peaks[0] * 1.001)) >= 1
+    with pytest.raises(UsageError, match=r"no layout fits: the closest one, pipeline 2 x data 1 .* than the 1 MiB"):
+        searched(memory=2**20)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"batch": 7, "schedules": ("1f1b",), "devices": 16},
+            "no layout divides a batch of 7 into microb",
+        ),
+        ({"devices": 0}, "devices must be an integer of at least 1, got 0"),
+        ({"setup": Setup(tensor=2)}, "not split over tensor ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        searched(**options)
+    with pytest.raises(UsageError, match="examples is empty"):
+        find_module_layouts(module(), {}, cluster=CLUSTER, devices=2, batch=2)
