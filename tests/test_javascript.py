@@ -14,7 +14,7 @@ import pipeflow
 
 STATIC, SERVED = (Path(pipeflow.__file__).parent / name / "page" for name in ("draw", "explore"))
 MODULES = {path.stem: path for folder in (STATIC, SERVED) for path in folder.glob("*.js")}
-FROM = re.compile(r"""\b(?:from|import)\s*\(?\s*["']([^"']+)["']""")
+FROM = re.compile(r"""(?<!["'])\b(?:from|import)\s*\(?\s*["']([^"']+)["']""")
 IMPORT = re.compile(r'^import \{([\w, ]+)\} from "\./([\w-]+)\.js";$', re.MULTILINE)
 EXPORT = re.compile(r"^export (?:async )?(?:const|let|function\*?|class) (\w+)", re.MULTILINE)
 CONFIG = Path(__file__).with_name("oxlint.json")

@@ -21,6 +21,12 @@ SENTENCES = {
     "waited": "{action} on rank {rank} waited for the {value} from rank {source}",
 }
 
+IDLE = {  # of a rank, before an action whose cause is one of SENTENCES, or else until the end of the step
+    "idle": "Idle for {time} ({first} to {last})",
+    "done": "nothing is left to do on rank {rank} after {action}",
+    "empty": "rank {rank} has nothing to do",
+}
+
 
 class Cause(NamedTuple):
     """Why a span did not start earlier. `str` gives it as one sentence.

@@ -27,10 +27,12 @@ class Heights(NamedTuple):
         return 0 if lane == 0 else self.lane + SPACE + (lane - 1) * (self.beside + SPACE)
 
 
-def heights(ranks: int) -> Heights:
-    """The heights for a number of ranks: the more ranks, the smaller."""
+def heights(ranks: int, cap: bool = False) -> Heights:
+    """The heights for a number of ranks: the more ranks, the smaller. With a `cap`, memory has room for a scale."""
     if ranks <= 8:
-        return Heights(24, 10, 16, 8)
+        return Heights(24, 10, 36 if cap else 16, 8)
     if ranks <= 16:
-        return Heights(20, 8, 12, 6)
-    return Heights(14, 6, 8, 5) if ranks <= 32 else Heights(9, 4, 7, 3)
+        return Heights(20, 8, 26 if cap else 12, 6)
+    if ranks <= 32:
+        return Heights(14, 6, 18 if cap else 8, 5)
+    return Heights(9, 4, 12 if cap else 7, 3)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from pipeflow.core.placement import Placement
+from pipeflow.draw.page.palettes import MODES
 from pipeflow.planning.catalog import MODELS
 from pipeflow.planning.device import DEVICES
 from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS
@@ -33,6 +34,7 @@ class Field(NamedTuple):
         takers: the schedules that it applies to; empty: all.
         model: whether it describes the costs of a model (True) or costs by hand (False); None: neither. The page shows
             the controls that apply.
+        shown: whether it says how the timelines are shown, so that it changes none of them.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Field(NamedTuple):
     choices: tuple[str, ...] = ()
     takers: tuple[str, ...] = ()
     model: bool | None = None
+    shown: bool = False
 
 
 RANGES = {  # of the sliders of options: least, most, step
@@ -86,6 +89,17 @@ def _choice(name: str, label: str, help_: str, default: str, choices: Iterable[s
 def _bandwidth(name: str, label: str, help_: str) -> Field:
     return Field(name, "number", "Model", label, help_, model=True)
 
+
+SHOWN: tuple[Field, ...] = (
+    Field("colour", "choice", default=MODES[0], choices=MODES, shown=True),
+    Field("path", "flag", shown=True),  # whether the critical path is marked
+    Field("follow", "whole", least=0, shown=True),  # a microbatch
+    Field("find", "text", shown=True),
+    Field("from", "number", shown=True),  # the selected range of time, in the unit that the page writes
+    Field("to", "number", shown=True),
+    Field("zoom", "numbers", shown=True),  # the times at the edges of the lanes, in that unit
+)
+"""How the timelines are shown."""
 
 MODEL: tuple[Field, ...] = (
     Field(
@@ -145,8 +159,9 @@ ALL: tuple[Field, ...] = (
     ),
     Field("rows", "text"),
     Field("placement", "text"),
-    Field("tour", "whole", least=1),
+    Field("tour", "whole", least=1, shown=True),
     Field("rows_microbatches", "whole", help="least number of microbatches of the rows", least=1),
+    *SHOWN,
 )
 """Every field."""
 

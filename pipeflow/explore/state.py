@@ -38,6 +38,7 @@ class State:
         modelled: the model that prices the schedules, instead of the costs.
         rows, placement: the reader's own schedule as a table, and its placement if that is given.
         rows_microbatches: the number of microbatches that this schedule has at least.
+        selected: the selected range of time, in the timelines' unit.
     """
 
     schedules: tuple[str, ...]
@@ -50,6 +51,7 @@ class State:
     rows: str = ""
     placement: Placement | None = None
     rows_microbatches: int = 1
+    selected: tuple[float, float] = (0.0, math.inf)
 
     @classmethod
     def of(cls, fields: Mapping[str, str]) -> State:
@@ -83,12 +85,18 @@ class State:
             [name for name in state.schedules if name != CUSTOM], state.ranks, state.microbatches, state.options
         )
         require_table(state.rows)
-        return state
+        factor = state.unit.factor
+        return replace(state, selected=(values.get("from", 0.0) / factor, values.get("to", math.inf) / factor))
 
     @property
     def memory_cap(self) -> float | tuple[float, ...] | None:
         """The most activations that a rank may keep, if that is given."""
         return self.options.get("memory_cap")
+
+    @property
+    def bytes_cap(self) -> float | tuple[float, ...] | None:
+        """The most bytes that a rank may keep, if that is given."""
+        return self.options.get("bytes_cap")
 
     def options_for(self, schedule: str) -> dict[str, Any]:
         """The options that the schedule with this name has."""

@@ -46,7 +46,7 @@ def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"colour": "red", "rank": "4"}, "unknown field 'colour'"),
+        ({"shade": "red", "rank": "4"}, "unknown field 'shade'"),
         ({"ranks": "4.5"}, "ranks must be a whole number of at least 1, got '4.5'"),
         ({"ranks": "0"}, "ranks must be a whole number of at least 1"),
         ({"ranks": "1000000"}, "at most 256 ranks"),

@@ -10,13 +10,13 @@ pytestmark = MARKS
 
 def test_a_link_shows_its_schedule(explorer: Explorer) -> None:
     explorer.open(schedule="zb-v", ranks=4, microbatches=6)
-    assert explorer.text("h2") == "zb-v, 4 ranks, 2 chunks, 6 microbatches"
+    assert explorer.text("#charts h2") == "zb-v, 4 ranks, 2 chunks, 6 microbatches"
     assert explorer.find("#field-microbatches").get_property("value") == "6"
 
 
 def test_a_control_changes_the_picture_and_the_address(explorer: Explorer) -> None:
     explorer.open(schedule="1f1b").set("microbatches", 5)
-    assert explorer.text("h2") == "1f1b, 4 ranks, 5 microbatches"
+    assert explorer.text("#charts h2") == "1f1b, 4 ranks, 5 microbatches"
     assert explorer.fields == {"microbatches": "5"}
 
 
@@ -25,21 +25,21 @@ def test_the_browser_undoes_and_redoes_and_a_drag_is_one_step(explorer: Explorer
     for microbatches in (9, 10, 11):
         explorer.set("microbatches", microbatches, moving=True)
     explorer.set("microbatches", 11)
-    assert explorer.text("h2") == "1f1b, 3 ranks, 11 microbatches"
+    assert explorer.text("#charts h2") == "1f1b, 3 ranks, 11 microbatches"
     explorer.browser.back()
-    assert explorer.text("h2") == "1f1b, 3 ranks, 8 microbatches"
+    assert explorer.text("#charts h2") == "1f1b, 3 ranks, 8 microbatches"
     assert explorer.find("#field-microbatches").get_property("value") == "8"
     explorer.browser.back()
-    assert explorer.text("h2") == "1f1b, 4 ranks, 8 microbatches"
+    assert explorer.text("#charts h2") == "1f1b, 4 ranks, 8 microbatches"
     explorer.browser.forward()
     explorer.settled().browser.forward()
-    assert explorer.text("h2") == "1f1b, 3 ranks, 11 microbatches"
+    assert explorer.text("#charts h2") == "1f1b, 3 ranks, 11 microbatches"
 
 
 def test_an_error_is_said_and_loses_nothing(explorer: Explorer) -> None:
     explorer.open(schedule="chimera").set("ranks", 3)
     assert "even" in explorer.text("#problem")
-    assert explorer.text("h2").startswith("chimera, 4 ranks")
+    assert explorer.text("#charts h2").startswith("chimera, 4 ranks")
     assert any("400" in each for each in explorer.complaints())  # the browser reports the status by itself
     assert explorer.set("ranks", 2).find("#problem").get_property("hidden")
-    assert explorer.text("h2").startswith("chimera, 2 ranks")
+    assert explorer.text("#charts h2").startswith("chimera, 2 ranks")

@@ -79,28 +79,36 @@ function parts(colour) {
   return known.get(colour);
 }
 
-/** An image one pixel high and `width` columns wide: pieces of colour, given as {start, end, colour, weight} in columns,
- * mixed on a ground. */
-export function mixed(pieces, width, ground) {
+/** An image with one line of pixels for each of `strips`: {starts, ends, shades, dims, first, end}, the pieces from
+ * `first` to before `end` with their colours among `colours`, mixed on a ground. A time `origin` is at its left edge, and
+ * a unit of time is `scale` columns; a piece that dims counts for `dimmed` of its colour. */
+export function mixed(strips, width, {origin, scale}, colours, ground, dimmed) {
   const sums = new Float32Array(4 * width); // red, green, blue and the busy share of the column
-  for (const {start, end, colour, weight} of pieces) {
-    const [red, green, blue] = parts(colour);
-    const [from, to] = [Math.max(start, 0), Math.min(end, width)];
-    for (let column = Math.floor(from); column < to; column++) {
-      const part = weight * (Math.min(to, column + 1) - Math.max(from, column));
-      sums[4 * column] += part * red;
-      sums[4 * column + 1] += part * green;
-      sums[4 * column + 2] += part * blue;
-      sums[4 * column + 3] += part;
-    }
-  }
-  const image = new ImageData(width, 1);
+  const image = new ImageData(width, strips.length);
   const idleColour = parts(ground);
-  for (let at = 0; at < sums.length; at++) {
-    const idle = 1 - Math.min(sums[at | 3], 1);
-    image.data[at] = (at & 3) === 3 ? 255 : sums[at] + idle * idleColour[at & 3];
-  }
-  const strip = Object.assign(document.createElement("canvas"), {width, height: 1});
-  strip.getContext("2d").putImageData(image, 0, 0);
-  return strip;
+  const rgb = colours.map(parts);
+  strips.forEach(({starts, ends, shades, dims, first, end}, line) => {
+    sums.fill(0);
+    for (let at = first; at < end; at++) {
+      const [from, to] = [Math.max((starts[at] - origin) * scale, 0), Math.min((ends[at] - origin) * scale, width)];
+      const colour = rgb[shades[at]];
+      const weight = dims !== null && dims[at] ? dimmed : 1;
+      for (let column = Math.floor(from); column < to; column++) {
+        const part = weight * (Math.min(to, column + 1) - Math.max(from, column));
+        sums[4 * column] += part * colour[0];
+        sums[4 * column + 1] += part * colour[1];
+        sums[4 * column + 2] += part * colour[2];
+        sums[4 * column + 3] += part;
+      }
+    }
+    const offset = 4 * width * line;
+    for (let at = 0; at < sums.length; at += 4) {
+      const idle = 1 - Math.min(sums[at + 3], 1);
+      for (let part = 0; part < 3; part++) image.data[offset + at + part] = sums[at + part] + idle * idleColour[part];
+      image.data[offset + at + 3] = 255;
+    }
+  });
+  const canvas = Object.assign(document.createElement("canvas"), {width, height: strips.length});
+  canvas.getContext("2d").putImageData(image, 0, 0);
+  return canvas;
 }

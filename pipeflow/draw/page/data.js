@@ -1,6 +1,6 @@
 /* Data: the data that Python wrote, as linked blocks. Must not contain: pixels, and texts for people. */
 
-const ACTION = /^(\d+)(\D+)(\d+)$/;
+const LETTER = /\D/;
 
 /** The data of a page, with its timelines as blocks. */
 export function read(data) {
@@ -19,26 +19,45 @@ function readTimeline(timeline, kinds) {
   return {...timeline, rows, path};
 }
 
-/** A rank's blocks in the order of their starts, the same by lane, and its memory curve. */
+/** A rank's blocks in the order of their starts, the same by lane, and what it keeps. A track has the numbers of a lane:
+ * reading these is faster than reading blocks. */
 function readRow(row, rank, {streams, levels}, kinds) {
+  const read = {
+    rank, levels, names: row.names, curve: readCurve(row.memory, levels), peak: row.peak, used: row.used, cap: row.cap,
+  };
+  const laneOf = Object.fromEntries(Object.entries(kinds).map(([letter, kind]) => [letter, streams.indexOf(kind.stream)]));
+  read.above = row.cap !== null && read.curve.amounts[read.curve.peak] > row.cap.amount * (1 + 1e-9);
   const actions = row.actions ? row.actions.split(" ") : [];
-  const blocks = actions.map((action, index) => makeBlock(row, rank, index, action, streams, kinds));
-  const lanes = streams.map((_, lane) => blocks.filter((block) => block.lane === lane));
-  for (const lane of lanes) lane.forEach((block, index) => { block.after = block.before = lane[index - 1] ?? null; });
+  const blocks = read.blocks = actions.map((action, index) => makeBlock(row, read, index, action, kinds, laneOf));
+  read.lanes = streams.map((_, lane) => (streams.length > 1 ? blocks.filter((block) => block.lane === lane) : blocks));
+  for (const lane of read.lanes) lane.forEach((block, index) => { block.after = block.before = lane[index - 1] ?? null; });
   for (const [one, other] of row.pairs) [blocks[one].partner, blocks[other].partner] = [blocks[other], blocks[one]];
-  const curve = row.memory.map(([time, level]) => ({time, amount: levels[level][0], text: levels[level][1]}));
-  return {rank, blocks, lanes, names: row.names, curve, peak: row.peak};
+  read.tracks = read.lanes.map((lane, number) => ({
+    rank, lane: number, blocks: lane, shades: new Uint16Array(lane.length), dims: null,
+    starts: Float64Array.from(lane, (block) => block.start), ends: Float64Array.from(lane, (block) => block.end),
+  }));
+  return read;
+}
+
+/** What a rank keeps: times, the amount and the index of its level from each time on, and the first step at the peak. */
+function readCurve(memory, levels) {
+  const times = Float64Array.from(memory, ([time]) => time);
+  const amounts = Float64Array.from(memory, ([, level]) => levels[level][0]);
+  let peak = 0;
+  amounts.forEach((amount, at) => { if (amount > amounts[peak] * (1 + 1e-9)) peak = at; });
+  return {times, amounts, levels: Uint32Array.from(memory, ([, level]) => level), peak};
 }
 
 /** A block: an action in time. `before` is the block before it on its lane, `after` the one it began after, `value` what
  * it waited for, and `partner` the other block of its pair. `followed` is its microbatch, if it belongs to a single one. */
-function makeBlock(row, rank, index, action, streams, kinds) {
-  const [, stage, letter, microbatch] = ACTION.exec(action);
-  const kind = kinds[letter];
+function makeBlock(written, row, index, action, kinds, laneOf) {
+  const at = action.search(LETTER);
+  const kind = kinds[action[at]];
+  const [stage, microbatch] = [Number(action.slice(0, at)), Number(action.slice(at + 1))];
   return {
-    action, kind, rank, index, lane: streams.indexOf(kind.stream), stage: Number(stage), chunk: row.chunks[stage],
-    microbatch: Number(microbatch), followed: kind.single ? Number(microbatch) : null,
-    start: row.times[2 * index], end: row.times[2 * index + 1],
+    action, kind, row, rank: row.rank, index, lane: laneOf[action[at]], stage, chunk: written.chunks[stage],
+    microbatch, followed: kind.single ? microbatch : null,
+    start: written.times[2 * index], end: written.times[2 * index + 1],
     before: null, after: null, value: null, partner: null, critical: false,
   };
 }
@@ -54,4 +73,33 @@ function readCause([rank, index, content, stage, microbatch], at) {
 export function wayOf(timeline, microbatch) {
   const way = timeline.rows.flatMap(({blocks}) => blocks.filter((block) => block.followed === microbatch));
   return way.sort((one, other) => one.start - other.start || one.end - other.end);
+}
+
+/** The colours of blocks in a mode, and per kind where its own begin among them. */
+export function paletteOf({kinds}, mode) {
+  const colours = [];
+  const firsts = new Map();
+  for (const kind of Object.values(kinds)) firsts.set(kind, colours.push(...kind.colours[mode]) - kind.colours[mode].length);
+  return {colours, firsts};
+}
+
+/** Which of the colours of its kind a block has. */
+export function shadeOf({kind, chunk, microbatch}, mode) {
+  return (mode === "microbatch" ? microbatch : chunk) % kind.colours[mode].length;
+}
+
+/** The idle times of a rank that are longer than `least`. Each has the block that ended `before` it and the one that is
+ * `next`, or null; without a next one it lasts until the end of the step. */
+export function gapsOf(row, makespan, least) {
+  const gaps = [];
+  let [before, start] = [null, 0];
+  for (const next of [...row.lanes[0], null]) {
+    const end = next ? next.start : makespan;
+    if (end - start > least) {
+      const index = (next ? next.index : row.blocks.length) - 0.5;
+      gaps.push({gap: true, row, rank: row.rank, lane: 0, index, start, end, before, next, followed: null});
+    }
+    if (next) [before, start] = [next, Math.max(start, next.end)];
+  }
+  return gaps;
 }

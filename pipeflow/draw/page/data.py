@@ -4,71 +4,100 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from pipeflow.analysis.causes import SENTENCES, Cause, causes, critical_path
+from pipeflow.analysis.causes import IDLE, SENTENCES, Cause, causes, critical_path
+from pipeflow.analysis.window import utilisations
 from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import DATAFLOW, PASSING, VALUE, Content, Stream
+from pipeflow.core.errors import UsageError
 from pipeflow.core.span import Row, Span
+from pipeflow.core.text import percent
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.colours import shade
 from pipeflow.draw.heights import heights
 from pipeflow.draw.lanes import all_lanes, num_chunks
 from pipeflow.draw.memory import amount_text, peaks, unit_of
+from pipeflow.draw.page.palettes import palettes
 from pipeflow.draw.pieces import shortest
 from pipeflow.draw.times import Unit
 
 CONTENTS = list(Content)
+Cap = float | Sequence[float] | None
+FIND = {
+    "none": "nothing matches {text}",
+    "form": "write an action such as 2F0, a part of one such as 2F or F0, or rank, stage, chunk or microbatch with its "
+    "number",
+}
 
 
-def page_data(timelines: tuple[Timeline, ...], unit: Unit) -> dict[str, Any]:
-    """The data of a page for `timelines`, as JSON values."""
+def page_data(timelines: tuple[Timeline, ...], unit: Unit, cap: Cap = None) -> dict[str, Any]:
+    """The data of a page for `timelines`, as JSON values. `cap` is the most that a rank should keep, one number or one
+    per rank, in the unit of `Timeline.memory`. Raises UsageError if there is not one for each rank.
+    """
     chunks = max(map(num_chunks, timelines))
+    microbatches = max(timeline.num_microbatches for timeline in timelines)
     return {
         "unit": unit.name,
         "factor": unit.factor,
         "shortest": shortest(timelines),
-        "kinds": {kind.value: _kind(kind, chunks) for kind in Kind},
-        "sentences": {**SENTENCES, "value": VALUE},
+        "kinds": {kind.value: _kind(kind, chunks, microbatches) for kind in Kind},
+        "sentences": {**SENTENCES, **IDLE, "value": VALUE},
+        "find": FIND,
         "contents": CONTENTS,
-        "timelines": [_timeline(timeline) for timeline in timelines],
+        "timelines": [_timeline(timeline, _caps(timeline, cap)) for timeline in timelines],
     }
 
 
-def _kind(kind: Kind, chunks: int) -> dict[str, Any]:
-    """`passes`: whether other stages wait for it. `single`: whether it belongs to one microbatch alone."""
+def _caps(timeline: Timeline, cap: Cap) -> Sequence[float]:
+    """The cap of each rank; empty: none."""
+    ranks = len(timeline.rows)
+    if cap is None or isinstance(cap, int | float):
+        return () if cap is None else (cap,) * ranks
+    if len(cap) != ranks:
+        raise UsageError(f"the memory cap has {len(cap)} numbers for {ranks} ranks: give one number, or one per rank")
+    return cap
+
+
+def _kind(kind: Kind, chunks: int, microbatches: int) -> dict[str, Any]:
+    """`colours`: per mode. `passes`: whether other stages wait for it. `single`: whether it belongs to one microbatch
+    alone.
+    """
     flow = DATAFLOW[kind]
     return {
         "name": flow.name,
         "stream": flow.stream,
-        "colours": [shade(kind, chunk, chunks) for chunk in range(chunks)],
+        "colours": palettes(kind, chunks, microbatches),
         "passes": any(content in PASSING for content, _ in flow.makes),
         "single": not flow.joint,
     }
 
 
-def _timeline(timeline: Timeline) -> dict[str, Any]:
+def _timeline(timeline: Timeline, caps: Sequence[float]) -> dict[str, Any]:
     drawn, most, levels = all_lanes(timeline), peaks(timeline), _levels(timeline)
     level = {amount: index for index, amount in enumerate(levels)}
-    why = causes(timeline)
+    highest = max([0.0, *most, *caps])
     return {
         "makespan": _short(timeline.makespan),
         "streams": [lane.stream for lane in drawn[0]],
-        "highest": _short(max(0.0, *most)),
+        "highest": _short(highest),
+        "scale": amount_text(timeline, highest),
         "levels": [[_short(amount), text] for amount, text in levels.items()],
-        "heights": heights(len(drawn))._asdict(),
+        "heights": heights(len(drawn), bool(caps))._asdict(),
         "path": [_place(timeline, cause.span) for cause in critical_path(timeline)],
         "rows": [
             {
                 **_row(timeline.rows[rank]),
                 "names": [lane.name for lane in lanes],
                 "chunks": _chunks(timeline, rank),
-                "causes": [*_causes(timeline, why[rank])],
+                "causes": [*_causes(timeline, why)],
                 "memory": [(_short(time), level[amount]) for time, amount in timeline.memory(rank)],
                 "peak": amount_text(timeline, most[rank]),
+                "used": percent(used),
+                "cap": _cap(timeline, caps[rank], most[rank], level) if caps else None,
             }
-            for rank, lanes in enumerate(drawn)
+            for rank, (lanes, why, used) in enumerate(zip(drawn, causes(timeline), utilisations(timeline), strict=True))
         ],
     }
 
@@ -79,6 +108,17 @@ def _chunks(timeline: Timeline, rank: int) -> dict[int, int]:
     held = {stage: chunk for chunk, stage in enumerate(placement.stages_of(rank))}
     others = {span.action.stage for span in timeline.rows[rank]} - held.keys()
     return held | {stage: placement.chunk_of(stage) if stage < placement.num_stages else 0 for stage in others}
+
+
+def _cap(timeline: Timeline, cap: float, peak: float, level: dict[float, int]) -> dict[str, Any]:
+    """A rank's cap, and for each level above it the words that say by how much."""
+    text, unit = amount_text(timeline, cap), _counted(timeline)
+    above = {
+        index: f"{amount_text(timeline, amount - cap)}{unit} above the cap of {text}"
+        for amount, index in level.items()
+        if cap * (1 + 1e-9) < amount <= peak
+    }
+    return {"amount": _short(cap), "text": f"cap {text}", "above": above}
 
 
 def _row(row: Row) -> dict[str, Any]:
@@ -118,10 +158,16 @@ def _levels(timeline: Timeline) -> dict[float, str]:
     """All amounts that a rank keeps at some time, and their text."""
     curves = (timeline.memory(rank) for rank in range(len(timeline.rows)))
     amounts = dict.fromkeys((0.0, *(amount for curve in curves for _, amount in curve)))
-    counted = "" if timeline.saved_bytes else f" {unit_of(timeline)}"
+    counted = _counted(timeline)
     return {amount: f"{amount_text(timeline, amount)}{counted}" for amount in amounts}
 
 
+def _counted(timeline: Timeline) -> str:
+    """The word behind an amount; bytes have their unit in the amount."""
+    return "" if timeline.saved_bytes else f" {unit_of(timeline)}"
+
+
+@lru_cache(1 << 16)
 def _short(number: float) -> float:
     """A number, rounded to nine digits and written in as few characters as possible."""
     rounded = float(f"{number:.9g}")

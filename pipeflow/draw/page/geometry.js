@@ -28,23 +28,24 @@ export function nearest(lane, block) {
   return lane[Math.max(lastAt(lane.length, (at) => lane[at].start, block.start), 0)];
 }
 
-/** The step of a curve at `time`; undefined before the first one. */
-export function stepAt(curve, time) {
-  return curve[lastAt(curve.length, (at) => curve[at].time, time)];
+/** The index of the level of a curve at `time`: 0, which is nothing, before the first step. */
+export function levelAt({times, levels}, time) {
+  return levels[lastAt(times.length, (at) => times[at], time)] ?? 0;
 }
 
-/** The items that a view shows, of `count`: the index of the first, and the one after the last. */
-export function shown(count, timeOf, view) {
-  return [Math.max(lastAt(count, timeOf, view.first), 0), lastAt(count, timeOf, view.last) + 1];
+/** The items that a view shows, of those that begin at `times`: the index of the first, and the one after the last. */
+export function shown(times, view) {
+  const timeOf = (at) => times[at];
+  return [Math.max(lastAt(times.length, timeOf, view.first), 0), lastAt(times.length, timeOf, view.last) + 1];
 }
 
-/** The room for names at the left and for peaks at the right of the lanes: the same for all timelines of a page, so that
- * equal times stand below each other. */
+/** The room for names and caps at the left and for measures at the right of the lanes: the same for all timelines of a
+ * page, so that equal times stand below each other. */
 export function margins(timelines) {
   const rows = timelines.flatMap((timeline) => timeline.rows);
-  const longest = (texts) => Math.max(...texts.map((text) => text.length));
-  const [name, peak] = [longest(rows.flatMap((row) => row.names)), longest(rows.map((row) => row.peak))];
-  return {left: 20 + 6.4 * name, right: 18 + 6.6 * Math.max(4, peak)};
+  const longest = (texts) => Math.max(0, ...texts.map((text) => text.length));
+  const name = Math.max(6.4 * longest(rows.flatMap((row) => row.names)), 5.4 * longest(rows.map((row) => row.cap?.text ?? "")));
+  return {left: 20 + name, right: 18 + 6.6 * Math.max(4, longest(rows.flatMap((row) => [row.peak, row.used])))};
 }
 
 /** Where the parts of a timeline lie, in CSS pixels of its lanes' canvas. A rank has a lane for its computations, a
@@ -59,6 +60,7 @@ export function layOut(timeline, view, width, {left, right}) {
   place.height = timeline.rows.length * place.pitch + 2;
   place.x = (time) => place.left + ((time - view.first) * place.width) / (view.last - view.first);
   place.time = (x) => view.first + ((x - place.left) * (view.last - view.first)) / place.width;
+  place.level = ({rank}, amount) => rank * place.pitch + floor - ((memory - 2) * amount) / (timeline.highest || 1);
   place.y = (block) => block.rank * place.pitch + lanes[block.lane].top;
   return place;
 }
@@ -89,14 +91,20 @@ export function ticks(view, width, factor) {
   });
 }
 
-/** The highest of the steps of a curve that lie closer than a pixel, as {x, amount}. */
-export function outline(curve, place, first, end) {
+/** The steps of a curve that can be seen, as {x, amount}: of those closer than a pixel the highest, and of equal ones
+ * in a row the first. */
+export function outline({times, amounts}, place, first, end) {
   const steps = [];
-  for (const {time, amount} of curve.slice(first, end)) {
-    const x = place.x(time);
-    const last = steps.at(-1);
-    if (last && x - last.x < 1) last.amount = Math.max(last.amount, amount);
-    else steps.push({x, amount});
+  let [from, highest] = [-Infinity, -Infinity]; // of the pixel that is being read
+  const add = () => { if (highest !== steps.at(-1)?.amount) steps.push({x: from, amount: highest}); };
+  for (let at = first; at < end; at++) {
+    const x = place.x(times[at]);
+    if (x - from < 1) highest = Math.max(highest, amounts[at]);
+    else {
+      if (at > first) add();
+      [from, highest] = [x, amounts[at]];
+    }
   }
+  if (first < end) add();
   return steps;
 }

@@ -13,21 +13,26 @@ from importlib.resources import files
 from string import Template
 from typing import Any, NamedTuple
 
-from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import heading, summary
-from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, shade
-from pipeflow.draw.lanes import kinds, num_chunks, several
+from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme
+from pipeflow.draw.lanes import several
 from pipeflow.draw.markup import escaped
 from pipeflow.draw.memory import unit_of
 from pipeflow.draw.page.bundle import bundle
-from pipeflow.draw.page.data import page_data
+from pipeflow.draw.page.data import Cap, page_data
+from pipeflow.draw.page.palettes import legend
 from pipeflow.draw.page.tables import measures_table, ranks_table
 from pipeflow.draw.times import Unit
 
 
 def html(
-    timelines: Timeline | Sequence[Timeline], *, unit: str = "", factor: float = 1.0, critical_path: bool = False
+    timelines: Timeline | Sequence[Timeline],
+    *,
+    unit: str = "",
+    factor: float = 1.0,
+    critical_path: bool = False,
+    memory_cap: Cap = None,
 ) -> str:
     """The timelines as the text of an HTML page, one above the other on one time scale. The page zooms, shows for every
     block what it waited for, marks the critical path, and follows a microbatch through the ranks. It is one file and
@@ -37,10 +42,12 @@ def html(
         timelines: one timeline or several, in the same unit of time.
         unit, factor: times are written multiplied by `factor` and followed by `unit`.
         critical_path: whether the critical path is marked when the page opens.
+        memory_cap: the most that a rank should keep, one number or one per rank, in bytes if the timelines have them
+            and in activations otherwise. It is drawn as a line, and what is above it has another colour.
 
-    Raises UsageError for an empty sequence of timelines.
+    Raises UsageError for an empty sequence of timelines, and for caps that are not one per rank.
     """
-    shown = parts(several(timelines), Unit(unit, factor))
+    shown = parts(several(timelines), Unit(unit, factor), memory_cap)
     script = _program()
     return Template(file("page.html")).substitute(
         policy=policy(script),
@@ -73,14 +80,16 @@ class Parts(NamedTuple):
     data: dict[str, Any]
 
 
-def parts(timelines: tuple[Timeline, ...], unit: Unit) -> Parts:
-    """The parts of a page for `timelines`."""
+def parts(timelines: tuple[Timeline, ...], unit: Unit, cap: Cap = None) -> Parts:
+    """The parts of a page for `timelines`, with the most that a rank should keep if that is given. Raises UsageError
+    for caps that are not one per rank.
+    """
     return Parts(
         title=escaped("; ".join(map(heading, timelines))),
-        legend="\n".join(f"<li>{entry}</li>" for entry in _legend(timelines)),
+        legend="\n".join(_legend(timelines, cap is not None)),
         charts="\n".join(_chart(timeline, unit) for timeline in timelines),
         tables=measures_table(timelines, unit) + "".join(ranks_table(timeline, unit) for timeline in timelines),
-        data=page_data(timelines, unit),
+        data=page_data(timelines, unit, cap),
     )
 
 
@@ -121,19 +130,18 @@ def variables() -> str:
     )
 
 
-def _legend(timelines: tuple[Timeline, ...]) -> Iterator[str]:
-    chunks = max(map(num_chunks, timelines))
-    for kind in kinds(timelines):
-        bar = "" if DATAFLOW[kind].stream is Stream.COMPUTE else ' class="beside"'
-        swatches = "".join(f'<i{bar} style="background:{shade(kind, chunk, chunks)}"></i>' for chunk in range(chunks))
-        yield f"{swatches} {DATAFLOW[kind].name}"
-    if chunks > 1:
-        yield "lighter: later chunk"
+def _legend(timelines: tuple[Timeline, ...], capped: bool) -> Iterator[str]:
+    for mode, entry in legend(timelines):
+        yield f'<li class="by-{mode}">{entry}</li>'
+    entries = []
     if any(span.partner for timeline in timelines for span in timeline):
-        yield '<i class="pair"></i> overlapped pair'
-    yield '<i class="idle"></i> idle'
-    for counted in dict.fromkeys(map(unit_of, timelines)):
-        yield f'<i class="memory"></i> {counted} kept for backwards, dot = peak'
+        entries.append('<i class="pair"></i> overlapped pair')
+    entries.append('<i class="idle"></i> idle')
+    units = dict.fromkeys(map(unit_of, timelines))
+    entries += [f'<i class="memory"></i> {counted} kept for backwards, dot = peak' for counted in units]
+    if capped:
+        entries.append('<i class="cap"></i> memory cap, <i class="above"></i> above it')
+    yield from (f"<li>{entry}</li>" for entry in entries)
 
 
 def _chart(timeline: Timeline, unit: Unit) -> str:

@@ -1,11 +1,13 @@
 /* Keys: what each key does to a page, and moving from block to block. */
 
+import {gapsOf} from "./data.js";
 import {nearest} from "./geometry.js";
-import {speak, tellBlock} from "./tip.js";
+import {say, tellBlock} from "./tip.js";
+import {saidRange, spoken} from "./words.js";
 
 const STEPS = {
-  ArrowLeft: (timeline, block) => timeline.rows[block.rank].blocks[block.index - 1],
-  ArrowRight: (timeline, block) => timeline.rows[block.rank].blocks[block.index + 1],
+  ArrowLeft: (timeline, block) => timeline.rows[block.rank].blocks[Math.ceil(block.index) - 1],
+  ArrowRight: (timeline, block) => timeline.rows[block.rank].blocks[Math.floor(block.index) + 1],
   ArrowUp: (timeline, block) => onRank(timeline.rows[block.rank - 1], block),
   ArrowDown: (timeline, block) => onRank(timeline.rows[block.rank + 1], block),
   Home: (timeline, _, view) => firstShown(timeline, view),
@@ -21,12 +23,20 @@ function firstShown(timeline, view) {
   return blocks && (blocks.find((block) => block.end > view.first) ?? blocks[0]);
 }
 
-/** Moves the focus to a block, brings it into view, and describes it. */
-function focusOn(page, chart, block) {
+/** The idle time after a block or an idle time, or before it if `step` is -1: of its rank, or else of the next rank. */
+function gapFrom(page, {timeline}, {rank, index}, step) {
+  const gaps = timeline.rows.flatMap((row) => gapsOf(row, timeline.makespan, page.least));
+  const isFarther = (gap) => step * (gap.rank - rank || gap.index - index) > 0;
+  return (step > 0 ? gaps.find(isFarther) : gaps.findLast(isFarther)) ?? gaps.at(step > 0 ? 0 : -1);
+}
+
+/** Brings a block or an idle time into view, and describes it. It gets the focus unless that is to be `kept`. */
+export function focusOn(page, chart, block, kept = false) {
   if (!block) return;
   const {view} = page;
   chart.focus = block;
-  chart.lanes.focus({preventScroll: true});
+  page.held = kept ? chart : null;
+  if (!kept) chart.lanes.focus({preventScroll: true});
   if (block.end > view.last || block.start < view.first) page.show((block.start + block.end - page.length) / 2, page.length);
   page.paint();
   const box = chart.lanes.getBoundingClientRect();
@@ -35,19 +45,28 @@ function focusOn(page, chart, block) {
   const hidden = Math.min(top - 90, 0) || Math.max(top + pitch - innerHeight + 8, 0);
   if (hidden) window.scrollBy(0, hidden);
   const middle = (x(Math.max(block.start, view.first)) + x(Math.min(block.end, view.last))) / 2;
-  tellBlock(page.data, block, box.left + middle, top - hidden + lanes[block.lane].top + lanes[block.lane].height);
-  speak(page.data, block);
+  tellBlock(page, block, box.left + middle, top - hidden + lanes[block.lane].top + lanes[block.lane].height);
+  say(spoken(page.data, block));
+}
+
+function select(page, first, last) {
+  page.select(first, last);
+  say(`selected: ${saidRange(page.data, page.selection)}`);
 }
 
 /** The effect of each key. Some depend on the chart that has the focus. */
 function does(page, chart, event, letGo) {
   const found = {
     "+": () => page.zoom(1 / 1.5), "=": () => page.zoom(1 / 1.5), "-": () => page.zoom(1.5), _: () => page.zoom(1.5),
-    0: () => page.showAll(), c: () => page.showPath(!page.marks.path), C: () => page.showPath(!page.marks.path),
-    Escape: () => { page.follow(null); letGo(); },
+    0: () => page.showAll(), z: () => page.showSelected(), c: () => page.showPath(!page.marks.path),
+    Escape: () => { page.clear(); letGo(); },
   };
+  const on = chart ?? page.charts[0];
+  const focus = on.focus ?? {rank: 0, index: -1, start: page.view.first, end: page.view.last};
+  found.g = () => focusOn(page, on, gapFrom(page, on, focus, event.shiftKey ? -1 : 1));
+  found["["] = found["{"] = () => select(page, focus.start, Math.max(page.selection?.last ?? 0, focus.end));
+  found["]"] = found["}"] = () => select(page, Math.min(page.selection?.first ?? focus.start, focus.start), focus.end);
   if (event.shiftKey && event.key in STEPS) {
-    const on = chart ?? page.charts[0];
     const block = on.focus ? STEPS[event.key](on.timeline, on.focus, page.view) : firstShown(on.timeline, page.view);
     found[event.key] = () => focusOn(page, on, block);
     return found;
@@ -67,9 +86,12 @@ export function listenToKeys(page, letGo) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.target.matches?.("input:not([type=checkbox]), select, textarea")) return; // which keys change themselves
     const chart = page.charts.find(({lanes}) => lanes === document.activeElement);
+    const isTyped = event.target.matches?.("select, textarea, input:not([type=checkbox])");
+    if (!page.data || (isTyped && event.key !== "Escape")) return;
     const found = does(page, chart, event, letGo);
-    if (!(event.key in found)) return;
+    const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
+    if (!(key in found)) return;
     event.preventDefault();
-    found[event.key]();
+    found[key]();
   });
 }

@@ -2,22 +2,28 @@
  * keys change it. */
 
 import {prepared, scheme} from "./canvas.js";
-import {wayOf} from "./data.js";
+import {paletteOf, shadeOf, wayOf} from "./data.js";
+import {findBlocks} from "./find.js";
 import {AXIS, layOut, margins} from "./geometry.js";
 import {paintAxis, paintGround, paintLanes, paintLinks} from "./paint.js";
-import {saidTime, saidWay} from "./words.js";
+import {saidRange, saidWay} from "./words.js";
 
 export const by = (id) => document.getElementById(id);
 
-/** The marks: the critical path, or the `way` of a microbatch. */
+/** The marks: the critical path, the `way` of a microbatch, and what was `found`, a set of blocks. */
 class Marks {
   path = false;
   way = null;
+  found = null;
+
+  get any() {
+    return this.path || this.way !== null || this.found !== null;
+  }
 
   /** Whether something else than this block is marked. */
   dims(block) {
-    if (!this.path && this.way === null) return false;
-    return !(this.path && block.critical) && (this.way === null || block.followed !== this.way);
+    return this.any && !(this.path && block.critical) && (this.way === null || block.followed !== this.way)
+      && !this.found?.has(block);
   }
 
   /** Links from each block to the next one that others wait for, or that is on a marked critical path. */
@@ -39,6 +45,17 @@ class Chart {
     };
     [this.axis, this.lanes] = element.querySelectorAll("canvas");
     Object.assign(this, {timeline, element, cursor: over("cursor"), pointed: over("pointed"), focused: over("focused")});
+    this.selected = over("selected");
+    this.lanes.style.height = `${layOut(timeline, {first: 0, last: 1}, 0, {left: 0, right: 0}).height}px`;
+  }
+
+  /** Shows the selected range of time. */
+  span(selection) {
+    this.selected.hidden = !selection;
+    if (!selection) return;
+    const {x, left, width} = this.place;
+    const [first, last] = [selection.first, selection.last].map((time) => Math.min(Math.max(x(time), left), left + width));
+    Object.assign(this.selected.style, {left: `${first}px`, width: `${last - first}px`});
   }
 
   /** Puts a frame around the visible part of a block. */
@@ -54,7 +71,7 @@ class Chart {
   }
 
   /** Whether any lane was too dense for blocks. */
-  paint({data, view, marks, density, margins}, colours) {
+  paint({data, view, marks, density, margins, palette, selection, held}, colours) {
     const {timeline, element} = this;
     const wide = element.clientWidth;
     const place = this.place = layOut(timeline, view, wide, margins);
@@ -62,10 +79,11 @@ class Chart {
     paintAxis(prepared(this.axis, wide, AXIS, sharp), data, place, view, colours);
     const context = prepared(this.lanes, wide, place.height, sharp);
     paintGround(context, data, timeline, place, view, colours);
-    const dense = paintLanes(context, timeline, place, view, marks, colours);
+    const dense = paintLanes(context, timeline, place, view, marks, palette, colours);
     if (marks.way !== null) paintLinks(context, marks.steps(wayOf(timeline, marks.way)), place, colours.text, 1.25);
     if (marks.path) paintLinks(context, marks.steps(timeline.path), place, colours.accent, 1.75);
-    this.frame(this.focused, document.activeElement === this.lanes ? this.focus : null);
+    this.frame(this.focused, document.activeElement === this.lanes || held === this ? this.focus : null);
+    this.span(selection);
     return dense;
   }
 }
@@ -77,8 +95,16 @@ export class Page {
   view = {first: 0, last: 0};
   horizon = 0;
   charts = [];
+  mode = "kind"; // what colours stand for
+  selection = null; // the selected range of time, {first, last}
+  sought = ""; // what is to be found
+  matches = []; // what was found, each with the number of its chart
+  held = null; // the chart whose focus is shown though the reader types elsewhere
+  #match = -1; // the one that was gone to last
+  #loading = false;
   #waiting = false;
   #listen;
+  #listeners = [];
 
   constructor(listen) {
     this.#listen = listen;
@@ -96,11 +122,33 @@ export class Page {
     const elements = document.querySelectorAll(".chart");
     this.charts = data.timelines.map((timeline, number) => new Chart(timeline, elements[number]));
     this.charts.forEach((chart) => this.#listen(chart));
+    this.held = null;
+    this.#loading = true;
+    this.colourBy(this.mode);
+    this.showPath(this.marks.path);
     this.follow(this.marks.way);
+    this.find(this.sought);
+    this.#loading = false;
+  }
+
+  /** Calls `listener(change)` whenever the reader has changed something: "view" is the time that is shown; "marks" are
+   * the marks, the colours or the selection, and "moving" are these while they go on changing. */
+  listen(listener) {
+    this.#listeners.push(listener);
+  }
+
+  #tell(change) {
+    if (this.#loading) return;
+    for (const listener of this.#listeners) listener(change);
   }
 
   get length() {
     return this.view.last - this.view.first;
+  }
+
+  /** Idle times that are not longer are none. */
+  get least() {
+    return this.data.shortest * 1e-6;
   }
 
   repaint() {
@@ -111,10 +159,11 @@ export class Page {
 
   paint() {
     const colours = scheme();
-    document.documentElement.style.setProperty("--bar", `${document.querySelector(".bar").offsetHeight}px`);
+    const bar = document.querySelector(".bar");
+    const covered = getComputedStyle(bar).position === "sticky" ? bar.offsetHeight : 0;
+    document.documentElement.style.setProperty("--bar", `${covered}px`);
     const dense = this.charts.map((chart) => chart.paint(this, colours)).some(Boolean);
-    const [first, last] = [this.view.first, this.view.last].map((time) => saidTime(this.data, time));
-    by("view").textContent = `${first} to ${last}${dense ? "; colours are mixed where blocks are too small" : ""}`;
+    by("view").textContent = `${saidRange(this.data, this.view)}${dense ? "; colours are mixed where blocks are too small" : ""}`;
   }
 
   /** Shows the time from `first` on for `length`, within the step. */
@@ -123,6 +172,7 @@ export class Page {
     this.view.first = Math.min(Math.max(first, 0), this.horizon - span);
     this.view.last = this.view.first + span;
     this.repaint();
+    this.#tell("view");
   }
 
   showAll() {
@@ -140,17 +190,92 @@ export class Page {
     this.show(this.view.first + part * this.length, this.length);
   }
 
+  /** Selects the time between `one` and `other`; null: none. */
+  select(one, other, moving = false) {
+    const [first, last] = [Math.min(one, other), Math.max(one, other)].map((time) => Math.min(Math.max(time, 0), this.horizon));
+    this.selection = one === null || last <= first ? null : {first, last};
+    this.repaint();
+    this.#tell(moving ? "moving" : "marks");
+  }
+
+  /** Shows the selected time. */
+  showSelected() {
+    if (this.selection) this.show(this.selection.first, this.selection.last - this.selection.first);
+  }
+
+  /** Clears the selection, and what is followed or found. */
+  clear() {
+    this.select(null);
+    this.find("");
+    this.follow(null);
+  }
+
+  /** Lets colours stand for "kind", "chunk" or "microbatch". */
+  colourBy(mode) {
+    this.mode = by("colour").value = mode;
+    document.documentElement.dataset.colour = mode;
+    const {firsts} = this.palette = paletteOf(this.data, mode);
+    this.#eachTrack(({blocks, shades}) => {
+      blocks.forEach((block, at) => { shades[at] = firsts.get(block.kind) + shadeOf(block, mode); });
+    });
+    this.repaint();
+    this.#tell("marks");
+  }
+
   showPath(on) {
     this.marks.path = by("path").checked = on;
-    this.repaint();
+    this.#mark();
   }
 
   /** Follows a microbatch through the ranks; null: none. */
   follow(microbatch) {
     this.marks.way = microbatch;
     by("forget").hidden = microbatch === null;
-    const ways = this.data.timelines.map((timeline) => wayOf(timeline, microbatch));
+    const ways = this.data.timelines.map((timeline) => (microbatch === null ? [] : wayOf(timeline, microbatch)));
     by("way").textContent = microbatch === null ? "" : saidWay(this.data, microbatch, ways);
+    this.#mark();
+  }
+
+  /** Marks the blocks that a text describes; an empty text: none. */
+  find(text, moving = false) {
+    this.sought = text.trim();
+    if (document.activeElement !== by("find") || !text) by("find").value = text;
+    const found = this.sought ? findBlocks(this.sought, this.data) : [];
+    this.matches = found ?? [];
+    this.#match = -1;
+    this.marks.found = this.matches.length ? new Set(this.matches.map(({block}) => block)) : null;
+    const {none, form} = this.data.find;
+    if (!found) by("found").textContent = form;
+    else if (!found.length && this.sought) by("found").textContent = none.replace("{text}", this.sought);
+    else this.#count();
+    this.#mark(moving);
+  }
+
+  /** The match after the one that this returned last, or before it if `step` is -1; undefined without matches. */
+  nextFound(step) {
+    const {length} = this.matches;
+    this.#match = this.#match < 0 && step < 0 ? length - 1 : (this.#match + step + length) % length;
+    this.#count();
+    return this.matches[this.#match];
+  }
+
+  #count() {
+    const {length} = this.matches;
+    const place = this.#match < 0 ? "" : `${this.#match + 1} of `;
+    by("found").textContent = length ? `${place}${length} ${length === 1 ? "match" : "matches"}` : "";
+  }
+
+  /** Notes which blocks the marks dim. */
+  #mark(moving = false) {
+    const {marks} = this;
+    this.#eachTrack((track) => {
+      track.dims = marks.any ? Uint8Array.from(track.blocks, (block) => marks.dims(block)) : null;
+    });
     this.repaint();
+    this.#tell(moving ? "moving" : "marks");
+  }
+
+  #eachTrack(does) {
+    for (const {rows} of this.data.timelines) for (const {tracks} of rows) tracks.forEach(does);
   }
 }

@@ -1,5 +1,6 @@
 /* Pointers: what lies under them, and how the wheel, drags, pinches and clicks change a page. */
 
+import {gapsOf} from "./data.js";
 import {blockAt, laneAt} from "./geometry.js";
 import {tellBlock, tellMemory, tellNothing} from "./tip.js";
 
@@ -12,7 +13,13 @@ function under(page, chart, event) {
   const [time, row] = [place.time(x), timeline.rows[rank]];
   if (!row || x < place.left || x > place.left + place.width) return {time, row: null, block: null};
   const slack = (2 * page.length) / place.width;
-  return {time, row, lane, block: lane === null ? null : blockAt(row.lanes[lane], time, slack)};
+  const block = lane === null ? null : blockAt(row.lanes[lane], time, slack);
+  return {time, row, lane, block: block ?? (lane === 0 ? gapAt(page, chart, row, time) : null)};
+}
+
+/** The idle time of a rank at a time; null if there is none. */
+function gapAt(page, {timeline}, row, time) {
+  return gapsOf(row, timeline.makespan, page.least).find(({start, end}) => start <= time && time < end) ?? null;
 }
 
 /** Describes what lies under the pointer, and shows its time on all lanes. */
@@ -23,8 +30,8 @@ function point(page, chart, event) {
     cursor.style.left = `${place.x(time)}px`;
   }
   chart.frame(chart.pointed, block);
-  if (block) tellBlock(page.data, block, event.clientX, event.clientY);
-  else if (row !== null && lane === null) tellMemory(page, chart.timeline, row, time, event.clientX, event.clientY);
+  if (block) tellBlock(page, block, event.clientX, event.clientY);
+  else if (row !== null && lane === null) tellMemory(page, row, time, event.clientX, event.clientY);
   else tellNothing();
 }
 
@@ -55,7 +62,7 @@ function pinch(page, chart, before, now, other) {
   page.move((middle(before).clientX - middle(now).clientX) / chart.place.width);
 }
 
-/** Follows the microbatch of the block under the pointer; none if it is followed already, or if there is no block. */
+/** Follows the microbatch of the block under the pointer; none if it is followed already, or in an idle time. */
 function select(page, chart, event) {
   const {block} = under(page, chart, event);
   if (block) chart.focus = block;
@@ -103,6 +110,29 @@ function listenToDrags(page, chart) {
   lanes.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") unpoint(page); });
 }
 
+/** A drag on the axis selects a range of time; a click there clears it. */
+function listenToAxis(page, chart) {
+  const {axis} = chart;
+  let from = null;
+  const timeAt = (event) => {
+    const step = 10 ** Math.floor(Math.log10(page.length / 1000));
+    return Math.round(chart.place.time(event.clientX - axis.getBoundingClientRect().left) / step) * step;
+  };
+  axis.addEventListener("pointerdown", (event) => {
+    axis.setPointerCapture(event.pointerId);
+    from = event;
+  });
+  axis.addEventListener("pointermove", (event) => {
+    if (from && Math.abs(event.clientX - from.clientX) > 3) page.select(timeAt(from), timeAt(event), true);
+  });
+  axis.addEventListener("pointerup", (event) => {
+    if (from && Math.abs(event.clientX - from.clientX) > 3) page.select(timeAt(from), timeAt(event));
+    else page.select(null);
+    from = null;
+  });
+  axis.addEventListener("pointercancel", () => { from = null; });
+}
+
 /** Lets pointers on a chart change its page. */
 export function listenToPointers(page, chart) {
   const {lanes} = chart;
@@ -111,4 +141,5 @@ export function listenToPointers(page, chart) {
   lanes.addEventListener("focus", () => page.repaint());
   lanes.addEventListener("blur", () => { unpoint(page); page.repaint(); });
   listenToDrags(page, chart);
+  listenToAxis(page, chart);
 }

@@ -1,16 +1,18 @@
 /* Tip: the box beside the pointer that describes what is there, and the text that is read aloud. */
 
+import {shadeOf} from "./data.js";
 import {by} from "./page.js";
-import {facts, saidMemory, sentences, spoken} from "./words.js";
+import {facts, saidGap, saidMemory, sentences} from "./words.js";
 
 function element(name, text, more = {}) {
   return Object.assign(document.createElement(name), {textContent: text}, more);
 }
 
-function described(data, block) {
+function described({data, mode}, block) {
+  if (block.gap) return [element("div", saidGap(data, block))];
   const title = element("h3", "");
   const swatch = document.createElement("i");
-  swatch.style.background = block.kind.colours[block.chunk];
+  swatch.style.background = block.kind.colours[mode][shadeOf(block, mode)];
   title.append(swatch, block.action, element("span", block.kind.name));
   const list = document.createElement("dl");
   for (const [name, text] of facts(data, block)) list.append(element("dt", name), element("dd", text));
@@ -30,18 +32,20 @@ function tell(content, x, y) {
   Object.assign(tip.style, {left: `${left}px`, top: `${Math.max(below, 8)}px`});
 }
 
-export function tellBlock(data, block, x, y) {
-  tell(described(data, block), x, y);
+/** Describes a block or an idle time. */
+export function tellBlock(page, block, x, y) {
+  tell(described(page, block), x, y);
 }
 
-export function tellMemory({data, view}, timeline, row, time, x, y) {
-  tell([element("div", saidMemory(data, timeline, row, time, view))], x, y);
+export function tellMemory({data, view}, row, time, x, y) {
+  tell([element("div", saidMemory(data, row, time, view))], x, y);
 }
 
 export function tellNothing() {
   by("tip").hidden = true;
 }
 
-export function speak(data, block) {
-  by("spoken").textContent = spoken(data, block);
+/** Has a text read aloud. */
+export function say(text) {
+  by("spoken").textContent = text;
 }

@@ -1,6 +1,6 @@
 /* Words: the texts about a block, about memory and about a microbatch. The sentences come from Python. */
 
-import {stepAt} from "./geometry.js";
+import {levelAt} from "./geometry.js";
 
 /** A sentence from Python, with values for the names in it. */
 function filled(sentence, values) {
@@ -13,6 +13,11 @@ export function saidTime(data, time) {
   return data.unit ? `${number} ${data.unit}` : String(number);
 }
 
+/** A range of time. */
+export function saidRange(data, {first, last}) {
+  return `${saidTime(data, first)} to ${saidTime(data, last)}`;
+}
+
 /** The facts about a block, as (name, text). */
 export function facts(data, block) {
   return [
@@ -22,7 +27,15 @@ export function facts(data, block) {
     ["start", saidTime(data, block.start)],
     ["end", saidTime(data, block.end)],
     ["duration", saidTime(data, block.end - block.start)],
+    ["kept", saidLevel(block.row, block.start)],
   ];
+}
+
+/** What a rank keeps at a time, and how much that is above its cap. */
+function saidLevel({curve, levels, cap}, time) {
+  const level = levelAt(curve, time);
+  const above = cap?.above[level];
+  return above ? `${levels[level][1]}, ${above}` : levels[level][1];
 }
 
 /** Why a block did not begin earlier. */
@@ -48,24 +61,31 @@ export function sentences(data, block) {
   return found;
 }
 
+/** Why a rank is idle, and for how long. */
+export function saidGap(data, {row, start, end, before, next}) {
+  const {idle, done, empty} = data.sentences;
+  const [time, first, last] = [end - start, start, end].map((each) => saidTime(data, each));
+  const why = next ? cause(data, next) : filled(before ? done : empty, {rank: row.rank, action: before?.action});
+  return `${filled(idle, {time, first, last})}: ${why}.`;
+}
+
 /** The facts and sentences as one text, to be read aloud. */
 export function spoken(data, block) {
+  if (block.gap) return `Rank ${block.rank}. ${saidGap(data, block)}`;
   const told = facts(data, block).map(([name, text]) => `${name} ${text}`);
   return [`${block.action}, ${block.kind.name}, ${told.join(", ")}.`, ...sentences(data, block)].join(" ");
 }
 
 /** What a rank keeps at a time, which is rounded to the precision of a pixel. */
-export function saidMemory(data, timeline, row, time, view) {
+export function saidMemory(data, row, time, view) {
   const step = 10 ** Math.floor(Math.log10((view.last - view.first) / 1000));
-  const kept = stepAt(row.curve, time)?.text ?? timeline.levels[0][1];
-  return `rank ${row.rank} keeps ${kept} at ${saidTime(data, Math.round(time / step) * step)}`;
+  return `rank ${row.rank} keeps ${saidLevel(row, time)} at ${saidTime(data, Math.round(time / step) * step)}`;
 }
 
 /** When a microbatch begins and ends in each timeline; `ways` has its blocks per timeline. */
 export function saidWay(data, microbatch, ways) {
   const times = ways.filter((way) => way.length).map((way) => {
-    const end = Math.max(...way.map((block) => block.end));
-    return `${saidTime(data, way[0].start)} to ${saidTime(data, end)}`;
+    return saidRange(data, {first: way[0].start, last: Math.max(...way.map((block) => block.end))});
   });
   return `microbatch ${microbatch}: ${times.join("; ")}`;
 }

@@ -23,7 +23,8 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
     state = State.of(fields)
     own = custom(state) if CUSTOM in state.schedules else None
     drawn = tuple(_timeline(state, name, own) for name in state.schedules)
-    answer = parts(drawn, state.unit)._asdict() | {"schedules": state.schedules}
+    cap = state.bytes_cap if drawn[0].saved_bytes else state.memory_cap
+    answer = parts(drawn, state.unit, cap)._asdict() | {"schedules": state.schedules}
     return answer if own is None else answer | {"custom": own}
 
 

@@ -11,6 +11,7 @@ from pipeflow.explore.answers.plan import plan
 from pipeflow.explore.answers.search import search
 from pipeflow.explore.answers.start import start
 from pipeflow.explore.answers.tour import tour
+from pipeflow.explore.answers.window import window
 
 Answer = Callable[[Mapping[str, str]], dict[str, Any]]
 
@@ -24,5 +25,6 @@ ANSWERS: Mapping[str, Answer] = {
     "start": start,
     "svg": svg,
     "tour": tour,
+    "window": window,
 }
 """The functions that answer, by the last part of the address that the page asks."""

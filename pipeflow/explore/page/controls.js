@@ -47,6 +47,8 @@ function makeControl(field, link) {
 export function makeControls({table, link}) {
   const form = document.getElementById("controls");
   form.addEventListener("submit", (event) => event.preventDefault());
+  const fold = document.getElementById("fold"); // shown where there is little room
+  fold.addEventListener("click", () => fold.setAttribute("aria-expanded", fold.ariaExpanded !== "true"));
   const controls = table.filter((field) => field.group).map((field) => {
     const control = makeControl(field, link);
     groupOf(form, field.group).append(control.row);

@@ -32,13 +32,18 @@ export class Link {
   }
 
   /** Sets fields; an empty text or the default leaves a field out. While `moving`, as a slider does, the browser's list
-   * of pages gets one entry for the whole movement. */
-  set(values, {moving = false} = {}) {
+   * of pages gets one entry for the whole movement. `aside`, it gets none, and nobody is told. */
+  set(values, {moving = false, aside = false} = {}) {
     const fields = {...this.fields, ...values};
     for (const [name, value] of Object.entries(fields)) {
       if (value === "" || value === this.#table.get(name)?.default) delete fields[name];
     }
     const changed = Object.keys(values).filter((name) => fields[name] !== this.fields[name]);
+    if (aside) {
+      this.fields = fields;
+      history.replaceState(null, "", this.address());
+      return;
+    }
     const put = this.#moving ? "replaceState" : "pushState";
     this.#moving = moving && (this.#moving || changed.length > 0);
     if (!changed.length) return;

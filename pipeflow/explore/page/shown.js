@@ -8,9 +8,14 @@ export class Shown {
   #page;
   #listeners = [];
 
-  constructor(link, server, page) {
+  /** `table` has the fields; those that only say how timelines are shown need no new answer. */
+  constructor(table, link, server, page) {
     this.#page = page;
-    link.listen((fields) => server.follow("plan", fields, (answer) => this.#show(answer), (message) => this.#refuse(message)));
+    const made = new Set(table.filter((field) => !field.shown).map((field) => field.name));
+    link.listen((fields, changed) => {
+      if (this.answer && !changed.some((name) => made.has(name))) return;
+      server.follow("plan", fields, (answer) => this.#show(answer), (message) => this.#refuse(message));
+    });
   }
 
   /** Calls `listener(answer)` after each new answer was put onto the page. */
