@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.action import actions_of, parse_entry
+from pipeflow.core.dataflow import makes, needs
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
@@ -103,10 +104,18 @@ def _require_waits(custom: dict[str, Any], made: Schedule) -> None:
 
 
 def _require_cycle(custom: dict[str, Any], made: Schedule) -> None:
-    """Whenever `verify` finds a deadlock, the cycle is the chain that it names."""
+    """Each entry of a cycle would have to come before the next: it stands before it in a row, or makes what that needs.
+    The cycle is there whenever `verify` finds a deadlock, and is the one that it names.
+    """
+    places = [(each["rank"], each["position"]) for each in custom["cycle"]]
     chains = [each.cycle for each in verify(made) if each.cycle]
-    if chains:
-        assert [(each["rank"], each["position"]) for each in custom["cycle"]] == list(chains[0])
+    assert not chains or places == list(chains[0])
+    stages = made.placement.num_stages
+    for before, after in zip(places, places[1:] + places[:1], strict=True):
+        made_there = {value for each in actions_of(made.rows[before[0]][before[1]]) for value in makes(each, stages)}
+        needed = {value for each in actions_of(made.rows[after[0]][after[1]]) for value in needs(each, stages)}
+        in_row = before[0] == after[0] and before[1] < after[1]
+        assert in_row or made_there & needed
 
 
 def _require_missing(custom: dict[str, Any], made: Schedule) -> None:

@@ -31,5 +31,7 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
 def _timeline(state: State, name: str, own: dict[str, Any] | None) -> Timeline:
     if name != CUSTOM or own is None:
         return timeline(state, name)
-    drawn = drafted(state).timeline
-    return drawn if own["sound"] else replace(drawn, name=f"{CUSTOM} (unsound)")
+    drawn = drafted(state)
+    if own["sound"]:
+        return drawn.timeline
+    return replace(drawn.timeline, name=f"{CUSTOM} ({'stuck' if drawn.stuck else 'unsound'})")
