@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl, urlencode
 
-from pipeflow.cli.options import schedule_name, schedule_options
+from pipeflow.cli.options import even_cost_options, schedule_name, size_options
 from pipeflow.core.errors import UsageError
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.options import family_options
@@ -14,17 +13,30 @@ from pipeflow.schedules.options import family_options
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
 
+EXAMPLES = """\
+examples:
+  pipeflow explore zb-v --ranks 8 --microbatches 32 --transfer 0.1
+  pipeflow explore 1f1b zb-h1 --no-browser --port 8000
+  pipeflow explore --link 'http://127.0.0.1:43210/Jx2k9/#schedule=zb-v&ranks=8'
+  pipeflow explore --tour
+"""
+
 
 def add_to(commands: Commands) -> None:
     """Adds the command and its options."""
-    help_ = "explore schedules in the browser: a local page, computed by this machine"
-    command = commands.add_parser("explore", help=help_, parents=[schedule_options()])
+    command = commands.add_parser(
+        "explore",
+        help="explore schedules in the browser: a local page, computed by this machine",
+        parents=[size_options(), even_cost_options()],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     help_ = "names from `pipeflow list` (default: 1f1b)"
     command.add_argument("schedules", type=schedule_name, metavar="SCHEDULE", nargs="*", help=help_)
-    help_ = "open the state of a link to the page, whose part from # on is enough"
-    command.add_argument("--link", default="", metavar="'#...'", help=help_)
+    help_ = "show what the page at this address shows, or what its part from # on says; other options change it"
+    command.add_argument("--link", metavar="ADDRESS", help=help_)
     command.add_argument("--tour", action="store_true", help="start the guided tour")
-    group = command.add_argument_group("server")
+    group = command.add_argument_group("server", "answers this machine alone, until Ctrl-C")
     group.add_argument(
         "--port", type=int, default=0, metavar="N", help="port of the server (default: any that is free)"
     )
@@ -34,36 +46,61 @@ def add_to(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves the page until it is interrupted."""
-    import webbrowser
+    from threading import Thread
+    from urllib.parse import urlencode
 
     from pipeflow.explore import Server
 
     opened = fields(arguments)
-    with Server(arguments.port) as server:
-        url = server.url + (f"#{urlencode(opened)}" if opened else "")
-        print(f"{url}\npress Ctrl-C to stop", flush=True)
-        if not arguments.no_browser:
-            webbrowser.open(url)
-        try:
+    try:
+        with Server(arguments.port) as server:
+            url = server.url + (f"#{urlencode(opened)}" if opened else "")
+            print(f"{url}\npress Ctrl-C to stop", flush=True)
+            if not arguments.no_browser:
+                Thread(target=_open, args=(url,), daemon=True).start()  # some browsers return only when they end
             server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
+    except KeyboardInterrupt:
+        pass  # this is how it ends
     return 0
 
 
 def fields(arguments: argparse.Namespace) -> dict[str, str]:
     """The fields of the link that opens. Raises UsageError for what a link cannot have."""
-    from pipeflow.explore.state import State
+    from pipeflow.explore.state import EVEN, State
     from pipeflow.explore.tour import STEPS
 
     for name in arguments.schedules:
         if name not in SCHEDULES:
             raise UsageError(f"{name!r} is not the name of a schedule; open a file by dropping it onto the page")
     found = {"tour": "1", **STEPS[0].start} if arguments.tour else {}
-    found |= parse_qsl(arguments.link.rpartition("#")[2])
-    given = {name: getattr(arguments, name) for name in ("ranks", "microbatches", *family_options())}
-    found |= {name: str(value) for name, value in given.items() if value is not None}
+    if arguments.link is not None:
+        found |= _linked(arguments.link)
     if arguments.schedules:
         found["schedule"] = ",".join(arguments.schedules)
+    options = {name: name for name in ("ranks", "microbatches", *family_options())}
+    for field, option in {**options, **EVEN}.items():
+        value = getattr(arguments, option)
+        if value is not None:
+            found[field] = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     State.of(found)
     return found
+
+
+def _linked(link: str) -> dict[str, str]:
+    """The fields of the address of a page, or of its part from # on."""
+    from urllib.parse import parse_qsl
+
+    try:
+        return dict(parse_qsl(link[link.find("#") + 1 :], keep_blank_values=True, strict_parsing=True, errors="strict"))
+    except ValueError:
+        need = "the address of a page, or its part from # on, like '#schedule=zb-v&ranks=8'"
+        raise UsageError(f"--link needs {need}, got {link[:80]!r}") from None
+
+
+def _open(url: str) -> None:
+    """Opens a browser, if there is one; the address is on the terminal in any case."""
+    import webbrowser
+    from contextlib import suppress
+
+    with suppress(webbrowser.Error, OSError):
+        webbrowser.open(url)

@@ -74,18 +74,19 @@ def schedule_argument() -> Parser:
 
 
 @cache
+def size_options() -> Parser:
+    """Options for the size of a named schedule."""
+    parser = Parser(add_help=False)
+    _add_sizes(parser.add_argument_group("schedule"), "8")
+    return parser
+
+
+@cache
 def schedule_options() -> Parser:
     """Options for the size of a named schedule, and for what a file does not say."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group("schedule")
-    group.add_argument("--ranks", type=_whole, metavar="N", help="number of pipeline ranks (default: 4)")
-    group.add_argument(
-        "--microbatches",
-        type=_whole,
-        metavar="N",
-        help="number of microbatches (default: 8, or as many as the file has)",
-    )
-    add_family_options(group)
+    _add_sizes(group, "8, or as many as the file has")
     group.add_argument(
         "--placement",
         choices=PLACEMENTS,
@@ -95,20 +96,40 @@ def schedule_options() -> Parser:
     return parser
 
 
+def _add_sizes(group: argparse._ArgumentGroup, microbatches: str) -> None:
+    group.add_argument("--ranks", type=_whole, metavar="N", help="number of pipeline ranks (default: 4)")
+    group.add_argument(
+        "--microbatches", type=_whole, metavar="N", help=f"number of microbatches (default: {microbatches})"
+    )
+    add_family_options(group)
+
+
+@cache
+def even_cost_options() -> Parser:
+    """Options for times and bytes that are the same for all ranks."""
+    parser = Parser(add_help=False)
+    _add_even_costs(parser)
+    return parser
+
+
 @cache
 def cost_options() -> Parser:
     """Options for times and bytes."""
     parser = Parser(add_help=False)
-    group = parser.add_argument_group("costs", "time per microbatch for all layers of one rank, in any unit")
-    for option, meaning in EVEN_COSTS.items():
-        metavar = "BYTES" if option.endswith("bytes") else "T"
-        group.add_argument(flag(option), type=_cost, metavar=metavar, help=meaning)
-    group.add_argument(
+    _add_even_costs(parser).add_argument(
         "--costs",
         metavar="FILE",
         help="read per-stage costs from a JSON file with the fields of CostModel, instead of these options",
     )
     return parser
+
+
+def _add_even_costs(parser: Parser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("costs", "time per microbatch for all layers of one rank, in any unit")
+    for option, meaning in EVEN_COSTS.items():
+        metavar = "BYTES" if option.endswith("bytes") else "T"
+        group.add_argument(flag(option), type=_cost, metavar=metavar, help=meaning)
+    return group
 
 
 @cache

@@ -42,6 +42,8 @@ def test_a_script_knows_commands_options_and_schedules(capsys: pytest.CaptureFix
         ("verify --pl", {"--placement"}),
         ("verify --placement b", {"bidirectional"}),
         ("plan gpt3-17", {"gpt3-175b"}),
+        ("explore --li", {"--link"}),
+        ("explore hana", {"hanayo"}),
     ],
 )
 def test_bash_completes(capsys: pytest.CaptureFixture[str], line: str, expected: set[str]) -> None:
