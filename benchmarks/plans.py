@@ -1,4 +1,5 @@
 """What a plan is worth: per schedule, costs measured in traced steps, simulated, against the time of untraced steps.
+Both end when all ranks have agreed that the step is over.
 
 The blocks are those of `compute`, on 2 ranks. Traced and untraced steps take turns.
 """
@@ -50,7 +51,7 @@ def measure(rounds: int) -> dict[str, Any]:
         traced = Traced(task, contender.runner)
         both = alternate({"untraced": contender, "traced": traced.contender}, rounds)
         times[name] = both["untraced"]
-        planned[name] = traced.makespans[-rounds:]
+        planned[name] = traced.steps[-rounds:]
         torch.distributed.barrier()
     return {"times": times, "planned": planned}
 
@@ -72,11 +73,12 @@ class Traced:
         self.timelines.append(pipeflow.execute_pipeline(iter([self.batch]), self.model, trace=True).timeline)
 
     @property
-    def makespans(self) -> list[float]:
+    def steps(self) -> list[float]:
         import pipeflow
+        from pipeflow.analysis.step import step_time
         from pipeflow.core.dataflow import Stream
 
         costs = [pipeflow.measured_costs(timeline) for timeline in self.timelines]
         schedule = self.model.schedule
         ran = schedule.with_reductions() if Stream.REDUCE in self.timelines[0].streams else schedule
-        return [pipeflow.simulate(ran, cost).makespan for cost in costs]
+        return [step_time(pipeflow.simulate(ran, cost), cost) for cost in costs]

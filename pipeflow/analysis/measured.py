@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean, median
+from statistics import fmean
 
 from pipeflow.analysis.causes import pauses, waits
 from pipeflow.core.action import Kind
@@ -13,7 +13,7 @@ from pipeflow.core.timeline import Timeline
 
 def measured_costs(timeline: Timeline) -> CostModel:
     """The costs that a timeline shows. The time of an action is the mean over the actions of its kind and stage, plus
-    what its rank takes before it although nothing is missing, which is the engine's own work. The latency is the median
+    what its rank takes before it although nothing is missing, which is the engine's own work. The latency is the mean
     time that an idle rank waited for a value after it was made. The time of a whole backward is
     divided between its halves in the proportion of the backwards that ran in halves, or equally if there are none. Of
     the ranks that reduce a stage together, the last one to start waits least, so its time is the cost of the reduction.
@@ -22,7 +22,7 @@ def measured_costs(timeline: Timeline) -> CostModel:
     for span in timeline:
         times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
 
-    latency = median(waits(timeline) or [0.0])
+    latency = fmean(waits(timeline) or [0.0])
     between = {kind: fmean(gaps) for kind, gaps in pauses(timeline, latency).items()}
 
     def mean(kind: Kind, stage: int) -> float:

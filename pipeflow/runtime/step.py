@@ -156,7 +156,11 @@ class Runner:
             self.gradients.renew(change, reduce=call.reduce)
             for stage in self.stages.values():
                 stage.defer()
-        timeline = None if measured is None else measured.timeline(call.schedule.name, call.schedule.placement)
+        timeline = (
+            None
+            if measured is None
+            else measured.timeline(call.schedule.name, call.schedule.placement, self.gradients.writing)
+        )
         losses = results.computed()
         self._unload(compiled)
         return Output(loss, outputs, timeline, losses, samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Span
@@ -97,20 +99,22 @@ class Trace:
             else None
         )
 
-    def timeline(self, name: str, placement: Placement) -> Timeline:
-        """The spans of every rank in seconds since rank 0 started the step; the same on every rank.
+    def timeline(self, name: str, placement: Placement, writing: Callable[[int], float]) -> Timeline:
+        """The spans of every rank in seconds since rank 0 started the step; the same on every rank. `writing` gives
+        the seconds in which the sums of a stage were written into its gradients at the end of the step: the reduction
+        lasts so much longer, since nobody can use its result before.
 
         Ranks on rank 0's machine share its clock; ranks on other machines count from the moment at which all ranks
         started.
         """
-        host, mine = socket.gethostname(), sorted(self._spans() + self._beside(), key=attrgetter("start"))
+        host, mine = socket.gethostname(), sorted(self._spans() + self._beside(writing), key=attrgetter("start"))
         everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine))
         first_host, first_zero, _ = everyone[0]
         shifts = [zero - first_zero if of == first_host else 0.0 for of, zero, _ in everyone]
         rows = [_shifted(spans, shift) for (_, _, spans), shift in zip(everyone, shifts, strict=True)]
         return Timeline(name, placement, tuple(rows))
 
-    def _beside(self) -> list[Span]:
+    def _beside(self, writing: Callable[[int], float]) -> list[Span]:
         timed = [operation for operation in self.operations if isinstance(operation, TimedBeside)]
         for one in timed:
             if one.thread is not None:
@@ -121,7 +125,7 @@ class Trace:
             action = one.beside.action
             stream = DATAFLOW[action.kind].stream
             start = max(one.start - self.zero, free[stream])
-            free[stream] = max(start, one.end - self.zero)
+            free[stream] = max(start, one.end - self.zero) + (writing(action.stage) if action.kind is Kind.R else 0.0)
             spans.append(Span(action, self.transport.rank, start, free[stream]))
         return spans
 

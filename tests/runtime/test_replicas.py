@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipeflow import (
 from pipeflow.analysis.measured import measured_costs
 from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
+from pipeflow.runtime.gradients.bucket import Bucket
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import KeywordModel, PlainModel, TiedModel, TinyModel
 from tests.runtime.work import Batch, build, gradients_of, plain, require_near, schedule_of, variants
@@ -254,6 +256,19 @@ def test_reductions_are_measured_where_they_are_planned(run: Run) -> None:
                 )
                 assert last <= span.start <= span.end
         assert simulate(schedule.with_reductions(), measured_costs(timeline)).makespan > 0
+
+
+def test_a_reduction_lasts_until_its_gradients_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Bucket.unpack
+
+    def slowly(self: Bucket, row: Tensor) -> None:
+        time.sleep(0.02)
+        written(self, row)
+
+    monkeypatch.setattr(Bucket, "unpack", slowly)
+    schedule = make_schedule("1f1b", ranks=2, microbatches=4)
+    timeline, *_ = run_threads(trace_one, 4, PlainModel(), schedule, data=2)
+    assert min(measured_costs(timeline).reduce) >= 0.02
 
 
 def square_layers() -> list[nn.Linear]:

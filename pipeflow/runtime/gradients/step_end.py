@@ -105,6 +105,10 @@ class Gradients:
         """Starts the sums that can begin when all backwards of `stage` are done; none in a step after a change."""
         return [] if self.change else self._sums.start(stage)
 
+    def writing(self, stage: int) -> float:
+        """Seconds in which the last `end` wrote the sums of `stage` into its gradients."""
+        return self._sums.writing(stage)
+
     def end(self, *, reduce: bool) -> None:
         """Call after the last backward. If `reduce` is False, each replica accumulates its own gradients. Raises
         LinkError.

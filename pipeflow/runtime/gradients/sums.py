@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from threading import Lock
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -26,15 +27,19 @@ class Sum(ABC):
     Args:
         bucket: the gradients.
         after: stage after whose last weight gradient it begins; None to begin at the end of the step.
+
+    Attributes:
+        writing: seconds in which the last sum was written into the gradients.
     """
 
-    __slots__ = ("after", "bucket", "row", "works")
+    __slots__ = ("after", "bucket", "row", "works", "writing")
 
     def __init__(self, bucket: Bucket, after: int | None) -> None:
         self.bucket = bucket
         self.after = after
         self.row: Tensor | None = None  # this rank's gradients, once it has started
         self.works: list[Work] = []
+        self.writing = 0.0
 
     @abstractmethod
     def start(self) -> None:
@@ -48,8 +53,10 @@ class Sum(ABC):
         """Waits for the sum and writes it into the gradients. Raises LinkError."""
         for work in self.works:
             work.wait()
+        start = perf_counter()
         if self.row is not None:
             self.bucket.unpack(self.result(self.row))
+        self.writing = perf_counter() - start
         self.forget()
 
     def forget(self) -> None:
@@ -181,6 +188,10 @@ class Sums:
         for each in started:
             each.start()
         return [work for each in started for work in each.works]
+
+    def writing(self, stage: int) -> float:
+        """Seconds in which the sums that began after `stage` were written into the gradients when they last ended."""
+        return sum(each.writing for each in self._early if each.after == stage)
 
     def end(self, *, reduce: bool) -> None:
         """Call after the last backward. If `reduce` is False, gradients are not averaged: each replica accumulates its
