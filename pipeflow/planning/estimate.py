@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -349,12 +350,19 @@ def _held(model: Transformer, setup: Setup, placement: Placement, parts: Sequenc
 
 def transferred(placement: Placement, rank: int, sent: Sequence[float]) -> float:
     """The `transfer_bytes` of a rank, for stages that send so many bytes to the next one."""
-    return sum(
-        sent[stage] * ((ends[0] == rank) + (ends[1] == rank))
-        for path in placement.paths
-        for stage, ends in enumerate(pairwise(path))
-        if ends[0] != ends[1]
-    )
+    return sum(sent[stage] for stage in _borders(placement)[rank])
+
+
+@lru_cache(maxsize=256)
+def _borders(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Per rank, the stages after which another rank begins or it begins itself."""
+    found: list[list[int]] = [[] for _ in range(placement.num_ranks)]
+    for path in placement.paths:
+        for stage, (one, other) in enumerate(pairwise(path)):
+            if one != other:
+                found[one].append(stage)
+                found[other].append(stage)
+    return tuple(map(tuple, found))
 
 
 def _rank(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: float, idle: float) -> RankPlan:

@@ -53,7 +53,7 @@ def cut_by_cost(
 
     >>> from pipeflow import GPT
     >>> cut_by_cost(GPT.named("llama3-8b"), Placement.linear(4), Setup())
-    ((0, 9), (9, 17), (17, 26), (26, 32))
+    ((0, 8), (8, 16), (16, 25), (25, 32))
     """
     found = profile(model, setup, cluster)
     return cut_by_load(model.layers, placement, found.first, found.last)
