@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pipeflow.core.action import Action, Entry, Kind, Pair
+from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
 from pipeflow.core.schedule import Schedule
 
 Row = tuple[Entry, ...]
@@ -66,6 +67,25 @@ def differences(first: Schedule, second: Schedule) -> list[Difference | None]:
     """Per rank, the difference between its rows; None if they are equal."""
     rows = zip(first.rows, second.rows, strict=True)
     return [None if before == after else Difference(before, after) for before, after in rows]
+
+
+def moved_actions(first: Schedule, second: Schedule) -> tuple[frozenset[Action], ...] | None:
+    """Per rank, the actions of `second` that stand at another place of their row than in `first`, or that `first` does
+    not have. If one of them splits backwards, its I stands for the other's B, and W is ignored. None if the stages are
+    placed differently, so that the rows cannot be compared.
+    """
+    if first.placement != second.placement:
+        return None
+    halves = has_halves(second) and not has_halves(first)
+    if has_halves(first) != has_halves(second):
+        first, second = without_halves(first), without_halves(second)
+
+    def moved(found: Difference) -> Iterator[Action]:
+        for entry in (*(move.entry for move in found.moves), *found.only_second):
+            for action in actions_of(entry):
+                yield replace(action, kind=Kind.I) if halves and action.kind is Kind.B else action
+
+    return tuple(frozenset(moved(found)) if found else frozenset() for found in differences(first, second))
 
 
 def has_halves(schedule: Schedule) -> bool:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pipeflow.analysis.measures import Measures
 from pipeflow.cli.beside import Beside
-from pipeflow.cli.columns import COLUMNS, Column
 from pipeflow.cli.files import write
 from pipeflow.cli.options import cost_options, schedule_name, schedule_options
 from pipeflow.cli.outputs import show
 from pipeflow.cli.request import Request
 from pipeflow.core.errors import UsageError
+from pipeflow.draw.columns import COLUMNS, Column, grouped, plot
 from pipeflow.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
-    from pipeflow.draw import Scatter, Table
+    from pipeflow.draw import Table
 
 Found = dict[str, Measures]
 TABLE = tuple(name for name in COLUMNS if name != "span")
@@ -53,13 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(arguments.schedules)) or list(SCHEDULES)
     found, refused = _measured(names, Request.of(arguments))
     if not found:
-        raise UsageError("; ".join(_grouped(refused)))
+        raise UsageError("; ".join(grouped(refused)))
     found = _sorted(found, arguments.sort)
     if arguments.svg is not None:
         from pipeflow.draw import scatter_svg
 
-        plot = _scatter(found)
-        write({arguments.svg: scatter_svg(plot.points, plot.x, plot.y)})
+        write({arguments.svg: scatter_svg(*plot(found))})
     if arguments.json:
         import json
 
@@ -98,6 +97,8 @@ def _sorted(found: Found, by: str) -> Found:
 
 
 def _show(found: Found, refused: Mapping[str, str]) -> None:
+    from pipeflow.draw import Scatter
+
     shown = [
         column
         for column in map(COLUMNS.__getitem__, TABLE)
@@ -106,15 +107,9 @@ def _show(found: Found, refused: Mapping[str, str]) -> None:
     same = [column for column in shown if len(found) > 1 and len({column.cell(each) for each in found.values()}) == 1]
     first = next(iter(found.values()))
     notes = [f"{' '.join(column.title.split())}: {column.cell(first)} for all schedules" for column in same]
-    notes += [f"left out: {line}" for line in _grouped(refused)]
+    notes += [f"left out: {line}" for line in grouped(refused)]
     table = _table(found, [column for column in shown if column not in same])
-    show(table, *[""] * bool(notes), *notes, "", _scatter(found))
-
-
-def _grouped(refused: Mapping[str, str]) -> Iterator[str]:
-    """One line per reason, with the schedules that it keeps out."""
-    for why in dict.fromkeys(refused.values()):
-        yield f"{', '.join(name for name in refused if refused[name] == why)}: {why}"
+    show(table, *[""] * bool(notes), *notes, "", Scatter(*plot(found)))
 
 
 def _table(found: Found, columns: list[Column]) -> Table:
@@ -128,13 +123,3 @@ def _table(found: Found, columns: list[Column]) -> Table:
         best |= {(row, index) for row, text in enumerate(texts) if text == column.text(least)}
     rows = [[name, *(column.cell(measures) for column in columns)] for name, measures in found.items()]
     return Table(["schedule", *(column.title for column in columns)], rows, frozenset(best))
-
-
-def _scatter(found: Found) -> Scatter:
-    from pipeflow.draw import Axis, Point, Scatter
-
-    kept = COLUMNS["activations" if any(measures.peak_bytes is None for measures in found.values()) else "bytes"]
-    lost = COLUMNS["bubble"]
-    axes = [Axis(" ".join(each.title.split()), each.text, each.base) for each in (kept, lost)]
-    points = [Point(name, kept.of(each) or 0.0, lost.of(each) or 0.0) for name, each in found.items()]
-    return Scatter(points, *axes)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeflow.analysis.measures import Measures
 from pipeflow.cli.beside import Beside
-from pipeflow.cli.columns import COLUMNS
 from pipeflow.cli.differences import difference_lines
 from pipeflow.cli.options import cost_options, schedule_name, schedule_options, unit_options
 from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
 from pipeflow.cli.request import Request
 from pipeflow.cli.sources import Source
 from pipeflow.core.timeline import Timeline
+from pipeflow.draw.columns import changes
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from pipeflow.draw.times import Unit
 
 FORMATS = ("html", "perfetto")  # the formats of `draw` that can hold two timelines
-TIMES = ("makespan", "span")
-RATIOS = ("bubble", "span-bubble")
 
 
 def add_to(commands: Commands) -> None:
@@ -71,24 +68,8 @@ def _table(names: list[str], sources: list[Source], timelines: list[Timeline], u
 
     both = zip(sources, timelines, strict=True)
     first, second = (Measures.of(source.schedule, timeline) for source, timeline in both)
-    rows = []
-    for key, column in COLUMNS.items():
-        before, after = column.of(first), column.of(second)
-        if before is None or after is None:
-            continue
-        text = unit.text if key in TIMES else column.text
-        rows.append([" ".join(column.title.split()), text(before), text(after), *_change(key, before, after, text)])
+    rows = [[title, *change] for title, change in changes(first, second, unit).items()]
     return Table(["", *names, "change", ""], rows)
-
-
-def _change(key: str, before: float, after: float, text: Callable[[float], str]) -> list[str]:
-    difference = after - before
-    if abs(difference) <= 1e-9 * max(abs(before), abs(after)):
-        return ["same", ""]
-    if key in RATIOS:
-        return [f"{100 * difference:+.1f} points", ""]
-    sign = "+" if difference > 0 else "-"
-    return [sign + text(abs(difference)), f"{difference / before:+.1%}" if before else ""]
 
 
 def _ratio(timelines: list[Timeline], measured: list[bool]) -> list[str]:

@@ -14,22 +14,24 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.explore.fields import CUSTOM, FIELDS
-from pipeflow.explore.made import schedule
+from pipeflow.explore.made import is_searched, schedule
+from pipeflow.explore.names import file_of, split
 from pipeflow.explore.state import EVEN, State
-from pipeflow.schedules import options_of
 
 
 def python(state: State, name: str) -> str:
     """Python that makes the schedule `name` of a state, its costs and its timeline. Raises UsageError for a schedule
     that cannot be made, or cannot be written as a table.
     """
+    if (file := state.files.get(file_of(name) or "")) is not None and file.measured is not None:
+        raise UsageError("there is no code for a measured timeline: save its times")
     made = schedule(state, name)
-    searched = name != CUSTOM and "cost" in options_of(name)  # its costs come first
+    searched = is_searched(split(name)[0])  # its costs come first
     if searched or _by_stage(state):
         cost = _call("pipeflow.CostModel", [*_per_stage(state.cost_model(made.placement))])
     else:
         cost = _call("pipeflow.CostModel.even", ["schedule.placement", *_even(state)])
-    maker = _table(made) if name == CUSTOM else _named(state, name, searched=searched)
+    maker = _table(made) if name == CUSTOM or file is not None else _named(state, name, searched=searched)
     lines = [f"schedule = {maker}", f"cost = {cost}"]
     last = "timeline = pipeflow.simulate(schedule, cost)\n"
     return "\n".join(["import pipeflow\n", *(reversed(lines) if searched else lines), last])
@@ -37,7 +39,11 @@ def python(state: State, name: str) -> str:
 
 def _named(state: State, name: str, *, searched: bool) -> str:
     options = {"ranks": state.ranks, "microbatches": state.microbatches, **state.options_for(name)}
-    words = [repr(name), *(f"{option}={value!r}" for option, value in options.items()), *["cost=cost"] * searched]
+    words = [
+        repr(split(name)[0]),
+        *(f"{option}={value!r}" for option, value in options.items()),
+        *["cost=cost"] * searched,
+    ]
     return _call("pipeflow.make_schedule", words) + ".with_reductions()" * state.reduces
 
 
@@ -54,11 +60,11 @@ def _table(made: Schedule) -> str:
 
 def command(state: State, name: str) -> str | None:
     """The `pipeflow draw` command that draws the schedule `name` of a state; None if no options say what it is."""
-    if name == CUSTOM or _by_stage(state):
+    if name == CUSTOM or file_of(name) is not None or _by_stage(state):
         return None
     options: dict[str, object] = {"ranks": state.ranks, "microbatches": state.microbatches, **state.options_for(name)}
     options |= {argument: state.costs[field] for field, argument in _given(state)}
-    words = ["pipeflow", "draw", name]
+    words = ["pipeflow", "draw", split(name)[0]]
     for option, value in options.items():
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         words += [f"--{option.replace('_', '-')}", text]
@@ -68,7 +74,7 @@ def command(state: State, name: str) -> str | None:
 def _by_stage(state: State) -> bool:
     """Whether the costs differ from stage to stage, or are of transfers in bytes."""
     in_bytes = state.costs["activation_bytes"] and state.costs["bandwidth"]
-    return bool(state.factors or state.modelled is not None or in_bytes)
+    return bool(state.factors or state.modelled is not None or state.measured is not None or in_bytes)
 
 
 def _given(state: State) -> Iterator[tuple[str, str]]:

@@ -17,16 +17,19 @@ LONGEST = 100_000  # characters of any other field
 PER_RANK = ("chunks", "waves")  # options that set the number of stages per rank
 
 
-def require_size(names: Sequence[str], ranks: int, microbatches: int, options: Mapping[str, Any]) -> None:
+Families = Sequence[tuple[str, Mapping[str, Any]]]  # names of the registry, each with its options
+
+
+def require_size(families: Families, ranks: int, microbatches: int, largest: int = LARGEST) -> None:
     """Raises UsageError if named schedules of this size would take too long while somebody waits."""
     require_ranks(ranks)
-    size = sum(ranks * microbatches * _weight(name, options) for name in names)
-    if size > LARGEST:
+    size = sum(ranks * microbatches * _weight(name, options) for name, options in families)
+    if size > largest:
         asked = f"{ranks:,} ranks x {microbatches:,} microbatches"
-        many = f" for {len(names)} schedules together" if len(names) > 1 else ""
+        many = f" for {len(families)} schedules together" if len(families) > 1 else ""
         raise UsageError(
-            f"{asked} is too large for the page: stages times microbatches may be at most {LARGEST:,}{many}"
-            f"{f'; a search counts {SEARCH} times' if any(map(_searched, names)) else ''}"
+            f"{asked} is too large for the page: stages times microbatches may be at most {largest:,}{many}"
+            f"{f'; a search counts {SEARCH} times' if any(_searched(name) for name, _ in families) else ''}"
         )
 
 
@@ -47,7 +50,7 @@ def require_table(rows: str) -> None:
 
 def require_length(name: str, text: str) -> None:
     """Raises UsageError if the text of a field is too long."""
-    if name != "rows" and len(text) > LONGEST:
+    if name not in ("rows", "files") and len(text) > LONGEST:
         raise UsageError(f"{name} may have at most {LONGEST:,} characters, got {len(text):,}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 from pipeflow.analysis.draft import Draft, draft
 from pipeflow.analysis.simulate import simulate
@@ -11,9 +12,10 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.explore.fields import CUSTOM
 from pipeflow.explore.kept import Kept
+from pipeflow.explore.names import file_of, split, title
 from pipeflow.explore.rows import read_rows
 from pipeflow.explore.state import State
-from pipeflow.schedules import make_schedule, options_of
+from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 
 MOST = 500_000  # entries of all schedules that are kept, and spans of all timelines: some 200 MB
 
@@ -22,40 +24,58 @@ _DRAFTS = Kept[Draft](MOST, lambda draft: sum(map(len, draft.timeline.rows)))
 _TIMELINES = Kept[Timeline](MOST, lambda timeline: sum(map(len, timeline.rows)))
 
 
-def schedule(state: State, name: str) -> Schedule:
+def is_searched(name: str) -> bool:
+    """Whether making the schedule `name` is a search, which may take seconds."""
+    return name in SCHEDULES and "cost" in options_of(name)
+
+
+def schedule(state: State, name: str, candidates: int | None = None) -> Schedule:
     """The schedule `name` in the size of `state`, with the options that it has. Raises UsageError if it cannot be
-    made.
+    made. A search tries as many orders as `candidates` says.
     """
-    return _SCHEDULES.get(_key(state, name), lambda: _made(state, name))
+    return _SCHEDULES.get(_key(state, name, candidates), lambda: _made(state, name, candidates))
 
 
-def timeline(state: State, name: str) -> Timeline:
-    """The simulated timeline of the schedule `name`. Raises UsageError for one that cannot be made, and ScheduleError
-    for one that cannot run.
+def timeline(state: State, name: str, candidates: int | None = None) -> Timeline:
+    """The timeline of the schedule `name`: simulated, or as it was measured. Raises UsageError for one that cannot be
+    made, and ScheduleError for one that cannot run.
     """
+    file = state.files.get(file_of(name) or "")
+    if file is not None and file.measured is not None:
+        return file.measured
 
     def make() -> Timeline:
-        made = schedule(state, name)
+        made = schedule(state, name, candidates)
         return simulate(made, state.cost_model(made.placement))
 
-    return _TIMELINES.get((_key(state, name), _costs(state)), make)
+    return _TIMELINES.get((_key(state, name, candidates), _costs(state)), make)
 
 
-def _key(state: State, name: str) -> Hashable:
+def _key(state: State, name: str, candidates: int | None) -> Hashable:
     """What the schedule `name` depends on."""
     reduced = state.reduces
     if name == CUSTOM:
         return name, reduced, state.rows, state.placement, state.rows_microbatches
-    costs = _costs(state) if "cost" in options_of(name) else None
+    if (file := file_of(name)) is not None:
+        return state.files[file].source, reduced
+    costs = (_costs(state), candidates) if is_searched(split(name)[0]) else None
     return name, reduced, state.ranks, state.microbatches, tuple(state.options_for(name).items()), costs
 
 
 def _costs(state: State) -> Hashable:
-    return tuple(state.costs.items()), state.factors, state.modelled
+    measured = state.measured and state.measured.source
+    return tuple(state.costs.items()), state.factors, state.modelled, measured
 
 
-def _made(state: State, name: str) -> Schedule:
-    made = _custom(state) if name == CUSTOM else _named(state, name)
+def _made(state: State, name: str, candidates: int | None) -> Schedule:
+    if (file := file_of(name)) is None:
+        made = _custom(state) if name == CUSTOM else _named(state, name, candidates)
+    else:
+        made = state.files[file].schedule
+        if state.files[file].measured is not None:
+            return made  # as it ran
+        if state.files[file].problem:
+            raise UsageError(state.files[file].problem)
     return made.with_reductions() if state.reduces else made
 
 
@@ -66,14 +86,18 @@ def drafted(state: State) -> Draft:
         made = schedule(state, CUSTOM)
         return draft(made, state.cost_model(made.placement))
 
-    return _DRAFTS.get((_key(state, CUSTOM), _costs(state)), make)
+    return _DRAFTS.get((_key(state, CUSTOM, None), _costs(state)), make)
 
 
-def _named(state: State, name: str) -> Schedule:
-    options = state.options_for(name)
-    if "cost" in options_of(name):  # the schedule is made for given costs, which are per stage
-        options["cost"] = state.cost_model(make_schedule(name, ranks=state.ranks, microbatches=1).placement)
-    return make_schedule(name, ranks=state.ranks, microbatches=state.microbatches, **options)
+def _named(state: State, name: str, candidates: int | None) -> Schedule:
+    family, options = split(name)[0], state.options_for(name)
+    if is_searched(family):  # it is made for given costs, which are per stage
+        options["cost"] = state.cost_model(make_schedule(family, ranks=state.ranks, microbatches=1).placement)
+    if is_searched(family) and candidates is not None:
+        made = SCHEDULES[family](state.ranks, state.microbatches, candidates, **options)
+    else:
+        made = make_schedule(family, ranks=state.ranks, microbatches=state.microbatches, **options)
+    return replace(made, name=title(name))
 
 
 def _custom(state: State) -> Schedule:

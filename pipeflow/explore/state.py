@@ -1,19 +1,25 @@
-"""State: what the page shows, read from the fields of a link. Must not contain: schedules and timelines."""
+"""State: what the page shows, read from the fields of a link. Must not contain: schedules and timelines that are made
+from it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError, UsageError, unknown
 from pipeflow.core.placement import Placement
 from pipeflow.draw.times import Unit
+from pipeflow.explore.depth import mean
 from pipeflow.explore.fields import CUSTOM, FIELDS, Field
 from pipeflow.explore.limits import require_length, require_size, require_table
 from pipeflow.explore.modelled import Modelled
+from pipeflow.explore.names import FILE, file_of, joined, split
+from pipeflow.explore.opened import Opened, opened
 from pipeflow.schedules import SCHEDULES, options_of
 
 EVEN = {  # fields that are arguments of CostModel.even, and what it calls them
@@ -30,12 +36,15 @@ class State:
     """What the page shows.
 
     Attributes:
-        schedules: the names of the schedules, `CUSTOM` for the one that the reader builds.
+        schedules: the names of the schedules, as `names` describes them.
         ranks, microbatches: the size of named schedules.
         options: given options of schedules.
         costs: the given costs, by the names of their fields.
         factors: relative times of equal parts of the model.
         modelled: the model that prices the schedules, instead of the costs.
+        own: per name that has options of its own, these.
+        files: per name of a file, what is in it.
+        measured: the file whose measured costs price the schedules, since no others are given.
         rows, placement: the reader's own schedule as a table, and its placement if that is given.
         rows_microbatches: the number of microbatches that this schedule has at least.
         selected: the selected range of time, in the timelines' unit.
@@ -48,6 +57,9 @@ class State:
     costs: Mapping[str, float]
     factors: tuple[float, ...] = ()
     modelled: Modelled | None = None
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, Opened] = field(default_factory=dict)
+    measured: Opened | None = None
     rows: str = ""
     placement: Placement | None = None
     rows_microbatches: int = 1
@@ -65,8 +77,14 @@ class State:
         values = {name: _value(each, each.default) for name, each in FIELDS.items() if each.default} | values
         options = {each.name for each in FIELDS.values() if each.group == "Schedule"}
         options -= {"schedule", "ranks", "microbatches"}
+        names = _names(values["schedule"])
+        files = _files(names, values.get("files", ""))
+        costs_given = any(
+            fields.get(each.name) for each in FIELDS.values() if each.group == "Costs" or each.name == "model"
+        )
+        measured = [file for file in files.values() if file.measured is not None and not costs_given]
         state = cls(
-            _names(values["schedule"]),
+            tuple(names),
             values["ranks"],
             values["microbatches"],
             {name: values[name] for name in FIELDS if name in options and name in values},
@@ -77,13 +95,14 @@ class State:
             },
             values.get("factors", ()),
             Modelled.of(values),
+            {name: own for name, own in names.items() if own is not None},
+            files,
+            measured[0] if measured else None,
             values.get("rows", ""),
             _placement(values["placement"]) if "placement" in values else None,
             values.get("rows_microbatches", 1),
         )
-        require_size(
-            [name for name in state.schedules if name != CUSTOM], state.ranks, state.microbatches, state.options
-        )
+        require_size(state.families(state.schedules), state.ranks, state.microbatches)
         require_table(state.rows)
         factor = state.unit.factor
         return replace(state, selected=(values.get("from", 0.0) / factor, values.get("to", math.inf) / factor))
@@ -98,20 +117,34 @@ class State:
         """The most bytes that a rank may keep, if that is given."""
         return self.options.get("bytes_cap")
 
-    def options_for(self, schedule: str) -> dict[str, Any]:
-        """The options that the schedule with this name has."""
-        return {name: value for name, value in self.options.items() if name in options_of(schedule)}
-
     def only(self, schedule: str) -> State:
         """The same state with one schedule."""
         return replace(self, schedules=(schedule,))
 
+    def options_for(self, name: str) -> dict[str, Any]:
+        """The given options that the schedule `name` has: its own, or those of the link."""
+        known = options_of(split(name)[0])
+        return {option: value for option, value in self.own.get(name, self.options).items() if option in known}
+
+    def families(self, names: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+        """Those of the names that are of the registry, each with the options that it has."""
+        return [(split(name)[0], self.options_for(name)) for name in names if split(name)[0] in SCHEDULES]
+
+    def with_own_options(self, name: str) -> str:
+        """The name with the options that it has now as its own. Files and the reader's own schedule have none."""
+        if split(name)[0] not in SCHEDULES or name in self.own:
+            return name
+        given = self.options_for(name).items()
+        return joined(name, {option: value for option, value in given if not isinstance(value, tuple)})
+
     def cost_model(self, placement: Placement) -> CostModel:
         """The costs for the stages of `placement`. Raises UsageError for a model that does not fit them."""
+        if self.measured is not None:
+            return self.measured.costs(placement.num_stages)
         model = self._by_hand(placement) if self.modelled is None else self.modelled.cost_model(placement)
         if not self.factors:
             return model
-        factors = [_mean(self.factors, stage, placement.num_stages) for stage in range(placement.num_stages)]
+        factors = [mean(self.factors, stage, placement.num_stages) for stage in range(placement.num_stages)]
         timed: dict[str, Any] = {
             name: tuple(factor * time for factor, time in zip(factors, getattr(model, name), strict=True))
             for name in ("forward", "backward_input", "backward_weight")
@@ -129,22 +162,14 @@ class State:
     @property
     def reduces(self) -> bool:
         """Whether schedules reduce their weight gradients over replicas."""
-        return bool(self.costs["reduce"]) if self.modelled is None else self.modelled.setup.data > 1
+        if self.modelled is not None:
+            return self.modelled.setup.data > 1
+        return bool(self.costs["reduce"]) or (self.measured is not None and self.measured.reduces)
 
     @property
     def unit(self) -> Unit:
         """The unit of times: those of a model are in seconds and shown in milliseconds, others have none."""
         return Unit() if self.modelled is None else Unit("ms", 1000.0)
-
-
-def _mean(factors: tuple[float, ...], stage: int, stages: int) -> float:
-    """The mean of the factors over the part of the model that a stage is."""
-    first, last = stage * len(factors) / stages, (stage + 1) * len(factors) / stages
-    parts = [
-        (min(last, index + 1) - max(first, index)) * factors[index]
-        for index in range(math.floor(first), min(math.ceil(last), len(factors)))
-    ]
-    return sum(parts) / (last - first)
 
 
 def _value(field: Field, text: str) -> Any:
@@ -182,14 +207,41 @@ def _number(field: Field, text: str) -> float:
     return int(number) if number.is_integer() else number
 
 
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name != CUSTOM and name not in SCHEDULES:
-            raise unknown("schedule", name[:40], SCHEDULES)
+def _names(text: str) -> dict[str, dict[str, Any] | None]:
+    """Per name, its own options if it has any."""
+    names = {name: _own_options(name) for name in text.split(",")}
     if len(names) > MOST_SHOWN:
         raise UsageError(f"at most {MOST_SHOWN} schedules can be shown side by side, got {len(names)}")
     return names
+
+
+def _own_options(text: str) -> dict[str, Any] | None:
+    name, options = split(text)
+    if text == CUSTOM or file_of(text) is not None:
+        return None
+    if name == FILE:
+        raise UsageError(f"{text[:80]!r} is not the name of a file: letters, digits, dots, underscores and hyphens")
+    if name not in SCHEDULES:
+        raise unknown("schedule", name[:40], SCHEDULES)
+    for option in options or ():
+        if option not in options_of(name) or option not in FIELDS:
+            raise UsageError(f"schedule {name!r} does not take {option[:40]!r}")
+    return options and {option: _value(FIELDS[option], value) for option, value in options.items()}
+
+
+def _files(names: Iterable[str], text: str) -> dict[str, Opened]:
+    """The files among the names. `text` is a JSON object with their texts."""
+    try:
+        texts = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        texts = None
+    if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
+        raise UsageError("files must be a JSON object with the text of each file")
+    files = [name for name in map(file_of, names) if name is not None]
+    for name in files:
+        if name not in texts:
+            raise UsageError(f"{name} is not in this tab: open the file again, or remove it")
+    return {name: opened(name, texts[name]) for name in files}
 
 
 def _placement(text: str) -> Placement:

@@ -20,6 +20,7 @@ ACTIONS = 1_800_000  # actions of all candidates together: about 2 s of search, 
 def zb_auto(
     ranks: int,
     microbatches: int,
+    candidates: int | None = None,
     *,
     cost: CostModel | None = None,
     objective: Literal["makespan", "span"] = "makespan",
@@ -34,6 +35,8 @@ def zb_auto(
     `memory_cap` is the most activations kept on a rank, in microbatches; `bytes_cap` the most bytes that forwards save
     and waiting weight-gradient halves keep (`saved_bytes` and `deferred_bytes` of the cost). Give one of them, as one
     number or one per rank; default: R activations on every rank, which 1F1B keeps on the first.
+
+    `candidates` is how many orders are tried; default: as many as take about 2 seconds.
 
     The result depends on the arguments only: `pipeflow.orders.search.search` tries a number of candidates that the size
     sets. Its objective is never worse than that of a named schedule with one stage per rank that keeps within the cap.
@@ -65,7 +68,7 @@ def zb_auto(
         memory_cap=ranks if memory_cap is None and bytes_cap is None else memory_cap,
         bytes_cap=bytes_cap,
         budget=inf,
-        candidates=min(max(ACTIONS // (3 * ranks * microbatches), 20), 3000),
+        candidates=min(max(ACTIONS // (3 * ranks * microbatches), 20), 3000) if candidates is None else candidates,
         start=named,
     )
     return found.schedule

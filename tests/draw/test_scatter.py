@@ -107,7 +107,10 @@ def read_svg(points: list[Point]) -> tuple[list[tuple[float, float]], list[tuple
     root = ElementTree.fromstring(scatter_svg(points, X, Y))
     tag = "{http://www.w3.org/2000/svg}"
     dots = [(float(circle.get("cx", "")), float(circle.get("cy", ""))) for circle in root.iter(f"{tag}circle")]
-    texts = [(text.text or "", float(text.get("x", "")), float(text.get("y", ""))) for text in root.iter(f"{tag}text")]
+    texts = [
+        ("".join(text.itertext()), float(text.get("x", "")), float(text.get("y", "")))
+        for text in root.iter(f"{tag}text")
+    ]
     return dots, texts, float(root.get("height", ""))
 
 

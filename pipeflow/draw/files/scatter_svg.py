@@ -5,14 +5,14 @@ which is not needed here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
 from pipeflow.draw.plane import Axis, Place, Point, front, nearest, place_labels
 
 WIDTH, HEIGHT = 720, 460
-LEFT, TOP, RIGHT, BOTTOM = 78, 52, 690, 392
+LEFT, TOP, MARGIN, BOTTOM = 78, 52, 30, 392  # the margin is that on the right
 LETTER, LINE = 7.4, 17  # pixels: approximate size of a letter
 NEAR = 4  # pixels: points nearer than this share a mark
 BESIDE = 18  # pixels: a name farther than this from its point is joined to it by a line
@@ -28,6 +28,7 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 circle { stroke: #ffffff; stroke-width: 1.5 }
 .best { fill: #3dae6e }
 .rest { fill: #5c8feb }
+circle.marked { stroke: #24292f; stroke-width: 2.5 }
 .name { paint-order: stroke; stroke: #ffffff; stroke-width: 4px; stroke-linejoin: round }
 .strong { font-weight: 600 }
 @media (prefers-color-scheme: dark) {
@@ -35,67 +36,76 @@ circle { stroke: #ffffff; stroke-width: 1.5 }
   .quiet { fill: #8b949e }
   .paper { fill: #0d1117 }
   .name, circle { stroke: #0d1117 }
+  circle.marked { stroke: #d0d7de }
   .grid { stroke: #30363d }
 }"""
 
 
-def scatter_svg(points: Sequence[Point], x: Axis, y: Axis) -> str:
+def scatter_svg(points: Sequence[Point], x: Axis, y: Axis, *, width: int = WIDTH, marked: Collection[str] = ()) -> str:
     """An SVG of named points on the axes `x` and `y`, where less is better on both. Pareto-optimal points are joined by
-    a line.
+    a line. A script finds the names in attributes: `data-names` of a mark, `data-name` of each name.
+
+    Args:
+        points: the points.
+        x, y: the axes.
+        width: of the picture, in pixels.
+        marked: the names whose points have a ring.
     """
-    across = x.ticks(max(point.x for point in points), 8)
+    right = width - MARGIN
+    across = x.ticks(max(point.x for point in points), max(width // 90, 2))
     up = y.ticks(max(point.y for point in points), 6)
 
     def at(point_x: float, point_y: float) -> tuple[float, float]:
         return (
-            LEFT + (RIGHT - LEFT) * (point_x / across[-1] if across[-1] else 0),
+            LEFT + (right - LEFT) * (point_x / across[-1] if across[-1] else 0),
             BOTTOM - (BOTTOM - TOP) * (point_y / up[-1] if up[-1] else 0),
         )
 
     best = front(points)
     title = f"{y.title} against {x.title}"
     dots = _dots(points, {point.name for point in best}, [at(point.x, point.y) for point in points])
-    marks, nameless = _marks(dots)
-    below = _lines(nameless, int((RIGHT - LEFT) / LETTER)) if nameless else []
+    marks, nameless = _marks(dots, width, marked)
+    below = _lines(nameless, int((right - LEFT) / LETTER)) if nameless else []
     height = HEIGHT + LINE * len(below)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
             f' role="img" aria-label="{escape(title)}">',
             f"<style>{STYLE}</style>",
-            f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
+            f'<rect class="paper" width="{width}" height="{height}"/>',
             _text(title[:1].upper() + title[1:], LEFT, 28, "title"),
-            *(_grid([at(tick, 0) for tick in across], [x.text(tick) for tick in across], upright=True)),
-            *(_grid([at(0, tick) for tick in up], [y.text(tick) for tick in up], upright=False)),
-            _text(x.title, (LEFT + RIGHT) / 2, BOTTOM + 42, "quiet", "middle"),
+            *(_grid([at(tick, 0) for tick in across], [x.text(tick) for tick in across], 0)),
+            *(_grid([at(0, tick) for tick in up], [y.text(tick) for tick in up], right)),
+            _text(x.title, (LEFT + right) / 2, BOTTOM + 42, "quiet", "middle"),
             f'<g transform="rotate(-90)">{_text(y.title, -(TOP + BOTTOM) / 2, 20, "quiet", "middle")}</g>',
-            *_front_line([at(point.x, point.y) for point in best]),
+            *_front_line([at(point.x, point.y) for point in best], right),
             *marks,
-            *(_text(line, LEFT, HEIGHT + LINE * number - 8, "quiet") for number, line in enumerate(below, start=1)),
+            *(_names(line, LEFT, HEIGHT + LINE * number - 8, "quiet") for number, line in enumerate(below, start=1)),
             "</svg>\n",
         ]
     )
 
 
-def _grid(places: list[tuple[float, float]], texts: list[str], *, upright: bool) -> Iterator[str]:
+def _grid(places: list[tuple[float, float]], texts: list[str], right: float) -> Iterator[str]:
+    """Lines with texts: across as far as `right`, or upright if that is 0."""
     for (left, top), text in zip(places, texts, strict=True):
-        if upright:
+        if not right:
             yield f'<path class="grid" d="M{left:.1f} {TOP}V{BOTTOM}"/>'
             yield _text(text, left, BOTTOM + 20, "quiet", "middle")
         else:
-            yield f'<path class="grid" d="M{LEFT} {top:.1f}H{RIGHT}"/>'
+            yield f'<path class="grid" d="M{LEFT} {top:.1f}H{right}"/>'
             yield _text(text, LEFT - 10, top + 4, "quiet", "end")
 
 
-def _front_line(places: list[tuple[float, float]]) -> Iterator[str]:
+def _front_line(places: list[tuple[float, float]], right: float) -> Iterator[str]:
     """A stepped line along the front, and the area of dominated points beyond it."""
     (left, top), *others = places
-    steps = f"M{left:.1f} {TOP}V{top:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in others) + f"H{RIGHT}"
+    steps = f"M{left:.1f} {TOP}V{top:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in others) + f"H{right}"
     yield f'<path class="beyond" d="{steps}V{TOP}Z"/>'
     yield f'<path class="front" d="{steps}"/>'
 
 
-def _marks(dots: list[Dot]) -> tuple[list[str], list[str]]:
+def _marks(dots: list[Dot], width: int, marked: Collection[str]) -> tuple[list[str], list[str]]:
     """The marks of the points with their names, and the names that have no room. Points of the front come first, so
     that their names are beside them. A name farther away is joined to its point by a line.
     """
@@ -105,20 +115,22 @@ def _marks(dots: list[Dot]) -> tuple[list[str], list[str]]:
     anchors = [(dot.x, dot.y) for dot in dots]
     lower = [LINE * 0.4 * (not dot.good) for dot in dots]  # below the line of the front
     leftwards = {index for index, dot in enumerate(dots) if dot.good}
-    room = LEFT, TOP - LINE, WIDTH, BOTTOM + LINE / 2
-    corners = place_labels(anchors, sizes, (16, 12), room, leftwards=leftwards, lower=lower, reach=WIDTH)
+    room = LEFT, TOP - LINE, width, BOTTOM + LINE / 2
+    corners = place_labels(anchors, sizes, (16, 12), room, leftwards=leftwards, lower=lower, reach=width)
     for dot, corner, size in zip(dots, corners, sizes, strict=True):
         if corner is not None:
             drawn += _leader(dot, corner, size)
     for dot in reversed(dots):  # the front is drawn last, on top
-        drawn.append(f'<circle class="{"best" if dot.good else "rest"}" cx="{dot.x:.1f}" cy="{dot.y:.1f}" r="5">')
+        look = ("best" if dot.good else "rest") + " marked" * any(name in marked for name in dot.names)
+        said = escape(",".join(dot.names))
+        drawn.append(f'<circle class="{look}" cx="{dot.x:.1f}" cy="{dot.y:.1f}" r="5" data-names="{said}">')
         drawn.append(f"<title>{escape(', '.join(dot.names))}</title></circle>")
-    for dot, corner, lines, (width, _) in zip(dots, corners, names, sizes, strict=True):
+    for dot, corner, lines, (wide, _) in zip(dots, corners, names, sizes, strict=True):
         if corner is not None:
-            anchor, x = ("end", corner[0] + width) if corner[0] < dot.x - 16 else ("start", corner[0])
+            anchor, x = ("end", corner[0] + wide) if corner[0] < dot.x - 16 else ("start", corner[0])
             for number, line in enumerate(lines):
                 look = "name strong" if dot.good else "name"
-                drawn.append(_text(line, x, corner[1] + 13 + number * LINE, look, anchor))
+                drawn.append(_names(line, x, corner[1] + 13 + number * LINE, look, anchor))
     return drawn, [name for dot, corner in zip(dots, corners, strict=True) if corner is None for name in dot.names]
 
 
@@ -170,3 +182,10 @@ def _leader(dot: Dot, corner: Place, size: Place) -> Iterator[str]:
 
 def _text(text: str, x: float, y: float, kind: str, anchor: str = "start") -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _names(line: str, x: float, y: float, kind: str, anchor: str = "start") -> str:
+    """Names with commas between, each an element."""
+    spans = (f'<tspan data-name="{escape(name)}">{escape(name)}</tspan>' for name in line.rstrip(",").split(", "))
+    comma = "," * line.endswith(",")
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{", ".join(spans)}{comma}</text>'

@@ -8,23 +8,29 @@ from typing import Any
 
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.page.html import parts
+from pipeflow.explore.answers.beside import beside
 from pipeflow.explore.custom import custom
 from pipeflow.explore.fields import CUSTOM
-from pipeflow.explore.made import drafted, timeline
+from pipeflow.explore.made import drafted, schedule, timeline
 from pipeflow.explore.state import State
+from pipeflow.explore.turns import TURNS
 
 
 def plan(fields: Mapping[str, str]) -> dict[str, Any]:
-    """The parts of the page for the schedules of a state, and the names of the schedules. If the reader's own schedule
-    is among them, `custom` has what there is to say about it; it is drawn also if it cannot run.
+    """The parts of the page for the schedules of a state, their names, the same with options of their own, and how they
+    differ from the first one. If the reader's own schedule is among them, `custom` has what there is to say about it;
+    it is drawn also if it cannot run.
 
     Raises UsageError for fields that are wrong, and for a schedule that cannot be made or, if it has a name, run.
     """
-    state = State.of(fields)
-    own = custom(state) if CUSTOM in state.schedules else None
-    drawn = tuple(_timeline(state, name, own) for name in state.schedules)
-    cap = state.bytes_cap if drawn[0].saved_bytes else state.memory_cap
-    answer = parts(drawn, state.unit, cap)._asdict() | {"schedules": state.schedules}
+    with TURNS.first():
+        state = State.of(fields)
+        own = custom(state) if CUSTOM in state.schedules else None
+        drawn = tuple(_timeline(state, name, own) for name in state.schedules)
+        cap = state.bytes_cap if drawn[0].saved_bytes else state.memory_cap
+        made = [schedule(state, name) for name in state.schedules]
+        names = {"schedules": state.schedules, "own": [*map(state.with_own_options, state.schedules)]}
+        answer = parts(drawn, state.unit, cap)._asdict() | names | beside(made, drawn, state.unit)
     return answer if own is None else answer | {"custom": own}
 
 

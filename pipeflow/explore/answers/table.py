@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pipeflow.explore.answers.compare import compare
 from pipeflow.explore.answers.export import code, csv, json, svg
+from pipeflow.explore.answers.file import file
 from pipeflow.explore.answers.model import model
 from pipeflow.explore.answers.plan import plan
 from pipeflow.explore.answers.search import search
@@ -17,7 +19,9 @@ Answer = Callable[[Mapping[str, str]], dict[str, Any]]
 
 ANSWERS: Mapping[str, Answer] = {
     "code": code,
+    "compare": compare,
     "csv": csv,
+    "file": file,
     "json": json,
     "model": model,
     "plan": plan,
