@@ -181,7 +181,7 @@ def _table(found: Layouts) -> Table:
             schedule_text(each.layout),
             f"{each.layout.tensor}x{each.layout.pipeline}x{each.layout.data}",
             f"{each.layout.microbatches}x{each.layout.microbatch_size}",
-            each.layout.checkpoint,
+            "scores" if each.layout.checkpoint == "selective" else each.layout.checkpoint,
             f"{number(each.step_seconds)} s",
             number(each.plan.tokens_per_second or 0.0),
             bytes_text(each.plan.peak_bytes),

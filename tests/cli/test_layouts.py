@@ -50,6 +50,15 @@ def test_layouts_for_people(capsys: pytest.CaptureFixture[str], fixed: list[obje
     assert "\n2 +" in shown or "\n2 ties with 1" in shown
 
 
+def test_programs_in_fp16_may_recompute_scores_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table has room for the widest names."""
+    large = ["gpt3-13b", "--devices", 16, "--batch", 64, "--device", "a100-40gb", "--precision", "fp16"]
+    shown = out(capsys, "plan", *large, "--schedule", "interleaved-zb")
+    rows = [line for line in shown.splitlines() if line.endswith(" GiB")]
+    assert len(rows) == 5
+    assert any(" scores " in row for row in rows)
+
+
 def test_a_plot_of_time_against_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "layouts.svg"
     out(capsys, "plan", *SMALL, "--svg", path)
