@@ -11,8 +11,9 @@ from pipeflow.schedules import make_schedule, options_of
 
 LARGEST = 65_536  # stages times microbatches, over all schedules of a request
 SEARCH = 4  # how many times as long a schedule takes that is searched for
+MOST_STAGES = 4_096
 MOST_RANKS = 256  # tables and drawings have a row per rank
-MOST_CELLS = 3 * LARGEST  # of a table: F, I and W for each stage and microbatch
+MOST_CELLS = 65_536  # of a table
 LONGEST = 100_000  # characters of any other field
 PER_RANK = ("chunks", "waves")  # options that set the number of stages per rank
 
@@ -23,6 +24,10 @@ Families = Sequence[tuple[str, Mapping[str, Any]]]  # names of the registry, eac
 def require_size(families: Families, ranks: int, microbatches: int, largest: int = LARGEST) -> None:
     """Raises UsageError if named schedules of this size would take too long while somebody waits."""
     require_ranks(ranks)
+    if any(ranks * _weight(name, options) > MOST_STAGES for name, options in families):
+        raise UsageError(
+            f"so many stages are too large for the page: {ranks:,} ranks may have {MOST_STAGES:,} together"
+        )
     size = sum(ranks * microbatches * _weight(name, options) for name, options in families)
     if size > largest:
         asked = f"{ranks:,} ranks x {microbatches:,} microbatches"

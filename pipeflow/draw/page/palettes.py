@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import DATAFLOW, PASSING, Stream
@@ -27,7 +28,7 @@ def palettes(kind: Kind, chunks: int, microbatches: int) -> dict[str, list[str]]
         return {"kind": own, "chunk": own, "microbatch": own[:1]}
     return {
         "kind": own,
-        "chunk": [css(between(WHITE, _varied(chunk, 1), LIGHTER[_part(kind)])) for chunk in range(chunks)],
+        "chunk": [css(between(WHITE, _varied(chunk % HUES, 1), LIGHTER[_part(kind)])) for chunk in range(chunks)],
         "microbatch": [css(_varied(number, 4)) for number in range(min(microbatches, MOST))],
     }
 
@@ -43,9 +44,9 @@ def legend(timelines: tuple[Timeline, ...]) -> Iterator[tuple[str, str]]:
     computing = [kind for kind in present if DATAFLOW[kind].stream is Stream.COMPUTE]
     beside = [kind for kind in present if kind not in computing]
     microbatches = max(timeline.num_microbatches for timeline in timelines)
+    of_chunks = [palettes(kind, chunks, 1)["chunk"] for kind in computing]
     for chunk in range(chunks):
-        colours = [palettes(kind, chunks, 1)["chunk"][chunk] for kind in computing]
-        yield "chunk", f"{_swatches(colours)} chunk {chunk}"
+        yield "chunk", f"{_swatches([colours[chunk] for colours in of_chunks])} chunk {chunk}"
     yield "chunk", ", ".join(DATAFLOW[kind].name for kind in computing)
     few = min(microbatches, 16)
     if computing:
@@ -73,6 +74,7 @@ def _part(kind: Kind) -> int:
     return 2 if not steps else 0 if max(steps) > 0 else 1
 
 
+@lru_cache(4 * HUES)
 def _varied(number: int, levels: int) -> RGB:
     """The colour of a number. Neighbours differ in hue, and in luminance if there are several levels of it."""
     aim = LUMINANCES[(number + number // HUES) % levels]
