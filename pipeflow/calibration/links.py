@@ -25,7 +25,6 @@ GRADIENTS = (2**20, 2**23, 2**25)  # bytes of a stage's gradients
 PARAMETER = 2**20  # bytes of each parameter among them
 TRANSFERS = (2**10, 2**14, 2**17, 2**20, 2**22, 2**24, 2**26)  # bytes of an activation
 BESIDE = 512  # dimensions of a product before each sum on a CPU
-LEAST = 0.01  # of the time of a sum with what comes before it, that the sum takes at least
 FEWEST = 4  # sizes, for a line through their times
 Ranks = tuple[int, ...]
 
@@ -33,8 +32,8 @@ Ranks = tuple[int, ...]
 def sums(watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = SUMS) -> Iterator[SumTime]:
     """Yields times in which groups of 2, 4, ... ranks of a node sum tensors of `sizes` bytes, and all ranks if there
     are several nodes, as long as they are short enough to be measured in `budget` seconds. All groups of a size sum at
-    once. On a CPU, ranks compute before each sum, and the time is what the sum adds to that: the threads that sum wait
-    for a core there, and ranks for each other.
+    once. On a CPU, ranks compute before each sum, and the time is what the sum adds to that, and no less than it
+    takes by itself: the threads that sum wait for a core there, and ranks for each other.
     """
     whole = watch.context.world_size
     each_group = [*_powers(per_node), *[whole] * (whole > per_node)]
@@ -45,7 +44,10 @@ def sums(watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = 
         group = _group(watch, _block(watch.context.rank, ranks))
         shape = rates.Group(ranks, min(ranks, per_node))
         for count, seconds in _growing(watch, sizes, each, partial(_sum_work, watch, group, before)):
-            yield SumTime("tensor", shape, count, max(seconds - alone, LEAST * seconds))
+            if before is not None:
+                by_itself = watch.seconds(_sum_work(watch, group, None, count), each / 2)
+                seconds = max(seconds - alone, by_itself)
+            yield SumTime("tensor", shape, count, seconds)
 
 
 def gradient_sums(
