@@ -27,10 +27,12 @@ export class Server {
 
   /** Returns the answer to `question` with fields. Throws a Refusal if it is not here. */
   async ask(question, fields) {
-    const answer = (await this.#answers)[question]?.[this.#name(fields)];
+    const known = (await this.#answers)[question];
+    const answer = known?.[this.#name(fields)];
     if (!answer) {
-      const elsewhere = "This page has only some states, and this is none of them. On your machine, this command shows it:";
-      throw new Refusal(`${elsewhere} pipeflow explore --link '#${new URLSearchParams(fields)}'`);
+      const why = known ? "This page has only some states, and this is none of them." : "This page cannot do that.";
+      const command = `pipeflow explore --link '#${new URLSearchParams(fields)}'`;
+      throw new Refusal(`${why} On your machine, use this command: ${command}`);
     }
     return structuredClone(answer);
   }

@@ -99,10 +99,11 @@ export function makeTour({table, link, server, page, shown}) {
       const asks = number > 0 && steps[number - 1].controls.includes(name);
       by(`field-${name}`)?.closest(".control")?.classList.toggle("asked", asks);
     }
+    ask();
   });
   const tellIfReached = () => { if (number && reached && !found) tell(steps[number - 1]); };
   by("controls").addEventListener("change", tellIfReached);
-  shown.listen(() => {
+  function ask() {
     if (!number || found) return;
     const asked = number;
     const hear = (answer) => {
@@ -110,5 +111,6 @@ export function makeTour({table, link, server, page, shown}) {
       if (!by("controls").querySelector("input:active")) tellIfReached(); // else the slider would move under the pointer
     };
     server.follow("tour", link.fields, hear, () => {});
-  });
+  }
+  shown.listen(ask);
 }

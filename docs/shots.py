@@ -1,0 +1,129 @@
+"""Makes the pictures of explore.md: each part of the explorer's page in light, dark and as wide as a phone. Needs
+Chromium: make pictures
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+from PIL import Image
+from selenium import webdriver
+
+from pipeflow.explore import Server
+from pipeflow.explore.tour import STEPS
+
+FOLDER = Path(__file__).parent / "pictures" / "explore"
+WIDE, PHONE = 1180, 390  # pixels
+COLOURS = 64  # of a picture
+PATIENCE = 30  # seconds for a page to be painted
+READY = "return !document.documentElement.hasAttribute('data-asking') && document.querySelector('.chart') !== null"
+
+
+class Shot(NamedTuple):
+    """One part of the page.
+
+    Attributes:
+        name: name of its files.
+        fields: the fields of the link that shows it.
+        high: height in pixels on a wide screen.
+        at: selector of what stands at the upper edge; empty: the top of the page.
+        script: what is done before; JavaScript.
+        files: files that are open, by their names.
+    """
+
+    name: str
+    fields: Mapping[str, str]
+    high: int = 620
+    at: str = ""
+    script: str = ""
+    files: Mapping[str, str] = {}
+
+
+SHOTS = (
+    Shot("page", {"schedule": "zb-v"}),
+    Shot("tour", {"tour": "2", **STEPS[1].goal}, 640),
+    Shot("model", {"schedule": "zb-v", "model": "gpt3-175b", "ranks": "8", "tensor": "8", "microbatches": "32"}, 760),
+)
+
+
+@contextmanager
+def browser(width: int, height: int, *, dark: bool) -> Iterator[Any]:
+    """A headless Chromium whose window has this size."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for argument in ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"):
+        options.add_argument(argument)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    try:
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width == PHONE}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        yield driver
+    finally:
+        driver.quit()
+
+
+def taken(driver: Any, url: str, shot: Shot) -> bytes:
+    """A PNG of the page with few colours."""
+    driver.get(url)
+    for name, text in shot.files.items():
+        driver.execute_script("sessionStorage.setItem(...arguments)", f"file:{name}", text)
+    driver.get("about:blank")
+    driver.get(f"{url}#{urlencode(shot.fields)}")
+    _wait(driver)
+    driver.execute_script(shot.script)
+    _wait(driver)
+    if shot.at:
+        script = "const top = document.querySelector(arguments[0]).getBoundingClientRect().top; scrollTo(0, top - 56)"
+        driver.execute_script(script, shot.at)
+    time.sleep(0.4)  # what follows the size of the window
+    _wait(driver)
+    seen = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
+    picture = Image.open(io.BytesIO(base64.b64decode(seen))).convert("RGB")
+    file = io.BytesIO()
+    picture.quantize(COLOURS, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+        file, "png", optimize=True
+    )
+    return file.getvalue()
+
+
+def _wait(driver: Any) -> None:
+    end = time.monotonic() + PATIENCE
+    while not driver.execute_script(READY):
+        if time.monotonic() > end:
+            raise TimeoutError("the page is not ready")
+        time.sleep(0.02)
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+
+
+def main() -> None:
+    folder, *names = [Path(sys.argv[1]), *sys.argv[2:]] if len(sys.argv) > 1 else [FOLDER]
+    folder.mkdir(parents=True, exist_ok=True)
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for shot in SHOTS:
+            if names and shot.name not in names:
+                continue
+            for end, width, high, dark in (
+                ("", WIDE, shot.high, False),
+                ("-dark", WIDE, shot.high, True),
+                ("-phone", PHONE, 780, False),
+            ):
+                with browser(width, high, dark=dark) as driver:
+                    (folder / f"{shot.name}{end}.png").write_bytes(taken(driver, server.url, shot))
+        server.shutdown()
+
+
+if __name__ == "__main__":
+    main()
