@@ -35,7 +35,8 @@ def add_to(commands: Commands) -> None:
     command.add_argument("schedules", type=schedule_name, metavar="SCHEDULE", nargs="*", help=help_)
     help_ = "show what the page at this address shows, or what its part from # on says; other options change it"
     command.add_argument("--link", metavar="ADDRESS", help=help_)
-    command.add_argument("--tour", action="store_true", help="start the guided tour")
+    help_ = "start the guided tour, or open this step of it"
+    command.add_argument("--tour", type=int, nargs="?", const=1, metavar="STEP", help=help_)
     group = command.add_argument_group("server", "answers this machine alone, until Ctrl-C")
     group.add_argument(
         "--port", type=int, default=0, metavar="N", help="port of the server (default: any that is free)"
@@ -67,12 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
 def fields(arguments: argparse.Namespace) -> dict[str, str]:
     """The fields of the link that opens. Raises UsageError for what a link cannot have."""
     from pipeflow.explore.state import EVEN, State
-    from pipeflow.explore.tour import STEPS
 
     for name in arguments.schedules:
         if name not in SCHEDULES:
             raise UsageError(f"{name!r} is not the name of a schedule; open a file by dropping it onto the page")
-    found = {"tour": "1", **STEPS[0].start} if arguments.tour else {}
+    found = {} if arguments.tour is None else _step(arguments.tour)
     if arguments.link is not None:
         found |= _linked(arguments.link)
     if arguments.schedules:
@@ -104,3 +104,12 @@ def _open(url: str) -> None:
 
     with suppress(webbrowser.Error, OSError):
         webbrowser.open(url)
+
+
+def _step(number: int) -> dict[str, str]:
+    """The fields of a step of the tour. Raises UsageError if there is none with this number."""
+    from pipeflow.explore.tour import STEPS
+
+    if not 1 <= number <= len(STEPS):
+        raise UsageError(f"the tour has steps 1 to {len(STEPS)}, got {number}")
+    return {"tour": str(number), **STEPS[number - 1].start}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,9 +187,18 @@ def test_the_command_starts_the_tour_and_opens_a_state() -> None:
         return explore.fields(parser("explore").parse_args(["explore", *words]))
 
     assert opened("--tour") == {"tour": "1", **STEPS[0].start}
+    assert opened("--tour", "3") == {"tour": "3", **STEPS[2].start}
+    with pytest.raises(UsageError, match="steps 1 to 10, got 11"):
+        opened("--tour", "11")
     assert opened("--link", "#schedule=zb-v&tour=9", "--ranks", "8") == {"ranks": "8", "schedule": "zb-v", "tour": "9"}
     with pytest.raises(UsageError, match="unknown field 'colours'"):
         opened("--link", "#colours=1")
+
+
+def test_the_documentation_has_every_question() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "explore.md").read_text()
+    asked = re.findall(r"^\d+\. (.*?)  *`pipeflow explore --tour (\d+)`$", page, re.MULTILINE)
+    assert asked == [(step.question, str(number)) for number, step in enumerate(STEPS, 1)]
 
 
 class TestPage:
