@@ -93,7 +93,7 @@ function showSelection({link, server, page, shown}) {
     tables.innerHTML = answer.tables;
   };
   const ask = () => {
-    if (details.open && page.data) server.follow("window", link.fields, tell, () => { tables.textContent = ""; });
+    if (details.open && page.data) server.follow("window", link.fields, tell, (message) => { tables.textContent = message; });
   };
   const show = () => {
     const selected = link.get("from") !== "" || link.get("to") !== "";

@@ -43,8 +43,9 @@ export function makeTour({table, link, server, page, shown}) {
   let found = false; // whether its answer is shown
   let left = null; // the fields when the reader left before the end
 
-  const schedule = table.filter((field) => field.group).map((field) => [field.name, ""]);
-  const set = (fields) => link.set({...Object.fromEntries(schedule), ...fields});
+  const changed = table.filter(({group, shown, name}) => group || (shown && !["colour", "tour"].includes(name)));
+  const none = Object.fromEntries(changed.map(({name}) => [name, ""]));
+  const set = (fields) => link.set({...none, ...fields});
   const go = (next) => {
     set({...steps[next - 1].start, tour: String(next)});
     page.showAll();
