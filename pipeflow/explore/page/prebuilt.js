@@ -31,8 +31,8 @@ export class Server {
     const answer = known?.[this.#name(fields)];
     if (!answer) {
       const why = known ? "This page has only some states, and this is none of them." : "This page cannot do that.";
-      const command = `pipeflow explore --link '#${new URLSearchParams(fields)}'`;
-      throw new Refusal(`${why} On your machine, use this command: ${command}`);
+      const link = String(new URLSearchParams(fields));
+      throw new Refusal(`${why} On your machine, use this command: pipeflow explore${link && ` --link '#${link}'`}`);
     }
     return structuredClone(answer);
   }
