@@ -61,8 +61,9 @@ gallery: .venv/installed        ## write docs/schedules.md and docs/schedules.sv
 	$(PY) docs/gallery.py
 	$(PY) docs/tried.py
 
-pictures: .venv/installed       ## make the pictures of the README with Chromium
+pictures: .venv/installed       ## make the pictures of the README and of docs/explore.md with Chromium
 	$(PY) docs/pictures.py
+	$(PY) docs/shots.py
 
 SITE := build/docs
 docs: .venv/installed           ## build the documentation as a site in build/docs

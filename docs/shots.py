@@ -23,7 +23,7 @@ from pipeflow.explore import Server
 from pipeflow.explore.tour import STEPS
 
 FOLDER = Path(__file__).parent / "pictures" / "explore"
-WIDE, PHONE = 1180, 390  # pixels
+WIDE, PHONE, PHONE_HIGH = 1180, 390, 760  # pixels
 COLOURS = 64  # of a picture
 PATIENCE = 30  # seconds for a page to be painted
 READY = "return !document.documentElement.hasAttribute('data-asking') && document.querySelector('.chart') !== null"
@@ -36,7 +36,8 @@ class Shot(NamedTuple):
         name: name of its files.
         fields: the fields of the link that shows it.
         high: height in pixels on a wide screen.
-        at: selector of what stands at the upper edge; empty: the top of the page.
+        at, phone_at: selector of what stands at the upper edge, on a wide screen and on a phone; empty: all from the
+            top of the page.
         script: what is done before; JavaScript.
         files: files that are open, by their names.
     """
@@ -45,6 +46,7 @@ class Shot(NamedTuple):
     fields: Mapping[str, str]
     high: int = 620
     at: str = ""
+    phone_at: str = ""
     script: str = ""
     files: Mapping[str, str] = {}
 
@@ -52,7 +54,21 @@ class Shot(NamedTuple):
 SHOTS = (
     Shot("page", {"schedule": "zb-v"}),
     Shot("tour", {"tour": "2", **STEPS[1].goal}, 640),
-    Shot("model", {"schedule": "zb-v", "model": "gpt3-175b", "ranks": "8", "tensor": "8", "microbatches": "32"}, 760),
+    Shot(
+        "reading",
+        {"schedule": "zb-h1", "colour": "microbatch", "from": "8", "to": "16", "memory_cap": "3"},
+        720,
+        phone_at="#tools",
+    ),
+    Shot(
+        "export", {"schedule": "1f1b"}, 480, phone_at="#tools", script="document.querySelector('#export').open = true"
+    ),
+    Shot(
+        "model",
+        {"schedule": "zb-v", "model": "gpt3-175b", "ranks": "8", "tensor": "8", "microbatches": "32"},
+        760,
+        phone_at="#charts",
+    ),
 )
 
 
@@ -74,7 +90,7 @@ def browser(width: int, height: int, *, dark: bool) -> Iterator[Any]:
         driver.quit()
 
 
-def taken(driver: Any, url: str, shot: Shot) -> bytes:
+def taken(driver: Any, url: str, shot: Shot, at: str) -> bytes:
     """A PNG of the page with few colours."""
     driver.get(url)
     for name, text in shot.files.items():
@@ -84,9 +100,9 @@ def taken(driver: Any, url: str, shot: Shot) -> bytes:
     _wait(driver)
     driver.execute_script(shot.script)
     _wait(driver)
-    if shot.at:
+    if at:
         script = "const top = document.querySelector(arguments[0]).getBoundingClientRect().top; scrollTo(0, top - 56)"
-        driver.execute_script(script, shot.at)
+        driver.execute_script(script, at)
     time.sleep(0.4)  # what follows the size of the window
     _wait(driver)
     seen = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
@@ -108,20 +124,20 @@ def _wait(driver: Any) -> None:
 
 
 def main() -> None:
-    folder, *names = [Path(sys.argv[1]), *sys.argv[2:]] if len(sys.argv) > 1 else [FOLDER]
+    folder, names = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER, sys.argv[2:]
     folder.mkdir(parents=True, exist_ok=True)
     with Server() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for shot in SHOTS:
             if names and shot.name not in names:
                 continue
-            for end, width, high, dark in (
-                ("", WIDE, shot.high, False),
-                ("-dark", WIDE, shot.high, True),
-                ("-phone", PHONE, 780, False),
-            ):
-                with browser(width, high, dark=dark) as driver:
-                    (folder / f"{shot.name}{end}.png").write_bytes(taken(driver, server.url, shot))
+            for dark in (False, True):
+                with browser(WIDE, shot.high, dark=dark) as driver:
+                    picture = taken(driver, server.url, shot, shot.at)
+                    (folder / f"{shot.name}{'-dark' * dark}.png").write_bytes(picture)
+            with browser(PHONE, PHONE_HIGH, dark=False) as driver:
+                picture = taken(driver, server.url, shot, shot.phone_at)
+                (folder / f"{shot.name}-phone.png").write_bytes(picture)
         server.shutdown()
 
 
