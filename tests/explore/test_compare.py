@@ -69,7 +69,7 @@ def test_a_schedule_that_cannot_be_made_is_listed_with_its_reason() -> None:
 def test_a_search_that_is_not_shown_ends_early_and_that_is_said() -> None:
     costs = {**SIZE, "latency": "0.3"}
     short, whole = compare(costs), compare({**costs, "schedule": "zb-auto"})
-    assert any(note.startswith("zb-auto: the best of 40 orders") for note in short["notes"])
+    assert any(note.startswith("zb-auto: the best of 20 orders") for note in short["notes"])
     assert not whole["notes"]
     assert short["measures"]["zb-auto"]["makespan"] >= whole["measures"]["zb-auto"]["makespan"]
 

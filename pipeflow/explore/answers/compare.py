@@ -15,7 +15,7 @@ from pipeflow.explore.state import State
 from pipeflow.explore.turns import TURNS
 from pipeflow.schedules import SCHEDULES
 
-CANDIDATES = 40  # orders that a search tries for the plot
+CANDIDATES = 20  # orders that a search tries for the plot
 LARGEST = 8_192  # stages times microbatches of each schedule, so that all of them take seconds at most
 WIDEST = 960  # pixels
 
