@@ -77,11 +77,3 @@ def test_a_module_of_the_static_page_needs_no_server(path: Path) -> None:
 def test_names_of_files_are_unique() -> None:
     names = [path.name for folder in (STATIC, SERVED) for path in folder.iterdir() if path.suffix in {".js", ".css"}]
     assert sorted(names) == sorted(set(names))
-
-
-def test_the_page_is_small() -> None:
-    files = [
-        path for folder in (STATIC, SERVED) for path in folder.iterdir() if path.suffix in {".js", ".css", ".html"}
-    ]
-    assert len(files) > 20
-    assert sum(path.stat().st_size for path in files) < 100_000

@@ -5,9 +5,11 @@ answered. Files are served from a table that is made at the start, so no request
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from email.message import Message
 from http import HTTPStatus
@@ -29,6 +31,7 @@ LARGEST = 4_000_000  # bytes of a request's body
 LONGEST = 8_192  # bytes of a request's first line
 MOST_FIELDS = 200
 MESSAGE = 400  # characters of a message
+NOTHING: Mapping[str, str] = {}
 LINGER = 2.0  # seconds that a refused client may go on sending
 HEADERS = {
     "Content-Security-Policy": (
@@ -160,7 +163,11 @@ class Handler(BaseHTTPRequestHandler):
             if name not in self.server.files:
                 raise RequestError(HTTPStatus.NOT_FOUND, "there is no such file")
             self.server.work(self.connection)
-            self._reply(HTTPStatus.OK, *self.server.files[name])
+            kind, content = self.server.files[name]
+            if "gzip" in re.split(r"[,;\s]+", self.headers.get("Accept-Encoding", "")):
+                self._reply(HTTPStatus.OK, kind, self.server.zipped[name], {"Content-Encoding": "gzip"})
+            else:
+                self._reply(HTTPStatus.OK, kind, content)
         elif self.command == "POST":
             if name not in ANSWERS:
                 raise RequestError(HTTPStatus.NOT_FOUND, "there is no such question")
@@ -231,10 +238,10 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._reply(status, "text/plain", f"{why}\n".encode())
 
-    def _reply(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+    def _reply(self, status: HTTPStatus, kind: str, content: bytes, more: Mapping[str, str] = NOTHING) -> None:
         self.connection.settimeout(self.server.patience)
         self.send_response(status)
-        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content)), **HEADERS}
+        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content)), **HEADERS, **more}
         if self.close_connection:
             headers["Connection"] = "close"
         if status == HTTPStatus.METHOD_NOT_ALLOWED:

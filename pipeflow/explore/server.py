@@ -7,6 +7,7 @@ from __future__ import annotations
 import secrets
 import sys
 from contextlib import suppress
+from gzip import compress
 from socket import SHUT_RDWR, socket
 from socketserver import TCPServer, ThreadingMixIn
 from threading import Lock, Semaphore
@@ -34,6 +35,7 @@ class Server(ThreadingMixIn, TCPServer):
     Attributes:
         token: what the path of every request begins with, made anew for each server.
         files: the files that it serves, by name: their types and contents.
+        zipped: their contents as gzip.
         turns: held while an answer is computed.
 
     Raises UsageError for a port that cannot be had.
@@ -47,6 +49,7 @@ class Server(ThreadingMixIn, TCPServer):
         self.patience = patience
         self.token = secrets.token_urlsafe(16)
         self.files = files()
+        self.zipped = {name: compress(content) for name, (_, content) in self.files.items()}
         self.turns = Semaphore(AT_ONCE)
         self._waiting: dict[socket, None] = {}  # connections without a whole request; the longest waiting one first
         self._open: set[socket] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import threading
@@ -426,3 +427,21 @@ def test_two_servers_cannot_have_one_port(server: Server) -> None:
 
 def test_only_this_machine_reaches_the_server(server: Server) -> None:
     assert server.socket.getsockname()[0] == "127.0.0.1"
+
+
+def test_the_page_is_small_as_a_browser_loads_it(server: Server) -> None:
+    loaded = 0
+    for name, (_, content) in server.files.items():
+        status, headers, body = sent(server, request(server, name=name, Accept_Encoding="gzip, deflate, br"))
+        assert (status, headers["Content-Encoding"]) == (200, "gzip")
+        assert gzip.decompress(body) == content
+        loaded += len(body)
+    assert len(server.files) > 20
+    assert loaded < 100_000
+
+
+def test_who_reads_no_gzip_gets_none(server: Server) -> None:
+    for encoding in (None, "", "br", "gzipped"):
+        _, headers, body = sent(server, request(server, name="page.css", Accept_Encoding=encoding))
+        assert "Content-Encoding" not in headers
+        assert body == server.files["page.css"][1]
