@@ -83,11 +83,9 @@ function does(page, chart, event, letGo) {
 /** Lets keys change a page. Escape also calls `letGo`. */
 export function listenToKeys(page, letGo) {
   window.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || !page.data) return;
     if (event.target.matches?.("input:not([type=checkbox]), select, textarea")) return; // which keys change themselves
     const chart = page.charts.find(({lanes}) => lanes === document.activeElement);
-    const isTyped = event.target.matches?.("select, textarea, input:not([type=checkbox])");
-    if (!page.data || (isTyped && event.key !== "Escape")) return;
     const found = does(page, chart, event, letGo);
     const key = event.key.length === 1 ? event.key.toLowerCase() : event.key;
     if (!(key in found)) return;
