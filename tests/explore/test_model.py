@@ -81,6 +81,6 @@ class TestOnThePage:
         explorer.set("tensor", 8).set("model", "gpt3-175b")
         assert not explorer.find("#field-forward").is_displayed()
         assert "ms" in explorer.text(".said")
-        assert explorer.text("#views caption") == "Time of a step on 64 x a100-80gb, by what it is made of"
+        assert explorer.text("#modelled caption") == "Time of a step on 64 x a100-80gb, by what it is made of"
         explorer.set("model", "")
-        assert explorer.text("#views") == ""
+        assert explorer.text("#modelled") == ""

@@ -58,7 +58,7 @@ function makeBlock(written, row, index, action, kinds, laneOf) {
     action, kind, row, rank: row.rank, index, lane: laneOf[action[at]], stage, chunk: written.chunks[stage],
     microbatch, followed: kind.single ? microbatch : null,
     start: written.times[2 * index], end: written.times[2 * index + 1],
-    before: null, after: null, value: null, partner: null, critical: false,
+    before: null, after: null, value: null, partner: null, critical: false, moved: false,
   };
 }
 

@@ -10,9 +10,11 @@ import {saidRange, saidWay} from "./words.js";
 
 export const by = (id) => document.getElementById(id);
 
-/** The marks: the critical path, the `way` of a microbatch, and what was `found`, a set of blocks. */
+/** The marks: the critical path, the `way` of a microbatch, what was `found`, a set of blocks, and what differs from the
+ * first timeline. */
 class Marks {
   path = false;
+  differences = false;
   way = null;
   found = null;
 

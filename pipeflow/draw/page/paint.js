@@ -3,6 +3,7 @@
 import {FONT, arrow, fillBlock, frame, mixed, within} from "./canvas.js";
 import {shown, ticks} from "./geometry.js";
 import {paintMemory, paintScale} from "./memory.js";
+import {paintMoved} from "./moved.js";
 
 const DIMMED = 0.22;
 const SIZES = [11, 9, 8]; // pixels, of numbers
@@ -54,12 +55,15 @@ export function paintLanes(context, timeline, place, view, marks, palette, colou
     for (const row of timeline.rows) {
       for (const track of row.tracks) {
         const [first, end] = shown(track.starts, view);
-        if ((end - first) * 2.5 > place.width * ratio) strips.push({...track, first, end});
+        const dense = (end - first) * 2.5 > place.width * ratio;
+        if (dense) strips.push({...track, first, end});
         else paintBlocks(context, track, [first, end], place, marks, palette, colours);
+        if (marks.differences && !dense) paintMoved(context, {...track, first, end}, place, false, colours);
       }
       paintMemory(context, row, place, view, colours);
     }
     if (strips.length) paintStrips(context, strips, place, view, palette, colours);
+    if (marks.differences) strips.forEach((strip) => paintMoved(context, strip, place, true, colours));
   });
   return strips.length > 0;
 }

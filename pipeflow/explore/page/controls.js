@@ -2,7 +2,7 @@
 
 const GROUPS = new Map();
 
-function make(name, properties = {}, ...children) {
+export function make(name, properties = {}, ...children) {
   const element = Object.assign(document.createElement(name), properties);
   element.append(...children);
   return element;
@@ -23,8 +23,9 @@ function makeControl(field, link) {
     const choices = field.default ? field.choices : ["", ...field.choices];
     const none = field.takers.length ? "default" : "none";
     const select = make("select", {id}, ...choices.map((name) => make("option", {value: name, textContent: name || none})));
-    select.addEventListener("change", () => set(select.value));
-    return {row: make("div", {className: "control"}, label, select), show: (value) => { select.value = value.split(",")[0]; }};
+    const others = () => (field.kind === "names" ? link.get(field.name).split(",").slice(1) : []);
+    select.addEventListener("change", () => set([...new Set([select.value, ...others()])].join(",")));
+    return {row: make("div", {className: "control"}, label, select), show: (value) => { select.value = value.split(/[,:]/)[0]; }};
   }
   if (field.kind === "flag") {
     const tick = make("input", {id, type: "checkbox"});
@@ -55,7 +56,7 @@ export function makeControls({table, link}) {
     return {field, ...control};
   });
   link.listen(() => {
-    const names = link.get("schedule").split(",");
+    const names = link.get("schedule").split(",").filter((name) => !name.includes(":"));
     const modelled = link.get("model") !== "";
     for (const {field, row, show} of controls) {
       const applies = field.model === null || field.model === modelled;

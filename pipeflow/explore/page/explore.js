@@ -2,13 +2,16 @@
  * the server, the page of timelines, and what is shown. */
 
 import {listenToBar} from "./bar.js";
+import {showBeside} from "./beside.js";
 import {makeControls} from "./controls.js";
 import {makeExport} from "./export.js";
+import {openFiles} from "./files.js";
 import {Link} from "./link.js";
 import {showModel} from "./model.js";
 import {Page, by} from "./page.js";
 import {listenToPointers} from "./pointers.js";
 import {readTimelines} from "./reading.js";
+import {showScatter} from "./scatter.js";
 import {Server} from "./server.js";
 import {Shown} from "./shown.js";
 import {makeTour} from "./tour.js";
@@ -19,5 +22,8 @@ const server = new Server();
 const page = new Page((chart) => listenToPointers(page, chart));
 const shared = {table, link, server, page, shown: new Shown(table, link, server, page)};
 listenToBar(page);
-for (const feature of [makeControls, readTimelines, showModel, makeTour, makeExport]) feature(shared);
+const FEATURES = [
+  makeControls, showBeside, openFiles, readTimelines, showScatter, showModel, makeTour, makeExport,
+];
+for (const feature of FEATURES) feature(shared);
 link.open();

@@ -4,13 +4,14 @@
 export class Refusal extends Error {}
 
 export class Server {
+  more = () => ({}); // what is sent with fields besides them
   #running = new Map(); // per question, the one that waits for its turn, or null
 
   /** Asks `question` with fields, and returns the answer. Throws a Refusal. */
   async ask(question, fields) {
     let response;
     try {
-      response = await fetch(question, {method: "POST", body: new URLSearchParams(fields)});
+      response = await fetch(question, {method: "POST", body: new URLSearchParams({...fields, ...this.more(fields)})});
     } catch {
       throw new Refusal("The server does not answer. Start pipeflow explore again, and open this link with its address.");
     }

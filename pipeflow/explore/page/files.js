@@ -1,0 +1,102 @@
+/* Files: timelines and schedules that the reader opens, dropped onto the page or chosen. They are too long for a link,
+ * so the browser keeps them for this tab, and they are sent with each question about them. */
+
+import {namesIn, showNames} from "./beside.js";
+import {make} from "./controls.js";
+import {by} from "./page.js";
+import {Refusal} from "./server.js";
+
+const KEY = "file:"; // what their names begin with, in the link and in the browser's store
+const LARGEST = 3.9e6; // bytes of a request's body, less than the server takes
+const LONGEST = 12000; // letters of a schedule that a link may have
+
+/** The texts of the files among the names of a link, as a field of a question. */
+function filesIn(fields) {
+  const names = (fields.schedule ?? "").split(",").filter((name) => name.startsWith(KEY));
+  const texts = names.map((name) => [name.slice(KEY.length), sessionStorage.getItem(name)]);
+  const kept = texts.filter(([, text]) => text !== null);
+  return kept.length ? {files: JSON.stringify(Object.fromEntries(kept))} : {};
+}
+
+/** A name for a file in a link, which no file with another text has. */
+function nameFor(file, text) {
+  const [, stem, end] = /^(.*?)(\.\w{1,8})?$/.exec(file.name.replace(/[^\w.-]+/g, "-").slice(-50));
+  for (let number = 1; ; number++) {
+    const name = `${stem || "file"}${number > 1 ? `-${number}` : ""}${end ?? ""}`;
+    if ([null, text].includes(sessionStorage.getItem(KEY + name))) return name;
+  }
+}
+
+/** Opens a file. Throws a Refusal, and then nothing has changed. */
+async function open({link, server}, file) {
+  if (file.size > LARGEST) {
+    const size = file.size.toLocaleString("en");
+    throw new Refusal(`${file.name} has ${size} bytes, and the page can show at most about 3 million.`);
+  }
+  let text = await file.text();
+  if (text.trimStart().startsWith("{")) text = shortened(text);
+  const name = nameFor(file, text);
+  const names = namesIn(link);
+  const asked = {schedule: KEY + name, files: JSON.stringify({[name]: text})};
+  const shown = filesIn(link.fields).files ?? "";
+  if (new URLSearchParams({...asked, shown}).toString().length > LARGEST) {
+    throw new Refusal(`${file.name} is too long to be shown${shown ? " with the files that are shown already" : ""}.`);
+  }
+  const {ranks, microbatches, measured, problem} = await server.ask("file", asked);
+  const size = {ranks: String(ranks), microbatches: String(microbatches)};
+  if (!measured && text.length <= LONGEST) {
+    showNames(link, [...names, "custom"], {...size, rows: text.trim(), placement: "", rows_microbatches: ""});
+    return;
+  }
+  if (problem) throw new Refusal(problem);
+  try {
+    sessionStorage.setItem(KEY + name, text);
+  } catch {
+    throw new Refusal(`${file.name} is too large for the browser to keep.`);
+  }
+  showNames(link, [...names, KEY + name], size);
+}
+
+/** JSON without blanks; other text as it is, for Python to say what is wrong with it. */
+function shortened(text) {
+  try {
+    return JSON.stringify(JSON.parse(text));
+  } catch {
+    return text;
+  }
+}
+
+export function openFiles(shared) {
+  const {server, link} = shared;
+  const chooser = make("input", {type: "file", accept: ".json,.csv", multiple: true, hidden: true});
+  const title = "A measured timeline (JSON) or a schedule (CSV); or drop it onto the page";
+  const button = make("button", {type: "button", id: "open", textContent: "Open file \u2026", title});
+  const problem = make("p", {className: "notice", id: "unopened", role: "alert", hidden: true});
+  by("tools").append(button, chooser);
+  by("tools").after(problem);
+  server.more = filesIn;
+
+  const openAll = async (files) => {
+    try {
+      for (const file of files) await open(shared, file);
+      problem.hidden = true;
+    } catch (error) {
+      if (!(error instanceof Refusal)) throw error;
+      problem.textContent = error.message;
+      problem.hidden = false;
+    }
+  };
+  button.addEventListener("click", () => chooser.click());
+  chooser.addEventListener("change", async () => { await openAll([...chooser.files]); chooser.value = ""; });
+  const drops = (event) => event.dataTransfer?.types.includes("Files");
+  const mark = (on) => document.documentElement.classList.toggle("dropping", on);
+  window.addEventListener("dragover", (event) => { if (drops(event)) { event.preventDefault(); mark(true); } });
+  window.addEventListener("dragleave", (event) => { if (!event.relatedTarget) mark(false); });
+  window.addEventListener("drop", (event) => {
+    if (!drops(event)) return;
+    event.preventDefault();
+    mark(false);
+    openAll([...event.dataTransfer.files]);
+  });
+  link.listen(() => { problem.hidden = true; });
+}
