@@ -49,7 +49,8 @@ function readCurve(memory, levels) {
 }
 
 /** A block: an action in time. `before` is the block before it on its lane, `after` the one it began after, `value` what
- * it waited for, and `partner` the other block of its pair. `followed` is its microbatch, if it belongs to a single one. */
+ * it waited for, and `partner` the other block of its pair. `followed` is its microbatch, if it belongs to a single one.
+ * `notes` are sentences that a feature adds. */
 function makeBlock(written, row, index, action, kinds, laneOf) {
   const at = action.search(LETTER);
   const kind = kinds[action[at]];
@@ -58,7 +59,7 @@ function makeBlock(written, row, index, action, kinds, laneOf) {
     action, kind, row, rank: row.rank, index, lane: laneOf[action[at]], stage, chunk: written.chunks[stage],
     microbatch, followed: kind.single ? microbatch : null,
     start: written.times[2 * index], end: written.times[2 * index + 1],
-    before: null, after: null, value: null, partner: null, critical: false, moved: false,
+    before: null, after: null, value: null, partner: null, critical: false, moved: false, notes: [],
   };
 }
 

@@ -73,7 +73,7 @@ class Chart {
   }
 
   /** Whether any lane was too dense for blocks. */
-  paint({data, view, marks, density, margins, palette, selection, held}, colours) {
+  paint({data, view, marks, density, margins, palette, selection, held, painters}, colours) {
     const {timeline, element} = this;
     const wide = element.clientWidth;
     const place = this.place = layOut(timeline, view, wide, margins);
@@ -84,6 +84,7 @@ class Chart {
     const dense = paintLanes(context, timeline, place, view, marks, palette, colours);
     if (marks.way !== null) paintLinks(context, marks.steps(wayOf(timeline, marks.way)), place, colours.text, 1.25);
     if (marks.path) paintLinks(context, marks.steps(timeline.path), place, colours.accent, 1.75);
+    for (const paint of painters) paint(context, this, colours);
     this.frame(this.focused, document.activeElement === this.lanes || held === this ? this.focus : null);
     this.span(selection);
     return dense;
@@ -102,6 +103,8 @@ export class Page {
   sought = ""; // what is to be found
   matches = []; // what was found, each with the number of its chart
   held = null; // the chart whose focus is shown though the reader types elsewhere
+  painters = []; // functions (context, chart, colours) that paint over the lanes of a chart
+  takers = []; // functions (chart, event, spot) that may take a pointer that goes down there: see pointers.js
   #match = -1; // the one that was gone to last
   #loading = false;
   #waiting = false;

@@ -70,16 +70,23 @@ function select(page, chart, event) {
   point(page, chart, event);
 }
 
-/** Without a button a pointer points, with one it drags, two pinch, and one that has not moved selects. */
+/** Without a button a pointer points, with one it drags, two pinch, and one that has not moved selects. If one of
+ * `page.takers` returns a grip {move, drop, click, cancel}, this is told instead where the pointer goes. */
 function listenToDrags(page, chart) {
   const {lanes} = chart;
   const down = new Map(); // the pointers that are down, where they were last
   let travelled = 0;
+  let grip = null;
+  const letGo = () => { grip?.cancel(); grip = null; };
 
   lanes.addEventListener("pointerdown", (event) => {
     lanes.setPointerCapture(event.pointerId);
     down.set(event.pointerId, event);
-    if (down.size === 1) travelled = 0;
+    letGo();
+    if (down.size > 1) return;
+    travelled = 0;
+    const spot = under(page, chart, event);
+    for (const take of page.takers) grip ??= take(chart, event, spot);
   });
 
   lanes.addEventListener("pointermove", (event) => {
@@ -92,6 +99,10 @@ function listenToDrags(page, chart) {
     if (travelled < 4) return;
     unpoint(page);
     lanes.classList.add("moving");
+    if (grip) {
+      grip.move(event);
+      return;
+    }
     const other = [...down.values()].find((one) => one.pointerId !== event.pointerId);
     if (other) pinch(page, chart, before, event, other);
     else {
@@ -102,8 +113,14 @@ function listenToDrags(page, chart) {
   });
 
   lanes.addEventListener("pointerup", (event) => {
-    if (down.has(event.pointerId) && travelled < 4) select(page, chart, event);
+    const held = grip;
+    grip = null;
+    if (!down.has(event.pointerId)) return;
+    if (held) (travelled < 4 ? held.click : held.drop)(event);
+    else if (travelled < 4) select(page, chart, event);
   });
+  lanes.addEventListener("pointercancel", letGo);
+  lanes.addEventListener("touchstart", (event) => { if (grip) event.preventDefault(); }, {passive: false}); // no scrolling
   for (const name of ["pointerup", "pointercancel"]) {
     lanes.addEventListener(name, (event) => { down.delete(event.pointerId); lanes.classList.remove("moving"); });
   }

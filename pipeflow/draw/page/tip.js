@@ -16,7 +16,8 @@ function described({data, mode}, block) {
   title.append(swatch, block.action, element("span", block.kind.name));
   const list = document.createElement("dl");
   for (const [name, text] of facts(data, block)) list.append(element("dt", name), element("dd", text));
-  const rest = sentences(data, block).map((text) => element("p", text, {className: text.startsWith("On the") ? "critical" : ""}));
+  const marked = (text) => text.startsWith("On the") || block.notes.includes(text);
+  const rest = sentences(data, block).map((text) => element("p", text, {className: marked(text) ? "critical" : ""}));
   return [title, list, ...rest];
 }
 

@@ -51,14 +51,14 @@ function idleBefore(block) {
   return block.lane ? 0 : Math.max(block.start - (block.before ? block.before.end : 0), 0);
 }
 
-/** Sentences about a block: what it waited for, its pair, the critical path. */
+/** Sentences about a block: its notes, what it waited for, its pair, the critical path. */
 export function sentences(data, block) {
   const idle = idleBefore(block);
   const stood = idle > data.shortest * 1e-6 ? `; rank ${block.rank} was idle for ${saidTime(data, idle)}` : "";
   const found = [`${cause(data, block)}${stood}.`];
   if (block.partner) found.push(`Overlapped with ${block.partner.action}.`);
   if (block.critical) found.push("On the critical path.");
-  return found;
+  return [...block.notes, ...found];
 }
 
 /** Why a rank is idle, and for how long. */
