@@ -165,6 +165,7 @@ ALL: tuple[Field, ...] = (
     Field("tour", "whole", least=1, shown=True),
     Field("rows_microbatches", "whole", help="least number of microbatches of the rows", least=1),
     *SHOWN,
+    Field("edit", "flag", shown=True),  # whether the reader builds a schedule
 )
 """Every field."""
 

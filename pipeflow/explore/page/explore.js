@@ -5,6 +5,7 @@ import {listenToBar} from "./bar.js";
 import {showBeside} from "./beside.js";
 import {makeControls} from "./controls.js";
 import {makeExport} from "./export.js";
+import {showEditor} from "./edit.js";
 import {openFiles} from "./files.js";
 import {Link} from "./link.js";
 import {showModel} from "./model.js";
@@ -24,6 +25,7 @@ const shared = {table, link, server, page, shown: new Shown(table, link, server,
 listenToBar(page);
 const FEATURES = [
   makeControls, showBeside, openFiles, readTimelines, showScatter, showModel, makeTour, makeExport,
+  showEditor,
 ];
 for (const feature of FEATURES) feature(shared);
 link.open();

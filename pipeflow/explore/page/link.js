@@ -23,6 +23,15 @@ export class Link {
     this.#listeners.push(listener);
   }
 
+  /** The number of steps that `undo` can undo; those before this page was opened are not counted. */
+  get steps() {
+    return history.state?.steps ?? 0;
+  }
+
+  undo() {
+    if (this.steps) history.back();
+  }
+
   /** Reads the address. */
   open() {
     const read = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
@@ -41,14 +50,14 @@ export class Link {
     const changed = Object.keys(values).filter((name) => fields[name] !== this.fields[name]);
     if (aside) {
       this.fields = fields;
-      history.replaceState(null, "", this.address());
+      history.replaceState(history.state, "", this.address());
       return;
     }
     const put = this.#moving ? "replaceState" : "pushState";
     this.#moving = moving && (this.#moving || changed.length > 0);
     if (!changed.length) return;
     this.fields = fields;
-    history[put](null, "", this.address());
+    history[put]({steps: this.steps + (put === "pushState")}, "", this.address());
     this.#tell(changed);
   }
 

@@ -14,27 +14,27 @@ export class Shown {
     const made = new Set(table.filter((field) => !field.shown).map((field) => field.name));
     link.listen((fields, changed) => {
       if (this.answer && !changed.some((name) => made.has(name))) return;
-      server.follow("plan", fields, (answer) => this.#show(answer), (message) => this.#refuse(message));
+      server.follow("plan", fields, (answer) => this.#show(answer, fields), (message) => this.refuse(message));
     });
   }
 
-  /** Calls `listener(answer)` after each new answer was put onto the page. */
+  /** Calls `listener(answer, fields)` after each new answer, to these fields, was put onto the page. */
   listen(listener) {
     this.#listeners.push(listener);
   }
 
-  #show(answer) {
+  #show(answer, fields) {
     this.answer = answer;
     by("problem").hidden = true;
     by("shown").classList.remove("stale");
     for (const part of ["legend", "charts", "tables"]) by(part).innerHTML = answer[part];
     document.title = `${answer.schedules.join(", ")} - pipeflow explore`;
     this.#page.load(read(answer.data));
-    for (const listener of this.#listeners) listener(answer);
+    for (const listener of this.#listeners) listener(answer, fields);
   }
 
   /** Says what is wrong; what was shown before stays, and is faint. */
-  #refuse(message) {
+  refuse(message) {
     by("problem").textContent = message;
     by("problem").hidden = false;
     by("shown").classList.add("stale");

@@ -1,0 +1,148 @@
+/* Edit: the mode in which a reader builds a schedule by hand: its buttons, its keys and what they say. */
+
+import {make} from "./controls.js";
+import {followPointer, listenToDrags} from "./drag.js";
+import {CUSTOM, Editor} from "./editor.js";
+import {by} from "./page.js";
+import {Palette} from "./palette.js";
+import {Violations} from "./violations.js";
+
+/** Edits the selected entry as a key says. Returns whether the key has a meaning here. */
+function press(editor, palette, event) {
+  const at = editor.selected;
+  if (event.ctrlKey || event.metaKey || at === null) return false;
+  const {rank, index} = at;
+  const count = editor.rows[rank].length;
+  const beside = (other) => {
+    if (editor.spans && editor.rows[other]) editor.move(at, editor.gapAt(other, editor.spanAt(at).start), "tell");
+  };
+  const moves = {
+    ArrowLeft: () => { if (index) editor.move(at, {rank, index: index - 1}, "tell"); },
+    ArrowRight: () => { if (index + 1 < count) editor.move(at, {rank, index: index + 2}, "tell"); },
+    ArrowUp: () => beside(rank - 1),
+    ArrowDown: () => beside(rank + 1),
+  };
+  const others = {
+    Delete: () => editor.remove(at), Backspace: () => editor.remove(at),
+    Insert: () => palette.focus(editor.chart.focus), Enter: () => palette.focus(editor.chart.focus),
+  };
+  const does = (event.altKey ? moves : others)[event.key];
+  does?.();
+  return does !== undefined;
+}
+
+export function showEditor(shared) {
+  const {link, server, page, shown} = shared;
+  const editor = new Editor(shared);
+  const palette = new Palette(editor);
+  const violations = new Violations(editor);
+  listenToDrags(editor, page);
+
+  const button = (textContent, title, click) => {
+    const made = make("button", {type: "button", textContent, title});
+    made.addEventListener("click", click);
+    return made;
+  };
+  const edit = button("Edit", "Build from the first schedule by hand", () => begin());
+  const done = button("Done", "Leave the editor; the schedule stays", () => link.set({edit: ""}));
+  const onSelected = (act) => () => { if (editor.selected) act(editor.selected); };
+  const earlier = button("\u25c0", "Move the selected block before the one before it (Alt and \u2190)",
+    onSelected(({rank, index}) => { if (index) editor.move({rank, index}, {rank, index: index - 1}); }));
+  const later = button("\u25b6", "Move the selected block behind the one behind it (Alt and \u2192)",
+    onSelected((at) => {
+      const {rank, index} = at;
+      if (index + 1 < editor.rows[rank].length) editor.move(at, {rank, index: index + 2});
+    }));
+  const remove = button("Remove", "Remove the selected block (Delete)", onSelected((at) => editor.remove(at)));
+  const undo = button("Undo", "Undo, as the browser's Back does (Ctrl and Z)", () => link.undo());
+  const redo = button("Redo", "Redo, as the browser's Forward does (Ctrl and Y)", () => history.forward());
+  const search = button("Search from here", "", () => searchOn());
+  const hint = "tries other orders for 2 s and takes the best sound one";
+  const does = make("span", {id: "searches", className: "hint", textContent: hint});
+  search.setAttribute("aria-describedby", "searches");
+  for (const [each, label] of [[earlier, "Move earlier"], [later, "Move later"]]) each.ariaLabel = label;
+  const status = make("p", {id: "status", role: "status"});
+  const result = make("p", {id: "result", role: "status"});
+  const tools = make("div", {id: "editor", hidden: true, role: "group", ariaLabel: "Editor"},
+    earlier, later, remove, undo, redo, search, does, palette.element, status, result);
+  by("tools").append(edit, done, tools);
+  const option = make("option", {value: CUSTOM, textContent: "your own"});
+  by("field-schedule").append(option);
+
+  let searched = ""; // the rows that the last search was about
+  async function begin() {
+    const [first, ...others] = link.get("schedule").split(",");
+    if (link.get("schedule").split(",").includes(CUSTOM)) link.set({edit: "1"});
+    else {
+      try {
+        const {fields} = await server.ask("start", {...link.fields, schedule: first});
+        link.set({...fields, schedule: [CUSTOM, ...others].join(","), edit: "1"});
+      } catch (error) {
+        shown.refuse(error.message);
+      }
+    }
+  }
+
+  async function searchOn() {
+    const before = link.get("rows");
+    search.disabled = true;
+    result.textContent = "Searching \u2026";
+    try {
+      const {fields, text} = await server.ask("search", {...link.fields, schedule: CUSTOM});
+      if (fields && link.get("rows") === before) link.set({...fields, schedule: link.get("schedule")});
+      searched = link.get("rows");
+      result.textContent = `Search: ${text}.`;
+    } catch (error) {
+      result.textContent = error.message;
+    }
+    search.disabled = false;
+  }
+
+  /** Shows which buttons apply. */
+  function enable() {
+    const none = editor.selected === null;
+    for (const each of [earlier, later, remove]) each.disabled = none;
+    undo.disabled = !link.steps;
+  }
+
+  link.listen((_, changed) => {
+    if (changed.includes("edit")) page.repaint();
+    edit.hidden = editor.on;
+    done.hidden = tools.hidden = !editor.on;
+    option.hidden = !link.get("rows") && !link.get("placement");
+    enable();
+  });
+  shown.listen((answer, fields) => {
+    editor.show(answer, fields);
+    violations.show();
+    palette.show(page.data);
+    if (editor.chart) followPointer(editor);
+    if (editor.custom) status.textContent = said(editor.custom);
+    if (answer.custom && fields.rows !== searched) result.textContent = "";
+    enable();
+  });
+  page.painters.push((context, chart, colours) => {
+    if (!editor.canEdit(chart)) return;
+    const selected = chart.focus && !chart.focus.gap ? editor.placeOf(chart.focus) : null;
+    if (selected?.rank !== editor.selected?.rank || selected?.index !== editor.selected?.index) editor.selected = selected;
+    enable();
+    violations.paint(context, chart, colours);
+  });
+  window.addEventListener("keydown", (event) => {
+    if (!editor.on) return;
+    const typing = document.activeElement.matches("input, select");
+    const undoes = (event.ctrlKey || event.metaKey) && !typing && "zZyY".includes(event.key);
+    if (undoes) (event.shiftKey || event.key === "y" ? () => history.forward() : () => link.undo())();
+    const pressed = undoes || (document.activeElement === editor.chart?.lanes && press(editor, palette, event));
+    if (!pressed) return;
+    event.preventDefault();
+    event.stopPropagation();
+  }, {capture: true});
+}
+
+/** What the reader's schedule is, in one line. */
+function said({sound, violations, same_as: names, bound_text: bound}) {
+  if (!sound) return violations.length === 1 ? "1 violation" : `${violations.length} violations`;
+  const known = names.length ? `This is ${names.join(", ")}. ` : "";
+  return `Sound. ${known}${bound[0].toUpperCase()}${bound.slice(1)}.`;
+}
