@@ -32,7 +32,8 @@ function makeControl(field, link) {
     tick.addEventListener("change", () => set(tick.checked ? "1" : ""));
     return {row: make("div", {className: "control"}, label, tick), show: (value) => { tick.checked = value === "1"; }};
   }
-  const box = make("input", {id, type: "text", inputMode: field.kind === "numbers" ? "text" : "decimal", placeholder: "default"});
+  const inputMode = field.kind === "numbers" ? "text" : "decimal";
+  const box = make("input", {id, type: "text", inputMode, placeholder: field.takers.length ? "auto" : "none"});
   box.addEventListener("change", () => set(box.value.trim()));
   if (!field.most) {
     return {row: make("div", {className: "control wide"}, label, box), show: (value) => { box.value = value; }};

@@ -1,16 +1,11 @@
 /* Export: a menu that saves a schedule as a file, or copies what makes it again. Must not contain: what is in them, but
  * for a picture's pixels. */
 
+import {make} from "./controls.js";
 import {by} from "./page.js";
 
 const SHARPNESS = 2; // pixels of a saved picture per pixel of the drawing
 const WIDEST = 16000; // pixels
-
-function make(name, properties = {}, ...children) {
-  const element = Object.assign(document.createElement(name), properties);
-  element.append(...children);
-  return element;
-}
 
 function save(name, content, type) {
   const href = URL.createObjectURL(new Blob([content], {type}));

@@ -1,15 +1,10 @@
 /* Reading: what a reader marked, coloured, selected and zoomed to is in the link; the boxes of the selected range of time,
  * and what every rank does in it. */
 
+import {make} from "./controls.js";
 import {by} from "./page.js";
 
 const PAUSE = 250; // milliseconds without a change until the link has the view
-
-function make(name, properties = {}, ...children) {
-  const element = Object.assign(document.createElement(name), properties);
-  element.append(...children);
-  return element;
-}
 
 /** A time as a link has it: in the unit of the page, to six digits. */
 function written({data}, time) {

@@ -1,13 +1,8 @@
 /* Tour: a card with a question, what to try, and the answer, which appears when it is reached. The field "tour" of the
  * link is the number of the step. Must not contain: texts of steps, and when they are reached; both come from Python. */
 
+import {make} from "./controls.js";
 import {by} from "./page.js";
-
-function make(name, properties = {}, ...children) {
-  const element = Object.assign(document.createElement(name), properties);
-  element.append(...children);
-  return element;
-}
 
 function button(textContent, listener, className = "") {
   const element = make("button", {type: "button", textContent, className});
