@@ -324,6 +324,22 @@ def test_a_finger_drags_a_block_and_escape_gives_up(explorer: Explorer) -> None:
     assert editing.rows == moved(rows, (0, 0), (0, 2))
 
 
+def test_a_schedule_can_begin_without_blocks(explorer: Explorer) -> None:
+    editing = Editing(explorer, ranks=2, microbatches=2)
+    rows = editing.rows
+    editing.press("Empty")
+    assert editing.rows == [[], []]
+    editing.require_truth()
+    for rank, row in enumerate(rows):
+        for position, entry in enumerate(row):
+            chip, target = editing.choose(entry), editing.gap(rank, position)
+            chip = editing.choose(entry)
+            editing.drag(chip, target)
+    assert editing.rows == rows
+    assert "Sound." in explorer.text("#status")
+    assert "Alt and an arrow" in explorer.text("#keys")
+
+
 def test_a_search_begins_here_and_is_one_step(explorer: Explorer) -> None:
     editing = Editing(explorer, ranks=2, microbatches=3)
     editing.drag(editing.block(0, 0), editing.gap(0, 2))

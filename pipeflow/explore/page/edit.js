@@ -7,6 +7,13 @@ import {by} from "./page.js";
 import {Palette} from "./palette.js";
 import {Violations} from "./violations.js";
 
+const KEYS = { // for the help of the page
+  "Alt and an arrow": "while editing: move the selected block in its row, or to another rank",
+  Delete: "while editing: remove the selected block",
+  "Enter, Insert": "while editing: choose an action to insert behind the selected block",
+  "Ctrl and Z, Y": "while editing: undo, redo",
+};
+
 /** Edits the selected entry as a key says. Returns whether the key has a meaning here. */
 function press(editor, palette, event) {
   const at = editor.selected;
@@ -54,6 +61,7 @@ export function showEditor(shared) {
       if (index + 1 < editor.rows[rank].length) editor.move(at, {rank, index: index + 2});
     }));
   const remove = button("Remove", "Remove the selected block (Delete)", onSelected((at) => editor.remove(at)));
+  const empty = button("Empty", "Remove all blocks, to begin anew", () => editor.empty());
   const undo = button("Undo", "Undo, as the browser's Back does (Ctrl and Z)", () => link.undo());
   const redo = button("Redo", "Redo, as the browser's Forward does (Ctrl and Y)", () => history.forward());
   const search = button("Search from here", "", () => searchOn());
@@ -64,10 +72,15 @@ export function showEditor(shared) {
   const status = make("p", {id: "status", role: "status"});
   const result = make("p", {id: "result", role: "status"});
   const tools = make("div", {id: "editor", hidden: true, role: "group", ariaLabel: "Editor"},
-    earlier, later, remove, undo, redo, search, does, palette.element, status, result);
+    earlier, later, remove, empty, undo, redo, search, does, palette.element, status, result);
   by("tools").append(edit, done, tools);
   const option = make("option", {value: CUSTOM, textContent: "your own"});
   by("field-schedule").append(option);
+
+  const keys = Object.entries(KEYS).flatMap(([key, text]) => [
+    make("dt", {}, make("kbd", {textContent: key})), make("dd", {textContent: text}),
+  ]);
+  by("keys").append(...keys);
 
   let searched = ""; // the rows that the last search was about
   async function begin() {

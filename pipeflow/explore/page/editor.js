@@ -125,6 +125,11 @@ export class Editor {
     this.#set(removed(this.rows, at), left, `${this.entry(at)} removed from rank ${at.rank}.`, "tell");
   }
 
+  /** Removes all entries. */
+  empty() {
+    this.#set(this.rows.map(() => []), null, "All blocks removed.", null);
+  }
+
   /** Moves the view when a pointer carries something to its edge. */
   pan({clientX}) {
     const {place, lanes} = this.chart;

@@ -13,7 +13,7 @@ export class Violations {
 
   constructor(editor) {
     this.#editor = editor;
-    by("views").append(this.#list);
+    by("views").prepend(this.#list);
   }
 
   get #found() {
