@@ -36,9 +36,9 @@ def tour() -> Iterator[Fields]:
 
 
 def sizes() -> Iterator[Fields]:
-    """Every schedule with up to 16 microbatches, and simple ones with up to 32; on 8 ranks with 16."""
+    """Every schedule with up to 12 microbatches, and simple ones with up to 32; on 8 ranks with 16."""
     for schedule in SCHEDULES:
-        most = 32 if schedule in ("gpipe", "1f1b") else 16
+        most = 32 if schedule in ("gpipe", "1f1b") else 12
         for microbatches in range(1, most + 1):
             yield {"schedule": schedule, "microbatches": str(microbatches)}
         yield {"schedule": schedule, "ranks": "8", "microbatches": "16"}
@@ -75,7 +75,10 @@ def _is_drawn(fields: Fields) -> bool:
 def write(folder: Path) -> None:
     """Writes the page."""
     states = drawn()
-    (folder / FILE).write_text(prebuilt({"plan": states, "tour": states}, SLIDERS), encoding="utf-8")
+    single = [fields for fields in states if "," not in fields["schedule"]]
+    compared = [{"schedule": schedule} for schedule in SCHEDULES]
+    asked = {"plan": states, "tour": states, "csv": single, "code": single, "compare": compared}
+    (folder / FILE).write_text(prebuilt(asked, SLIDERS), encoding="utf-8")
 
 
 def link(command: str) -> str:
