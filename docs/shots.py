@@ -51,6 +51,10 @@ class Shot(NamedTuple):
     files: Mapping[str, str] = {}
 
 
+ROWS = """\
+0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+2F0 2B1 2B0 2F1 2F2 2B2 2F3 2B3"""
 SHOTS = (
     Shot("page", {"schedule": "zb-v"}),
     Shot("tour", {"tour": "2", **STEPS[1].goal}, 640),
@@ -69,6 +73,9 @@ SHOTS = (
         760,
         phone_at="#charts",
     ),
+    Shot("beside", {"schedule": "1f1b,eager-1f1b"}, 860, phone_at="#tools"),
+    Shot("scatter", {"schedule": "zb-v"}, 560, "#scatter", "#scatter"),
+    Shot("hand", {"schedule": "custom", "rows": ROWS, "placement": "0.1.2", "edit": "1"}, 620, phone_at="#tools"),
 )
 
 
