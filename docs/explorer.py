@@ -76,8 +76,14 @@ def write(folder: Path) -> None:
     """Writes the page."""
     states = drawn()
     single = [fields for fields in states if "," not in fields["schedule"]]
-    compared = [{"schedule": schedule} for schedule in SCHEDULES]
-    asked = {"plan": states, "tour": states, "csv": single, "code": single, "compare": compared}
+    compared: list[Fields] = [{"schedule": schedule} for schedule in SCHEDULES]
+    asked: dict[str, list[Fields]] = {
+        "plan": states,
+        "tour": states,
+        "csv": single,
+        "code": single,
+        "compare": compared,
+    }
     (folder / FILE).write_text(prebuilt(asked, SLIDERS), encoding="utf-8")
 
 

@@ -24,8 +24,7 @@ const page = new Page((chart) => listenToPointers(page, chart));
 const shared = {table, link, server, page, shown: new Shown(table, link, server, page)};
 listenToBar(page);
 const FEATURES = [
-  makeControls, showBeside, openFiles, readTimelines, showScatter, showModel, makeTour, makeExport,
-  showEditor,
+  makeControls, showBeside, openFiles, readTimelines, showModel, makeTour, makeExport, showEditor, showScatter,
 ];
 for (const feature of FEATURES) feature(shared);
 link.open();

@@ -82,7 +82,7 @@ function showSelection({link, server, page, shown}) {
   const title = make("summary", {textContent: "Ranks in the whole step"});
   const tables = make("div");
   const details = make("details", {id: "window", className: "ranks"}, title, tables);
-  by("tables").before(details);
+  by("views").append(details);
   const tell = (answer) => {
     title.textContent = answer.title;
     tables.innerHTML = answer.tables;
