@@ -61,7 +61,13 @@ class Explorer:
 
     def text(self, selector: str, number: int = 0) -> str:
         """The text of an element."""
-        return str(self.settled().find(selector, number).get_property("textContent"))
+        return self.texts(selector, visible=False)[number]
+
+    def texts(self, selector: str, *, visible: bool = True) -> list[str]:
+        """The texts of all elements that match, read at once: an answer that comes meanwhile replaces none of them."""
+        read = "innerText" if visible else "textContent"
+        script = f"return [...document.querySelectorAll(arguments[0])].map((each) => each.{read})"
+        return [str(text) for text in self.settled().browser.execute_script(script, selector)]
 
     def set(self, name: str, value: object, *, moving: bool = False) -> Explorer:
         """Sets the control of a field; while `moving`, as a slider that is dragged."""

@@ -38,13 +38,11 @@ arguments[0]([page.marks.differences, blocks.map((row) => row.filter((block) => 
 
 
 def headings(explorer: Explorer) -> list[str]:
-    explorer.settled()
-    return [str(each.text) for each in explorer.browser.find_elements("css selector", "#charts h2")]
+    return explorer.texts("#charts h2")
 
 
 def chips(explorer: Explorer) -> list[str]:
-    explorer.settled()
-    return [str(each.text).split("\n")[0] for each in explorer.browser.find_elements("css selector", ".chips li")]
+    return [each.split("\n")[0] for each in explorer.texts(".chips li")]
 
 
 def until(explorer: Explorer, true: Callable[[], bool]) -> None:
@@ -148,7 +146,7 @@ def test_a_measured_timeline_stands_beside_the_plan_and_survives_a_reload(explor
     until(explorer, lambda: len(chips(explorer)) == 2)
     shown = ["1f1b, 3 ranks, 5 microbatches", "1f1b (run.json), 3 ranks, 5 microbatches"]
     assert headings(explorer) == shown
-    makespans = [each.text for each in explorer.browser.find_elements("css selector", ".said span:first-child")]
+    makespans = explorer.texts(".said span:first-child")
     assert makespans[0] == makespans[1]  # the plan has the measured costs
     explorer.browser.refresh()
     assert headings(explorer.settled()) == shown
