@@ -9,7 +9,6 @@ import re
 import secrets
 import sys
 import traceback
-from collections.abc import Mapping
 from contextlib import suppress
 from email.message import Message
 from http import HTTPStatus
@@ -31,7 +30,6 @@ LARGEST = 4_000_000  # bytes of a request's body
 LONGEST = 8_192  # bytes of a request's first line
 MOST_FIELDS = 200
 MESSAGE = 400  # characters of a message
-NOTHING: Mapping[str, str] = {}
 LINGER = 2.0  # seconds that a refused client may go on sending
 HEADERS = {
     "Content-Security-Policy": (
@@ -165,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.work(self.connection)
             kind, content = self.server.files[name]
             if "gzip" in re.split(r"[,;\s]+", self.headers.get("Accept-Encoding", "")):
-                self._reply(HTTPStatus.OK, kind, self.server.zipped[name], {"Content-Encoding": "gzip"})
+                self._reply(HTTPStatus.OK, kind, self.server.zipped[name], "gzip")
             else:
                 self._reply(HTTPStatus.OK, kind, content)
         elif self.command == "POST":
@@ -238,10 +236,12 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._reply(status, "text/plain", f"{why}\n".encode())
 
-    def _reply(self, status: HTTPStatus, kind: str, content: bytes, more: Mapping[str, str] = NOTHING) -> None:
+    def _reply(self, status: HTTPStatus, kind: str, content: bytes, encoding: str = "") -> None:
         self.connection.settimeout(self.server.patience)
         self.send_response(status)
-        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content)), **HEADERS, **more}
+        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content)), **HEADERS}
+        if encoding:
+            headers["Content-Encoding"] = encoding
         if self.close_connection:
             headers["Connection"] = "close"
         if status == HTTPStatus.METHOD_NOT_ALLOWED:

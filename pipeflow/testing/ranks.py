@@ -8,6 +8,7 @@ import atexit
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -156,11 +157,16 @@ def _run_rank(
     try:
         together.wait()
         launch(layout.pipeline, layout.tensor, timeout=timeout)
-        connection.send((True, function(*arguments)))
+        _send(connection, (True, function(*arguments)))
     except BaseException:
-        connection.send((False, traceback.format_exc()))
+        _send(connection, (False, traceback.format_exc()))
     finally:
         atexit._run_exitfuncs()  # a multiprocessing child does not run them at exit
+
+
+def _send(connection: Connection, result: tuple[bool, Any]) -> None:
+    """Sends a result with the values of its tensors: shared memory would be gone if this process ended too early."""
+    connection.send_bytes(pickle.dumps(result))
 
 
 def _collect(
@@ -174,7 +180,7 @@ def _collect(
             if not connection.poll(max(0.0, end - time.monotonic())):
                 errors[rank] = f"hangs:\n{_stack(processes[rank], folder / f'{rank}.stack')}"
                 continue
-            succeeded, result = connection.recv()
+            succeeded, result = pickle.loads(connection.recv_bytes())
             if succeeded:
                 results[rank] = result
             else:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import rich.style  # noqa: F401  # draws from Python's generator when it is loaded: that must not happen after a seed
 import torch
 
 from pipeflow.parallel.context import Context, current_context, keep, kept

@@ -179,7 +179,7 @@ def test_a_failed_write_is_raised_on_every_rank(tmp_path: Path) -> None:
     for rank, messages in enumerate(run_processes(fail_on_one_rank, 2, tmp_path)):
         assert len(messages) == 2
         for message in messages:
-            assert message.startswith("UsageError" if rank == 1 else "PipelineError")
+            assert message.startswith("UsageError" if rank == 1 else "PipelineUsageError")
             assert f"checkpoint {tmp_path / 'first'} could not be written: [Errno 27] File too large" in message
     assert [entry.name for entry in tmp_path.iterdir()] == ["second"]
 

@@ -170,7 +170,7 @@ def test_an_error_of_one_rank_is_raised_on_all(folder: Path, batch: dict[str, An
             from_pretrained(path, TWO, batch)
         return type(caught.value).__name__
 
-    assert run_threads(rank, 2) == ["UsageError", "PipelineError"]
+    assert run_threads(rank, 2) == ["UsageError", "PipelineUsageError"]
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any]) -> None:

@@ -293,7 +293,8 @@ def test_zb_auto_is_never_worse_than_a_named_schedule(objective: Objective, cost
 
 
 def test_without_a_solver_exact_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ortools", None)
+    for name in {"ortools", *(name for name in sys.modules if name.startswith("ortools."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"pip install 'pipeflow\[exact\]'"):
         exact(LINEAR, 2, CostModel.even(LINEAR))
 

@@ -183,7 +183,8 @@ def require_told(schedule: Schedule, cases: list[Case], results: list[list[Told]
             if rank == origin and case.error in ("KeyboardInterrupt", "UsageError"):
                 assert (told.kind, told.message) == (case.error, f"a {case.error} on purpose")
                 continue
-            assert (told.kind, told.where) == ("PipelineError", where), f"{case}, rank {rank}: {told}"
+            expected = "PipelineUsageError" if case.error == "UsageError" else "PipelineError"
+            assert (told.kind, told.where) == (expected, where), f"{case}, rank {rank}: {told}"
             assert f"{case.error}: a {case.error} on purpose" in told.message
             assert ("in spring" in told.message) == (case.error != "UsageError")  # the origin's traceback
             assert told.cause == (case.error if rank == origin else "NoneType")
