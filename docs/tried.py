@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # so that the tests are found from anywhere
 
 from tests.stages.families import HEADS, KNOWN, SEEN, WRITTEN  # noqa: E402  # after the path
-from tests.stages.family import Family  # noqa: E402
+from tests.stages.family import Family  # noqa: E402  # after the path
 
 PAGE = "docs/models.md"
 BEGIN, END = "<!-- docs/tried.py writes from here -->", "<!-- to here -->"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import count
 
@@ -224,3 +225,21 @@ def test_machines() -> None:
     with products_in("tf32") as dtype:
         assert (dtype, torch.get_float32_matmul_precision()) == (torch.float32, "high")
     assert torch.get_float32_matmul_precision() == before
+
+
+class Constant(Stopwatch):
+    """A stopwatch that finds the same time for all work."""
+
+    def seconds(self, work: Callable[[], object], budget: float) -> float:
+        return 1.0
+
+
+def time_sums_beside() -> list[float]:
+    return [each.seconds for each in links.sums(Constant(current_context()), 2, 60.0, [2**10, 2**12])]
+
+
+def test_a_sum_beside_computations_takes_no_less_than_by_itself() -> None:
+    """Also where the computations seem to take all of the time, as on a machine that others use, too."""
+    for found in run_threads(time_sums_beside, 2, tensor=2):
+        assert found
+        assert set(found) == {1.0}
