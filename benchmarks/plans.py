@@ -18,7 +18,7 @@ MICROBATCHES = 8
 
 
 def run(rounds: int | None = None) -> Report:
-    rounds = rounds or 7
+    rounds = rounds or 61
     results = run_ranks("plans:measure", RANKS, {"rounds": rounds}, deadline=200 + 40 * rounds)
     measured, planned = step_times([each["times"] for each in results]), results[0]["planned"]
     title = f"plans: {RANKS} ranks, {MICROBATCHES} microbatches, blocks of width {WIDTH}, {rounds} rounds"
