@@ -74,6 +74,11 @@ def _option(name: str) -> Field:
     return Field(name, kind, "Schedule", label, option.meaning, "", *range_, takers=takers)
 
 
+def _schedule_size(name: str, help_: str, default: str, most: float) -> Field:
+    """A size of named schedules; files and the reader's own schedule have theirs."""
+    return Field(name, "whole", "Schedule", name, help_, default, 1, most, takers=tuple(SCHEDULES))
+
+
 def _cost(name: str, label: str, help_: str, default: str = "0", most: float = 4, step: float = 0.05) -> Field:
     return Field(name, "number", "Costs", label, help_, default, 0, most, step, model=False)
 
@@ -129,8 +134,8 @@ ALL: tuple[Field, ...] = (
     Field(
         "schedule", "names", "Schedule", "schedule", "the schedules that are drawn", "1f1b", choices=tuple(SCHEDULES)
     ),
-    Field("ranks", "whole", "Schedule", "ranks", "number of pipeline ranks", "4", 1, 32),
-    Field("microbatches", "whole", "Schedule", "microbatches", "number of microbatches per step", "8", 1, 128),
+    _schedule_size("ranks", "number of pipeline ranks", "4", 32),
+    _schedule_size("microbatches", "number of microbatches per step", "8", 128),
     *map(_option, family_options()),
     *MODEL,
     _cost("forward", "forward (F)", "time of a forward for all layers of a rank", "1"),

@@ -161,6 +161,7 @@ class Editing:
         said = self.explorer.text("#status")
         count = "1 violation" if len(wrong) == 1 else f"{len(wrong)} violations"
         assert said.startswith("Sound." if not wrong else count)
+        assert "cannot go on" in said or not any(each.cycle for each in wrong)
         places = {(each.rank, each.position) for each in wrong if each.position is not None}
         marks = {(rank, at): Point(x, y) for rank, at, x, y in self.browser.execute_script(MARKED)}
         assert marks.keys() == places

@@ -148,9 +148,11 @@ def test_a_measured_timeline_stands_beside_the_plan_and_survives_a_reload(explor
     assert headings(explorer) == shown
     makespans = explorer.texts(".said span:first-child")
     assert makespans[0] == makespans[1]  # the plan has the measured costs
+    assert "measured in run.json" in explorer.text("#priced")
     explorer.browser.refresh()
     assert headings(explorer.settled()) == shown
     assert explorer.set("latency", 1).text(".said") != makespans[0]
+    assert explorer.find("#priced").get_property("hidden")
     assert headings(explorer) == shown
 
 

@@ -47,7 +47,8 @@ def html(
 
     Raises UsageError for an empty sequence of timelines, and for caps that are not one per rank.
     """
-    shown = parts(several(timelines), Unit(unit, factor), memory_cap)
+    drawn, written = several(timelines), Unit(unit, factor)
+    shown = parts(drawn, written, memory_cap)
     script = _program()
     return Template(file("page.html")).substitute(
         policy=policy(script),
@@ -56,7 +57,7 @@ def html(
         style=variables() + file("page.css"),
         legend=shown.legend,
         charts=shown.charts,
-        tables=shown.tables,
+        tables=shown.tables + "".join(ranks_table(timeline, written) for timeline in drawn),
         data=as_script_text(shown.data | {"marked": critical_path}),
         script=script,
     )
@@ -69,7 +70,7 @@ class Parts(NamedTuple):
         title: the headings of the timelines.
         legend: the entries of the legend.
         charts: one section per timeline.
-        tables: the measures of the timelines and of their ranks.
+        tables: the measures of the timelines.
         data: what the modules of the page read.
     """
 
@@ -88,7 +89,7 @@ def parts(timelines: tuple[Timeline, ...], unit: Unit, cap: Cap = None) -> Parts
         title=escaped("; ".join(map(heading, timelines))),
         legend="\n".join(_legend(timelines, cap is not None)),
         charts="\n".join(_chart(timeline, unit) for timeline in timelines),
-        tables=measures_table(timelines, unit) + "".join(ranks_table(timeline, unit) for timeline in timelines),
+        tables=measures_table(timelines, unit),
         data=page_data(timelines, unit, cap),
     )
 

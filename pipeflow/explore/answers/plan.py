@@ -18,8 +18,9 @@ from pipeflow.explore.turns import TURNS
 
 def plan(fields: Mapping[str, str]) -> dict[str, Any]:
     """The parts of the page for the schedules of a state, their names, the same with options of their own, and how they
-    differ from the first one. If the reader's own schedule is among them, `custom` has what there is to say about it;
-    it is drawn also if it cannot run.
+    differ from the first one. `priced_by` is the file whose measured costs are used; it is empty if there is none. If
+    the reader's own schedule is among them, `custom` has what there is to say about it; it is drawn also if it cannot
+    run.
 
     Raises UsageError for fields that are wrong, and for a schedule that cannot be made or, if it has a name, run.
     """
@@ -30,7 +31,8 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
         cap = state.bytes_cap if drawn[0].saved_bytes else state.memory_cap
         made = [schedule(state, name) for name in state.schedules]
         names = {"schedules": state.schedules, "own": [*map(state.with_own_options, state.schedules)]}
-        answer = parts(drawn, state.unit, cap)._asdict() | names | beside(made, drawn, state.unit)
+        priced = {"priced_by": "" if state.measured is None else state.measured.source[0]}
+        answer = parts(drawn, state.unit, cap)._asdict() | names | beside(made, drawn, state.unit) | priced
     return answer if own is None else answer | {"custom": own}
 
 

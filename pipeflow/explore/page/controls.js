@@ -33,7 +33,8 @@ function makeControl(field, link) {
     return {row: make("div", {className: "control"}, label, tick), show: (value) => { tick.checked = value === "1"; }};
   }
   const inputMode = field.kind === "numbers" ? "text" : "decimal";
-  const box = make("input", {id, type: "text", inputMode, placeholder: field.takers.length ? "auto" : "none"});
+  const placeholder = field.takers.length || field.model ? "auto" : "none";
+  const box = make("input", {id, type: "text", inputMode, placeholder});
   box.addEventListener("change", () => set(box.value.trim()));
   if (!field.most) {
     return {row: make("div", {className: "control wide"}, label, box), show: (value) => { box.value = value; }};

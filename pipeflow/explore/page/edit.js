@@ -38,65 +38,44 @@ function press(editor, palette, event) {
   return does !== undefined;
 }
 
-export function showEditor(shared) {
-  const {link, server, page, shown} = shared;
-  const editor = new Editor(shared);
-  const palette = new Palette(editor);
-  const violations = new Violations(editor);
-  listenToDrags(editor, page);
+function button(textContent, title, click) {
+  const made = make("button", {type: "button", textContent, title});
+  made.addEventListener("click", click);
+  return made;
+}
 
-  const button = (textContent, title, click) => {
-    const made = make("button", {type: "button", textContent, title});
-    made.addEventListener("click", click);
-    return made;
+/** The buttons that change the rows, and a function that shows which of them apply. */
+function makeButtons(editor, link) {
+  const onSelected = (text, title, act, ariaLabel = text) => {
+    const made = button(text, title, () => { if (editor.selected) act(editor.selected); });
+    return Object.assign(made, {ariaLabel});
   };
-  const edit = button("Edit", "Build from the first schedule by hand", () => begin());
-  const done = button("Done", "Leave the editor; the schedule stays", () => link.set({edit: ""}));
-  const onSelected = (act) => () => { if (editor.selected) act(editor.selected); };
-  const earlier = button("\u25c0", "Move the selected block before the one before it (Alt and \u2190)",
-    onSelected(({rank, index}) => { if (index) editor.move({rank, index}, {rank, index: index - 1}); }));
-  const later = button("\u25b6", "Move the selected block behind the one behind it (Alt and \u2192)",
-    onSelected((at) => {
+  const selected = [
+    onSelected("\u25c0", "Move the selected block before the one before it (Alt and \u2190)",
+      ({rank, index}) => { if (index) editor.move({rank, index}, {rank, index: index - 1}); }, "Move earlier"),
+    onSelected("\u25b6", "Move the selected block behind the one behind it (Alt and \u2192)", (at) => {
       const {rank, index} = at;
       if (index + 1 < editor.rows[rank].length) editor.move(at, {rank, index: index + 2});
-    }));
-  const remove = button("Remove", "Remove the selected block (Delete)", onSelected((at) => editor.remove(at)));
+    }, "Move later"),
+    onSelected("Remove", "Remove the selected block (Delete)", (at) => editor.remove(at)),
+  ];
   const empty = button("Empty", "Remove all blocks, to begin anew", () => editor.empty());
   const undo = button("Undo", "Undo, as the browser's Back does (Ctrl and Z)", () => link.undo());
   const redo = button("Redo", "Redo, as the browser's Forward does (Ctrl and Y)", () => history.forward());
-  const search = button("Search from here", "", () => searchOn());
+  const enable = () => {
+    for (const each of selected) each.disabled = editor.selected === null;
+    undo.disabled = !link.steps;
+  };
+  return {buttons: [...selected, empty, undo, redo], enable};
+}
+
+/** The button that searches for a better order, what it says about itself, and its result. */
+function makeSearch({link, server, shown}) {
   const hint = "tries other orders for 2 s and takes the best sound one";
   const does = make("span", {id: "searches", className: "hint", textContent: hint});
-  search.setAttribute("aria-describedby", "searches");
-  for (const [each, label] of [[earlier, "Move earlier"], [later, "Move later"]]) each.ariaLabel = label;
-  const status = make("p", {id: "status", role: "status"});
   const result = make("p", {id: "result", role: "status"});
-  const tools = make("div", {id: "editor", hidden: true, role: "group", ariaLabel: "Editor"},
-    earlier, later, remove, empty, undo, redo, search, does, palette.element, status, result);
-  by("tools").append(edit, done, tools);
-  const option = make("option", {value: CUSTOM, textContent: "your own"});
-  by("field-schedule").append(option);
-
-  const keys = Object.entries(KEYS).flatMap(([key, text]) => [
-    make("dt", {}, make("kbd", {textContent: key})), make("dd", {textContent: text}),
-  ]);
-  by("keys").append(...keys);
-
   let searched = ""; // the rows that the last search was about
-  async function begin() {
-    const [first, ...others] = link.get("schedule").split(",");
-    if (link.get("schedule").split(",").includes(CUSTOM)) link.set({edit: "1"});
-    else {
-      try {
-        const {fields} = await server.ask("start", {...link.fields, schedule: first});
-        link.set({...fields, schedule: [CUSTOM, ...others].join(","), edit: "1"});
-      } catch (error) {
-        shown.refuse(error.message);
-      }
-    }
-  }
-
-  async function searchOn() {
+  const search = button("Search from here", "", async () => {
     const before = link.get("rows");
     search.disabled = true;
     result.textContent = "Searching \u2026";
@@ -109,14 +88,61 @@ export function showEditor(shared) {
       result.textContent = error.message;
     }
     search.disabled = false;
-  }
+  });
+  search.setAttribute("aria-describedby", "searches");
+  shown.listen((answer, fields) => { if (answer.custom && fields.rows !== searched) result.textContent = ""; });
+  return {search, does, result};
+}
 
-  /** Shows which buttons apply. */
-  function enable() {
-    const none = editor.selected === null;
-    for (const each of [earlier, later, remove]) each.disabled = none;
-    undo.disabled = !link.steps;
+/** Opens the editor on the first schedule, or on the reader's own one if there is one. */
+async function begin({link, server, shown}) {
+  const [first, ...others] = link.get("schedule").split(",");
+  if (first === CUSTOM || others.includes(CUSTOM)) {
+    link.set({edit: "1"});
+    return;
   }
+  try {
+    const {fields} = await server.ask("start", {...link.fields, schedule: first});
+    link.set({...fields, schedule: [CUSTOM, ...others].join(","), edit: "1"});
+  } catch (error) {
+    shown.refuse(error.message);
+  }
+}
+
+function listenToKeys(editor, palette, link) {
+  const keys = Object.entries(KEYS).flatMap(([key, text]) => [
+    make("dt", {}, make("kbd", {textContent: key})), make("dd", {textContent: text}),
+  ]);
+  by("keys").append(...keys);
+  window.addEventListener("keydown", (event) => {
+    if (!editor.on) return;
+    const typing = document.activeElement.matches("input, select");
+    const undoes = (event.ctrlKey || event.metaKey) && !typing && "zZyY".includes(event.key);
+    if (undoes) (event.shiftKey || event.key === "y" ? () => history.forward() : () => link.undo())();
+    const pressed = undoes || (document.activeElement === editor.chart?.lanes && press(editor, palette, event));
+    if (!pressed) return;
+    event.preventDefault();
+    event.stopPropagation();
+  }, {capture: true});
+}
+
+export function showEditor(shared) {
+  const {link, page, shown} = shared;
+  const editor = new Editor(shared);
+  const palette = new Palette(editor);
+  const violations = new Violations(editor);
+  const {buttons, enable} = makeButtons(editor, link);
+  const {search, does, result} = makeSearch(shared);
+  const status = make("p", {id: "status", role: "status"});
+  const edit = button("Edit", "Build from the first schedule by hand", () => begin(shared));
+  const done = button("Done", "Leave the editor; the schedule stays", () => link.set({edit: ""}));
+  const tools = make("div", {id: "editor", hidden: true, role: "group", ariaLabel: "Editor"},
+    ...buttons, search, does, palette.element, status, result);
+  by("tools").append(edit, done, tools);
+  const option = make("option", {value: CUSTOM, textContent: "your own"});
+  by("field-schedule").append(option);
+  listenToDrags(editor, page);
+  listenToKeys(editor, palette, link);
 
   link.listen((_, changed) => {
     if (changed.includes("edit")) page.repaint();
@@ -131,7 +157,6 @@ export function showEditor(shared) {
     palette.show(page.data);
     if (editor.chart) followPointer(editor);
     if (editor.custom) status.textContent = said(editor.custom);
-    if (answer.custom && fields.rows !== searched) result.textContent = "";
     enable();
   });
   page.painters.push((context, chart, colours) => {
@@ -141,21 +166,19 @@ export function showEditor(shared) {
     enable();
     violations.paint(context, chart, colours);
   });
-  window.addEventListener("keydown", (event) => {
-    if (!editor.on) return;
-    const typing = document.activeElement.matches("input, select");
-    const undoes = (event.ctrlKey || event.metaKey) && !typing && "zZyY".includes(event.key);
-    if (undoes) (event.shiftKey || event.key === "y" ? () => history.forward() : () => link.undo())();
-    const pressed = undoes || (document.activeElement === editor.chart?.lanes && press(editor, palette, event));
-    if (!pressed) return;
-    event.preventDefault();
-    event.stopPropagation();
-  }, {capture: true});
 }
 
 /** What the reader's schedule is, in one line. */
-function said({sound, violations, same_as: names, bound_text: bound}) {
-  if (!sound) return violations.length === 1 ? "1 violation" : `${violations.length} violations`;
+function said({sound, violations, stuck, same_as: names, bound_text: bound}) {
+  if (!sound) {
+    const waiting = stuck.filter((first) => first !== null).length;
+    const ranks = waiting ? `; ${counted(waiting, "rank")} cannot go on` : "";
+    return counted(violations.length, "violation") + ranks;
+  }
   const known = names.length ? `This is ${names.join(", ")}. ` : "";
   return `Sound. ${known}${bound[0].toUpperCase()}${bound.slice(1)}.`;
+}
+
+function counted(number, noun) {
+  return `${number} ${noun}${number === 1 ? "" : "s"}`;
 }

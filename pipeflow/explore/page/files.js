@@ -67,13 +67,14 @@ function shortened(text) {
 }
 
 export function openFiles(shared) {
-  const {server, link} = shared;
+  const {server, link, shown} = shared;
   const chooser = make("input", {type: "file", accept: ".json,.csv", multiple: true, hidden: true});
   const title = "A measured timeline (JSON) or a schedule (CSV); or drop it onto the page";
   const button = make("button", {type: "button", id: "open", textContent: "Open file \u2026", title});
   const problem = make("p", {className: "notice", id: "unopened", role: "alert", hidden: true});
+  const priced = make("p", {className: "hint", id: "priced", hidden: true});
   by("tools").append(button, chooser);
-  by("tools").after(problem);
+  by("tools").after(problem, priced);
   server.more = filesIn;
 
   const openAll = async (files) => {
@@ -99,4 +100,8 @@ export function openFiles(shared) {
     openAll([...event.dataTransfer.files]);
   });
   link.listen(() => { problem.hidden = true; });
+  shown.listen(({priced_by: name}) => {
+    priced.hidden = !name;
+    priced.textContent = `The costs are those measured in ${name}. Set a cost, and yours are used.`;
+  });
 }
