@@ -286,15 +286,15 @@ def _totals(found: Plan) -> Iterator[str]:
     bubble, of_span = map(percent, (found.makespan_bubble_ratio, found.bubble_ratio))
     beside = f"; bubble of span: {of_span}" if of_span != bubble else ""
     yield f"bubble: {bubble} (idle time of rank {busiest.rank}, the busiest rank){beside}"
-    if bubble != percent(found.even_makespan_bubble_ratio):
-        yield from _uneven(found, busiest)
+    if bubble != (even := percent(found.even_makespan_bubble_ratio)):
+        yield from _uneven(found, busiest, even)
 
 
-def _uneven(found: Plan, busiest: RankPlan) -> Iterator[str]:
+def _uneven(found: Plan, busiest: RankPlan, even: str) -> Iterator[str]:
     """Why the bubble differs from that of equal stages: what the busiest rank has more than the others."""
     work = [1 - rank.idle for rank in found.ranks]
     times = f"{(1 - busiest.idle) * len(work) / sum(work):.3g} times as long as the average"
-    yield f"  With equal stages: {percent(found.even_makespan_bubble_ratio)}. Rank {busiest.rank} works {times},"
+    yield f"  With equal stages: {even}. Rank {busiest.rank} works {times},"
     share = f"{busiest.layers} of the {found.model.layers} layers"
     if found.schedule.placement.num_stages - 1 in busiest.stages:
         head = head_forward(found.model) / layer_forward(found.model, found.setup)

@@ -146,7 +146,6 @@ class StepPlan:
     cost: CostModel
     timeline: Timeline
     ranks: tuple[RankPlan, ...]
-    even_makespan_bubble_ratio: float
     cluster: Cluster | None
     step_parts: StepParts | None
 
@@ -183,6 +182,11 @@ class StepPlan:
         return self.timeline.makespan_bubble_ratio
 
     @property
+    def even_makespan_bubble_ratio(self) -> float:
+        """The schedule's bubble if all stages cost the same, as in its formula. Each call simulates a step."""
+        return simulate(self.schedule, _evened(self.cost)).makespan_bubble_ratio
+
+    @property
     def bubble_ratio(self) -> float:
         """The bubble of the span: the timeline's."""
         return self.timeline.bubble_ratio
@@ -205,7 +209,6 @@ class Plan(StepPlan):
         cost: the costs of the stages.
         timeline: the simulated step, without reductions of gradients and without the optimizer.
         ranks: parameters, bytes and times of each pipeline rank.
-        even_makespan_bubble_ratio: the schedule's bubble if all stages cost the same, as in its formula.
         cluster: the cluster that was given, or None.
         step_parts: the parts of the step's time; None without a cluster.
     """
@@ -294,7 +297,6 @@ def step_plan(
     what else a step takes on a `cluster`.
     """
     timeline = simulate(schedule, cost) if physical is None else physical.timeline(schedule, cost)
-    even = simulate(schedule, _evened(cost)).makespan_bubble_ratio
     computing = [sum(each.end - each.start for each in row) for row in timeline.on(Stream.COMPUTE)]
     idle = [1 - time / timeline.makespan for time in computing]
     ranks = tuple(
@@ -302,7 +304,7 @@ def step_plan(
         for rank, kept in enumerate(timeline.peak_bytes)
     )
     parts = None if physical is None else _step_parts(schedule, physical, timeline, computing)
-    return StepPlan(schedule, setup, cost, timeline, ranks, even, cluster, parts)
+    return StepPlan(schedule, setup, cost, timeline, ranks, cluster, parts)
 
 
 def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, computing: list[float]) -> StepParts:
@@ -326,20 +328,20 @@ def _begun(schedule: Schedule, rank: int) -> Iterator[Action]:
     return (action for action in schedule.actions(rank) if action.kind is Kind.F)
 
 
-def rank_plan(
-    model: Transformer,
-    setup: Setup,
-    placement: Placement,
-    parts: Sequence[Part],
-    rank: int,
-    *,
-    kept: float = 0.0,
-    idle: float = 0.0,
-) -> RankPlan:
-    """The plan of one pipeline rank. `parts` are the layers of all stages, `kept` the bytes that its schedule keeps at
-    once for backwards, `idle` the part of the step in which it computes nothing.
+def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part]) -> tuple[float, ...]:
+    """Per pipeline rank, the `peak_bytes` of a schedule that keeps nothing for backwards. `parts` are the layers of all
+    stages. Ranks that hold and send alike are computed once.
     """
-    return _rank(setup, placement, rank, _held(model, setup, placement, parts, rank), kept=kept, idle=idle)
+    found: dict[object, float] = {}
+    needed = []
+    for rank, borders in enumerate(_borders(placement)):
+        own = (parts[stage] for stage in placement.stages_of(rank))
+        alike = (len(borders), *((end - start, start == 0, end == model.layers) for start, end in own))
+        if alike not in found:
+            held = _held(model, setup, placement, parts, rank)
+            found[alike] = _rank(setup, placement, rank, held, kept=0.0, idle=0.0).peak_bytes
+        needed.append(found[alike])
+    return tuple(needed)
 
 
 def _held(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:

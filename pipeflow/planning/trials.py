@@ -19,7 +19,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.bounds import least_makespan
 from pipeflow.planning.cuts import cut_by_load, even_cut
-from pipeflow.planning.estimate import ALLOCATOR, rank_plan
+from pipeflow.planning.estimate import ALLOCATOR, state_bytes
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.meshes import Sizes, meshes, microbatch_sizes
@@ -240,12 +240,12 @@ class _Costs(NamedTuple):
 
 def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> Iterator[_Costs]:
     """With layers cut evenly, and by what they cost."""
-    model, ranks = wanted.model, cell.sizes.pipeline
+    model = wanted.model
     setup, mesh = _setup(wanted, cell), Mesh(*cell.sizes, wanted.cluster.devices_per_node)
     weights = _profile(wanted, cell.sizes.tensor, cell.microbatch_size, cell.checkpoint)
     by_load = cut_by_load(model.layers, placement, weights.first, weights.last)
     for cut in dict.fromkeys((even_cut(model.layers, placement.num_stages), by_load)):
-        state = tuple(rank_plan(model, setup, placement, cut, rank).peak_bytes for rank in range(ranks))
+        state = state_bytes(model, setup, placement, cut)
         if max(state) > limit:
             continue
         physical = physical_costs(model, placement, setup, mesh, wanted.cluster, cut=cut)

@@ -43,7 +43,7 @@ class ModulePlan(StepPlan):
         cuts: the names of the last blocks of all stages but the last, for `Pipeline.from_module(cuts=...)`.
         pieces: what was counted, in order: before the first block, each block, and after the last one.
         parameters_total: of the whole module, each counted once.
-        schedule, setup, cost, timeline, ranks, even_makespan_bubble_ratio, cluster, step_parts: as in `Plan`.
+        schedule, setup, cost, timeline, ranks, cluster, step_parts: as in `Plan`.
     """
 
     cuts: tuple[str, ...]

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -123,7 +124,12 @@ def running(*words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[
     """The command in a process, and the address that it prints."""
     argv = [sys.executable, "-m", "pipeflow", "explore", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(argv, text=True, env=os.environ | environment, **pipes) as process:  # type: ignore[call-overload]  # of pipes
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what runs in a shell's background
+    try:
+        started = subprocess.Popen(argv, text=True, env=os.environ | environment, **pipes)  # type: ignore[call-overload]  # of pipes
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
@@ -166,13 +172,18 @@ def test_the_browser_is_opened_at_the_link_and_may_stay_open(tmp_path: Path) -> 
     lines = ["#!/bin/sh", f'printf %s "$1" > {opened}.part', f"mv {opened}.part {opened}", "exec > /dev/null 2>&1"]
     script.write_text("\n".join([*lines, f"while [ -e {stay} ]; do sleep 0.1; done", ""]))
     script.chmod(0o755)
-    with running("gpipe", BROWSER=f"{script} %s") as (process, url):
-        while not opened.exists():
-            assert process.poll() is None
-        assert opened.read_text() == url
-        with urlopen(url.partition("--link #")[0], timeout=DEADLINE) as response:
-            assert response.status == 200
-        interrupted(process)
+    try:
+        with running("gpipe", BROWSER=f"{script} %s") as (process, url):
+            end = time.monotonic() + DEADLINE
+            while not opened.exists():
+                assert process.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            assert opened.read_text() == url
+            with urlopen(url.partition("--link #")[0], timeout=DEADLINE) as response:
+                assert response.status == 200
+            interrupted(process)
+    finally:
         stay.unlink()
 
 

@@ -18,8 +18,8 @@ from pipeflow import (
     make_schedule,
     plan,
 )
-from pipeflow.planning.estimate import ALLOCATOR
-from pipeflow.planning.transformer_costs import stage_costs
+from pipeflow.planning.estimate import ALLOCATOR, state_bytes
+from pipeflow.planning.transformer_costs import stage_costs, stage_layers
 from pipeflow.schedules import SCHEDULES
 from tests.families import make_near
 
@@ -328,3 +328,14 @@ def test_operations_per_second_make_seconds() -> None:
 def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "dualpipe"])
+def test_ranks_that_are_computed_once_hold_what_each_of_them_holds(name: str) -> None:
+    """The bytes of a rank's plan without what its schedule keeps."""
+    model, setup = GPT(layers=17, hidden=64, heads=4, positions=32, vocabulary=102), Setup(tensor=2, data=2, zero=1)
+    schedule = make_schedule(name, ranks=4, microbatches=8)
+    found = state_bytes(model, setup, schedule.placement, stage_layers(model, schedule.placement))
+    ranks = plan(model, schedule, setup).ranks
+    assert found == pytest.approx([replace(rank, activation_bytes=0.0).peak_bytes for rank in ranks])
+    assert len({*found}) > 1
