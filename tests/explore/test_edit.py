@@ -341,6 +341,23 @@ def test_a_schedule_can_begin_without_blocks(explorer: Explorer) -> None:
     assert "Alt and an arrow" in explorer.text("#keys")
 
 
+def test_a_forward_and_a_backward_become_a_pair_and_two_again(explorer: Explorer) -> None:
+    editing = Editing(explorer, ranks=2, microbatches=3)
+    rows = editing.rows
+    assert rows[0][2:4] == ["0B0", "0F2"]
+    editing.click(editing.block(0, 2))
+    editing.press("Pair")
+    pair = "(0F2;0B0)OVERLAP_F_B"
+    assert editing.rows[0] == [*rows[0][:2], pair, *rows[0][4:]]
+    editing.require_truth()
+    editing.type("p")
+    assert editing.rows[0] == [*rows[0][:2], "0F2", "0B0", *rows[0][4:]]
+    assert f"{pair} is split." in explorer.text("#spoken")
+    editing.click(editing.block(0, 0))
+    [button] = [each for each in explorer.browser.find_elements("css selector", "#tools button") if each.text == "Pair"]
+    assert not button.is_enabled()  # two forwards
+
+
 def test_a_search_begins_here_and_is_one_step(explorer: Explorer) -> None:
     editing = Editing(explorer, ranks=2, microbatches=3)
     editing.drag(editing.block(0, 0), editing.gap(0, 2))

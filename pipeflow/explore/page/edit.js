@@ -9,6 +9,7 @@ import {Violations} from "./violations.js";
 
 const KEYS = { // for the help of the page
   "Alt and an arrow": "while editing: move the selected block in its row, or to another rank",
+  P: "while editing: overlap the selected block with the one behind it, or split a pair",
   Delete: "while editing: remove the selected block",
   "Enter, Insert": "while editing: choose an action to insert behind the selected block",
   "Ctrl and Z, Y": "while editing: undo, redo",
@@ -30,6 +31,7 @@ function press(editor, palette, event) {
     ArrowDown: () => beside(rank + 1),
   };
   const others = {
+    p: () => editor.pair(at), P: () => editor.pair(at),
     Delete: () => editor.remove(at), Backspace: () => editor.remove(at),
     Insert: () => palette.focus(editor.chart.focus), Enter: () => palette.focus(editor.chart.focus),
   };
@@ -44,7 +46,7 @@ function button(textContent, title, click) {
   return made;
 }
 
-/** The buttons that change the rows, and a function that shows which of them apply. */
+/** The buttons that change the rows, and a function that shows which of them apply to the selected block. */
 function makeButtons(editor, link) {
   const onSelected = (text, title, act, ariaLabel = text) => {
     const made = button(text, title, () => { if (editor.selected) act(editor.selected); });
@@ -59,14 +61,17 @@ function makeButtons(editor, link) {
     }, "Move later"),
     onSelected("Remove", "Remove the selected block (Delete)", (at) => editor.remove(at)),
   ];
+  const pair = onSelected("Pair", "Overlap the selected forward or backward with the block behind it, or split a pair (P)",
+    (at) => editor.pair(at));
   const empty = button("Empty", "Remove all blocks, to begin anew", () => editor.empty());
   const undo = button("Undo", "Undo, as the browser's Back does (Ctrl and Z)", () => link.undo());
   const redo = button("Redo", "Redo, as the browser's Forward does (Ctrl and Y)", () => history.forward());
   const enable = () => {
     for (const each of selected) each.disabled = editor.selected === null;
+    pair.disabled = editor.selected === null || !editor.canPair(editor.selected);
     undo.disabled = !link.steps;
   };
-  return {buttons: [...selected, empty, undo, redo], enable};
+  return {buttons: [...selected, pair, empty, undo, redo], enable};
 }
 
 /** The button that searches for a better order, what it says about itself, and its result. */

@@ -3,7 +3,7 @@
 
 import {focusOn} from "./keys.js";
 import {unpoint} from "./pointers.js";
-import {format, inserted, landing, moved, parse, removed} from "./rows.js";
+import {format, inserted, landing, moved, paired, parse, removed} from "./rows.js";
 import {say} from "./tip.js";
 
 export const CUSTOM = "custom";
@@ -123,6 +123,18 @@ export class Editor {
   remove(at) {
     const left = {rank: at.rank, index: Math.max(Math.min(at.index, this.rows[at.rank].length - 2), 0)};
     this.#set(removed(this.rows, at), left, `${this.entry(at)} removed from rank ${at.rank}.`, "tell");
+  }
+
+  canPair(at) {
+    return paired(this.rows, at) !== null;
+  }
+
+  /** Makes a pair of an entry and the one behind it, or splits it if it is a pair. */
+  pair(at) {
+    const rows = paired(this.rows, at);
+    if (rows === null) return;
+    const split = rows[at.rank].length > this.rows[at.rank].length;
+    this.#set(rows, at, split ? `${this.entry(at)} is split.` : `${rows[at.rank][at.index]} is a pair.`, "focus");
   }
 
   /** Removes all entries. */

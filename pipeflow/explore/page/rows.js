@@ -30,3 +30,15 @@ export function landing(from, gap) {
 export function moved(rows, from, gap) {
   return inserted(removed(rows, from), landing(from, gap), rows[from.rank][from.index]);
 }
+
+/** The rows after a forward and a backward that follow each other became a pair, or a pair became them; null if the entry
+ * is in none. */
+export function paired(rows, {rank, index}) {
+  const [entry, next = ""] = rows[rank].slice(index, index + 2);
+  const [, ...split] = /^\((.*);(.*)\)OVERLAP_F_B$/.exec(entry) ?? [];
+  if (split.length) return changed(rows, rank, (row) => row.toSpliced(index, 1, ...split));
+  const forward = [entry, next].find((each) => /^\d+F/.test(each));
+  const backward = [entry, next].find((each) => /^\d+[BI]/.test(each));
+  if (!forward || !backward) return null;
+  return changed(rows, rank, (row) => row.toSpliced(index, 2, `(${forward};${backward})OVERLAP_F_B`));
+}
