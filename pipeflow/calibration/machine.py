@@ -21,7 +21,7 @@ def device_name(device: torch.device, ranks: int) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
-    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    threads, cores = torch.get_num_threads(), _cores()
     return f"cpu, {_counted(ranks, 'process', 'es')} of {_counted(threads, 'thread')} on {_counted(cores, 'core')}"
 
 
@@ -29,7 +29,7 @@ def sharing(device: torch.device, ranks: int) -> float:
     """How many of a node's `ranks` share one processor: with threads for more cores than there are, more than 1."""
     if device.type != "cpu":
         return 1.0
-    return max(1.0, ranks * torch.get_num_threads() / len(os.sched_getaffinity(0)))
+    return max(1.0, ranks * torch.get_num_threads() / _cores())
 
 
 def runs_ahead(device: torch.device) -> bool:
@@ -61,6 +61,11 @@ def products_in(precision: str) -> Iterator[torch.dtype]:
         yield DTYPES[precision]
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def _cores() -> int:
+    """Those that this process may use; where the system does not say, all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _counted(number: int, what: str, ending: str = "s") -> str:

@@ -215,10 +215,13 @@ def test_what_cannot_be_measured() -> None:
         assert f"4 ranks with {per_node} in each node" in said.pop()
 
 
-def test_machines() -> None:
+def test_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert device_name(cpu, 4).startswith(f"cpu, 4 processes of {torch.get_num_threads()} thread")
     assert device_name(torch.device("meta"), 4) == "meta"
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)  # as on macOS
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    assert device_name(cpu, 4).endswith("on 3 cores")
     assert memory_bytes(cpu, 4) == memory_bytes(cpu, 1) / 4 > 1e6
     assert precisions(cpu)[0] == "float32"
     before = torch.get_float32_matmul_precision()
