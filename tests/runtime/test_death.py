@@ -184,7 +184,7 @@ def run_hanging(rank: int, seconds: float) -> tuple[int, int | None, str, float,
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 @pytest.mark.parametrize("hanging", [0, 1, 2])
 def test_who_takes_too_long_is_named_and_the_next_step_works(start: Any, hanging: int) -> None:
-    timeout, sleep = (0.7, 1.2) if start is run_threads else (2.0, 3.5)
+    timeout, sleep = (1.5, 2.0) if start is run_threads else (3.0, 3.8)
     results = start(run_hanging, 3, hanging, sleep, timeout=timeout)
     messages = {message for _, _, message, _, _ in results}
     assert len(messages) == 1
@@ -197,6 +197,29 @@ def test_who_takes_too_long_is_named_and_the_next_step_works(start: Any, hanging
     for rank, (origin, died, _, seconds, loss) in enumerate(results):
         assert (origin, died, loss) == (hanging, None, 1.0)
         assert seconds < (sleep if rank == hanging else timeout) + SOON
+
+
+def run_late(late: float) -> float:
+    """Rank 0 begins the second step `late` seconds after the other one, and takes too long in it; the seconds of the
+    step.
+    """
+    stage, mine = Sleeping(0.0), current_context().pipeline_rank == 0
+    pipeline = Pipeline(stage, schedule_of(("1f1b", 2, 1), 2), criterion=lambda output, _: output.mean())
+    batch = (torch.ones(2, 2), None)
+    execute_pipeline(iter([batch]), pipeline)
+    time.sleep(late if mine else 0.0)
+    stage.seconds = 6.0 if mine else 0.0
+    started = time.monotonic()
+    with pytest.raises(PipelineError, match="it took too long"):
+        execute_pipeline(iter([batch]), pipeline)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("start", [run_threads, run_processes])
+def test_who_begins_late_and_takes_too_long_is_found_soon(start: Any) -> None:
+    """Not after twice the timeout, although the wait began before the call of the rank that is awaited."""
+    timeout = 2.0 if start is run_threads else 3.0
+    assert 1.2 * timeout < start(run_late, 2, 0.25 * timeout, timeout=timeout)[1] < 1.8 * timeout
 
 
 def run_busy(seconds: float, where: str) -> float:

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.control import wire
-from pipeflow.parallel.control.diagnosis import Blame, gone, left, silent
+from pipeflow.parallel.control.diagnosis import AGAIN, Blame, gone, left, silent
 from pipeflow.parallel.control.wire import Message, forget_in_children
 from pipeflow.parallel.transport.work import LinkError
 
@@ -214,7 +214,7 @@ class Monitor:
                 self._tell(self._generation, silent(HOST).failure(""))
             if self.waiting is None or self.waits != watched:
                 watched, since, complaints = self.waits, now, 0
-            elif now - since > self._timeout * (1 + complaints):
+            elif now - since > self._timeout * (1 + AGAIN * complaints):
                 complaints += 1
                 self._complain(watched, now - since)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeflow.parallel.control.diagnosis import Blame, Status, diagnose, left
+from pipeflow.parallel.control.diagnosis import AGAIN, Blame, Status, diagnose, left
 from pipeflow.parallel.transport.work import LinkError, Work
 
 Inputs = list[tuple[Tensor, ...]]  # per rank of the group, the tensors that its call was given
@@ -58,11 +58,12 @@ class Rendezvous:
         """Waits, as rank `by` and with `changed` held, until `done()` or a rank of `ranks` has closed its channels.
         Raises LinkError.
         """
-        waited, here = 0.0, (by.rank, get_ident())
+        waited, pause, here = 0.0, by.timeout, (by.rank, get_ident())
         self.waits_for[here] = ranks
         try:
-            while not self.changed.wait_for(lambda: done() or self._closed(generation, ranks), by.timeout):
-                waited += by.timeout
+            while not self.changed.wait_for(lambda: done() or self._closed(generation, ranks), pause):
+                waited += pause
+                pause = AGAIN * by.timeout
                 if blame := diagnose(by.rank, waited, self._statuses()):
                     self.blames[generation, by.rank] = blame
                     raise LinkError(ranks[0], expired=True)
