@@ -1,5 +1,5 @@
-"""The explorer in headless Chromium: from a slider's move to the picture, to the plot of all schedules, and how long a
-large timeline takes to paint again.
+"""The explorer in headless Chromium: the time from a slider's move to the picture and to the plot of all schedules, the
+time to paint a large timeline again, and the size of the page.
 """
 
 from __future__ import annotations
@@ -64,6 +64,12 @@ for (let round = 0; round < rounds; round++) {
 }
 done(times);
 """
+WEIGHT = """
+const [done] = arguments;
+const loaded = ["navigation", "resource"].flatMap((type) => performance.getEntriesByType(type));
+const files = loaded.filter(({initiatorType}) => initiatorType !== "fetch");
+done(["encodedBodySize", "decodedBodySize"].map((size) => files.reduce((sum, file) => sum + file[size], 0)));
+"""
 
 
 def run(rounds: int | None = None) -> Report:
@@ -72,6 +78,8 @@ def run(rounds: int | None = None) -> Report:
         "explore", f"explore: the page in headless Chromium, {rounds} moves each", ["", "median ms", "slowest ms"]
     )
     with _page() as page:
+        page.open()
+        sent, text = page.run(WEIGHT)
         for ranks, microbatches in SIZES:
             for schedule in SCHEDULES:
                 page.open(schedule=schedule, ranks=ranks, microbatches=microbatches)
@@ -93,6 +101,8 @@ def run(rounds: int | None = None) -> Report:
     report.notes.append(
         "targets: 50 ms from the slider to the picture at 8 x 32, 300 ms to the plot; 50 ms for a repaint"
     )
+    report.data["page bytes"] = {"sent": sent, "text": text}
+    report.notes.append(f"the page is sent in {sent / 1000:.0f} kB ({text / 1000:.0f} kB unpacked); target: 100 kB")
     return report
 
 
