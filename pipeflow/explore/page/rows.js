@@ -31,8 +31,8 @@ export function moved(rows, from, gap) {
   return inserted(removed(rows, from), landing(from, gap), rows[from.rank][from.index]);
 }
 
-/** The rows after a forward and a backward that follow each other became a pair, or a pair became them; null if the entry
- * is in none. */
+/** The rows after an entry and the one behind it, a forward and a backward, were made a pair, or after a pair was split;
+ * null if neither is possible. */
 export function paired(rows, {rank, index}) {
   const [entry, next = ""] = rows[rank].slice(index, index + 2);
   const [, ...split] = /^\((.*);(.*)\)OVERLAP_F_B$/.exec(entry) ?? [];
