@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pipeflow.cli.options import even_cost_options, schedule_name, size_options
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, unknown
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.options import family_options
 
@@ -70,8 +70,10 @@ def fields(arguments: argparse.Namespace) -> dict[str, str]:
     from pipeflow.explore.state import EVEN, State
 
     for name in arguments.schedules:
-        if name not in SCHEDULES:
+        if name.endswith((".csv", ".json")):
             raise UsageError(f"{name!r} is not the name of a schedule; open a file by dropping it onto the page")
+        if name not in SCHEDULES:
+            raise unknown("schedule", name, SCHEDULES)
     found = {} if arguments.tour is None else _step(arguments.tour)
     if arguments.link is not None:
         found |= _linked(arguments.link)

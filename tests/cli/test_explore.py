@@ -76,6 +76,7 @@ def test_a_link_brings_the_readers_own_schedule() -> None:
     ("words", "message"),
     [
         ("mine.csv", "is not the name of a schedule; open a file by dropping it onto the page"),
+        ("zbv", "unknown schedule 'zbv'; did you mean 'zb-v'?"),
         ("1f1b --ranks 1000000", "the page shows at most 256 ranks"),
         ("1f1b --ranks 64 --microbatches 100000", "too large for the page"),
         ("--ranks 0", "ranks must be a whole number of at least 1"),
