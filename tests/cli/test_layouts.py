@@ -50,6 +50,7 @@ def test_layouts_for_people(capsys: pytest.CaptureFixture[str], fixed: list[obje
     assert "\n2 +" in shown or "\n2 ties with 1" in shown
 
 
+@pytest.mark.slow
 def test_programs_in_fp16_may_recompute_scores_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """The table has room for the widest names."""
     large = ["gpt3-13b", "--devices", 16, "--batch", 64, "--device", "a100-40gb", "--precision", "fp16"]
