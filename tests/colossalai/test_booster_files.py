@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from pipeflow.checkpoint.safetensors import load_safetensors
 from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
 from pipeflow.core.errors import PipeflowError, UsageError
+from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 from tests.colossalai.boosted import causal_loss
 from tests.stages.families import make
@@ -142,6 +145,25 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
             booster.save_model(nn.Linear(1, 1), tmp_path / "model")
         with pytest.raises(UsageError, match="the optimizer that boost returned"):
             booster.save_optimizer(AdamW(nn.Linear(1, 1).parameters()), tmp_path / "model")
+
+    run_threads(rank, 2)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_rank_that_reads_slowly_finds_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the other rank has already failed, which ends in removing the file's parts."""
+    torch.save({"transformer.wte.weight": torch.ones(1)}, tmp_path / "few.pt")
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.5 if current_context().rank else 0.0)
+        load_safetensors(*arguments)
+
+    monkeypatch.setattr("pipeflow.colossalai.booster.checkpoints.load_safetensors", slowly)
+
+    def rank() -> None:
+        training = Training(STAGES)
+        with pytest.raises(PipeflowError, match=r"lacks .* weights of the model"):
+            training.booster.load_model(training.model, tmp_path / "few.pt")
 
     run_threads(rank, 2)
     assert not list(tmp_path.glob(".*"))

@@ -21,6 +21,7 @@ from pipeflow.colossalai.booster.boosted import BoostedModel
 from pipeflow.colossalai.booster.optimizer import BoostedOptimizer
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
 from pipeflow.core.errors import UsageError
+from pipeflow.parallel.transport.agreement import all_gather
 
 StrPath = str | os.PathLike[str]
 
@@ -98,8 +99,10 @@ class Checkpoints:
         lr_scheduler.load_state_dict(files.read(Path(checkpoint)))
 
     def _on_rank_0(self, function: Callable[[], None]) -> None:
+        """Calls `function` on rank 0, once all ranks have come here: another one may still read what it removes."""
         context = self.plugin.context
         with context.alarm.raised_everywhere():
+            all_gather(context.world, [0.0])
             Task(context, function if context.rank == 0 else lambda: None).wait()
 
 
