@@ -64,7 +64,7 @@ def products_in(precision: str) -> Iterator[torch.dtype]:
 
 
 def _cores() -> int:
-    """Those that this process may use; where the system does not say, all."""
+    """The number of cores that this process may use; all of them on systems that do not say."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

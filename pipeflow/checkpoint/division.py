@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeflow.checkpoint.index import Index, Part, Sizes, Stored, Where, dtype_name, dtype_named
 from pipeflow.checkpoint.pieces import Piece, name_of_whole
@@ -26,7 +26,7 @@ class Offer(NamedTuple):
     sizes: Sizes = ()
 
 
-def offers_of(content: Content) -> list[tuple[object, ...]]:
+def offers_of(content: Content) -> list[tuple[Any, ...]]:
     """The Offers of a rank as plain tuples."""
     values = [Offer(name, len(value)) for name, value in content.values.items()]
     pieces = [
@@ -48,12 +48,12 @@ class Division:
     ranks: tuple[tuple[Offer, ...], ...]
 
     @classmethod
-    def of(cls, everyone: Sequence[Sequence[tuple[object, ...]]]) -> Division:
+    def of(cls, everyone: Sequence[Sequence[tuple[Any, ...]]]) -> Division:
         """Divides the offers of all ranks."""
         holders: dict[tuple[str, Sizes], list[int]] = defaultdict(list)
         offers: dict[tuple[str, Sizes], Offer] = {}
         for rank, one in enumerate(everyone):
-            for offer in (Offer(*each) for each in one):  # type: ignore[arg-type]  # tuples of its fields
+            for offer in (Offer(*each) for each in one):
                 holders[offer.name, offer.offset].append(rank)
                 offers.setdefault((offer.name, offer.offset), offer)
         ranks: list[list[Offer]] = [[] for _ in everyone]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from pipeflow.checkpoint import folders
 from pipeflow.checkpoint.manifest import MANIFEST, Manifest, find, verified
@@ -39,8 +40,8 @@ def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) ->
     context = context_here()
     with context.alarm.raised_everywhere():
         names = [str(path) for path in _newest_first(Path(folder))] if context.rank == 0 else None
-        everyone: list[list[str]] = all_gather_object(context.world, names)  # type: ignore[assignment]  # as all ranks send
-        return _first_whole(map(Path, everyone[0]), partial(_fault_anywhere, context), warn=context.rank == 0)
+        of_rank_0 = cast(list[str], all_gather_object(context.world, names)[0])
+        return _first_whole(map(Path, of_rank_0), partial(_fault_anywhere, context), warn=context.rank == 0)
 
 
 def _first_whole(paths: Iterable[Path], fault_of: Callable[[Path], str | None], *, warn: bool = True) -> Path | None:
@@ -72,7 +73,7 @@ def _fault_anywhere(context: Context, path: Path) -> str | None:
     """The first fault that a rank found in its share, None if there is none; the same on all ranks."""
     found: list[str | None] = []
     Task(context, lambda: found.append(_fault(path, context.rank, context.world_size))).wait()
-    everyone: list[str | None] = all_gather_object(context.world, found[0])  # type: ignore[assignment]  # as all ranks send
+    everyone = cast(list[str | None], all_gather_object(context.world, found[0]))
     return next(filter(None, everyone), None)
 
 

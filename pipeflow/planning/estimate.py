@@ -24,6 +24,7 @@ from pipeflow.planning.partition import Cut
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import (
+    kind_of,
     passed_bytes,
     recomputed_bytes,
     sequence_of,
@@ -183,7 +184,7 @@ class StepPlan:
 
     @property
     def even_makespan_bubble_ratio(self) -> float:
-        """The schedule's bubble if all stages cost the same, as in its formula. Each call simulates a step."""
+        """The schedule's bubble if all stages cost the same, as in its formula. It simulates a step."""
         return simulate(self.schedule, _evened(self.cost)).makespan_bubble_ratio
 
     @property
@@ -335,12 +336,11 @@ def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: S
     found: dict[object, float] = {}
     needed = []
     for rank, borders in enumerate(_borders(placement)):
-        own = (parts[stage] for stage in placement.stages_of(rank))
-        alike = (len(borders), *((end - start, start == 0, end == model.layers) for start, end in own))
-        if alike not in found:
+        kind = (len(borders), *(kind_of(model, parts[stage]) for stage in placement.stages_of(rank)))
+        if kind not in found:
             held = _held(model, setup, placement, parts, rank)
-            found[alike] = _rank(setup, placement, rank, held, kept=0.0, idle=0.0).peak_bytes
-        needed.append(found[alike])
+            found[kind] = _rank(setup, placement, rank, held, kept=0.0, idle=0.0).peak_bytes
+        needed.append(found[kind])
     return tuple(needed)
 
 

@@ -38,10 +38,18 @@ def stage_layers(model: Transformer, placement: Placement, cut: Cut = "uniform")
 
 
 def for_parts(model: Transformer, parts: Sequence[Part], of: Callable[[Part], T]) -> list[T]:
-    """`of` each part, computed once for parts that are alike: with as many layers and the same ends of the model."""
-    alike = [(end - start, start == 0, end == model.layers) for start, end in parts]
-    found = {kind: of(part) for kind, part in dict(zip(alike, parts, strict=True)).items()}
-    return [found[kind] for kind in alike]
+    """`of` each part, computed once for each kind of part."""
+    kinds = [kind_of(model, part) for part in parts]
+    found = {kind: of(part) for kind, part in dict(zip(kinds, parts, strict=True)).items()}
+    return [found[kind] for kind in kinds]
+
+
+def kind_of(model: Transformer, part: Part) -> tuple[int, bool, bool]:
+    """The same for parts that cost the same: the number of layers, and whether they hold the start and the end of the
+    model.
+    """
+    start, end = part
+    return end - start, start == 0, end == model.layers
 
 
 def stage_costs(

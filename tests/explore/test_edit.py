@@ -260,6 +260,7 @@ def test_200_random_edits_agree_with_verify_and_nothing_is_lost(explorer: Explor
 
 def test_a_schedule_that_has_a_name_is_recognised(explorer: Explorer) -> None:
     editing = Editing(explorer, ranks=2, microbatches=3)
+    assert not explorer.find("#field-ranks").is_displayed()  # the rows say how many there are
     assert "This is" in explorer.text("#status")
     assert "1f1b" in explorer.text("#status")
     assert "no order of this placement" in explorer.text("#status").lower()

@@ -82,5 +82,7 @@ class TestOnThePage:
         assert not explorer.find("#field-forward").is_displayed()
         assert "ms" in explorer.text(".said")
         assert explorer.text("#modelled caption") == "Time of a step on 64 x a100-80gb, by what it is made of"
+        assert explorer.find("#field-link_bandwidth").get_attribute("placeholder") == "auto"
+        assert not [each for each in explorer.texts("summary") if each.startswith("Ranks of")]  # another table has them
         explorer.set("model", "")
         assert explorer.text("#modelled") == ""

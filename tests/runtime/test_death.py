@@ -184,7 +184,7 @@ def run_hanging(rank: int, seconds: float) -> tuple[int, int | None, str, float,
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 @pytest.mark.parametrize("hanging", [0, 1, 2])
 def test_who_takes_too_long_is_named_and_the_next_step_works(start: Any, hanging: int) -> None:
-    timeout, sleep = (1.5, 2.0) if start is run_threads else (3.0, 3.8)
+    timeout, sleep = (0.7, 1.2) if start is run_threads else (2.0, 3.5)
     results = start(run_hanging, 3, hanging, sleep, timeout=timeout)
     messages = {message for _, _, message, _, _ in results}
     assert len(messages) == 1

@@ -102,6 +102,6 @@ export function openFiles(shared) {
   link.listen(() => { problem.hidden = true; });
   shown.listen(({priced_by: name}) => {
     priced.hidden = !name;
-    priced.textContent = `The costs are those measured in ${name}. Set a cost, and yours are used.`;
+    priced.textContent = `The costs are those measured in ${name}. If you set a cost, your costs are used instead.`;
   });
 }

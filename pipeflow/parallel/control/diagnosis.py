@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pipeflow.core.errors import Failure
 
 AGAIN = 0.25
-"""Share of the timeout after which a wait that goes on is diagnosed again: the rank that is awaited may have begun its
-call a little later than the wait.
+"""Share of the timeout after which a wait that outlasts the timeout is diagnosed again. The rank that it waits for may
+have begun its call a little later than the wait.
 """
 
 
