@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test test-all wheel-test fuzz check bench gallery pictures docs clean
+.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test matrices test-all drill wheel-test fuzz check bench gallery others pictures docs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -29,10 +29,15 @@ lab: .venv/installed            ## run the Megatron lab: 2 tensor ranks, mock da
 JOBS ?= 2
 SPREAD := --numprocesses $(JOBS) --dist worksteal
 test: .venv/installed           ## run the test suite without the exhaustive matrices
-	$(PY) -m pytest $(SPREAD) -m "not exhaustive" $(ARGS)
+	$(PY) -m pytest $(SPREAD) -m "not exhaustive and not drill" $(ARGS)
 
-test-all: test                  ## run the test suite, then the exhaustive matrices
+matrices: .venv/installed       ## run the exhaustive matrices, or a part of them: make matrices ARGS="--share 0/6"
 	$(PY) -m pytest $(SPREAD) -m exhaustive $(ARGS)
+
+test-all: test matrices         ## run the test suite, then the exhaustive matrices
+
+drill: .venv/installed          ## try for an hour what may fail rarely: scripts that end early, all programs under NCCL's rules
+	$(PY) -m pytest $(SPREAD) -m drill $(ARGS)
 
 WHEEL := build/wheel
 wheel-test: .venv/installed     ## run the quick tests against the built wheel, outside of the source tree
@@ -57,9 +62,18 @@ check: .venv/installed          ## check lint of Python and JavaScript, types, l
 bench: .venv/installed          ## run every benchmark, side by side with other libraries
 	$(PY) -m benchmarks $(ARGS)
 
-gallery: .venv/installed        ## write docs/schedules.md and docs/schedules.svg, and the list in docs/models.md
+gallery: .venv/installed        ## write docs/schedules.md, its figures and those of docs/migration.md, and the list in docs/models.md
 	$(PY) docs/gallery.py
+	$(PY) docs/figures.py
 	$(PY) docs/tried.py
+
+OTHERS := build/others
+$(OTHERS)/installed: tests/stages/others/requirements.txt .venv/installed
+	$(PY) -m pip install --quiet --no-deps --upgrade --target $(OTHERS) -r $<
+	touch $@
+
+others: $(OTHERS)/installed     ## train models of other libraries in a pipeline, and write docs/others.md: make others ARGS=timm
+	PYTHONPATH=.:examples:$(OTHERS) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PY) -m tests.stages.others $(ARGS)
 
 pictures: .venv/installed       ## make the pictures of the README and of docs/explore.md with Chromium
 	$(PY) docs/pictures.py

@@ -69,6 +69,7 @@ def _keep_freed_memory() -> None:
 def _contenders(block: Any) -> dict[str, tuple[Any, Backward]]:
     """By name: the block, or one that defers and has the same parameters, and how its backward runs."""
     from pipeflow.deferral.module import defer_weight_gradients
+    from pipeflow.deferral.products import Products
 
     deferring = copy.deepcopy(block)
     for mine, theirs in zip(deferring.modules(), block.modules(), strict=True):
@@ -76,12 +77,12 @@ def _contenders(block: Any) -> dict[str, tuple[Any, Backward]]:
     deferral = defer_weight_gradients(deferring)
 
     def halves(_: Any, output: Any, gradient: Any) -> None:
-        queue: list[Callable[[], None]] = []
+        queue: list[Products] = []
         deferral.queue = queue
         output.backward(gradient)
         deferral.queue = None
-        for product in queue:
-            product()
+        for products in queue:
+            products()
 
     return {
         PLAIN: (block, _whole),
@@ -193,18 +194,19 @@ def _calls_of_w() -> list[int]:
 
     from benchmarks.count import count_calls
     from pipeflow.deferral.module import defer_weight_gradients
+    from pipeflow.deferral.products import Products
 
     layer = torch.nn.Linear(4, 4)
     deferral, calls = defer_weight_gradients(layer), []
     for _ in range(2):
-        queue: list[Callable[[], None]] = []
+        queue: list[Products] = []
         deferral.queue = queue
         layer(torch.ones(2, 4)).sum().backward()
         deferral.queue = None
 
         def weight_gradients(queue: list[Any] = queue) -> None:
-            for product in queue:
-                product()
+            for products in queue:
+                products()
 
         ours = count_calls(weight_gradients, lambda frame: "W" if "/pipeflow/" in frame.f_code.co_filename else None)
         calls.append(ours["W"])

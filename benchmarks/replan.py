@@ -20,7 +20,6 @@ from torch.nn import functional
 from benchmarks.measure import Times, paired, step_times
 from benchmarks.processes import run_ranks
 from benchmarks.report import Report
-from pipeflow.deferral.layers import hand_over
 from pipeflow.deferral.products import Deferral, Deferred
 
 RANKS, MICROBATCHES, WIDTH = 4, 12, 16
@@ -47,7 +46,7 @@ class _Sleep(Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, stage: SleepStage, deferral: Deferral) -> Tensor:
-        ctx.stage, ctx.deferred = stage, _Deferred(deferral)
+        ctx.stage, ctx.deferral = stage, deferral
         ctx.save_for_backward(hidden)
         time.sleep(stage.seconds)
         return hidden * stage.scale.detach()
@@ -56,13 +55,8 @@ class _Sleep(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None, None]:
         time.sleep(ctx.stage.seconds)
         (hidden,) = ctx.saved_tensors
-        hand_over(ctx, _Product(ctx.stage, (gradient * hidden).sum(0)))
+        ctx.deferral.take(_Product(ctx.stage, (gradient * hidden).sum(0)))
         return None, gradient * ctx.stage.scale.detach(), None, None
-
-
-class _Deferred:
-    def __init__(self, deferral: Deferral) -> None:
-        self.deferral = deferral
 
 
 class _Product(Deferred):
@@ -73,12 +67,8 @@ class _Product(Deferred):
         self.gradient = gradient
 
     @property
-    def weights(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         return [self.stage.scale]
-
-    @property
-    def has_hooks(self) -> bool:
-        return False
 
     def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
         time.sleep(self.stage.seconds)

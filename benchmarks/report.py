@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import pipeflow
+
 RESULTS = Path(__file__).resolve().parent / "results"
 LOAD = os.getloadavg()[0]  # what else the machine did in the minute before
 
@@ -68,7 +70,7 @@ def surroundings() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": version("torch"),
-        "pipeflow": f"{version('pipeflow')} ({_commit()})",
+        "pipeflow": f"{pipeflow.__version__} ({_commit()})",
     }
 
 

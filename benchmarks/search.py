@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from benchmarks.report import Report
 from pipeflow import SCHEDULES, CostModel, Placement, make_schedule, simulate
-from pipeflow.orders.search import Found, search
+from pipeflow.orders.search import Found
+from pipeflow.schedules.search import search
 
 Costs = tuple[float, ...]  # F, I, W of one microbatch on a rank, and a transfer
 
@@ -167,10 +168,8 @@ def _named(name: str, costs: Costs, slow: int, cap: float) -> float:
 
 
 def _searched(placement: Placement, costs: Costs, slow: int, cap: float) -> Found:
-    fitting = [name for name in NAMED if _placement(name) == placement]
-    start = [make_schedule(name, ranks=RANKS, microbatches=MICROBATCHES) for name in fitting]
     cost = _costs(placement, costs, slow)
-    return search(placement, MICROBATCHES, cost, objective="span", memory_cap=cap, budget=BUDGET, start=start)
+    return search(placement, MICROBATCHES, cost, objective="span", memory_cap=cap, budget=BUDGET)
 
 
 def _add_large(report: Report) -> None:

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from pipeflow.optim.masters import MasterWeights
     from pipeflow.optim.scaler import LossScaler
     from pipeflow.optim.zero import Zero
-    from pipeflow.orders.exact import exact
-    from pipeflow.orders.search import Found, search
+    from pipeflow.orders.search import Found
     from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launch import launch
     from pipeflow.planning.catalog import MODELS, model_named
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from pipeflow.runtime.microbatch import Whole
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.step import Output
+    from pipeflow.schedules.search import exact, search
     from pipeflow.soundness.schedule import Violation, verify
     from pipeflow.stages.estimate import ModulePlan, plan_module
     from pipeflow.stages.layouts import ModuleLayout, find_module_layouts
@@ -112,7 +112,7 @@ _LATER = {
     "critical_path": "analysis.causes",
     "current_context": "parallel.context",
     "dependency_graph": "analysis.graph",
-    "exact": "orders.exact",
+    "exact": "schedules.search",
     "execute_pipeline": "runtime.pipeline",
     "find_layouts": "planning.layouts",
     "find_module_layouts": "stages.layouts",
@@ -133,7 +133,7 @@ _LATER = {
     "replan": "planning.replan",
     "save_checkpoint": "checkpoint.save",
     "save_safetensors": "checkpoint.safetensors",
-    "search": "orders.search",
+    "search": "schedules.search",
     "simulate": "analysis.simulate",
     "step_time": "analysis.step",
     "verify": "soundness.schedule",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -13,7 +14,21 @@ settings.load_profile("pipeflow")
 collect_ignore = ["core/offloading.py"]  # a program, for a package with more kinds of action
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="I/N", help="run one of N shares of the exhaustive tests: 0/N to N-1/N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow(items)
+    if config.getoption("--share"):
+        share, shares = map(int, config.getoption("--share").split("/"))
+        whole = [item for item in items if item.get_closest_marker("exhaustive")]
+        others = [item for item in whole if crc32(item.nodeid.encode()) % shares != share]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
+def _mark_slow(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         by_processes = any(getattr(value, "__name__", "") == "run_processes" for value in parameters.values())

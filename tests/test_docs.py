@@ -44,6 +44,16 @@ def test_the_gallery_is_what_the_command_says(tmp_path: Path) -> None:
     assert sections == list(SCHEDULES)
 
 
+def test_the_figures_are_those_of_their_script(tmp_path: Path) -> None:
+    run(str(ROOT / "docs" / "figures.py"), str(tmp_path), cwd=tmp_path)
+    made = sorted(file.name for file in tmp_path.iterdir())
+    assert made == sorted(re.findall(r"\(pictures/(gpt2-[\w-]+\.svg)\)", (ROOT / "docs" / "migration.md").read_text()))
+    for name in made:
+        assert (tmp_path / name).read_text() == (ROOT / "docs" / "pictures" / name).read_text(), (
+            "make gallery writes it"
+        )
+
+
 @pytest.mark.slow
 def test_the_list_of_models_is_what_is_trained() -> None:
     page = run(
@@ -96,10 +106,11 @@ def test_the_reference_has_every_public_name(package: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_comparisons_of_choosing_are_the_commands(tmp_path: Path) -> None:
+def test_the_comparisons_and_pictures_of_choosing_are_the_commands(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "choosing.md").read_text()
-    shown = re.findall(r"\$ pipeflow (compare [^\n]*)\n(.*?)```", text, re.DOTALL)
-    assert len(shown) == 2
+    shown = re.findall(r"\$ pipeflow ((?:compare|draw) [^\n]*)\n(.*?)```", text, re.DOTALL)
+    assert [command.split()[1] for command, _ in shown][:3] == ["naive", "gpipe", "1f1b"]
+    assert len(shown) == 5
     for command, table in shown:
         assert run("-m", "pipeflow", *shlex.split(command), cwd=tmp_path).startswith(table)
 

@@ -181,7 +181,7 @@ def _tokenizers() -> ModuleType:
     try:
         import tokenizers
     except ImportError:
-        raise DataError("the examples need the package tokenizers: pip install 'pipeflow[examples]'") from None
+        raise DataError("the examples need the package tokenizers: pip install '.[examples]'") from None
     return tokenizers
 
 

@@ -4,7 +4,7 @@ times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Pair
@@ -42,12 +42,12 @@ class Order:
     A value is the number `index * num_microbatches + microbatch`, where `ends[index]` is the value without its
     microbatch. Schedules have hundreds of thousands of values, and numbers are what Python handles fastest.
 
-    After the iteration, `stuck` has the (rank, position) of every entry that waits for ever: none unless the schedule
-    is unsound. Raises ScheduleError for a stage or microbatch that does not exist, and for an action on a rank that
-    does not hold its stage.
+    The values of `given` are there from the start. After the iteration, `stuck` has the (rank, position) of every entry
+    that waits for ever: none unless the schedule is unsound. Raises ScheduleError for a stage or microbatch that does
+    not exist, and for an action on a rank that does not hold its stage.
     """
 
-    def __init__(self, schedule: Schedule, routes: Routes = ()) -> None:
+    def __init__(self, schedule: Schedule, routes: Routes = (), given: Iterable[Value] = ()) -> None:
         table = flows(schedule.placement.num_stages, routes)
         self.ends: list[End] = list(dict.fromkeys(end for flow in table.values() for end in flow.makes))
         self._many = schedule.num_microbatches
@@ -58,6 +58,8 @@ class Order:
         self._paths = schedule.placement.paths
         self._positions = [0] * len(self._rows)
         self._made = bytearray(len(self.ends) * self._many)
+        for content, stage, microbatch, to in given:
+            self._made[first[End(content, stage, to)] + microbatch] = 1
 
     def __iter__(self) -> Iterator[Turn]:
         rows, positions, made = self._rows, self._positions, self._made

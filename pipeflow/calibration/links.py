@@ -15,7 +15,7 @@ from pipeflow.calibration.measured import SumTime, TransferTime
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.parallel.transport.agreement import finish, start
 from pipeflow.parallel.transport.group import Group
-from pipeflow.parallel.transport.protocol import Tag, Transport
+from pipeflow.parallel.transport.protocol import Channel, Tag, Transport
 from pipeflow.planning import rates
 from pipeflow.runtime.gradients.bucket import Bucket, in_buckets
 from pipeflow.runtime.gradients.sums import GroupSum
@@ -147,6 +147,8 @@ def _transfer_work(watch: Stopwatch, peer: int | None, count: int) -> Callable[[
     if peer is None:
         return lambda: None
     sent = torch.zeros(count // 4, device=device)
+    low, high = sorted((rank, peer))
+    world.connect([Channel(low, high, Tag.ACTIVATION), Channel(high, low, Tag.GRADIENT)])
     if rank < peer:
 
         def work() -> None:

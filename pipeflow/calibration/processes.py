@@ -60,7 +60,7 @@ def measured_in_world(device: str | None, seconds: float) -> tuple[int, Measured
     """Measures in the world that torchrun has started; returns this process's rank, and what all of them measured.
     Raises UsageError as `measured_here` does.
     """
-    context = launch(device=None if device is None else _own(device_type(device)))
+    context = launch(device=None if device is None else device_type(device))
     try:
         return context.rank, measure(context, seconds)
     finally:
@@ -103,7 +103,11 @@ def _wait(context: Any, seconds: float) -> None:
     try:
         while not context.join(max(0.0, until - time.monotonic()), GRACE):
             if time.monotonic() >= until:
-                raise UsageError(f"the processes that measure did not end within {seconds:.0f} s: measure for less")
+                raise UsageError(
+                    f"the processes that measure did not end within {seconds:.0f} s: end other programs that compute "
+                    "on this machine, or measure with fewer ranks; if it is idle, see whether its processes reach each "
+                    "other (GLOO_SOCKET_IFNAME, NCCL_DEBUG=INFO)"
+                )
     except ProcessException as error:
         reason = error.msg.strip().splitlines()[-1]
         raise UsageError(f"a process that measures failed: {reason}") from None
@@ -121,10 +125,6 @@ def _threads() -> Iterator[None]:
     finally:
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
-
-
-def _own(device: str) -> str:
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
 def _free_port() -> int:

@@ -48,8 +48,8 @@ def load_checkpoint(
     """Loads a checkpoint of `save_checkpoint` and returns what describes the run. All ranks call it together.
 
     The layout may differ from that of the save: the number of pipeline, tensor and data ranks, the chunks and the
-    schedule. Weights keep their bits. Under the same layout torch's random states are restored too, and the run
-    continues as if it had not stopped.
+    schedule. Weights keep their bits. Under the same layout, each rank's random states of torch, Python and numpy are
+    restored, too, and the run continues as if it had not stopped.
 
     Nothing is changed until every rank has checked the files and has read all that it needs. No code in a checkpoint is
     run, whoever wrote it; but its values are not checked.
@@ -84,7 +84,7 @@ def load_checkpoint(
             raise UsageError(f"checkpoint {path} was saved without a scheduler: call load_checkpoint without one")
         states = None if optimizer is None else state.OptimizerLoad(by_name(optimizer, model), tensors, storage)
         same_layout = manifests[0].layout == context.layout
-        random = state.saved_random(state.random_pieces(context), storage) if same_layout else {}
+        random = state.saved_random(state.random_pieces(context, storage.tensors), storage) if same_layout else {}
         weights = state.weight_pieces(tensors)
         Task(context, lambda: _read_ahead(storage, weights, {} if states is None else states.pieces, random)).wait()
         Task(context, lambda: fill(storage.parts_of(weights))).wait()

@@ -5,7 +5,7 @@ checkpoint consists of pieces, so it is independent of the layout.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,8 +42,10 @@ class Piece:
     blocks: tuple[Piece, ...] = ()
 
     def copied(self) -> Piece:
-        """A copy on the CPU."""
-        return Piece(self.tensor.detach().to("cpu", copy=True), self.offset, self.shape)
+        """A copy on the CPU. A GPU may still be writing it, in pinned memory: a Task waits for that."""
+        on_gpu = self.tensor.device.type == "cuda"
+        entries = self.tensor.detach().contiguous()  # torch copies others again on the host, before they have come
+        return Piece(entries.to("cpu", copy=True, non_blocking=on_gpu), self.offset, self.shape)
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Piece:
@@ -55,25 +57,32 @@ class Piece:
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return cls(tensor.to_local(), torch.Size(offset), tensor.shape)
 
-    @classmethod
-    def of(cls, tensor: Tensor, split: Split, rank: int) -> Piece:
-        """The part of a split tensor on tensor rank `rank`, without padding."""
-        offset, shape = [0] * tensor.dim(), list(tensor.shape)
+    def of(self, split: Split, rank: int) -> Piece:
+        """This piece of the part that tensor rank `rank` holds, as a piece of the whole tensor, without padding."""
+        dim, shape = split.dim, list(self.shape)
+        shape[dim] = split.size
         if split.blocks:
-            shape[split.dim] = split.size
-            return cls(tensor, torch.Size(offset), torch.Size(shape), tuple(_blocks(tensor, split, rank, shape)))
-        offset[split.dim], shape[split.dim] = min(rank * tensor.shape[split.dim], split.size), split.size
-        return cls(split.unpadded(tensor, rank), torch.Size(offset), torch.Size(shape))
+            pieces = [self._cut(dim, *place, shape) for place in _blocks(split, rank, self.shape[dim])]
+            blocks = tuple(piece for piece in pieces if piece.tensor.shape[dim])
+            return Piece(self.tensor, self.offset, torch.Size(shape), blocks)
+        start = min(rank * self.shape[dim], split.size)
+        return self._cut(dim, 0, min(self.shape[dim], split.size - start), start, shape)
+
+    def _cut(self, dim: int, begin: int, length: int, start: int, shape: Sequence[int]) -> Piece:
+        """What this piece has of `length` entries from `begin` on along `dim`, which are at `start` in the whole."""
+        here, held = self.offset[dim], self.tensor.shape[dim]
+        first, end = (min(max(place, here), here + held) for place in (begin, begin + length))
+        offset = list(self.offset)
+        offset[dim] = max(0, start + first - begin)
+        return Piece(self.tensor.narrow(dim, first - here, end - first), torch.Size(offset), torch.Size(shape))
 
 
-def _blocks(tensor: Tensor, split: Split, rank: int, shape: Sequence[int]) -> Iterator[Piece]:
-    ranks, begin = split.size // tensor.shape[split.dim], 0
-    parts = tensor.split([size // ranks for size in split.blocks], split.dim)
-    for size, part in zip(split.blocks, parts, strict=True):
-        offset = [0] * tensor.dim()
-        offset[split.dim] = begin + rank * part.shape[split.dim]
-        yield Piece(part, torch.Size(offset), torch.Size(shape))
-        begin += size
+def _blocks(split: Split, rank: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """The blocks of a rank's part of `length` entries: begin and length in the part, and start in the whole."""
+    ranks, begin, start = split.size // length, 0, 0
+    for size in split.blocks:
+        yield begin, size // ranks, start + rank * (size // ranks)
+        begin, start = begin + size // ranks, start + size
 
 
 def apart(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
@@ -112,9 +121,8 @@ class LocalTensor:
     def piece_of(self, tensor: Tensor) -> Piece:
         """The piece for another tensor of the same shape that is split in the same way."""
         tensor = tensor.detach()
-        if isinstance(tensor, DTensor):
-            return Piece.distributed(tensor)
-        return Piece.whole(tensor) if self.split is None else Piece.of(tensor, self.split, self.rank)
+        part = Piece.distributed(tensor) if isinstance(tensor, DTensor) else Piece.whole(tensor)
+        return part if self.split is None else part.of(self.split, self.rank)
 
     @property
     def spec(self) -> TensorSpec:
@@ -142,11 +150,12 @@ def local_tensors(model: nn.Module, context: Context, names: Names | None) -> li
 
     Raises UsageError if two of this rank's stages use one name for two tensors.
     """
-    splits = splits_of(model)
+    states = [(stage, module.state_dict(keep_vars=True)) for stage, module in _stages(model, context)]
+    splits = splits_of(model)  # after state_dict, which makes fully_shard take back its whole parameters
     tied = ranks_of_tied(model) | ranks_of_buffers(model)
     found: dict[str, LocalTensor] = {}
-    for stage, module in _stages(model, context):
-        for own, tensor in module.state_dict(keep_vars=True).items():
+    for stage, tensors in states:
+        for own, tensor in tensors.items():
             plain = plain_name(own)
             name = plain if names is None else names(stage, plain)
             if not isinstance(tensor, Tensor):
@@ -206,13 +215,16 @@ def require_same_model(path: object, model: Mapping[str, Sizes], saved: Mapping[
         raise UsageError(f"{path} is a checkpoint of another model: {'; '.join(differences[:5])}{more}")
 
 
-def state_piece(local: LocalTensor, key: str, tensor: Tensor) -> Piece:
+def state_piece(local: LocalTensor, key: str, tensor: Tensor, alike: Collection[str] | None = None) -> Piece:
     """The piece for an optimizer's state of a parameter. A state of the parameter's shape is split like the parameter;
-    any other is whole on every rank. Raises UsageError for a state of another shape if the parameter is split.
+    any other is whole on every rank. With `alike`, only states of these names are split.
+
+    Raises UsageError for a state of another shape if the parameter is split, unless `alike` says that it is whole.
     """
-    if tensor.shape == local.tensor.shape:
+    is_whole = alike is not None and key not in alike
+    if tensor.shape == local.tensor.shape and not is_whole:
         return local.piece_of(tensor)
-    if local.split is not None and tensor.numel() != 1:
+    if local.split is not None and tensor.numel() != 1 and alike is None:
         raise UsageError(
             f"the optimizer's state {key!r} of {local.name!r} has shape {tuple(tensor.shape)}, and the parameter is "
             "split over tensor ranks: use an optimizer whose states have the parameter's shape"

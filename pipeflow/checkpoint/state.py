@@ -16,16 +16,18 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pipeflow.checkpoint.generators import generator_states, set_generator
 from pipeflow.checkpoint.pieces import LocalTensor, Piece, grouped, state_piece
 from pipeflow.checkpoint.storage import Storage, to_bytes
 from pipeflow.core.errors import UsageError
-from pipeflow.optim.optimizer import Wrapper, names_by_group, options_of
+from pipeflow.optim.optimizer import Wrapper, names_by_group, options_of, states_alike
 from pipeflow.parallel.context import Context
 from pipeflow.runtime.names import plain_name
 from pipeflow.tensor.random import current_tracker
 
 T = TypeVar("T")
 MODEL, OPTIMIZER, OPTIONS, RUN = "model.", "optimizer.", "options.", "run"
+_OUTSIDE = {"python", "numpy"}  # the generators that are not torch's
 
 
 class Scheduler(Protocol):
@@ -57,7 +59,7 @@ def optimizer_content(
     told = optimizer.state_dict()
     pieces: dict[str, Piece] = {}
     values: dict[str, bytes] = {}
-    all_names = _all_names(optimizer.model, tensors)
+    all_names, alike = _all_names(optimizer.model, tensors), states_alike(optimizer)
     for group, names in zip(optimizer.param_groups, names_by_group(optimizer), strict=True):
         what, options = "the optimizer's options or states", options_of(group)
         usual: dict[tuple[str, ...], bytes] = {}
@@ -71,7 +73,7 @@ def optimizer_content(
             for each in all_names[own]:
                 values[OPTIONS + each.name] = stored
                 for key in keys:
-                    pieces[f"{OPTIMIZER}{key}.{each.name}"] = state_piece(each, key, state[key])
+                    pieces[f"{OPTIMIZER}{key}.{each.name}"] = state_piece(each, key, state[key], alike.get(own))
     return pieces, values, {key: value for key, value in told.items() if key not in ("state", "param_groups")}
 
 
@@ -97,9 +99,13 @@ class OptimizerLoad:
         options = {own: values["options"] for own, values in plain.items()}
         self._groups = [_common_options(names, options) for names in groups]
         self._states: dict[str, dict[str, Any]] = {}
+        alike = states_alike(optimizer)
         for own, each in owned.items():
-            found = {key: _room(each, key, storage) for key in plain[own]["tensors"]}
-            self.pieces |= {f"{OPTIMIZER}{key}.{each.name}": state_piece(each, key, found[key]) for key in found}
+            found = {key: _room(each, key, storage, alike.get(own)) for key in plain[own]["tensors"]}
+            self.pieces |= {
+                f"{OPTIMIZER}{key}.{each.name}": state_piece(each, key, state, alike.get(own))
+                for key, state in found.items()
+            }
             self._states[own] = {**found, **plain[own]["values"]}
 
     def apply(self, others: Mapping[str, Any]) -> None:
@@ -157,10 +163,10 @@ def _checked(name: str, read: T, fits: Callable[[], bool]) -> T:
     raise UsageError(f"{name!r} is not the value that was saved: the checkpoint is damaged; load an earlier one")
 
 
-def _room(local: LocalTensor, key: str, storage: Storage) -> Tensor:
+def _room(local: LocalTensor, key: str, storage: Storage, alike: Collection[str] | None) -> Tensor:
     """An empty tensor for this rank's part of a state."""
     stored = storage.tensors[f"{OPTIMIZER}{key}.{local.name}"]
-    if stored.shape == local.piece.shape:
+    if stored.shape == local.piece.shape and (alike is None or key in alike):
         return torch.zeros_like(local.tensor, dtype=stored.dtype, requires_grad=False)
     return torch.zeros(stored.shape, dtype=stored.dtype)
 
@@ -180,9 +186,11 @@ def read_run(storage: Storage) -> dict[str, Any]:
     )
 
 
-def random_pieces(context: Context) -> dict[str, Piece]:
-    """The states of this rank's generators: torch's default ones, and those of tensor-parallel layers."""
-    states = {"cpu": torch.get_rng_state()}
+def random_pieces(context: Context, saved: Collection[str] = ()) -> dict[str, Piece]:
+    """The states of this rank's generators: torch's default ones, those of tensor-parallel layers, Python's, and
+    numpy's if numpy is loaded or its state is among the names in `saved`.
+    """
+    states = {"cpu": torch.get_rng_state(), **generator_states(load_numpy=f"random.{context.rank}.numpy" in saved)}
     if context.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(context.device)
     if tracker := current_tracker():
@@ -207,22 +215,32 @@ def _has_shape(storage: Storage, name: str, piece: Piece) -> bool:
 def require_random(pieces: Mapping[str, Piece]) -> None:
     """Raises UsageError for a state that generators do not accept."""
     for name, piece in pieces.items():
-        device = "cuda" if name.endswith(".cuda") else "cpu"
+        generator = _generator(name)
         try:
-            torch.Generator(device).set_state(piece.tensor)
-        except (RuntimeError, TypeError) as error:
+            if generator in _OUTSIDE:
+                set_generator(generator, piece.tensor, only_try=True)
+            else:
+                torch.Generator("cuda" if generator == "cuda" else "cpu").set_state(piece.tensor)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(
                 f"{name!r} is not the state of a random generator: the checkpoint is damaged; load another"
             ) from error
 
 
+def _generator(name: str) -> str:
+    """The name of a generator, without the rank."""
+    return name.split(".", 2)[2]
+
+
 def restore_random(context: Context, pieces: Mapping[str, Piece]) -> None:
     """Sets the generators to the states that were read into their pieces, if there are any."""
-    states = {name.split(".", 2)[2]: piece.tensor for name, piece in pieces.items()}
+    states = {_generator(name): piece.tensor for name, piece in pieces.items()}
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], context.device)
+    for name in states.keys() & _OUTSIDE:
+        set_generator(name, states[name])
     tracked = {name.removeprefix("tracker."): state for name, state in states.items() if name.startswith("tracker.")}
     if tracked and (tracker := current_tracker()):
         tracker.set_state(tracked)

@@ -30,7 +30,7 @@ class Content:
     values: Mapping[str, bytes]
 
     def copied(self) -> Content:
-        """A copy on the CPU."""
+        """A copy on the CPU. A GPU may still be writing it: a Task waits for that."""
         return Content({name: piece.copied() for name, piece in self.pieces.items()}, self.values)
 
 
@@ -107,6 +107,10 @@ def write(file: Path, content: Content) -> tuple[dict[str, Where], Digest]:
 
 def _compact(tensor: Tensor) -> Tensor:
     """The tensor on the CPU, in a storage that holds nothing else."""
+    if tensor.device.type == "cuda":
+        entries = tensor.detach().contiguous()  # as in Piece.copied
+        tensor = entries.to("cpu", non_blocking=True)  # through pinned memory, which is several times faster
+        torch.cuda.current_stream().synchronize()
     tensor = tensor.detach().cpu().contiguous()
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 

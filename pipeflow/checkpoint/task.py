@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -22,13 +23,16 @@ def context_here() -> Context:
 
 
 class Task:
-    """Runs `work` on its own thread, which the interpreter waits for at exit. Earlier GPU work finishes first."""
+    """Runs `work` on its own thread, which the interpreter waits for at exit. The thread waits until the GPU has done
+    what was issued before; the caller goes on.
+    """
 
     def __init__(self, context: Context, work: Callable[[], None]) -> None:
         self._context = context
         self._work = work
         self._error: Exception | None = None
-        self._synchronize()
+        self._on_gpu = context.device.type == "cuda"
+        self._before = torch.cuda.current_stream(context.device).record_event() if self._on_gpu else None
         self._thread = threading.Thread(target=self._run, name=f"{work.__qualname__} of rank {context.rank}")
         self._thread.start()
 
@@ -46,11 +50,11 @@ class Task:
 
     def _run(self) -> None:
         try:
-            self._work()
-            self._synchronize()
+            with torch.cuda.device(self._context.device) if self._on_gpu else nullcontext():
+                if self._before is not None:
+                    self._before.synchronize()
+                self._work()
+                if self._on_gpu:
+                    torch.cuda.current_stream().synchronize()
         except Exception as error:
             self._error = error
-
-    def _synchronize(self) -> None:
-        if self._context.device.type == "cuda":
-            torch.cuda.synchronize(self._context.device)

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pipeflow.checkpoint.folders import write_durably
 from pipeflow.checkpoint.pieces import LocalTensor, Piece, TensorSpec, whole_model
 from pipeflow.checkpoint.task import Task
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
+from pipeflow.parallel.sharding import is_distributed
 from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -118,8 +120,9 @@ def write_together(
 ) -> None:
     """Writes a model's files to the folder `path`. All ranks call it together, inside `alarm.raised_everywhere()`.
 
-    The first replica writes: each of its pipeline ranks gathers its split weights one at a time. Files are written
-    under hidden names and renamed when all are written; if that fails, existing files stay.
+    The first replica writes: each of its pipeline ranks gathers its split weights one at a time, and those under
+    fully_shard from all replicas. Files are written under hidden names and renamed when all are written; if that fails,
+    existing files stay.
 
     Args:
         path: the folder.
@@ -136,13 +139,17 @@ def write_together(
     everyone: list[Any] = all_gather_object(context.world, told)
     whole_model([[spec for _, _, spec in one] for one in everyone])
     writers = _writers(everyone)
-    mine = [output for output in outputs if context.rank in context.layout.tensor_ranks(writers[output.names])]
+    mine = [
+        output
+        for output in outputs
+        if context.rank in context.layout.tensor_ranks(writers[output.names]) or is_distributed(output.local.tensor)
+    ]
     is_new = not path.is_dir()
     written: list[_Part] = []
 
     def work() -> None:
         path.mkdir(parents=True, exist_ok=True)
-        written.extend(_write(path, mine, context, shard_bytes))
+        written.extend(_write(path, mine, writers, context, shard_bytes))
         if context.rank == 0 and beside is not None:
             (path / _BESIDE).mkdir()
             beside(path / _BESIDE)
@@ -197,8 +204,14 @@ class _Part(NamedTuple):
     bytes: int
 
 
-def _write(path: Path, outputs: Sequence[Output], context: Context, shard_bytes: int) -> list[_Part]:
-    """Writes this rank's files. Other tensor ranks take part too, since each holds a part of the split tensors."""
+def _write(
+    path: Path,
+    outputs: Sequence[Output],
+    writers: Mapping[tuple[str, ...], int],
+    context: Context,
+    shard_bytes: int,
+) -> list[_Part]:
+    """Writes this rank's files. Ranks that hold a part of one of its tensors take part too."""
     parts: list[_Part] = []
     collected: dict[str, Tensor] = {}
 
@@ -214,7 +227,7 @@ def _write(path: Path, outputs: Sequence[Output], context: Context, shard_bytes:
 
     for output in {output.names: output for output in outputs}.values():
         whole = _whole(output.local, context)
-        if context.tensor_rank == 0:
+        if context.rank == writers[output.names]:
             stored = {name: tensor.contiguous() for name, tensor in output.stored(whole).items()}
             more = sum(tensor.nbytes for tensor in stored.values())
             if sum(tensor.nbytes for tensor in collected.values()) + more > shard_bytes:
@@ -226,7 +239,8 @@ def _write(path: Path, outputs: Sequence[Output], context: Context, shard_bytes:
 
 def _whole(local: LocalTensor, context: Context) -> Tensor:
     """A copy of the whole tensor on the CPU."""
-    tensor = local.tensor.detach().contiguous()
+    tensor = local.tensor.detach()
+    tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
     if local.split is None:
         return tensor.to("cpu", copy=True)
     parts = tensor.new_empty(context.tensor_size * tensor.shape[0], *tensor.shape[1:])

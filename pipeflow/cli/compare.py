@@ -16,6 +16,7 @@ from pipeflow.cli.request import Request
 from pipeflow.core.errors import UsageError
 from pipeflow.draw.columns import COLUMNS, Column, grouped, plot
 from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules.registry import COMPARED
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures each schedule and prints the result."""
     if arguments.json and arguments.svg == "-":
         raise UsageError("standard output can take one output, not --json and --svg")
-    names = list(dict.fromkeys(arguments.schedules)) or list(SCHEDULES)
+    names = list(dict.fromkeys(arguments.schedules)) or list(COMPARED)
     found, refused = _measured(names, Request.of(arguments))
     if not found:
         raise UsageError("; ".join(grouped(refused)))

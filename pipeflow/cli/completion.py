@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.extras import install
 from pipeflow.planning.catalog import MODELS
 from pipeflow.schedules import SCHEDULES
 
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        raise UsageError("completion needs shtab: pip install 'pipeflow[completion]'") from error
+        raise UsageError(f"completion needs shtab: {install('completion')}") from error
     schedules = shtab.cmd(f"echo {' '.join(SCHEDULES)}; ls")
     models = shtab.cmd(f"echo {' '.join(MODELS)}")
     _describe(parser(), {"FILE": shtab.FILE, **dict.fromkeys(("SCHEDULE", "A", "B"), schedules), "MODEL": models})

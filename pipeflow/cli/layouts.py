@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeflow.cli.clusters import cluster_of
 from pipeflow.cli.files import STANDARD_OUTPUT, write
 from pipeflow.cli.options import flag
-from pipeflow.cli.outputs import show
+from pipeflow.cli.outputs import show, wrapped
 from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import bytes_text, number
@@ -21,6 +20,7 @@ from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layouts import TIE, Layouts, Ranked, find_layouts
 from pipeflow.planning.setup import PRECISIONS, Setup
+from pipeflow.planning.uncounted import uncounted
 from pipeflow.schedules.options import family_options
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ UNITS = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
     for unit, base in (("b", 1000), ("ib", 1024))
 }
-NO_BREAK = "\N{NO-BREAK SPACE}"
 LEAST = 1e6  # bytes of memory: less must be a number of GB without its unit
 FIXED = ("tensor", "pipeline", "microbatch_size", "checkpoint", "zero")
 REFUSED = {
@@ -128,6 +127,7 @@ def _for_programs(found: Layouts) -> dict[str, Any]:
     return {
         "model": asdict(wanted.model),
         "cluster": asdict(wanted.cluster),
+        "not_counted": uncounted(wanted.model, wanted.cluster),
         "devices": wanted.devices,
         "batch": wanted.batch,
         "memory_bytes": wanted.limit,
@@ -215,9 +215,9 @@ def _parts(found: Layouts) -> Table:
 def _notes(found: Layouts) -> Iterator[str]:
     first, wanted = found.ranked[0], found.wanted
     for place, each in enumerate(found.ranked[1:], start=2):
-        yield from _wrapped(_why(place, each, first))
+        yield from wrapped(_why(place, each, first))
     tie = "fewer tensor ranks come first, then fewer pipeline ranks, then less recomputation"
-    yield from _wrapped(f"Times within {TIE:.0%} are ties: {tie}.")
+    yield from wrapped(f"Times within {TIE:.0%} are ties: {tie}.")
     if wanted.tensor is None or wanted.pipeline is None:
         yield "Each row has other sizes; --tensor and --pipeline together compare schedules."
     if any("chunks" in each.layout.options for each in found.ranked):
@@ -226,8 +226,8 @@ def _notes(found: Layouts) -> Iterator[str]:
         yield "ZeRO-1 splits the optimizer state wherever there are replicas."
     cut = first.layout.cut
     if cut != even_cut(wanted.model.layers, len(cut)):
-        yield from _wrapped(f"Layers per stage of 1: {' '.join(str(end - start) for start, end in cut)}")
-    yield "not counted: temporary buffers of operations"
+        yield from wrapped(f"Layers per stage of 1: {' '.join(str(end - start) for start, end in cut)}")
+    yield from wrapped(f"not counted: {'; '.join(uncounted(wanted.model, wanted.cluster))}")
 
 
 def _why(place: int, each: Ranked, first: Ranked) -> str:
@@ -237,12 +237,6 @@ def _why(place: int, each: Ranked, first: Ranked) -> str:
     changes = ", ".join(f"{name} {seconds:+.3g} s" for name, seconds in grown if abs(seconds) > least)
     is_tie = abs(more) <= TIE * min(each.step_seconds, first.step_seconds)
     return f"{place} {'ties with 1: ' if is_tie else ''}{more:+.3g} s{f' ({changes})' if changes else ''}"
-
-
-def _wrapped(text: str) -> list[str]:
-    """Lines that a terminal has room for; units stay beside their numbers."""
-    kept = re.sub(r"(?<=[0-9]) (?=s\b)", NO_BREAK, text)
-    return [line.replace(NO_BREAK, " ") for line in textwrap.wrap(kept, 80, subsequent_indent="  ")]
 
 
 def _plot(found: Layouts) -> str:

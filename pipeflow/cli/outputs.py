@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.files import STANDARD_OUTPUT, write
@@ -12,6 +14,8 @@ from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
+
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,3 +75,9 @@ def show(*renderables: RenderableType) -> None:
             safe = printable(renderable) if isinstance(renderable, str) else renderable
             console.print(safe, markup=False, crop=False)
     sys.stdout.writelines(capture.get().splitlines(keepends=True))
+
+
+def wrapped(text: str) -> list[str]:
+    """Lines that a terminal has room for; units stay beside their numbers."""
+    kept = re.sub(r"(?<=[0-9]) (?=s\b)", NO_BREAK, text)
+    return [line.replace(NO_BREAK, " ") for line in textwrap.wrap(kept, 80, subsequent_indent="  ")]

@@ -14,7 +14,7 @@ from pipeflow.cli.layouts import add_search, require_search
 from pipeflow.cli.layouts import run as run_search
 from pipeflow.cli.limits import require_size
 from pipeflow.cli.options import add_family_options, flag, schedule_name
-from pipeflow.cli.outputs import show
+from pipeflow.cli.outputs import show, wrapped
 from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
 from pipeflow.cli.sources import sound_source
@@ -26,6 +26,7 @@ from pipeflow.planning.estimate import Plan, RankPlan, plan
 from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS, Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import head_forward, layer_forward, stage_costs
+from pipeflow.planning.uncounted import uncounted
 from pipeflow.planning.vit import ViT
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.options import family_options
@@ -220,6 +221,7 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "peak_bytes": found.peak_bytes,
         "peak_parts": found.peak_parts,
         "fits": found.fits,
+        "not_counted": uncounted(found.model, found.cluster),
         "cluster": None if found.cluster is None else asdict(found.cluster),
         "tokens": found.tokens,
         "tokens_per_second": found.tokens_per_second,
@@ -306,8 +308,7 @@ def _notes(found: Plan) -> Iterator[str]:
     """Notes on what the numbers include and leave out."""
     if not found.setup.stores_scores:
         yield "activations: without attention scores (--keep-scores adds them)"
-    communication = "communication between devices, " if found.cluster is None else ""
-    yield f"not counted: {communication}temporary buffers of operations"
+    yield from wrapped(f"not counted: {'; '.join(uncounted(found.model, found.cluster))}")
 
 
 def _count(parameters: int) -> str:

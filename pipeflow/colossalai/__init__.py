@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from pipeflow.colossalai.initializing import initialize
 from pipeflow.colossalai.launching import (
-    get_default_parser,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
     launch_from_torch,
 )
+from pipeflow.colossalai.parser import get_default_parser
 
 __all__ = [
     "get_default_parser",

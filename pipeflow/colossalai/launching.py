@@ -1,35 +1,21 @@
-"""ColossalAI's launch functions, and a parser of their arguments."""
+"""ColossalAI's launch functions."""
 
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
 
+from pipeflow.colossalai.variables import Source, with_variables
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
-from pipeflow.training.config import Config
 from pipeflow.training.launch import launch_from_config
 
-Source = Config | Mapping[str, Any] | str | Path
-_BACKENDS = ("nccl", "gloo")
-
-
-def get_default_parser() -> ArgumentParser:
-    """Returns a parser of the arguments of `launch`; add your own options to it."""
-    parser = ArgumentParser()
-    parser.add_argument("--config", help="a Python file")
-    parser.add_argument("--host", help="host name or address of rank 0's machine")
-    parser.add_argument("--port", type=int, help="a free port on that machine")
-    parser.add_argument("--world_size", type=int, help="number of processes")
-    parser.add_argument("--rank", type=int, help="index of this process, from 0")
-    parser.add_argument("--local_rank", type=int, help="index of this process on its machine, from 0")
-    parser.add_argument("--backend", choices=_BACKENDS, help="by default nccl if there is a GPU, else gloo")
-    return parser
+BACKENDS = ("nccl", "gloo")
 
 
 def launch_from_torch(
@@ -43,18 +29,38 @@ def launch_from_torch(
     """Calls `launch_from_config` in a process that torchrun started.
 
     Args:
-        config: the configuration; by default empty.
+        config: the configuration; by default empty. If it is a dict without TENSOR_SHAPE or NUM_CHUNKS, these are
+            variables of the script that Python runs, if it has them.
         backend: "gloo" computes on the CPU, "nccl" on GPUs; by default on GPUs if the machine has any.
         seed, verbose, timeout: as in `launch_from_config`.
 
     Raises UsageError for an unknown or missing backend, and as `launch_from_config` does.
     """
-    source, device = {} if config is None else config, _device_for(backend)
+    device = _device_for(backend)
+    source = with_variables({} if config is None else config)
     return launch_from_config(source, seed=seed, verbose=verbose, timeout=timeout, device=device)
 
 
+def _after_config(function: Callable[..., Context]) -> Callable[..., Context]:
+    """The function, which may also get `config` before its other arguments, as in older versions of ColossalAI."""
+    places = signature(function)
+
+    @wraps(function)
+    def called(*arguments: Any, **options: Any) -> Context:
+        try:
+            leads = not str(places.bind(*arguments, **options).arguments["port"]).isdecimal()
+        except TypeError:
+            leads = bool(arguments)
+        if leads:
+            config, *others = arguments
+            return function(*others, config=config, **options)
+        return function(*arguments, **options)
+
+    return called
+
+
+@_after_config
 def launch(
-    config: Source,
     rank: int,
     world_size: int,
     host: str,
@@ -64,18 +70,19 @@ def launch(
     seed: int = 1024,
     verbose: bool = True,
     *,
+    config: Source | None = None,
     timeout: float = 60.0,
 ) -> Context:
     """Like `launch_from_torch`, for processes that torchrun did not start; it first sets torchrun's environment
-    variables.
+    variables. A configuration may also be the first argument: `launch(config, rank, world_size, host, port)`.
 
     Args:
-        config, backend, seed, verbose, timeout: as in `launch_from_torch`.
         rank: index of this process, from 0.
         world_size: number of processes.
         host: host name or address of rank 0's machine.
         port: a free port on that machine.
         local_rank: index of this process on its machine; by default the rank modulo the number of GPUs here.
+        config, backend, seed, verbose, timeout: as in `launch_from_torch`.
     """
     local = rank % max(1, torch.cuda.device_count()) if local_rank is None else local_rank
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local))
@@ -83,17 +90,19 @@ def launch(
     return launch_from_torch(config, backend, seed, verbose, timeout=timeout)
 
 
-def launch_from_slurm(config: Source, host: str, port: int, backend: str | None = None, **options: Any) -> Context:
+@_after_config
+def launch_from_slurm(host: str, port: int, backend: str | None = None, **options: Any) -> Context:
     """Like `launch`, for processes that srun started. Raises UsageError if Slurm's variables are missing."""
     rank, world_size, local_rank = _numbers("srun", "SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID")
-    return launch(config, rank, world_size, host, port, backend, local_rank, **options)
+    return launch(rank, world_size, host, port, backend, local_rank, **options)
 
 
-def launch_from_openmpi(config: Source, host: str, port: int, backend: str | None = None, **options: Any) -> Context:
+@_after_config
+def launch_from_openmpi(host: str, port: int, backend: str | None = None, **options: Any) -> Context:
     """Like `launch`, for processes that OpenMPI's mpirun started. Raises UsageError if its variables are missing."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
     rank, world_size, local_rank = _numbers("mpirun", *names)
-    return launch(config, rank, world_size, host, port, backend, local_rank, **options)
+    return launch(rank, world_size, host, port, backend, local_rank, **options)
 
 
 def _numbers(launcher: str, *names: str) -> list[int]:
@@ -104,8 +113,8 @@ def _numbers(launcher: str, *names: str) -> list[int]:
 
 
 def _device_for(backend: str | None) -> str | None:
-    if backend not in (None, *_BACKENDS):
-        raise UsageError(f"backend {backend!r} is not supported: use {' or '.join(_BACKENDS)}")
+    if backend not in (None, *BACKENDS):
+        raise UsageError(f"backend {backend!r} is not supported: use {' or '.join(BACKENDS)}")
     if backend == "nccl" and not torch.cuda.is_available():
         raise UsageError("backend 'nccl' needs a GPU: use 'gloo', or remove backend")
     return "cpu" if backend == "gloo" else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class PipeflowError(Exception):
@@ -43,6 +43,7 @@ class Failure:
         trace: traceback on the rank that failed, as text.
         number: index of the collective call in which it failed. None: the failure was outside of these calls.
         usage: whether it is a UsageError.
+        call: description of the call that this rank made, as "trains with '1f1b', 4 microbatches".
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Failure:
     trace: str = ""
     number: int | None = None
     usage: bool = False
+    call: str = ""
 
 
 class PipelineError(PipeflowError, RuntimeError):
@@ -79,8 +81,11 @@ class PipelineUsageError(PipelineError, UsageError):
     """A UsageError of another rank. So code that catches UsageError catches it on every rank."""
 
 
-def error_of(failure: Failure) -> PipelineError:
-    """The error that a rank raises which hears of `failure`."""
+def error_of(failure: Failure, call: str = "") -> PipelineError:
+    """The error that a rank raises which hears of `failure`. If this rank made another `call`, it says so."""
+    if call and failure.call and call != failure.call:
+        what = f"this rank {call}, but rank {failure.rank} {failure.call}: all ranks must make the same call"
+        return PipelineUsageError(replace(failure, reason=f"{failure.reason}\n{what}", trace=""))
     return PipelineUsageError(failure) if failure.usage else PipelineError(failure)
 
 

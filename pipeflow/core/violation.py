@@ -28,11 +28,17 @@ class Violation:
     earlier: tuple[int, int] | None = None
     incomplete: tuple[int, int] | None = None
 
+    @property
+    def sentence(self) -> str:
+        """The violation without its place."""
+        if self.incomplete is not None:
+            return self.problem
+        if self.earlier is None:
+            return f"{self.problem}; expected {self.expected}"
+        rank, position = self.earlier
+        return f"{self.problem}: it stands on rank {rank} already, at position {position}"
+
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}"
         where += "" if self.position is None else f", position {self.position}"
-        return (
-            f"{where}: {self.problem}; expected {self.expected}"
-            if where
-            else f"{self.problem}; expected {self.expected}"
-        )
+        return f"{where}: {self.sentence}" if where else self.sentence

@@ -17,8 +17,8 @@ from torch.fx import GraphModule
 
 from pipeflow.deferral.compilers import COMPILERS, Code, Compiler
 from pipeflow.deferral.halves import Halves, halves_of, results_of
-from pipeflow.deferral.layers import hand_over
-from pipeflow.deferral.products import Deferral, Deferred, has_hooks
+from pipeflow.deferral.layers import defers
+from pipeflow.deferral.products import Deferral, Deferred
 
 
 class DeferringBackend:
@@ -51,8 +51,9 @@ class DeferringBackend:
             if now.deferral is None or not torch.is_grad_enabled():
                 return compiled(*arguments)
             given = list(arguments)
-            deferred = DeferredParameters(now.deferral, [given[index] for index in places])
-            weights: tuple[Tensor, ...] = _Weights.apply(now.deferral.anchor, deferred)  # type: ignore[no-untyped-call]  # torch's
+            parameters = [given[index] for index in places]
+            deferred = DeferredParameters(now.deferral, parameters)
+            weights: tuple[Tensor, ...] = _Weights.apply(now.deferral.anchor, *parameters, deferred)  # type: ignore[no-untyped-call]  # torch's
             for index, weight in zip(places, weights, strict=True):
                 given[index] = weight
             return compiled(*given)
@@ -105,7 +106,7 @@ class Opaque(Protocol):
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns True if torch.compile was applied to the module, by any code."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")  # the wrapped module
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules  # the wrapped module
 
 
 class _Now(local):
@@ -118,7 +119,7 @@ def waits(parameter: object) -> bool:
 
 
 class DeferredParameters(NamedTuple):
-    """The weights of a call and their Deferral. A tuple, so that no parameter is part of the graph."""
+    """The weights of a call and their Deferral. A tuple, so that the backward gets the parameters themselves."""
 
     deferral: Deferral
     parameters: list[nn.Parameter]
@@ -128,15 +129,20 @@ class _Weights(Function):
     """Stands for the weights in the graph, and receives the parts of their gradients from the compiled backward."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, deferred: DeferredParameters) -> tuple[Tensor, ...]:
-        ctx.deferred = deferred
+    def forward(ctx: Any, anchor: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+        *_, ctx.deferred = parameters
         ctx.set_materialize_grads(False)
-        return tuple([parameter.detach() for parameter in deferred.parameters])
+        return tuple([parameter.detach() for parameter in ctx.deferred.parameters])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        hand_over(ctx, CompiledProduct(ctx.deferred.parameters, gradients))
-        return None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        deferral, parameters = ctx.deferred
+        product = CompiledProduct(parameters, gradients)
+        if defers(ctx, deferral, product):
+            deferral.take(product)
+            return (None,) * (2 + len(parameters))
+        found = dict(product.compute())
+        return None, *map(found.get, parameters), None
 
 
 class CompiledProduct(Deferred):
@@ -151,14 +157,9 @@ class CompiledProduct(Deferred):
         self._gradients = gradients
 
     @property
-    def weights(self) -> Sequence[nn.Parameter]:
+    def parameters(self) -> Sequence[nn.Parameter]:
         """All weights."""
         return self._weights
-
-    @property
-    def has_hooks(self) -> bool:
-        """True if a weight has hooks."""
-        return any(map(has_hooks, self._weights))
 
     def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
         gradients, self._gradients = self._gradients, ()

@@ -1,9 +1,12 @@
 """Layers that defer: torch's own layers with a backward that returns the input's gradient and hands the weight's
-product to a Deferral. Must not contain: how a product is computed, and which layers of a module are made to defer.
+product to a Deferral, unless somebody wants it at once. Must not contain: how a product is computed, and which layers
+of a module are made to defer.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,11 +15,20 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
-from pipeflow.deferral.products import ConvolutionProduct, Deferral, Deferred, EmbeddingProduct, LinearProduct
+from pipeflow.deferral.products import (
+    ConvolutionProduct,
+    Copies,
+    Deferral,
+    Deferred,
+    EmbeddingProduct,
+    LinearProduct,
+    Product,
+    has_hooks,
+)
 
 
 class DeferredWeights(NamedTuple):
-    """The weights that a forward passes to its function. A tuple, so that no parameter is part of the graph."""
+    """The weights of a call that defers. A tuple, so that a function's backward gets the parameters themselves."""
 
     deferral: Deferral
     weight: nn.Parameter
@@ -25,6 +37,11 @@ class DeferredWeights(NamedTuple):
     @property
     def trained_bias(self) -> nn.Parameter | None:
         return None if self.bias is None or not self.bias.requires_grad else self.bias
+
+    @property
+    def inputs(self) -> tuple[Tensor, nn.Parameter, nn.Parameter | None]:
+        """The first inputs of a function that defers, by which autograd knows the parameters."""
+        return self.deferral.anchor, self.weight, self.bias
 
 
 class Deferring(nn.Module):
@@ -41,7 +58,7 @@ class Deferring(nn.Module):
         return [weight] if bias is None or not bias.requires_grad else [weight, bias]
 
     def _deferred_weights(self) -> DeferredWeights | None:
-        """The deferred weights, or None unless there will be a backward by autograd itself."""
+        """The deferred weights, or None if nothing may be deferred."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return None
         if torch._C._get_tracing_state():
@@ -50,9 +67,14 @@ class Deferring(nn.Module):
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None or not (weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()):
             return None
-        if self.deferral is None or not (bias is None or bias.is_leaf):
+        if self.deferral is None or not self.deferral.active or not (bias is None or bias.is_leaf):
             return None
         return DeferredWeights(self.deferral, weight, bias)
+
+    @property
+    def copies(self) -> Copies | None:
+        """Where copies of the parameters in autocast's dtype are kept; None outside of a step."""
+        return None if self.deferral is None else self.deferral.copies
 
     def _get_name(self) -> str:
         return self.stock.__name__
@@ -80,7 +102,7 @@ class DeferringLinear(Deferring, nn.Linear):
         deferred = self._deferred_weights()
         if deferred is None:
             return super().forward(input)
-        output: Tensor = _Linear.apply(deferred.deferral.anchor, input, deferred)  # type: ignore[no-untyped-call]  # torch's
+        output: Tensor = _Linear.apply(*deferred.inputs, input, deferred)  # type: ignore[no-untyped-call]  # torch's
         return output
 
 
@@ -92,7 +114,7 @@ class _DeferringConvolution(Deferring, nn.modules.conv._ConvNd):
         batched = input.dim() == self.weight.dim()
         input, padding = self._pad(input if batched else input.unsqueeze(0))
         geometry = (self.stride, padding, self.dilation, False, (0,) * len(padding), self.groups)
-        output: Tensor = _Convolution.apply(deferred.deferral.anchor, input, deferred, geometry)  # type: ignore[no-untyped-call]  # torch's
+        output: Tensor = _Convolution.apply(*deferred.inputs, input, deferred, geometry)  # type: ignore[no-untyped-call]  # torch's
         return output if batched else output.squeeze(0)
 
     def _pad(self, input: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -127,67 +149,83 @@ class DeferringEmbedding(Deferring, nn.Embedding):
         deferred = self._deferred_weights()
         if deferred is None:
             return super().forward(input)
-        output: Tensor = _Embedding.apply(deferred.deferral.anchor, input, deferred, self)  # type: ignore[no-untyped-call]  # torch's
+        output: Tensor = _Embedding.apply(*deferred.inputs, input, deferred, self)  # type: ignore[no-untyped-call]  # torch's
         return output
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, input: Tensor, deferred: DeferredWeights) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, weight: Tensor, bias: Tensor | None, input: Tensor, deferred: DeferredWeights
+    ) -> Tensor:
         input, weight, bias = _begin(ctx, input, deferred)
         return _own(functional.linear(input, weight, bias))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])  # shared by all three products
-        hand_over(ctx, LinearProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, rows))
-        return None, rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[1] else None, None
+        of_weights = hand_over(ctx, LinearProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, rows))
+        of_input = rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[3] else None
+        return None, *of_weights, of_input, None
 
 
 class _Convolution(Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, input: Tensor, deferred: DeferredWeights, geometry: tuple[Any, ...]
+        ctx: Any,
+        anchor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        input: Tensor,
+        deferred: DeferredWeights,
+        geometry: tuple[Any, ...],
     ) -> Tensor:
         input, weight, bias = _begin(ctx, input, deferred)
         ctx.geometry = geometry
         return torch.convolution(input, weight, bias, *geometry)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        hand_over(
-            ctx, ConvolutionProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, gradient, ctx.geometry)
-        )
+        product = ConvolutionProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, gradient, ctx.geometry)
+        of_weights = hand_over(ctx, product)
         of_input = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[3]:
             backward = torch.ops.aten.convolution_backward
             of_input = backward(gradient, input, weight, None, *ctx.geometry, (True, False, False))[0]
-        return None, of_input, None, None
+        return None, *of_weights, of_input, None, None
 
 
 class _Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, input: Tensor, deferred: DeferredWeights, layer: nn.Embedding) -> Tensor:
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        weight: Tensor,
+        bias: None,
+        input: Tensor,
+        deferred: DeferredWeights,
+        layer: nn.Embedding,
+    ) -> Tensor:
         ctx.deferred = deferred
         ctx.padding_index = -1 if layer.padding_idx is None else layer.padding_idx
         ctx.scale_by_frequency = layer.scale_grad_by_freq
         ctx.save_for_backward(input)
-        return functional.embedding(input, deferred.weight, layer.padding_idx)
+        return functional.embedding(input, weight, layer.padding_idx)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         [indices] = ctx.saved_tensors
         weight = ctx.deferred.weight
-        hand_over(ctx, EmbeddingProduct(weight, indices, gradient, ctx.padding_index, ctx.scale_by_frequency))
-        return None, None, None, None
+        product = EmbeddingProduct(weight, indices, gradient, ctx.padding_index, ctx.scale_by_frequency)
+        return None, *hand_over(ctx, product), None, None, None
 
 
 def _begin(ctx: Any, input: Tensor, deferred: DeferredWeights) -> tuple[Tensor, Tensor, Tensor | None]:
     """Saves what the backward needs; returns the operands of the forward."""
     ctx.deferred = deferred
-    operands = lowered(input, deferred.weight, deferred.bias)
+    operands = lowered(input, deferred.weight, deferred.bias, deferred.deferral.copies)
     ctx.save_for_backward(*operands[:2])
     return operands
 
@@ -197,26 +235,71 @@ def _own(output: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
 
-def lowered(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in autocast's dtype, if autocast is on."""
-    # Cast here: autocast would cache its cast of the weight, made without a graph, for other uses of the weight.
+def lowered(
+    input: Tensor, weight: Tensor, bias: Tensor | None, copies: Copies | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in autocast's dtype, if autocast is on. Converts a parameter once for all calls that share `copies`,
+    as autocast itself does for calls in one region. But autocast's own copies would have no graph, as a function's
+    forward has none, and would then be used where they need one.
+    """
     device = input.device.type
     enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if enabled and input.dtype is not torch.float64 and not input.is_complex():
-        dtype = torch.get_autocast_dtype(input.device.type)
-        return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return input, weight, bias
+    if not enabled or input.dtype is torch.float64 or input.is_complex():
+        return input, weight, bias
+    dtype = torch.get_autocast_dtype(input.device.type)
+    return input.to(dtype), _lower(weight, dtype, copies), None if bias is None else _lower(bias, dtype, copies)
 
 
-def hand_over(ctx: Any, product: Deferred) -> None:
-    """Hands the product to the Deferral, if this backward accumulates gradients in parameters.
+def _lower(tensor: Tensor, dtype: torch.dtype, copies: Copies | None) -> Tensor:
+    if copies is None or not isinstance(tensor, nn.Parameter):
+        return tensor.to(dtype)
+    copy = copies.get(tensor)
+    if copy is None:
+        copy = copies[tensor] = tensor.to(dtype)
+    return copy
 
-    Raises UsageError if the backward itself must be differentiated.
+
+def hand_over(ctx: Any, product: Product) -> tuple[Tensor | None, Tensor | None]:
+    """Hands the product to the Deferral of `ctx`, or computes it if that may not wait.
+
+    Args:
+        ctx: of a function whose first inputs are those of its `deferred`.
+        product: of this backward.
+
+    Returns the gradients of weight and bias for autograd; None for those that are deferred or not wanted. Raises
+    UsageError if the backward itself must be differentiated.
+    """
+    _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+    if not wants_weight and not wants_bias:
+        return None, None
+    if defers(ctx, ctx.deferred.deferral, product):
+        ctx.deferred.deferral.take(product)
+        return None, None
+    found = dict(product.compute())
+    return found[product.weight], None if product.bias is None else found[product.bias]
+
+
+def defers(ctx: Any, deferral: Deferral, product: Deferred) -> bool:
+    """Returns True if this backward is an I, and nobody sees that the product's gradients come later.
+
+    The first inputs of the function of `ctx` are the deferral's anchor and the product's parameters. Raises UsageError
+    if the backward itself must be differentiated.
     """
     if torch.is_grad_enabled():
         raise UsageError(
-            "a backward with create_graph=True cannot run through a layer that defers its weight gradient: "
-            "make the layer an instance of your own subclass, which does not defer"
+            "a backward with create_graph=True cannot run through a layer that defers its weight gradient: use a "
+            "schedule without W, such as 1f1b, or make the layer an instance of your own subclass, which does not defer"
         )
-    if torch._C._will_engine_execute_node(ctx.next_functions[0][0]):  # not in torch.autograd.grad
-        ctx.deferred.deferral.take(product)
+    if deferral.queue is None or any(map(has_hooks, product.parameters)):
+        return False
+    edges = ctx.next_functions[: 1 + len(product.parameters)]
+    is_whole = torch._C._will_engine_execute_node(edges[0][0])  # not in torch.autograd.grad
+    return is_whole and not _are_held(edges)
+
+
+def _are_held(edges: Sequence[tuple[Any, int]]) -> bool:
+    """Returns True if somebody holds a node of `edges`, as those do who hook it, because torch does not list a node's
+    hooks. Nobody holds the first one.
+    """
+    nobody, *others = [sys.getrefcount(node) for node, _ in edges]
+    return any(count > nobody for count in others)

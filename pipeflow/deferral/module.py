@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from pipeflow.deferral.compiled import CompiledCall, Opaque, is_compiled
 from pipeflow.deferral.layers import DeferringConv1d, DeferringConv2d, DeferringEmbedding, DeferringLinear
-from pipeflow.deferral.products import Deferral
+from pipeflow.deferral.products import Deferral, has_hooks
 
 __all__ = ["Deferrable", "Deferral", "defer_weight_gradients"]
 
@@ -35,9 +35,11 @@ def defer_weight_gradients(module: nn.Module, deferral: Deferral | None = None) 
     These layers are every nn.Linear, nn.Conv1d, nn.Conv2d and nn.Embedding, and every layer that is Deferrable. Not
     changed are subclasses of these classes, layers with their own forward or whose weight is not a plain floating-point
     parameter (a parametrization, a DTensor), and embeddings with `sparse` or `max_norm`. I computes the weight gradient
-    of such a layer, and `Deferral.remaining` names it; the same holds for modules that torch.compile compiled. Hooks of
-    a parameter run once per backward, with W or at the end of B. torch.autograd.grad does not touch parameters, as
-    usual, but cannot compute the gradient of a deferred one, nor a graph of the backward.
+    of such a layer, and `Deferral.remaining` names it; the same holds for modules that torch.compile compiled.
+
+    A gradient that somebody sees is not deferred: I computes it if the weight or the bias has hooks, or if code holds
+    the autograd node of one, as code does that hooks the node; torch.autograd.grad computes it. A backward with
+    create_graph=True is refused. While `Deferral.active` is False, all layers are the plain ones.
 
     It may be called again: layers keep their Deferral, except that a layer which is also part of another module goes to
     the last caller's; a backward of the other module then computes that layer's gradient at once.
@@ -63,7 +65,8 @@ def defer_weight_gradients(module: nn.Module, deferral: Deferral | None = None) 
 
 def _late(module: nn.Module, layers: list[Deferrable]) -> set[int]:
     """The ids of the parameters whose gradients are deferred."""
-    late = {id(parameter) for layer in layers for parameter in layer.deferred_parameters()}
+    groups = [layer.deferred_parameters() for layer in layers]
+    late = {id(parameter) for group in groups if not any(map(has_hooks, group)) for parameter in group}
     for compiled in filter(is_compiled, module.modules()):
         call, inside = compiled._compiled_call_impl, list(compiled.parameters())
         late -= set(map(id, inside))
@@ -94,6 +97,7 @@ def _prepared(layer: nn.Module) -> Deferrable | None:
     """The layer if it defers, after making a stock layer do so; otherwise None."""
     deferring = _DEFERRING.get(type(layer))
     if deferring is not None and _is_stock(layer):
+        vars(layer)["__module__"] = type(layer).__module__  # torch.fx does not look into layers of torch
         layer.__class__ = deferring
     return layer if isinstance(layer, Deferrable) else None
 

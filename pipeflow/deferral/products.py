@@ -1,46 +1,34 @@
 """Products: the weight gradients that the backward of a layer leaves for W, how they are added to a parameter's
-gradient, and the Deferral that runs them at once or stores them. Must not contain: the layers that make products.
+gradient, and the Deferral that stores them. Must not contain: the layers that make products.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
-from weakref import WeakValueDictionary, ref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from pipeflow.core.errors import UsageError
 
 
 class Deferred(ABC):
-    """Weight gradients that are computed later. Calling it, once, adds them to the parameters' gradients and frees its
-    tensors.
-    """
+    """Weight gradients that are computed later, once; this frees the tensors that make them."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
-    def weights(self) -> Sequence[nn.Parameter]:
-        """The parameters whose hooks must see the whole gradient of a backward."""
-
-    @property
-    @abstractmethod
-    def has_hooks(self) -> bool:
-        """True if hooks must be called with one of the gradients."""
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients these are."""
 
     @abstractmethod
     def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The gradient of each parameter."""
-
-    def __call__(self) -> None:
-        for parameter, gradient in self.compute():
-            accumulate(parameter, gradient)
 
 
 class Product(Deferred):
@@ -58,14 +46,9 @@ class Product(Deferred):
         self.versions = (input._version, gradient._version)
 
     @property
-    def weights(self) -> Sequence[nn.Parameter]:
-        """The layer's weight."""
-        return (self.weight,)
-
-    @property
-    def has_hooks(self) -> bool:
-        """True if the weight or the bias has hooks."""
-        return has_hooks(self.weight) or (self.bias is not None and has_hooks(self.bias))
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The layer's weight, and its bias if that has a gradient."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def release(self) -> tuple[Tensor, Tensor]:
         """Returns the input and the gradient and frees them here. Raises UsageError if either was overwritten since."""
@@ -84,24 +67,11 @@ class LinearProduct(Product):
 
     __slots__ = ()
 
-    def __call__(self) -> None:
-        grad = self.weight.grad
-        if not _takes_products(grad, self.weight, self.gradient):
-            super().__call__()
-            return
-        columns, rows = self._factors()
-        grad.addmm_(columns, rows)
-        if self.bias is not None:
-            accumulate(self.bias, columns.sum(1))
-
     def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        columns, rows = self._factors()
-        of_weight = self.weight, columns.mm(rows)
-        return [of_weight] if self.bias is None else [of_weight, (self.bias, columns.sum(1))]
-
-    def _factors(self) -> tuple[Tensor, Tensor]:
-        input, gradient = self.release()
-        return gradient.t(), input.reshape(gradient.shape[0], input.shape[-1]).conj()  # the same tensor unless complex
+        input, rows = self.release()
+        columns = rows.t()
+        of_weight = columns.mm(input.reshape(rows.shape[0], input.shape[-1]).conj())  # the same tensor unless complex
+        return [(self.weight, of_weight)] if self.bias is None else [(self.weight, of_weight), (self.bias, rows.sum(0))]
 
 
 class ConvolutionProduct(Product):
@@ -149,24 +119,37 @@ class EmbeddingProduct(Product):
         return [(self.weight, backward(gradient, indices, rows, self.padding_index, self.scale_by_frequency))]
 
 
-class Hooked:
-    """The products of one backward whose parameters have hooks. Calling it, once, gives each parameter their sum, so
-    that its hooks run once, as in torch.
+class Products:
+    """The products of one backward, in its order. Calling it, once, adds to the gradient of each parameter the sum of
+    its products, as autograd does at the end of a backward: so the gradient has the same bits, unless autocast made
+    several products in another dtype, and hooks run once.
     """
 
-    __slots__ = ("__weakref__", "products")
+    __slots__ = ("backward", "products")
 
-    def __init__(self) -> None:
+    def __init__(self, backward: int) -> None:
+        self.backward = backward
         self.products: list[Deferred] = []
 
     def __call__(self) -> None:
-        sums: dict[nn.Parameter, Tensor] = {}
         products, self.products = self.products, []
+        remaining = Counter([id(parameter) for product in products for parameter in product.parameters])
+        sums: dict[nn.Parameter, Tensor] = {}
         for product in products:
             for parameter, gradient in product.compute():
-                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+                remaining[id(parameter)] -= 1
+                if remaining[id(parameter)] or parameter in sums:
+                    sums[parameter] = _sum(sums.get(parameter), gradient, parameter)
+                else:
+                    accumulate(parameter, gradient)
         for parameter, gradient in sums.items():
             accumulate(parameter, gradient)
+
+
+def _sum(before: Tensor | None, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Adds up gradients in the dtype of the parameter's gradient, also those that autocast made in a shorter one."""
+    gradient = gradient.to(parameter.grad_dtype)
+    return gradient if before is None else before + gradient
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -184,83 +167,57 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
         grad.add_(gradient)
 
 
-def _takes_products(grad: Tensor | None, parameter: nn.Parameter, gradient: Tensor) -> TypeGuard[Tensor]:
-    """Returns True if a product with `gradient` may be added to the parameter's `grad` while it is computed."""
-    if grad is None or grad.dtype is not gradient.dtype or grad.requires_grad or grad.layout is not torch.strided:
-        return False
-    return not has_hooks(parameter)
-
-
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Returns True if the parameter has hooks on its gradient, or hooks that run after accumulation."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+Copies = dict[nn.Parameter, Tensor]
+"""Parameters, converted to another dtype."""
+
+
 class Deferral:
     """Receives the weight-gradient products of the layers of one stage.
 
-    While `queue` is None a product runs at once, as in a whole backward B. If `queue` is a list, products are appended
-    to it. To run a backward as I, set `queue` before it and reset it after it; calling the products in order is its W.
-    Gradients have the same bits either way, except for a parameter that is also used outside the layers that defer: the
-    other part of its gradient is then added first. If parameters have hooks, a whole backward runs the products at its
-    end.
+    To run a backward as I, set `queue` to a list before it and reset it to None after it; calling the list's entries in
+    order is its W. Gradients have the same bits as those of a whole backward, except for a parameter that is also used
+    outside the layers that defer: the other part of its gradient is then added first; and except for one that is used
+    several times under autocast: its gradients are then added up in its own dtype, not in autocast's.
 
     Attributes:
-        queue: list of products in the order of the backward; None to run each product at once.
+        copies: parameters in autocast's dtype, for all microbatches of a step; None outside of a step.
+        active: whether layers may defer in the forwards that follow. If not, each is the plain layer.
+        queue: list of the products of each backward; None outside of I.
         deferred: numbers of elements of the parameters whose gradients are products, by name.
         remaining: the same for other trainable parameters, whose gradients I computes.
         module: weak reference to the module of the layers.
     """
 
-    __slots__ = ("_hooked", "anchor", "deferred", "module", "num_layers", "queue", "remaining")
+    __slots__ = ("active", "anchor", "copies", "deferred", "module", "num_layers", "queue", "remaining")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = ref(module)
-        self.queue: list[Callable[[], None]] | None = None
-        self._hooked: WeakValueDictionary[int, Hooked] = WeakValueDictionary()  # by the backward
+        self.copies: Copies | None = None
+        self.active = True
+        self.queue: list[Products] | None = None
         self.deferred: Mapping[str, int] = {}
         self.remaining: Mapping[str, int] = {}
         self.num_layers = 0
-        # Stands for the weights in the graph, because their hooks would run on the None that a deferring layer returns.
+        # An input of every function of a layer that defers: a backward that comes to it is one of all parameters.
         self.anchor = torch.empty(0, requires_grad=True)
 
     def take(self, product: Deferred) -> None:
-        """Runs or stores `product`; called during a backward."""
-        queue = self.queue
-        if product.has_hooks:
-            self._require_whole(product)
-            self._hooked_products().products.append(product)
-        elif queue is None:
-            product()
-        else:
-            queue.append(product)
-
-    def _require_whole(self, product: Deferred) -> None:
-        """Raises UsageError if autograd adds another part to the weight's gradient in the same backward."""
-        for weight in product.weights:
-            if torch._C._will_engine_execute_node(get_gradient_edge(weight).node):
-                raise UsageError(
-                    f"{self._name_of(weight)} has hooks, and is used by a layer that defers its weight gradient "
-                    "and by other code, so that no hook would see its whole gradient: make the layer an instance of "
-                    "your own subclass, which does not defer"
-                )
-
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        module = self.module()
-        named = () if module is None else module.named_parameters()
-        return next((repr(name) for name, each in named if each is parameter), "a parameter of no module")
-
-    def _hooked_products(self) -> Hooked:
-        """The products of the current backward with hooks; they run at its end, or in its W."""
+        """Stores `product`, or runs it at once if there is no queue; called during a backward."""
         backward = torch._C._current_graph_task_id()
-        hooked = self._hooked.get(backward)
-        if hooked is None:
-            hooked = self._hooked[backward] = Hooked()
-            if self.queue is None:
-                Variable._execution_engine.queue_callback(hooked)
-            else:
-                self.queue.append(hooked)
-        return hooked
+        if self.queue is None:
+            products = Products(backward)
+        else:
+            products = next((each for each in self.queue if each.backward == backward), None) or Products(backward)
+            if not products.products:
+                self.queue.append(products)
+        products.products.append(product)
+        if self.queue is None:
+            products()
 
     def __str__(self) -> str:
         late, early = sum(self.deferred.values()), sum(self.remaining.values())

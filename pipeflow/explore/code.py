@@ -14,9 +14,10 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.explore.fields import CUSTOM, FIELDS
-from pipeflow.explore.made import is_searched, schedule
+from pipeflow.explore.made import schedule
 from pipeflow.explore.names import file_of, split
 from pipeflow.explore.state import EVEN, State
+from pipeflow.schedules.registry import is_searched
 
 
 def python(state: State, name: str) -> str:

@@ -4,23 +4,21 @@ named schedule it is, and how far it is from the best. Must not contain: how it 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeflow.core.action import Action
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
 from pipeflow.explore.fields import CUSTOM
 from pipeflow.explore.made import drafted, schedule
 from pipeflow.explore.par import par
-from pipeflow.explore.sentences import sentence_of_deadlock, sentence_of_violation, sentence_of_wait
+from pipeflow.explore.sentences import sentence_of_deadlock, sentence_of_wait
 from pipeflow.explore.state import State
 from pipeflow.schedules.recognised import recognised
 from pipeflow.soundness.deadlock import Place
-from pipeflow.soundness.missing import Missing, missing
+from pipeflow.soundness.missing import missing
 from pipeflow.soundness.schedule import verify
-from pipeflow.soundness.waits import Wait, cycles, waits
+from pipeflow.soundness.waits import Wait, waits
 
 
 def custom(state: State) -> dict[str, Any]:
@@ -42,35 +40,28 @@ def custom(state: State) -> dict[str, Any]:
     made, drawn = schedule(state, CUSTOM), drafted(state)
     why = waits(made, drawn.stuck)
     wrong = verify(made, memory_cap=state.memory_cap)
-    deadlock = next(cycles(made, why), None)
+    cycle = next((each.cycle for each in wrong if each.cycle), ())
     waiting = {(each.rank, each.position): each for each in why}
-    lacks = missing(made)
     return {
         "entries": [[str(entry) for entry in row] for row in made.rows],
         "places": drawn.places,
         "stuck": [drawn.first_stuck(rank) for rank in range(len(made.rows))],
         "waits": [_said(made, each.rank, each.position, sentence_of_wait(made, each, waiting), each) for each in why],
         "sound": not wrong,
-        "violations": [*_violations(made, wrong, waiting, lacks)],
-        "missing": [{"rank": rank, "text": str(action)} for rank, action in lacks],
-        "cycle": [_entry(made, place) for place in (deadlock.cycle if deadlock else ())],
+        "violations": [*_violations(made, wrong, waiting)],
+        "missing": [{"rank": rank, "text": str(action)} for rank, action in missing(made)],
+        "cycle": [_entry(made, place) for place in cycle],
         "same_as": recognised(made),
         **par(state, made, None if wrong else drawn.timeline.makespan),
     }
 
 
-def _violations(
-    made: Schedule, wrong: list[Violation], waiting: Mapping[Place, Wait], lacks: list[Missing]
-) -> Iterator[dict[str, Any]]:
-    lacking: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-    for _, action in lacks:
-        lacking[action.stage, action.microbatch].append(action)
+def _violations(made: Schedule, wrong: list[Violation], waiting: Mapping[Place, Wait]) -> Iterator[dict[str, Any]]:
     for each in wrong:
-        wait = waiting[each.cycle[0]] if each.cycle else None
-        if wait is not None:
-            sentence = sentence_of_deadlock(made, wait, waiting)
-        else:
-            sentence = sentence_of_violation(each, lacking[each.incomplete] if each.incomplete else ())
+        wait = waiting.get(each.cycle[0]) if each.cycle else None
+        if wait is not None and wait.maker is None:  # it waits for something else that is missing
+            wait = None
+        sentence = each.sentence if wait is None else sentence_of_deadlock(made, wait, waiting)
         yield _said(made, each.rank, each.position, sentence, wait)
 
 

@@ -15,18 +15,14 @@ from pipeflow.explore.kept import Kept
 from pipeflow.explore.names import file_of, split, title
 from pipeflow.explore.rows import read_rows
 from pipeflow.explore.state import State
-from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.schedules.registry import is_searched
 
 MOST = 500_000  # entries of all schedules that are kept, and spans of all timelines: some 200 MB
 
 _SCHEDULES = Kept[Schedule](MOST, lambda schedule: sum(map(len, schedule.rows)))
 _DRAFTS = Kept[Draft](MOST, lambda draft: sum(map(len, draft.timeline.rows)))
 _TIMELINES = Kept[Timeline](MOST, lambda timeline: sum(map(len, timeline.rows)))
-
-
-def is_searched(name: str) -> bool:
-    """Whether making the schedule `name` is a search, which may take seconds."""
-    return name in SCHEDULES and "cost" in options_of(name)
 
 
 def schedule(state: State, name: str, candidates: int | None = None) -> Schedule:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from pipeflow.core.action import Action, Kind, actions_of
 from pipeflow.core.dataflow import MAKERS, Content, Value, makes
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.violation import Violation
 from pipeflow.soundness.deadlock import Place
 from pipeflow.soundness.waits import Wait
 
@@ -16,19 +15,6 @@ THINGS = {  # what an action of another place made
     Content.DEFERRED: "what {maker} leaves to it",
 }
 OTHER = "the {content} of {maker}"
-
-
-def sentence_of_violation(violation: Violation, lacking: Sequence[Action] = ()) -> str:
-    """What is wrong at a place, and what was expected there. `lacking` are the actions that a stage lacks, if the
-    violation says that its work is not complete.
-    """
-    if violation.incomplete and lacking:
-        names = " and ".join(map(str, lacking))
-        return f"{names} {'is' if len(lacking) == 1 else 'are'} missing: {violation.problem}"
-    if violation.earlier is None:
-        return f"{violation.problem}; expected {violation.expected}"
-    rank, position = violation.earlier
-    return f"{violation.problem}: it stands on rank {rank} already, at position {position}"
 
 
 def sentence_of_deadlock(schedule: Schedule, wait: Wait, stuck: Collection[Place]) -> str:

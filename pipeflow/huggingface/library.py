@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.extras import install
 
 
 def library() -> Any:
@@ -13,7 +14,6 @@ def library() -> Any:
         import transformers
     except ImportError as error:
         raise UsageError(
-            "this needs the package transformers: pip install 'pipeflow[huggingface]' "
-            f"(importing it failed with: {error})"
+            f"this needs the package transformers: {install('huggingface')} (importing it failed with: {error})"
         ) from error
     return transformers

@@ -15,33 +15,36 @@ import torch
 from pipeflow.checkpoint.tensor_files import TensorFiles
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.huggingface.example import example_for
 from pipeflow.huggingface.kinds import Kind, model_class, read_config
 from pipeflow.huggingface.library import library
+from pipeflow.huggingface.model import Model
 from pipeflow.huggingface.owned import fill, make_owned, owned_names
 from pipeflow.huggingface.skeleton import Blueprint
 from pipeflow.huggingface.stored import Stored, dtype_in, files_in
 from pipeflow.parallel.context import Context, current_context
 from pipeflow.parallel.transport.agreement import all_gather
-from pipeflow.runtime.pipeline import Pipeline
 
 
 def from_config(
     config: Any,
     schedule: Schedule,
-    example: object,
+    example: object = None,
     *,
     kind: Kind = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
     **options: Any,
-) -> Pipeline:
+) -> Model:
     """Makes a Pipeline of a transformers model with the initial weights of its class. Each rank makes only the
     parameters of its own stages. Random weights depend only on `seed` and the parameter's name, so they are the same
     under every schedule and layout. The model is in training mode.
 
     Args:
         config: the model's configuration, a transformers.PreTrainedConfig.
-        schedule, example: as in `Pipeline.from_module`.
+        schedule: as in `Pipeline`.
+        example: as in `Pipeline.from_module`. By default, for language models and text classifiers, a batch of short
+            sequences with labels.
         kind: the model's class, an auto class such as transformers.AutoModelForCausalLM, or the name of one; by default
             the first of `config.architectures`.
         dtype: dtype of the parameters; by default the one in `config`, else torch's default.
@@ -54,7 +57,8 @@ def from_config(
         blueprint = Blueprint(model_class(config, kind), config, _dtype(dtype, config))
         skeleton = blueprint.skeleton().train()
         all_gather(context.world, [0.0])  # torch's default dtype, which all threads share, was changed meanwhile
-    model = Pipeline.from_module(skeleton, schedule, example, **options)
+    example = example_for(skeleton, schedule.num_microbatches) if example is None else example
+    model = Model.from_module(skeleton, schedule, example, **options)
     with _together():
         make_owned(model)
         fill(model, blueprint.initial(owned_names(model), seed))
@@ -65,7 +69,7 @@ def from_config(
 def from_pretrained(
     folder: str | os.PathLike[str],
     schedule: Schedule,
-    example: object,
+    example: object = None,
     *,
     kind: Kind = None,
     config: Any = None,
@@ -73,14 +77,16 @@ def from_pretrained(
     new: Sequence[str] | None = None,
     seed: int = 0,
     **options: Any,
-) -> Pipeline:
+) -> Model:
     """Makes a Pipeline of a transformers model with the weights in a folder of safetensors files. Each rank makes and
     reads only the parameters of its own stages, and only its part of those split over tensor ranks. As in transformers,
     the model is in evaluation mode: call `model.train()` to train it with dropout.
 
     Args:
         folder: folder written by `save_pretrained` of transformers or of pipeflow, on storage that all ranks share.
-        schedule, example: as in `Pipeline.from_module`.
+        schedule: as in `Pipeline`.
+        example: as in `Pipeline.from_module`. By default, for language models and text classifiers, a batch of short
+            sequences with labels.
         kind: the model's class, an auto class such as transformers.AutoModelForCausalLM, or the name of one; by default
             the class that `config.json` names.
         config: the configuration; by default the folder's.
@@ -106,7 +112,8 @@ def from_pretrained(
         _read_generation_config(skeleton, path)
         stored = Stored(skeleton, path, files)
         first = stored.new_names(new, context)
-    model = Pipeline.from_module(skeleton, schedule, example, **options)
+    example = example_for(skeleton, schedule.num_microbatches) if example is None else example
+    model = Model.from_module(skeleton, schedule, example, **options)
     with _together():
         make_owned(model)
         stored.read(model, first)

@@ -24,6 +24,7 @@ from pipeflow.huggingface.trainer_random import DataRandom, Reading, seed_layers
 from pipeflow.huggingface.trainer_refusals import require_pipeline, require_possible
 from pipeflow.huggingface.trainer_replicas import shared_outputs
 from pipeflow.optim.clip import grad_norm as norm_of
+from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
 
 transformers: Any = library()  # its types differ between versions
@@ -65,7 +66,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         world = World(context.data_size, context.rank, local, context.device)
         args.distributed_state, args._n_gpu = world, int(context.device.type == "cuda")
         vars(args)["_setup_devices"] = context.device
-        args.average_tokens_across_devices = True
+        args.average_tokens_across_devices = False  # `_items_of` adds them up
         self._root = model.chunks[0].root
         for name in ("config", "generation_config", "main_input_name"):
             if not hasattr(model, name) and hasattr(self._root, name):
@@ -86,7 +87,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         self.label_names = transformers.utils.find_labels(type(base)) if args.label_names is None else args.label_names
         self.can_return_loss = transformers.utils.can_return_loss(type(base))
         weigh = self.model.runner.weigh
-        self._loss_shifts_labels = getattr(weigh, "keywords", {}).get("skipped", 0) == 1
+        self._loss_shifts_labels = getattr(weigh, "skipped", 0) == 1
 
     @property
     def _base(self) -> Any:
@@ -120,17 +121,37 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         return norm_of(self.model).float() if grad_norm is None else grad_norm
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *others: Any) -> Any:
-        """Like transformers', with random states that all ranks of a replica share."""
+        """Like transformers', with random states that all ranks of a replica share, and the items of all replicas."""
         with self._drawing():
-            return super().get_batch_samples(epoch_iterator, num_batches, *others)
+            batches, _ = super().get_batch_samples(epoch_iterator, num_batches, *others)
+        return batches, self._items_of(batches) if len(batches) > 1 else None
+
+    def _get_num_items_in_batch(self, *_: object) -> None:
+        """Counts nothing: `_items_of` does it where it is needed."""
+
+    def _items_of(self, batches: list[Any]) -> float | None:
+        """The number of items that the loss counts in these batches of all replicas; None if the loss does not count.
+        It is computed on the host, so that no step waits for a GPU.
+        """
+        items = super()._get_num_items_in_batch(batches, torch.device("cpu"))
+        if items is None:
+            return None
+        context = self.model.context
+        with context.alarm.raised_everywhere():
+            everyones = all_gather(context.world, [float(items)])
+        return sum(of_replica for [of_replica] in everyones[:: len(everyones) // context.data_size])
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Returns them as they are: each stage copies what it takes to its device, which nothing waits for."""
+        return inputs or super()._prepare_inputs(inputs)  # which says what may be wrong with the dataset
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Runs one batch through the pipeline. Returns its share of the mean loss of the accumulated batches."""
         self.model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        inputs = self._prepare_inputs(inputs)
         part = self._part_of(inputs, num_items_in_batch)
+        inputs = self._prepare_inputs(inputs)
         schedule, samples = self.model.schedule, _samples(inputs)
         output = execute_pipeline(
             iter([inputs]),
@@ -148,7 +169,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         batches = int(self.current_gradient_accumulation_steps)
         if batches == 1 or num_items_in_batch is None:
             return 1 / batches
-        return float(self._get_num_items_in_batch([inputs], self.args.device) / num_items_in_batch)
+        items = self._items_of([inputs])
+        assert items is not None
+        return items / float(num_items_in_batch)
 
     def compute_loss(self, *_: Any, **__: Any) -> Any:
         """Raises UsageError, since a rank has only a part of the model."""
@@ -194,7 +217,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         mean = outputs.get("loss") if isinstance(outputs, Mapping) else None
         if mean is not None:
             sizes = [len(part) for part in torch.arange(samples).tensor_split(len(mean))]
-            mean = (mean * mean.new_tensor(sizes)).sum() / samples
+            adds = getattr(self.model.runner.weigh, "adds", False)
+            mean = mean.sum() if adds else (mean * mean.new_tensor(sizes)).sum() / samples
         logits = outputs
         if isinstance(outputs, Mapping):
             logits = tuple(value for key, value in outputs.items() if key not in ignored)

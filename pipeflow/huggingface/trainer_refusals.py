@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.extras import install
 from pipeflow.huggingface.library import library
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.stage import ModuleStage
@@ -41,7 +42,6 @@ _ARGUMENTS = {
 }
 _DATA = {"dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
 _OF_MODELS = ("galore", "apollo", "lomo", "adalomo")
-_OF_WHOLE_WEIGHTS = ("adafactor", "stable_adamw")
 
 
 def require_libraries() -> None:
@@ -51,8 +51,7 @@ def require_libraries() -> None:
         import accelerate  # noqa: F401  # asked for only
     except ImportError as error:
         raise UsageError(
-            "the Trainer needs the package accelerate: pip install 'pipeflow[huggingface]' "
-            f"(importing it failed with: {error})"
+            f"the Trainer needs the package accelerate: {install('huggingface')} (importing it failed with: {error})"
         ) from error
 
 
@@ -96,7 +95,7 @@ def require_possible(args: Any, model: Pipeline, options: Mapping[str, Any]) -> 
     if args.bf16 and model.autocast is not torch.bfloat16:
         raise _refused("TrainingArguments(bf16=True)", "make the Pipeline with autocast=torch.bfloat16 too")
     _require_usual_data(args, model)
-    _require_optimizer(args.optim, model)
+    _require_optimizer(args.optim)
 
 
 def _require_usual_data(args: Any, model: Pipeline) -> None:
@@ -110,15 +109,10 @@ def _require_usual_data(args: Any, model: Pipeline) -> None:
         raise _refused("train_sampling_strategy='batch_rebalance'", "with replicas use 'group_by_length'")
 
 
-def _require_optimizer(optim: Any, model: Pipeline) -> None:
+def _require_optimizer(optim: Any) -> None:
     name = str(getattr(optim, "value", optim))
     if name.startswith(_OF_MODELS):
         raise _refused(f"TrainingArguments(optim={name!r})", "it needs the whole model: use 'adamw_torch'")
-    if name in _OF_WHOLE_WEIGHTS and model.context.tensor_size > 1:
-        raise _refused(
-            f"TrainingArguments(optim={name!r})",
-            "it needs whole weights, but a tensor rank has only parts: use 'adamw_torch'",
-        )
 
 
 def _refused(what: str, instead: str) -> UsageError:

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.sharding import entries_of, is_first_holder, splits_of
-from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.parallel.sharding import entries_of, is_first_holder, local_part, splits_of
+from pipeflow.parallel.transport.agreement import all_gather_tensor
+from pipeflow.runtime.clipping import scale_gradient
 from pipeflow.runtime.pipeline import Pipeline
 
 
 def grad_norm(model: Pipeline, norm_type: float = 2.0) -> Tensor:
     """Returns the norm of the whole model's gradient, seen as one vector and divided by `model.loss_scale`: a float64
-    scalar, bit-identical on every rank of the world. All ranks call it together.
+    scalar on this rank's device, bit-identical on every rank of the world. All ranks call it together. On a GPU the
+    host does not wait for it.
 
     Every weight counts once: a weight that is split over ranks by its parts, a tied weight by one copy, replicas by the
     first one. A complex entry counts by its magnitude. The norm is infinite if any gradient on any rank is not finite.
@@ -30,16 +32,14 @@ def grad_norm(model: Pipeline, norm_type: float = 2.0) -> Tensor:
     return _grad_norm(model, norm_type, {})
 
 
-def _grad_norm(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, float]) -> Tensor:
+def _grad_norm(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, Tensor]) -> Tensor:
     """Like `grad_norm`, with gradients multiplied by `factors`."""
     with model.alarm.raised_everywhere():
         if not norm_type > 0:
             raise UsageError(f"norm_type must be positive, such as 2.0 or math.inf, got {norm_type}")
-        rows = all_gather(model.context.world, _norms(model, norm_type, factors))
-    if not all(math.isfinite(norm) for row in rows for norm in row):
-        return torch.tensor(math.inf, dtype=torch.float64)
-    counted = torch.tensor([counted for counted, _ in rows], dtype=torch.float64)
-    return _combined(counted, norm_type) / model.loss_scale
+        norms = all_gather_tensor(model.context.world, _norms(model, norm_type, factors))
+    counted = _combined(norms[:, 0], norm_type) / model.loss_scale
+    return torch.where(norms.isfinite().all(), counted, math.inf)
 
 
 def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -57,31 +57,35 @@ def clip_grad_norm_(model: Pipeline, max_norm: float, norm_type: float = 2.0) ->
 
     Raises UsageError if `max_norm` or `norm_type` is not positive, and PipelineError as `execute_pipeline` does.
     """
-    pending: dict[nn.Parameter, float] = {}
+    waiting = {parameter for clipping in model.clippings for parameter in clipping.parameters}
+    pending: dict[nn.Parameter, Tensor] = {}
     for clipping in model.clippings:
-        pending |= dict.fromkeys(clipping.parameters, clipping.pending)
+        if clipping.pending is not None:
+            pending |= dict.fromkeys(clipping.parameters, clipping.pending)
     norm = _grad_norm(model, norm_type, pending)
     factor = _clip_factor(norm, max_norm)
     for clipping in model.clippings:
         clipping.add(norm, factor)
-    if factor < 1:
-        for parameter in model.parameters():
-            if parameter.grad is not None and parameter not in pending:
-                parameter.grad.mul_(factor)
+    if factor.device.type == "cpu" and factor == 1:  # elsewhere the host would wait to know
+        return norm
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter not in waiting:
+            scale_gradient(local_part(parameter.grad), factor)
     return norm
 
 
-def _clip_factor(norm: Tensor, max_norm: float) -> float:
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """The factor that scales gradients with `norm` to `max_norm`; 1 if the norm is small enough, or not finite."""
     if not max_norm > 0:
         raise UsageError(f"max_norm must be positive, got {max_norm}")
-    if not norm.isfinite():
-        return 1.0
-    return min(1.0, max_norm / (norm.item() + 1e-6))  # torch adds it too, so results agree in every digit
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch adds it too, so results agree in every digit
+    return torch.where(norm.isfinite(), factor, 1.0)
 
 
-def _norms(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, float]) -> list[float]:
-    """Norms of two groups of this rank's gradients: those that this rank counts, and those that another rank counts."""
+def _norms(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """Norms of two groups of this rank's gradients: those that this rank counts, and those that another rank counts.
+    Shape [2], float64.
+    """
     layout, rank = model.context.layout, model.context.rank
     split, elsewhere = splits_of(model), model.gradients.counted_elsewhere
     norms: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -92,10 +96,9 @@ def _norms(model: Pipeline, norm_type: float, factors: Mapping[nn.Parameter, flo
             first = key not in elsewhere and is_first_holder(parameter, layout, rank, is_split=key in split)
             dtype = torch.complex128 if local.is_complex() else torch.float64
             norm = torch.linalg.vector_norm(local, norm_type, dtype=dtype)
-            norms[not first].append(norm * factors.get(parameter, 1.0))
+            norms[not first].append(norm * factors[parameter] if parameter in factors else norm)
     device = model.context.device
-    both: list[float] = torch.stack([_combined(_stacked(each, device), norm_type) for each in norms]).tolist()
-    return both  # with one transfer from the device
+    return torch.stack([_combined(_stacked(each, device), norm_type) for each in norms])
 
 
 def _stacked(norms: Iterable[Tensor], device: torch.device) -> Tensor:

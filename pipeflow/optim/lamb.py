@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.optimizer import require_parameters_of
 from pipeflow.parallel.context import context_if_launched, current_context
-from pipeflow.parallel.sharding import Split, local_part, settled, splits_of
+from pipeflow.parallel.sharding import Split, local_part, settled
+from pipeflow.tensor.stepping import Way, watch, way_of
 
 
 class Lamb(Optimizer):
@@ -28,7 +29,8 @@ class Lamb(Optimizer):
 
     `|p|` and `|u|` are norms of the whole weight, also if fully_shard, torch's DTensor or tensor ranks hold it in
     parts; one exchange per step computes them for all weights. With several tensor ranks, Lamb must know which weights
-    are split: pass `model`, or wrap Lamb in `Zero` or `MasterWeights`, which know the model.
+    are split: it knows those of Pipelines and of modules that `pipeflow.tensor.shard` has split; for others pass
+    `model`.
 
     Args:
         params: parameters or parameter groups, as for torch's optimizers.
@@ -39,14 +41,13 @@ class Lamb(Optimizer):
         adam: subtract lr * u instead, such as for biases and norms.
         bias_correction: divide m by 1 - betas[0] ** t and v by 1 - betas[1] ** t in step t, as in the paper. The
             default is without, as in ColossalAI.
-        model: the module that has the parameters, or a Pipeline of it.
+        model: the module that has the parameters.
 
     Raises UsageError for options out of range and for parameters that `model` lacks. `step` raises UsageError for
     sparse gradients, and if there are several tensor ranks and Lamb does not know the model.
     """
 
-    _model: nn.Module | None = None
-    _stepped: Mapping[nn.Parameter, nn.Parameter] = {}
+    steps_parts = True  # as it steps them within whole weights
 
     def __init__(
         self,
@@ -69,13 +70,7 @@ class Lamb(Optimizer):
         super().__init__(params, {**options, "adam": adam, "bias_correction": bias_correction})
         if model is not None:
             require_parameters_of(model, self)
-            self.lies_in(model, {})
-
-    def lies_in(self, model: nn.Module, stepped: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Tells Lamb the model of its parameters, and the tensor that is `stepped` in place of each, such as a master;
-        a parameter without an entry is stepped itself.
-        """
-        self._model, self._stepped = model, stepped
+            watch(model)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # None, as torch's
@@ -86,23 +81,24 @@ class Lamb(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._on_all_ranks():
-            self._step()
+        way = way_of(self)
+        with self._on_all_ranks(way):
+            self._step(way.splits)
         return loss
 
-    def _on_all_ranks(self) -> AbstractContextManager[None]:
+    def _on_all_ranks(self, way: Way) -> AbstractContextManager[None]:
         context = context_if_launched()
         if context is None or context.tensor_size == 1:
             return nullcontext()
-        if self._model is None:
+        if not way.is_known:
             raise UsageError(
-                "Lamb needs the norms of whole weights, but tensor ranks hold parts of them: pass the model, as in "
-                "Lamb(model.parameters(), ..., model=model)"
+                "Lamb needs the norms of whole weights, but tensor ranks hold parts of them: pass the module that has "
+                "them, as in Lamb(model.parameters(), ..., model=model)"
             )
         return context.alarm.raised_everywhere()
 
-    def _step(self) -> None:
-        splits, parts = self._splits(), []
+    def _step(self, splits: Mapping[int, Split]) -> None:
+        parts = []
         for parameter in (each for group in self.param_groups for each in group["params"]):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise UsageError("Lamb does not support sparse gradients: make the embedding with sparse=False")
@@ -139,13 +135,6 @@ class Lamb(Optimizer):
             if update.change is not None:
                 trusts = None if group["adam"] else [trust.to(update.change.device)]
                 _apply([_entries(update.parameter)], [update.change], trusts, group["lr"])
-
-    def _splits(self) -> dict[int, Split]:
-        """How the stepped tensors are split over the tensor ranks, by the tensor's id; whole ones are left out."""
-        if self._model is None or context_if_launched() is None:
-            return {}
-        splits = splits_of(self._model)
-        return {id(self._stepped.get(p, p)): splits[id(p)] for p in self._model.parameters() if id(p) in splits}
 
     def _changes(self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]) -> list[Tensor]:
         """The update u of each parameter, for the entries on this rank."""

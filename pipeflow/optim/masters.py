@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeflow.optim.clip import grad_norm
@@ -74,8 +74,8 @@ class MasterWeights(Wrapper):
         overflowed. Raises PipelineError as `execute_pipeline` does.
         """
         self.refuse_closure(closure)
-        norm, factor = self._clipping.taken()
-        factor /= self.model.loss_scale
+        norm, clip = self._clipping.taken()
+        factor = 1 / self.model.loss_scale if clip is None else clip / self.model.loss_scale
         if self.scaler is None:
             self._step(factor)
             return
@@ -90,12 +90,13 @@ class MasterWeights(Wrapper):
         self.scaler.update(overflow=overflow)
         self._tell_scale()
 
-    def _step(self, factor: float) -> None:
+    def _step(self, factor: float | Tensor) -> None:
+        scales = isinstance(factor, Tensor) or factor != 1
         self._read_changed()
         for parameter, master in self.stepped.items():
             if master is not parameter:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
-            if master.grad is not None and factor != 1:
+            if master.grad is not None and scales:
                 master.grad.mul_(factor)
         self.inner.step()
         for parameter, master in self.stepped.items():

@@ -5,7 +5,7 @@ Must not contain: particular wrappers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,16 +13,9 @@ from torch.optim import Optimizer
 
 from pipeflow.core.errors import UsageError
 from pipeflow.runtime.names import plain_name
+from pipeflow.tensor.stepping import tell, way_of
 
 MASTER = "master"  # a parameter's state that is the float32 weight stepped in its place
-
-
-@runtime_checkable
-class LooksAtWholes(Protocol):
-    """An optimizer whose step needs whole weights, also if a rank holds only a part."""
-
-    def lies_in(self, model: nn.Module, stepped: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Tells the optimizer the model of its parameters, and the tensor that it steps in place of each."""
 
 
 class Wrapper(Optimizer):
@@ -50,16 +43,14 @@ class Wrapper(Optimizer):
             inner.parameters if isinstance(inner, Wrapper) else list(stepped_by(inner))
         )
         self.stepped = stepped_by(inner)
-        plain = innermost(inner)
-        if isinstance(plain, LooksAtWholes):
-            plain.lies_in(model, self.stepped)
         self.share()
 
     def share(self) -> None:
-        """Shares the groups and the state of `inner` again, after they were replaced."""
+        """Shares the groups and the state of `inner` again, after they were replaced, or after `stepped` was."""
         if isinstance(self.inner, Wrapper):
             self.inner.share()
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        tell(innermost(self), self.model, self.stepped, is_shared=len(self.stepped) < len(self.parameters))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises UsageError: groups must be added to the inner optimizer before it is wrapped."""
@@ -129,6 +120,18 @@ def names_by_group(optimizer: Wrapper) -> list[list[str]]:
     return [[names[id(target)] for target in group["params"]] for group in optimizer.param_groups]
 
 
+def states_alike(optimizer: Wrapper) -> dict[str, frozenset[str]]:
+    """By name, for each parameter of which this rank has a part and that is stepped whole: the names of its states that
+    are split like it. All tensor ranks hold the others whole.
+    """
+    called, wholes = _names_of(optimizer.model), way_of(optimizer).wholes
+    return {
+        called[id(parameter)]: wholes[id(target)]
+        for parameter, target in optimizer.stepped.items()
+        if id(target) in wholes
+    }
+
+
 def _names_of(model: nn.Module) -> dict[int, str]:
     """Names from `model.named_parameters()`, without torch.compile's additions, by the parameter's id."""
     return {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
@@ -139,8 +142,8 @@ def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, A
     `model.named_parameters()`. Tensors are not copied. If a float32 master is stepped in a parameter's place, it is the
     state "master". With Zero, each data rank has the states of the parameters that it owns.
 
-    A state that is not a scalar has its parameter's shape under any elementwise optimizer, so tensor ranks hold the
-    same part of it as of the parameter.
+    Tensor ranks hold the same part of a state as of its parameter, if the two have the same shape; other states, such
+    as Adafactor's means over rows, they hold whole.
     """
     names = _names_of(model)
     return {

@@ -28,8 +28,9 @@ class Zero(Wrapper):
     """Distributes an optimizer's states over the data ranks. Each data rank owns some parameters: it keeps their
     states, steps them, and sends the new values to the other data ranks. All data ranks call `step` together.
 
-    Parameters are owned whole, so optimizers that need whole weights work, and results are bit-identical to those of
-    one rank. For float32 masters of only the owned parameters, wrap it: `MasterWeights(model, Zero(model, optimizer))`.
+    Parameters are owned whole, so optimizers that need whole weights work, such as Muon, and results are bit-identical
+    to those of one rank. For float32 masters of only the owned parameters, wrap it:
+    `MasterWeights(model, Zero(model, optimizer))`.
 
     Args:
         model: this rank's Pipeline; its gradients must be the same on all data ranks.
@@ -39,7 +40,7 @@ class Zero(Wrapper):
         owners: the data rank that owns each parameter.
 
     Raises UsageError if `optimizer` is a wrapper, has parameters that are not in the model, or if the model uses
-    fully_shard.
+    fully_shard; `step` raises it for an optimizer that computes a weight's step from all weights, such as LBFGS.
     """
 
     # torch.distributed.optim.ZeroRedundancyOptimizer is not used: it needs torch's process groups (no threads, no fresh
@@ -63,6 +64,7 @@ class Zero(Wrapper):
             if parameter not in self.stepped:
                 optimizer.state.pop(parameter, None)
         self._buckets = list(_buckets(self.owners, self._group.size))
+        self.share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, so no loss

@@ -2,74 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, floor, isinf
 from time import perf_counter
 from typing import Any
 
-from pipeflow.analysis.memory_cap import MemoryCap
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import Placement
-from pipeflow.core.schedule import Schedule
+from pipeflow.core.extras import install
 from pipeflow.orders.bounds import Bounds, bounds
 from pipeflow.orders.neighbours import fits, run_times
-from pipeflow.orders.problem import Objective, Operations, Problem, make_problem, to_schedule, to_sequences
-from pipeflow.orders.search import Found, measured, search
+from pipeflow.orders.problem import Operations, Problem, to_schedule, to_sequences
+from pipeflow.orders.search import Found, has_pairs, measured
 
 SCALES = (1, 10, 100, 1_000, 100_000)  # the first that makes all times whole numbers, else the last
 UNITS = 1_000_000  # of memory that a rank has room for
 FUZZ = 1e-6  # of a unit, what arithmetic may have lost
-CANDIDATES = 1000  # of the search that the solver starts from
 
 
-def exact(
-    placement: Placement,
-    microbatches: int,
-    cost: CostModel,
-    *,
-    objective: Objective = "makespan",
-    memory_cap: MemoryCap | None = None,
-    bytes_cap: MemoryCap | None = None,
-    budget: float = 60.0,
-    start: Iterable[Schedule] = (),
-    workers: int = 1,
-) -> Found:
-    """Improves what `search` finds by a solver, until it is proved best or `budget` seconds have passed; arguments and
-    result are those of `search`, and the solver uses `workers` threads. Up to about 400 actions a proof takes seconds
-    or minutes.
-
-    The solver chooses the starts of all actions, for every stage in microbatch order (see `bounds.arcs`). It computes
-    in whole numbers of a small unit, to which times are rounded down, so that its bound holds.
-
-    Source of the formulation: arXiv 2401.10241, appendix on the integer program, with CP-SAT's intervals for its pairs
-    of orders and its reservoir for memory.
-
-    Raises UsageError where `search` does, and when OR-tools is not there.
-    """
+def require_solver() -> Any:
+    """The module of OR-tools' CP-SAT. Raises UsageError when OR-tools is not there."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise UsageError("exact needs OR-tools: pip install 'pipeflow[exact]'") from error
-    deadline = perf_counter() + budget
-    found = search(
-        placement,
-        microbatches,
-        cost,
-        objective=objective,
-        memory_cap=memory_cap,
-        bytes_cap=bytes_cap,
-        budget=budget,
-        candidates=CANDIDATES,
-        start=start,
-    )
-    if found.gap < 1e-9:
+        raise UsageError(f"exact needs OR-tools: {install('exact')}") from error
+    return cp_model
+
+
+def proved(problem: Problem, cost: CostModel, found: Found, *, deadline: float, workers: int) -> Found:
+    """`found`, improved by the solver until it is proved best or `deadline` has passed, a time of `perf_counter`."""
+    cp_model, objective = require_solver(), problem.objective
+    begun = to_sequences(found.schedule)
+    pairs = bool(cost.overlap) and has_pairs(found.schedule)
+    if found.gap < 1e-9 or pairs or not all(fits(problem, rank, sequence) for rank, sequence in enumerate(begun)):
         return found
-    problem = make_problem(placement, microbatches, cost, memory_cap, bytes_cap, objective)
-    asked = _model(cp_model, problem, bounds(problem), to_sequences(found.schedule))
+    asked = _model(cp_model, problem, bounds(problem), begun)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = max(deadline - perf_counter(), 0.0)
     solver.parameters.num_workers = workers
@@ -85,8 +55,8 @@ def exact(
         schedule, timeline = min(
             (schedule, timeline), (solution, simulate(solution, cost)), key=lambda pair: measured(pair[1], objective)
         )
-    proved = max(found.lower_bound, solver.best_objective_bound / asked.scale)
-    return Found(schedule, timeline, min(proved, measured(timeline, objective)), objective)
+    bound = max(found.lower_bound, solver.best_objective_bound / asked.scale)
+    return Found(schedule, timeline, min(bound, measured(timeline, objective)), objective)
 
 
 @dataclass(frozen=True, slots=True)

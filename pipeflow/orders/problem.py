@@ -7,7 +7,7 @@ Microbatches are alike and every operation meets them in order, so a sequence sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor, inf
 from typing import Literal, get_args
 
@@ -19,6 +19,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.liveness import CHANGES
 from pipeflow.core.placement import Placement, require_positive
 from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
 
 Objective = Literal["makespan", "span"]
 HALVES = (Kind.F, Kind.I, Kind.W)
@@ -36,13 +37,15 @@ class Memory:
 
     Per operation, `at_start` is the amount that it adds when it begins, and `at_end` what it adds, mostly a negative
     number, when it ends. `room` has the most that each rank may keep. `spare` has per rank what the I of one
-    microbatch may add: forwards leave that much room, so that a backward can always run.
+    microbatch may add: forwards leave that much room, so that a backward can always run. `unit`: how many activations
+    of a chunk `Timeline.peak_activations` counts as one; None where the amounts are bytes.
     """
 
     at_start: tuple[float, ...]
     at_end: tuple[float, ...]
     room: tuple[float, ...]
     spare: tuple[float, ...]
+    unit: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +131,11 @@ def _memory(placement: Placement, cost: CostModel, memory_cap: MemoryCap | None,
             "bytes_cap needs costs with saved_bytes, and deferred_bytes if weight-gradient halves hold any"
         )
     known = {Content.SAVED: cost.saved_bytes, Content.DEFERRED: cost.deferred_bytes, **cost.kept_bytes}
-    return _within("bytes_cap", bytes_cap, placement, {content: sizes for content, sizes in known.items() if sizes}, 1)
+    return _within("bytes_cap", bytes_cap, placement, {what: sizes for what, sizes in known.items() if sizes}, None)
 
 
 def _within(
-    name: str, cap: MemoryCap | None, placement: Placement, sizes: Mapping[Content, Sequence[float]], unit: float
+    name: str, cap: MemoryCap | None, placement: Placement, sizes: Mapping[Content, Sequence[float]], unit: float | None
 ) -> Memory:
     """The memory of `sizes` per content and stage within `cap`, which counts in units of so many of them. Raises
     UsageError for a cap that is too small, with the least that is not.
@@ -146,12 +149,29 @@ def _within(
     at_end = tuple(amount(change.from_end, stage) - amount(change.frees, stage) for change, stage in changes)
     stages = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
     spare = tuple(max(0.0, *(at_end[3 * stage + 1] for stage in own)) for own in stages)
-    least = [(sum(at_start[3 * stage] for stage in own) + more) / unit for own, more in zip(stages, spare, strict=True)]
+    share = unit or 1
+    needed = (sum(at_start[3 * stage] for stage in own) + more for own, more in zip(stages, spare, strict=True))
+    least = [amount / share for amount in needed]
     caps = [inf] * len(stages) if cap is None else cap_per_rank(cap, least, name)
     for rank, (most, need) in enumerate(zip(caps, least, strict=True)):
         if not most * (1 + ROUNDING) >= need:
             raise UsageError(f"{name} {most:g} is too small: rank {rank} needs at least {need:g}, for one microbatch")
-    return Memory(at_start, at_end, tuple(most * unit * (1 + ROUNDING) for most in caps), spare)
+    return Memory(at_start, at_end, tuple(most * share * (1 + ROUNDING) for most in caps), spare, unit)
+
+
+def keeps_within(problem: Problem, timeline: Timeline) -> bool:
+    """Whether each rank of a timeline keeps no more than it has room for."""
+    unit, room = problem.memory.unit, problem.memory.room
+    peaks = timeline.peak_bytes if unit is None else (peak * unit for peak in timeline.peak_activations)
+    return all(peak <= most for peak, most in zip(peaks, room, strict=True))
+
+
+def with_hidden(problem: Problem, overlap: float) -> Problem:
+    """`problem` for schedules with pairs: every forward hides as much of its time as a pair can hide of it. So a bound
+    of this problem holds for them, too: a pair takes no less time than this forward and then its backward.
+    """
+    durations = (time * (1 - overlap) if index % 3 == 0 else time for index, time in enumerate(problem.durations))
+    return replace(problem, durations=tuple(durations))
 
 
 def to_schedule(name: str, problem: Problem, sequences: Sequence[Operations]) -> Schedule:

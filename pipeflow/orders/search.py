@@ -1,26 +1,28 @@
-"""Search: the best order to be found within a budget, for any costs and memory, with a proof of how good it is."""
+"""Search: the best order of a problem to be found within a budget, with a proof of how good it is. Must not contain:
+which schedules it starts from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import inf
 from random import Random
 from time import perf_counter
 
-from pipeflow.analysis.memory_cap import MemoryCap
 from pipeflow.analysis.simulate import simulate
+from pipeflow.core.action import Pair
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import Placement, require_positive
+from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.orders.bounds import bounds
 from pipeflow.orders.filling import Builder
 from pipeflow.orders.list_scheduling import Candidate, Rules
 from pipeflow.orders.neighbours import critical_blocks, fits, neighbour, run_times
-from pipeflow.orders.problem import Objective, Problem, make_problem, to_schedule, to_sequences
+from pipeflow.orders.problem import Objective, Problem, keeps_within, to_schedule, to_sequences, with_hidden
 from pipeflow.orders.rules import plain_rules, varied
 
 ROUND = 100  # candidates, of rules and of moves each, after which moves start anew from the best order
@@ -31,7 +33,7 @@ SLACK = 0.002  # how much longer, on average, the candidate may be that a climb 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of `search`.
+    """The result of a search.
 
     Attributes:
         schedule: the best schedule that was found.
@@ -57,54 +59,56 @@ def measured(timeline: Timeline, objective: Objective) -> float:
     return timeline.span if objective == "span" else timeline.makespan
 
 
-def search(
-    placement: Placement,
-    microbatches: int,
+def has_pairs(schedule: Schedule) -> bool:
+    """Whether any entry of a schedule is a pair."""
+    return any(isinstance(entry, Pair) for row in schedule.rows for entry in row)
+
+
+def improved(
+    problem: Problem,
     cost: CostModel,
+    start: Iterable[Schedule],
     *,
-    objective: Objective = "makespan",
-    memory_cap: MemoryCap | None = None,
-    bytes_cap: MemoryCap | None = None,
-    budget: float = 10.0,
-    candidates: int | None = None,
-    start: Iterable[Schedule] = (),
-    name: str = "zb-auto",
+    deadline: float,
+    candidates: int | None,
+    name: str,
 ) -> Found:
-    """Searches for a good order with split backwards, and proves how good it is.
+    """The best order of a problem that is found until `deadline`, a time of `perf_counter`, and within a number of
+    `candidates`: list scheduling under a grid of rules; then, in turn, variations of the best rules and moves on the
+    longest path of the best order.
 
-    List scheduling under a grid of rules; then, in turn, variations of the best rules and moves on the longest path of
-    the best order. With `candidates` the result is reproducible; otherwise it depends on how fast the machine is.
+    The result is never worse than those of `start` that keep within the memory. The search splits their backwards and
+    takes their pairs apart; where they may be better as they are, they are simulated too.
 
-    Args:
-        placement: which rank has which stage; it has one path.
-        microbatches: their number.
-        cost: times per stage, of transfers, and bytes.
-        objective: what to make small. "makespan" is the time of a step that ends with a barrier, as steps with an
-            ordinary optimizer do. "span" is the papers' measure, in which ranks may begin one after the other. Of
-            orders that are equal in one the search takes the one that is better in the other.
-        memory_cap: the most activations that a rank may keep, as `Timeline.peak_activations` counts them, in
-            microbatches of a rank's whole share of the model; one number, or one per rank.
-        bytes_cap: instead of it, the most bytes, as `Timeline.peak_bytes` counts them: what forwards save and what
-            waiting weight-gradient halves hold. Weights, gradients and the optimizer's state are not in it.
-        budget: seconds to search for; it ends sooner when an order is proved best.
-        candidates: how many orders to try, instead of a time.
-        start: schedules to begin with. The result is never worse than those of them that keep within the cap.
-        name: of the schedule.
-
-    Raises UsageError for a placement of two paths, a stage without a cost, a cap that no order keeps (with the least
-    that some does), and a `start` of another placement, of other microbatches, or incomplete.
+    Raises UsageError for fewer than one candidate, and for a `start` of another placement, of other microbatches, or
+    incomplete.
     """
     if candidates is not None:
         require_positive(candidates=candidates)
-    problem = make_problem(placement, microbatches, cost, memory_cap, bytes_cap, objective)
     proved = bounds(problem)
-    effort = _Effort(perf_counter() + budget, inf if candidates is None else candidates, proved.objective)
-    begin = [candidate for schedule in start if (candidate := _started(problem, schedule)) is not None]
-    builder = Builder.of(problem, proved)
-    best = _searched(builder, plain_rules(problem, proved.heads), begin, effort)
-    schedule = to_schedule(name, problem, best.sequences)
-    timeline = simulate(schedule, cost)
-    return Found(schedule, timeline, min(proved.objective, measured(timeline, objective)), objective)
+    effort = _Effort(deadline, inf if candidates is None else candidates, proved.objective)
+    given = {schedule.rows: schedule for schedule in map(Schedule.without_reductions, start)}.values()
+    begin = [candidate for schedule in given if (candidate := _started(problem, schedule)) is not None]
+    best = _searched(Builder.of(problem, proved), plain_rules(problem, proved.heads), begin, effort)
+    whole = [replace(schedule, name=name) for schedule in given if _may_gain(problem, cost, schedule)]
+    schedules = [to_schedule(name, problem, best.sequences), *whole]
+    timelines = [simulate(schedule, cost) for schedule in schedules]
+    schedule, timeline = min(
+        (each for each in zip(schedules, timelines, strict=True) if keeps_within(problem, each[1])),
+        key=lambda each: (measured(each[1], problem.objective), each[1].makespan + each[1].span),
+    )
+    bound = proved.objective
+    if cost.overlap and has_pairs(schedule):
+        bound = bounds(with_hidden(problem, cost.overlap)).objective
+    return Found(schedule, timeline, min(bound, measured(timeline, problem.objective)), problem.objective)
+
+
+def _may_gain(problem: Problem, cost: CostModel, schedule: Schedule) -> bool:
+    """Whether a schedule may be better as it is than with backwards in halves and pairs apart: where halves keep more,
+    where pairs hide time, and where links are occupied, which the search does not count.
+    """
+    pairs = bool(cost.overlap) and has_pairs(schedule)
+    return pairs or bool(cost.activation_bytes or cost.route_bytes) or any(problem.memory.spare)
 
 
 @dataclass(slots=True)

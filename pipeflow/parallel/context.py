@@ -34,8 +34,9 @@ class Context:
         device: the device on which this process computes.
         world: the transport that connects all ranks.
         transport: the transport that connects the ranks of this rank's pipeline.
+        replicas: the transport that connects the ranks that hold the same weights and process other data.
         tensor: the group of ranks that hold the other parts of the same layers.
-        data: the group of ranks that hold the same weights and process other data.
+        data: the same ranks as `replicas`, as a group.
         alarm: reports a failure on one rank to all ranks.
         world_size: number of ranks in the world.
         pipeline_rank, tensor_rank, data_rank: indices of this rank along the dimensions of the layout.
@@ -47,12 +48,14 @@ class Context:
     device: torch.device
     world: Transport
     transport: Transport = field(init=False)
+    replicas: Transport = field(init=False)
     tensor: Group = field(init=False)
     data: Group = field(init=False)
     alarm: Alarm = field(init=False)
 
     def __post_init__(self) -> None:
         self.transport = Subset(self.world, self.layout.pipeline_ranks(self.rank))
+        self.replicas = Subset(self.world, self.layout.data_ranks(self.rank))
         self.tensor = self.world.group(self.layout.tensor_ranks(self.rank))
         self.data = self.world.group(self.layout.data_ranks(self.rank))
         self.alarm = Alarm(self.world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 from weakref import WeakSet
 
@@ -76,7 +77,8 @@ class Alarm:
                 self._dead = first
             if isinstance(cause, PipeflowError) or not isinstance(cause, Exception):
                 raise (cause or error) from None
-            raise error_of(first) from (None if isinstance(error, LinkError) else cause)
+            mine = str(call) if first.number == self._number else ""  # not if it failed before this call
+            raise error_of(first, mine) from (None if isinstance(error, LinkError) else cause)
         finally:
             transport.patience, transport.call = outside
 
@@ -85,17 +87,13 @@ class Alarm:
         self._transport.patience = self._transport.timeout * _SLOWER
 
     def _locate(self, error: BaseException) -> Failure:
-        rank = self._transport.rank
-        match error:
-            case ActionError():
-                action, cause = error.action, error.__cause__
-                assert cause is not None
-                where = (str(action), action.stage, action.microbatch)
-                usage = isinstance(cause, UsageError)
-                return Failure(rank, _reason(cause), *where, trace=_trace(cause), number=self._number, usage=usage)
-            case _:
-                usage = isinstance(error, UsageError)
-                return Failure(rank, _reason(error), trace=_trace(error), number=self._number, usage=usage)
+        found = Failure(self._transport.rank, _reason(error), number=self._number, call=str(self._transport.call))
+        cause = error
+        if isinstance(error, ActionError):
+            assert error.__cause__ is not None
+            action, cause = error.action, error.__cause__
+            found = replace(found, action=str(action), stage=action.stage, microbatch=action.microbatch)
+        return replace(found, reason=_reason(cause), trace=_trace(cause), usage=isinstance(cause, UsageError))
 
 
 def _reason(error: BaseException) -> str:

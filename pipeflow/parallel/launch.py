@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_group, _set_pg_timeout
 
 from pipeflow.core.errors import Failure, PipelineError
 from pipeflow.parallel.aside import aside
@@ -22,6 +22,7 @@ from pipeflow.parallel.context import Context, set_process_context
 from pipeflow.parallel.control.coordinator import Coordinator
 from pipeflow.parallel.control.diagnosis import gone
 from pipeflow.parallel.control.monitor import HOST, Monitor, grace_of
+from pipeflow.parallel.device import own_device, prepare
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.network import address_towards, reachable, resolve, use_interface_of
 from pipeflow.parallel.rendezvous import come, did_not_come, find_each_other, missing
@@ -55,43 +56,43 @@ def launch(
         tensor: number of processes that share every layer.
         timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call; ten times
             as long if that rank may have to compile first. There is no limit for a rank between calls, for example
-            during a long upload, as long as its process answers.
-        device: device of this process; by default its own GPU if there is one, else the CPU.
+            during a long upload, as long as its process answers. On GPUs it must be longer than a step takes.
+        device: device of this process: "cpu", "cuda" for its own GPU, which is the one of its LOCAL_RANK or the only
+            one that it sees, or another one such as "cuda:3". A GPU becomes torch's current device. By default its own
+            GPU if there is one, else the CPU.
 
-    Raises UsageError, before any process group exists, if the world size does not fit, and PipelineError, naming the
-    missing ranks, if not all ranks launch in time.
+    On GPUs, this sets environment variables that CUDA, NCCL and torch read (docs/clusters.md lists them), so call it
+    before CUDA is used.
+
+    Raises UsageError, before any process group exists, if the world size does not fit, if the device is not there or
+    not supported, and if CUDA_DEVICE_MAX_CONNECTIONS is less than 32; and PipelineError, naming the missing ranks, if
+    not all ranks launch in time.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     layout = Layout.of(world_size, pipeline, tensor)
-    place = _device() if device is None else torch.device(device)
+    if world_size > 1:
+        prepare(device)
+    place = own_device(device)
     transport: Transport = LocalTransport(Hub(1), 0, device=place, timeout=timeout)
     if world_size > 1:
         transport = _join(rank, world_size, place, timeout)
     elif all(name in os.environ for name in _TORCHRUN):
-        _initialize(rank, world_size, place, timeout, str)  # for torch's libraries; nothing here needs it
+        _initialize(rank, world_size, place, timeout, lambda *_: None)  # for torch's libraries; nothing here needs it
     context = Context(rank, layout, place, transport)
     set_process_context(context)
     return context
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)
-    return device
 
 
 def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> DistributedTransport:
     """Connects to the other processes; rank 0 runs the coordinator, to which all ranks connect."""
     coordinators: list[Coordinator] = []
 
-    def tell(address: str) -> tuple[bytes, str, int]:
+    def tell(address: str, group: dist.ProcessGroup | None) -> tuple[bytes, str, int]:
         secret, port = secrets.token_bytes(32), 0
         if rank == 0:
             coordinators.append(Coordinator(address_towards(address), world_size, secret, grace_of(timeout)))
             port = coordinators[0].port
-        return _told_by_rank_0(secret, address, port)
+        return _told_by_rank_0(secret, address, port, group)
 
     secret, address, port = _initialize(rank, world_size, device, timeout, tell)
     try:
@@ -112,12 +113,19 @@ def _join(rank: int, world_size: int, device: torch.device, timeout: float) -> D
     return transport
 
 
-def _initialize(rank: int, world_size: int, device: torch.device, timeout: float, then: Callable[[str], T]) -> T:
-    """Makes torch's default process group unless there is one, and returns `then(address)`, where `address` is that of
-    rank 0's machine; `then` may use the group.
+def _initialize(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: float,
+    then: Callable[[str, dist.ProcessGroup | None], T],
+) -> T:
+    """Makes torch's default process group unless there is one, and returns `then(address, group)`, where `address` is
+    that of rank 0's machine, and `group` exchanges tensors in CPU memory.
     """
     if dist.is_initialized():
-        return then(_address_of_rank_0(rank, world_size))
+        group = _group_of_cpus(timeout)
+        return then(_address_of_rank_0(rank, world_size, group), group)
     found = find_each_other(rank, world_size, timeout)
     use_interface_of(address_towards(found.address))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -125,7 +133,7 @@ def _initialize(rank: int, world_size: int, device: torch.device, timeout: float
 
     def meet() -> T:
         dist.init_process_group(backend, store=found.store, rank=rank, world_size=world_size, timeout=patience)
-        result = then(found.address)
+        result = then(found.address, None)
         dist.all_reduce(torch.zeros(1, device="cpu"))  # no rank passes this before all have reached it
         come(found.store, rank)
         return result
@@ -141,23 +149,35 @@ def _initialize(rank: int, world_size: int, device: torch.device, timeout: float
     return result
 
 
-def _address_of_rank_0(rank: int, world_size: int) -> str:
+def _group_of_cpus(timeout: float) -> dist.ProcessGroup | None:
+    """None, for torch's default process group, or another group of all ranks if that one only moves tensors of GPUs, as
+    after `init_process_group("nccl")`. It stays open: to close it would break it for a rank that still reads from it.
+    """
+    if torch.device("cpu") in _get_default_group()._device_types:
+        return None
+    if named := os.environ.get("MASTER_ADDR"):
+        use_interface_of(address_towards(resolve(named)))
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return group
+
+
+def _address_of_rank_0(rank: int, world_size: int, group: dist.ProcessGroup | None) -> str:
     """The address at which all ranks reach rank 0's machine, which may know its own name as a loopback address only."""
     named = os.environ.get("MASTER_ADDR") or (socket.gethostname() if rank == 0 else "")
     seen = [torch.zeros(64, dtype=torch.uint8, device="cpu") for _ in range(world_size)]
     body = resolve(named).encode() if named else b""
     seen[rank][: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8) if body else 0
-    dist.all_gather(seen, seen[rank].clone())
+    dist.all_gather(seen, seen[rank].clone(), group=group)
     told = [bytes(each.tolist()).rstrip(b"\0").decode() for each in seen]
     return reachable([address for address in told if address])
 
 
-def _told_by_rank_0(secret: bytes, address: str, port: int) -> tuple[bytes, str, int]:
+def _told_by_rank_0(secret: bytes, address: str, port: int, group: dist.ProcessGroup | None) -> tuple[bytes, str, int]:
     """Rank 0's arguments, on all ranks: sent through torch's group rather than its store, which anybody can read."""
     told = torch.zeros(256, dtype=torch.uint8, device="cpu")
     body = json.dumps([secret.hex(), address, port]).encode()
     told[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    dist.broadcast(told, src=0)
+    dist.broadcast(told, src=0, group=group)
     found, address, port = json.loads(bytes(told.tolist()).rstrip(b"\0"))
     return bytes.fromhex(found), address, port
 

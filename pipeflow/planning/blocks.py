@@ -161,11 +161,16 @@ class Transformer(ABC):
         Raises UsageError for parts that the model does not have, and as `require_tensor`.
         """
         parts = list(parts)
-        self.require_tensor(tensor)
         if wrong := [part for part in parts if not 0 <= part[0] < part[1] <= self.layers]:
             raise UsageError(f"layers {wrong[0]} are no part of {self.layers} layers: give (start, end), end excluded")
         first, last = any(start == 0 for start, _ in parts), any(end == self.layers for _, end in parts)
-        layers = sum(end - start for start, end in parts)
+        return self.parameters_held(sum(end - start for start, end in parts), tensor, first=first, last=last)
+
+    def parameters_held(self, layers: int, tensor: int, *, first: bool, last: bool) -> int:
+        """Parameters of one of `tensor` ranks that holds so many layers, and what stands before and after them where
+        `first` and `last` say so. Raises UsageError as `require_tensor`.
+        """
+        self.require_tensor(tensor)
         return layers * self._block(tensor) + self._ends(tensor, first=first, last=last)
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
-from pipeflow.planning.device import LINK_BANDWIDTHS, Device, require_bandwidth, require_between
+from pipeflow.planning.device import DEVICES, LINK_BANDWIDTHS, Device, require_bandwidth, require_between
 
 UNITS = {
     "flops": "FLOP/s",
@@ -95,7 +95,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """The cluster that `save` wrote, or one written by hand; `efficiency`, `sharing`, `units` and the
-        device's `runs_ahead` may be missing.
+        device's `runs_ahead` and `like` may be missing.
 
         Raises UsageError, which names the file, for one that cannot be read, is not JSON, lacks keys, has unknown ones,
         other units, or values that cannot be.
@@ -134,9 +134,8 @@ def _from_json(text: str) -> Cluster:
         raise UsageError(f"this is not JSON: {error}") from None
     known = {each.name for each in fields(Cluster)}
     cluster = _keys(content, "a cluster", known, optional={"efficiency", "sharing", "units"})
-    device = _keys(
-        cluster["device"], "the device of a cluster", {each.name for each in fields(Device)}, optional={"runs_ahead"}
-    )
+    known = {each.name for each in fields(Device)}
+    device = _keys(cluster["device"], "the device of a cluster", known, optional={"runs_ahead", "like"})
     units = cluster.pop("units", UNITS)
     if not isinstance(units, dict):
         raise UsageError(f"units must be an object of names and units, got {units!r}")
@@ -150,6 +149,8 @@ def _from_json(text: str) -> Cluster:
             raise UsageError(f"{name} must be an object of names and numbers, got {numbers!r}")
     if not isinstance(device["name"], str):
         raise UsageError(f"the name of the device must be text, got {device['name']!r}")
+    if device["name"] in DEVICES:  # files of earlier versions leave it to the name
+        device.setdefault("like", DEVICES[device["name"]].like)
     return Cluster(**cluster | {"device": Device(**device)})
 
 

@@ -21,8 +21,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, unknown
+from pipeflow.planning.efficiency import REACHES
 
 SLOWEST, FASTEST = 1e6, 1e14  # bytes/s of a memory or a link: outside of it the unit must be wrong
 
@@ -39,11 +41,14 @@ class Device:
         memory_bandwidth: bytes/s that it reads or writes.
         runs_ahead: whether a host launches operations while the device computes earlier ones. A CPU does both itself,
             one after the other.
+        like: the measured device, of `efficiency.REACHES`, that reaches about the same share of its rates. A device
+            that its power limits, as H100, reaches less than A100.
 
     >>> Device.named("A100-80GB").flops["bf16"]
     312000000000000.0
 
-    Raises UsageError for numbers that are not positive, and for a `memory_bandwidth` whose unit must be wrong.
+    Raises UsageError for numbers that are not positive, for a `memory_bandwidth` whose unit must be wrong, and for an
+    unknown `like`.
     """
 
     name: str
@@ -51,6 +56,7 @@ class Device:
     memory_bytes: float
     memory_bandwidth: float
     runs_ahead: bool = True
+    like: str = "a100"
 
     def __post_init__(self) -> None:
         if not self.flops:
@@ -63,6 +69,8 @@ class Device:
         require_bandwidth("memory_bandwidth", self.memory_bandwidth)
         if not isinstance(self.runs_ahead, bool):
             raise UsageError(f"runs_ahead must be True or False, got {self.runs_ahead!r}")
+        if str(self.like) not in REACHES:
+            raise unknown("measured device", str(self.like), REACHES)
         object.__setattr__(self, "flops", dict(self.flops))
 
     @classmethod
@@ -99,66 +107,62 @@ def require_between(least: float, most: float, name: str, value: object, unit: s
     raise UsageError(f"{name} is {value:g}, {wrong}: the unit is probably wrong. Give it in {unit}")
 
 
-def _device(
-    name: str, gib: int, bandwidth: float, half: float, tf32: float, single: float, *, bf16: bool = True, fp8: float = 0
-) -> Device:
-    """GiB, GB/s and TFLOP/s; 0 for what it has no units for."""
-    rates = {"fp16": half, "bf16": half if bf16 else 0, "fp8": fp8, "tf32": tf32, "float32": single}
-    return Device(name, {key: rate * 1e12 for key, rate in rates.items() if rate}, gib * 2**30, bandwidth * 1e9)
+class _Row(NamedTuple):
+    """GiB, GB/s of the memory and of all links of one device together one way, the measured device that is nearest,
+    and TFLOP/s; 0 for what it has no units for.
+    """
+
+    name: str
+    gib: int
+    memory: float
+    link: float
+    like: str
+    half: float
+    tf32: float
+    single: float
+    fp8: float = 0
+    bf16: bool = True
+
+    @property
+    def device(self) -> Device:
+        half = {"fp16": self.half, "bf16": self.half if self.bf16 else 0}
+        rates = half | {"fp8": self.fp8, "tf32": self.tf32, "float32": self.single}
+        flops = {key: rate * 1e12 for key, rate in rates.items() if rate}
+        return Device(self.name, flops, self.gib * 2**30, self.memory * 1e9, like=self.like)
 
 
-_ALL = (
-    _device("v100-16gb", 16, 900, 125, 0, 15.7, bf16=False),
-    _device("v100-32gb", 32, 900, 125, 0, 15.7, bf16=False),
-    _device("v100-pcie-16gb", 16, 900, 112, 0, 14, bf16=False),
-    _device("v100-pcie-32gb", 32, 900, 112, 0, 14, bf16=False),
-    _device("t4", 16, 320, 65, 0, 8.1, bf16=False),
-    _device("a10", 24, 600, 125, 62.5, 31.2),
-    _device("a100-40gb", 40, 1555, 312, 156, 19.5),
-    _device("a100-80gb", 80, 2039, 312, 156, 19.5),
-    _device("a100-pcie-40gb", 40, 1555, 312, 156, 19.5),
-    _device("a100-pcie-80gb", 80, 1935, 312, 156, 19.5),
-    _device("a800-80gb", 80, 2039, 312, 156, 19.5),
-    _device("l4", 24, 300, 121, 60, 30.3, fp8=242),
-    _device("l40s", 48, 864, 362, 183, 91.6, fp8=733),
-    _device("rtx-3090", 24, 936, 71, 35.6, 35.6),
-    _device("rtx-4090", 24, 1008, 165.2, 82.6, 82.6, fp8=330.3),
-    _device("h100-80gb", 80, 3350, 989, 494, 67, fp8=1979),
-    _device("h100-96gb", 96, 2400, 989, 494, 67, fp8=1979),
-    _device("h100-pcie", 80, 2000, 756, 378, 51, fp8=1513),
-    _device("h100-nvl", 94, 3900, 835, 417, 60, fp8=1671),
-    _device("h800", 80, 3350, 989, 494, 67, fp8=1979),
-    _device("h20", 96, 4000, 148, 74, 44, fp8=296),
-    _device("h200", 141, 4800, 989, 494, 67, fp8=1979),
-    _device("b200", 180, 8000, 2250, 1100, 80, fp8=4500),
-    _device("gb200", 186, 8000, 2500, 1250, 80, fp8=5000),
-    _device("mi250x", 64, 1638, 191.5, 0, 47.9),
-    _device("mi300x", 192, 5300, 1307.4, 653.7, 163.4, fp8=2614.9),
+_ALL = (  # a device that was not measured is like the nearest one that was
+    _Row("v100-16gb", 16, 900, 150, "a100", 125, 0, 15.7, bf16=False),
+    _Row("v100-32gb", 32, 900, 150, "a100", 125, 0, 15.7, bf16=False),
+    _Row("v100-pcie-16gb", 16, 900, 16, "a100", 112, 0, 14, bf16=False),
+    _Row("v100-pcie-32gb", 32, 900, 16, "a100", 112, 0, 14, bf16=False),
+    _Row("t4", 16, 320, 16, "a100", 65, 0, 8.1, bf16=False),
+    _Row("a10", 24, 600, 32, "a100", 125, 62.5, 31.2),
+    _Row("a100-40gb", 40, 1555, 300, "a100", 312, 156, 19.5),
+    _Row("a100-80gb", 80, 2039, 300, "a100", 312, 156, 19.5),
+    _Row("a100-pcie-40gb", 40, 1555, 32, "a100-pcie", 312, 156, 19.5),
+    _Row("a100-pcie-80gb", 80, 1935, 32, "a100-pcie", 312, 156, 19.5),
+    _Row("a800-80gb", 80, 2039, 200, "a100", 312, 156, 19.5),
+    _Row("l4", 24, 300, 32, "a100", 121, 60, 30.3, fp8=242),
+    _Row("l40s", 48, 864, 32, "a100", 362, 183, 91.6, fp8=733),
+    _Row("rtx-3090", 24, 936, 32, "a100", 71, 35.6, 35.6),
+    _Row("rtx-4090", 24, 1008, 32, "a100", 165.2, 82.6, 82.6, fp8=330.3),
+    _Row("h100-80gb", 80, 3350, 450, "h100", 989, 494, 67, fp8=1979),
+    _Row("h100-96gb", 96, 2400, 450, "h100", 989, 494, 67, fp8=1979),
+    _Row("h100-pcie", 80, 2000, 64, "h100", 756, 378, 51, fp8=1513),
+    _Row("h100-nvl", 94, 3900, 64, "h100", 835, 417, 60, fp8=1671),
+    _Row("h800", 80, 3350, 200, "h100", 989, 494, 67, fp8=1979),
+    _Row("h20", 96, 4000, 450, "h20", 148, 74, 44, fp8=296),
+    _Row("h200", 141, 4800, 450, "h100", 989, 494, 67, fp8=1979),
+    _Row("b200", 180, 8000, 900, "h100", 2250, 1100, 80, fp8=4500),
+    _Row("gb200", 186, 8000, 900, "h100", 2500, 1250, 80, fp8=5000),
+    _Row("mi250x", 64, 1638, 50, "mi250x", 191.5, 0, 47.9),
+    _Row("mi300x", 192, 5300, 448, "mi300x", 1307.4, 653.7, 163.4, fp8=2614.9),
 )
-DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _ALL})
+DEVICES: Mapping[str, Device] = MappingProxyType({row.name: row.device for row in _ALL})
 """Known devices by name. "h100-80gb" is the SXM part; V100 and A100 are SXM where no PCIe is said."""
 
-_LINKS = {  # GB/s one way of all links of one device together
-    "v100-16gb": 150,
-    "v100-32gb": 150,
-    "a100-40gb": 300,
-    "a100-80gb": 300,
-    "a800-80gb": 200,
-    "h100-80gb": 450,
-    "h100-96gb": 450,
-    "h800": 200,
-    "h20": 450,
-    "h200": 450,
-    "b200": 900,
-    "gb200": 900,
-    "mi250x": 50,
-    "mi300x": 448,
-}
-_PCIE = {"v100-pcie-16gb": 16, "v100-pcie-32gb": 16, "t4": 16, "h100-pcie": 64, "h100-nvl": 64}  # others: PCIe 4.0
-
-LINK_BANDWIDTHS: Mapping[str, float] = MappingProxyType(
-    {name: (_LINKS | _PCIE).get(name, 32) * 1e9 for name in DEVICES}
-)
+LINK_BANDWIDTHS: Mapping[str, float] = MappingProxyType({row.name: row.link * 1e9 for row in _ALL})
 """By the names of DEVICES: bytes/s one way from one device to the others of its node, over NVLink, Infinity Fabric, or
 PCIe with 16 lanes where there is neither. Between the GPUs of a ring of MI250X there is at least one link of 50e9.
 """

@@ -70,41 +70,40 @@ class Efficiency:
                 raise UsageError(f"the efficiency {each.name!r} must be finite and {kind}, got {number!r}")
 
     @classmethod
-    def of(cls, given: Mapping[str, float], device: str = "", precision: str = "") -> Efficiency:
-        """PUBLISHED with what is known of the device in that precision, and with the coefficients that are `given` in
-        its place, as a cluster file holds them. Raises UsageError for unknown names.
+    def of(cls, given: Mapping[str, float], like: str = "a100", precision: str = "") -> Efficiency:
+        """PUBLISHED with what is known of a device of REACHES in that precision, and with the coefficients that are
+        `given` in its place, as a cluster file holds them. Raises UsageError for unknown names.
         """
-        known = asdict(PUBLISHED)
-        for (family, kind), shares in OF_DEVICES.items():
-            if device.startswith(family) and kind == precision:
-                known |= shares
+        known = asdict(PUBLISHED) | dict(REACHES[like].get(precision, {}))
         if unknown := sorted(set(given) - set(known)):
             raise UsageError(f"unknown efficiency {', '.join(unknown)}; known: {', '.join(known)}")
         numbers: dict[str, Any] = known | dict(given)
         return cls(**numbers)
 
 
-_FAST = {"products": 0.7, "attention": 0.34}
-_FAST_FP8 = {"products": 0.54, "attention": 0.34}
-_LIMITED = ("h100", "h200", "h800", "b200", "gb200")  # by their power: the more so, the more units compute
+_LIMITED = {"products": 0.7, "attention": 0.34}  # by its power: the more so, the more units compute
 
-OF_DEVICES: Mapping[tuple[str, str], Mapping[str, float]] = {
-    **{(family, precision): _FAST for family in _LIMITED for precision in ("fp16", "bf16")},
-    **{(family, "fp8"): _FAST_FP8 for family in _LIMITED},
-    ("h20", "fp8"): {"products": 0.54},
-    **{("a100-pcie", precision): {"products": 0.82} for precision in ("fp16", "bf16")},
-    **{("mi250x", precision): {"products": 0.77} for precision in ("fp16", "bf16")},
-    **{("mi300x", precision): {"products": 0.6} for precision in ("fp16", "bf16")},
+
+def _in_half(shares: Mapping[str, float]) -> dict[str, Mapping[str, float]]:
+    return {"fp16": shares, "bf16": shares}
+
+
+REACHES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
+    "a100": {},
+    "a100-pcie": _in_half({"products": 0.82}),
+    "h100": {**_in_half(_LIMITED), "fp8": _LIMITED | {"products": 0.54}},
+    "h20": {"fp8": {"products": 0.54}},
+    "mi250x": _in_half({"products": 0.77}),
+    "mi300x": _in_half({"products": 0.6}),
 }
-"""Shares that differ much from A100's, by the start of a device's name and the precision.
+"""Shares that differ much from A100's, per device that was measured (`Device.like`) and precision.
 
 - H100 in 16 bits: MPT models of 0.8 to 70 billion parameters, trained by the same program on A100 and H100
   (llm-foundry), are planned with the same error on both with 0.7. Products alone reach 0.8 (ml-engineering's maximum
   achievable FLOP/s, where A100 reaches 0.87, A100 PCIe 0.81, MI250X 0.77 and MI300X 0.6).
 - Attention on H100: FlashAttention-2 reaches 335 of 989 TFLOP/s (arXiv 2307.08691). In fp8, too, it runs in 16 bits.
 - fp8: operands are scaled first. With 0.54, the plans of GPT3-5B, LLAMA2-7B and LLAMA2-13B on H100 without tensor ranks
-  are near the times that NeMo 24.07 published.
-- Devices that were not measured count as the nearest one that was: H200, H800 and B200 as H100.
+  are near the times that NeMo 24.07 published. H20 has fewer units in the same power, so only this concerns it.
 """
 
 SHARES = frozenset(

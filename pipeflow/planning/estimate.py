@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pipeflow.analysis.simulate import simulate
-from pipeflow.core.action import Action, Kind
+from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
@@ -24,10 +24,11 @@ from pipeflow.planning.partition import Cut
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import (
-    kind_of,
+    parameters_of,
     passed_bytes,
     recomputed_bytes,
     sequence_of,
+    shares_of,
     stage_costs,
     stage_layers,
 )
@@ -254,7 +255,7 @@ def plan(
     cut: Cut = "uniform",
 ) -> Plan:
     """The cost of training `model` under `schedule` in a `setup`, by default with one device per pipeline rank. Layers
-    are dealt over the stages as evenly as they go, or as `cut` has it; the tables and the head come on top.
+    are dealt over the stages as `stage_layers` does; the tables and the head come on top.
 
     With a `cluster`, times are in seconds and everything is counted: computations at the efficiency that their sizes
     reach, launches, communication of tensor ranks, transfers, reductions of gradients and the optimizer.
@@ -269,8 +270,7 @@ def plan(
     Raises UsageError for a model that does not fit the setup or the schedule's stages, for a precision that the device
     does not have, and for both `flops` and `cluster`.
     """
-    setup = Setup() if setup is None else setup
-    physical = None
+    setup, physical = Setup() if setup is None else setup, None
     if cluster is None:
         cost = stage_costs(model, schedule.placement, setup, flops=flops, cut=cut)
     elif flops is not None:
@@ -313,7 +313,8 @@ def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, comp
     free = physical.timeline(schedule, replace(cost, latency=0.0, bandwidth=math.inf, links={}))
     fastest = min(free.makespan, timeline.makespan)  # ranks that share processors may get out of each other's way
     reduced = physical.timeline(schedule.with_reductions())
-    tensor = min(computing[busiest], sum(physical.communication[each.stage] for each in _begun(schedule, busiest)))
+    forwards = (action.stage for action in schedule.actions(busiest) if action.kind is Kind.F)
+    tensor = min(computing[busiest], sum(physical.communication[stage] for stage in forwards))
     return StepParts(
         compute=computing[busiest] - tensor,
         tensor=tensor,
@@ -324,19 +325,14 @@ def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, comp
     )
 
 
-def _begun(schedule: Schedule, rank: int) -> Iterator[Action]:
-    """The forwards of a rank: one for each microbatch and stage."""
-    return (action for action in schedule.actions(rank) if action.kind is Kind.F)
-
-
 def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part]) -> tuple[float, ...]:
     """Per pipeline rank, the `peak_bytes` of a schedule that keeps nothing for backwards. `parts` are the layers of all
     stages. Ranks that hold and send alike are computed once.
     """
     found: dict[object, float] = {}
-    needed = []
+    needed, shares = [], shares_of(parts)
     for rank, borders in enumerate(_borders(placement)):
-        kind = (len(borders), *(kind_of(model, parts[stage]) for stage in placement.stages_of(rank)))
+        kind = (len(borders), *(shares[stage] for stage in placement.stages_of(rank)))
         if kind not in found:
             held = _held(model, setup, placement, parts, rank)
             found[kind] = _rank(setup, placement, rank, held, kept=0.0, idle=0.0).peak_bytes
@@ -345,9 +341,11 @@ def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: S
 
 
 def _held(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:
-    own = tuple(parts[stage] for stage in placement.stages_of(rank))
+    stages = placement.stages_of(rank)
+    own = [shares_of(parts)[stage] for stage in stages]
+    again = recomputed_bytes(model, setup) if any(share.layers for share in own) else 0
     received = transferred(placement, rank, [float(passed_bytes(model, setup))] * len(parts))
-    return Held(own, model.parameters_of(own, setup.tensor), recomputed_bytes(model, setup), received)
+    return Held(tuple(parts[stage] for stage in stages), parameters_of(model, own, setup.tensor), again, received)
 
 
 def transferred(placement: Placement, rank: int, sent: Sequence[float]) -> float:

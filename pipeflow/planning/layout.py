@@ -14,10 +14,11 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.setup import CHECKPOINTS, Checkpoint, Setup
-from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.schedules.registry import COMPARED, is_searched
 
-SEARCHED = tuple(name for name in SCHEDULES if "cost" not in options_of(name))
-"""The schedules that are tried unless others are named: all but those that are themselves searched for."""
+SEARCHED = tuple(name for name in COMPARED if not is_searched(name))
+"""The schedules that are tried unless others are named: those compared, but for those that are searched for."""
 
 
 @dataclass(frozen=True, slots=True)

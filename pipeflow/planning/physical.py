@@ -14,7 +14,7 @@ from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.mesh import Mesh
@@ -22,8 +22,19 @@ from pipeflow.planning.partition import Cut
 from pipeflow.planning.rates import Group, Rates, Seconds
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
-from pipeflow.planning.transformer_costs import for_parts, passed_bytes, sequence_of, stage_costs, stage_layers
+from pipeflow.planning.transformer_costs import (
+    Share,
+    for_shares,
+    parameters_of,
+    passed_bytes,
+    sequence_of,
+    shares_of,
+    stage_costs,
+    stage_layers,
+)
 from pipeflow.planning.work import embedding_work, head_work, layer_work
+
+WEIGHT_LAUNCHES = 0.4  # of a backward's launches, those of weight gradients: about their share of its computations
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +115,16 @@ def physical_costs(
     rates = rates_of(cluster, setup)
     memory = stage_costs(model, placement, setup, cut=cut)  # its bytes; its times are in forwards of a layer
     parts = stage_layers(model, placement, cut)
-    times = for_parts(model, parts, lambda part: _stage_times(model, setup, mesh, rates, part))
-    held = for_parts(model, parts, lambda part: model.parameters_of([part], setup.tensor))
+    times = for_shares(parts, lambda share: _stage_times(model, setup, mesh, rates, share))
+    shares = shares_of(parts)
+    held = for_shares(parts, lambda share: parameters_of(model, [share], setup.tensor))
     activation = passed_bytes(model, setup)
     stages = [
         StageCosts(times[stage], memory.saved_bytes[stage], memory.deferred_bytes[stage], activation, held[stage])
         for stage in range(len(parts))
     ]
     most = max(
-        model.parameters_of([parts[stage] for stage in placement.stages_of(rank)], setup.tensor)
+        parameters_of(model, [shares[stage] for stage in placement.stages_of(rank)], setup.tensor)
         for rank in range(placement.num_ranks)
     )
     tied = _tied(model, placement, setup, mesh, rates)
@@ -131,7 +143,7 @@ def head_rates(rates: Rates) -> Rates:
 
 
 def _rates_in(cluster: Cluster, precision: str) -> Rates:
-    return Rates(cluster, Efficiency.of(cluster.efficiency, cluster.device.name, precision), precision)
+    return Rates(cluster, Efficiency.of(cluster.efficiency, cluster.device.like, precision), precision)
 
 
 def physical_of(
@@ -182,7 +194,8 @@ def layer_times(
 ) -> tuple[float, float, float]:
     """Seconds of a layer's forward, of its whole backward with what that computes again, and of the part of it that
     computes weight gradients. They are no less than the times to launch `launches` transformer layers, and where the
-    device launches itself, as much longer.
+    device launches itself, as much longer. Each half of the backward has launches of its own: if one share of the whole
+    were split as the computations are, a faster chip could make one half longer.
 
     Args:
         layer: its computations.
@@ -193,17 +206,19 @@ def layer_times(
         launches: how many transformer layers take as long to launch.
     """
     known, runs_ahead = rates.efficiency, rates.cluster.device.runs_ahead
-    sync = sync if runs_ahead else 0.0  # else `collective` has it
+    waiting = 2 * sync if runs_ahead else 0.0  # else `collective` has it
 
     def taken(computed: float, launch: float) -> float:
-        return max(computed, launch + 2 * sync) if runs_ahead else computed + launch
+        return max(computed, launch) if runs_ahead else computed + launch
 
-    forward = taken(layer.forward + 2 * collective, launches * known.forward_launch)
+    forward = taken(layer.forward + 2 * collective, launches * known.forward_launch + waiting)
     again = {"full": layer.forward + 2 * collective, "selective": layer.scores}.get(checkpoint, 0.0)
-    relaunch = launches * known.forward_launch + 2 * sync if checkpoint == "full" else 0.0
-    computed = layer.backward + again + 2 * collective
-    backward = taken(computed, launches * known.backward_launch + relaunch)
-    return forward, backward, backward * layer.weight / computed if computed else 0.0
+    relaunch = launches * known.forward_launch + waiting if checkpoint == "full" else 0.0
+    for_weights = WEIGHT_LAUNCHES * launches * known.backward_launch if layer.weight else 0.0
+    rest = launches * known.backward_launch - for_weights + relaunch
+    inputs = taken(layer.backward - layer.weight + again + 2 * collective, rest + waiting)
+    weights = taken(layer.weight, for_weights)
+    return forward, inputs + weights, weights
 
 
 def _holders(placement: Placement, mesh: Mesh, stage: int) -> Group:
@@ -225,20 +240,20 @@ def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> 
     return {ends: far for one, other in pairs for ends in ((one, other), (other, one)) if mesh.crosses(one, other)}
 
 
-def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, part: Part) -> StageTimes:
+def _stage_times(model: Transformer, setup: Setup, mesh: Mesh, rates: Rates, share: Share) -> StageTimes:
     known, group = rates.efficiency, mesh.tensor_group
-    layers, layer = part[1] - part[0], rates.seconds(layer_work(model, setup))
+    layers, layer = share.layers, rates.seconds(layer_work(model, setup))
     summed = setup.microbatch_size * sequence_of(model, setup) * model.hidden * setup.precision.weight
     collective = rates.tensor_sum(group, summed)
     sync = known.sync * (group.ranks - 1)
     forward, backward, weight = layer_times(layer, rates, str(setup.checkpoint), collective=collective, sync=sync)
     ends: list[Seconds] = []
     sums = layers * (4 + (2 if setup.checkpoint == "full" else 0))
-    if part[0] == 0:
+    if share.first:
         each = rates.seconds(embedding_work(model, setup))
         ends.append(Seconds(each.forward + collective, each.backward + collective, each.weight, 0.0))
         sums += 2
-    if part[1] == model.layers:
+    if share.last:
         work = head_work(model, setup)
         each = head_rates(rates).seconds(work)
         moved = rates.moving(work.moved_bytes)

@@ -4,7 +4,6 @@ shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeflow.analysis.executed import executed_schedule
@@ -15,8 +14,8 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.orders.search import search
-from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.schedules.registry import schedules_on
+from pipeflow.schedules.search import search
 
 CANDIDATES = 1000  # orders that the search tries
 MARGIN = 1e-9  # by which activations may differ and be the same
@@ -80,29 +79,14 @@ def replan(measured: Timeline, *, candidates: int = CANDIDATES) -> Replan:
     cost = measured_costs(measured)
     reduces = Stream.REDUCE in measured.streams
     now = _candidate(ran, cost, None)
-    found = [_candidate(_like(each, reduces), cost, now.timeline) for each in _named(ran)]
+    named = schedules_on(ran.placement, ran.num_microbatches)
+    found = [_candidate(_like(each, reduces), cost, now.timeline) for each in named]
     if len(ran.placement.paths) == 1:
-        plain = [each for each in _named(ran) if _candidate(each, cost, now.timeline).fits]
         cap = now.timeline.peak_activations
-        order = search(ran.placement, ran.num_microbatches, cost, memory_cap=cap, candidates=candidates, start=plain)
+        order = search(ran.placement, ran.num_microbatches, cost, memory_cap=cap, candidates=candidates)
         found.append(_candidate(_like(order.schedule, reduces), cost, now.timeline))
     found.sort(key=lambda each: (not each.fits, each.timeline.makespan))
     return Replan(measured, cost, now, tuple(found))
-
-
-def _named(ran: Schedule) -> Iterator[Schedule]:
-    """The named schedules with the placement and the microbatches of the one that ran."""
-    ranks, chunks = len(ran.rows), ran.placement.num_stages // len(ran.rows)
-    for name in SCHEDULES:
-        options = {"chunks": chunks} if "chunks" in options_of(name) else {}
-        if "cost" in options_of(name):
-            continue  # it is searched for
-        try:
-            made = make_schedule(name, ranks=ranks, microbatches=ran.num_microbatches, **options)
-        except UsageError:  # it has no such size
-            continue
-        if made.placement == ran.placement:
-            yield made
 
 
 def _like(schedule: Schedule, reduces: bool) -> Schedule:

@@ -102,4 +102,4 @@ class Setup:
         """Whether attention writes its scores to memory: as `keep_scores` says, and also where they are recomputed
         alone (selective checkpoints), or where training runs in fp16, whose programs are older than fused attention.
         """
-        return self.keep_scores or self.checkpoint == "selective" or self.precision.name.startswith("fp16")
+        return self.keep_scores or self.checkpoint == "selective" or self.precision.products == "fp16"

@@ -11,8 +11,8 @@ of a GPT whose heads all have their own key and value, and whose MLP has two mat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
@@ -24,32 +24,61 @@ from pipeflow.planning.setup import Setup
 T = TypeVar("T")
 
 
+class Share(NamedTuple):
+    """The share of a model that stages hold together: shares that are equal cost the same.
+
+    Attributes:
+        layers: how many.
+        first: whether what stands before the layers is a part of it.
+        last: whether what stands after the layers is.
+    """
+
+    layers: int
+    first: bool
+    last: bool
+
+
 def stage_layers(model: Transformer, placement: Placement, cut: Cut = "uniform") -> list[Part]:
-    """Per stage its layers [start, end): by default as even as can be, else as `stage_parts` has it. Raises UsageError
-    for more stages than layers, and as `stage_parts`.
+    """Per stage its layers [start, end): by default as even as can be, else as `stage_parts` has it. With one stage
+    more than layers the last one has none, with two more also the first one: they hold what stands after and before the
+    layers, as in Llama 3 (arXiv 2407.21783, section 3.3.2). A cut may say the same.
+
+    Raises UsageError for more stages than that, and as `stage_parts`.
     """
-    stages = placement.num_stages
-    if stages > model.layers:
+    stages, layers = placement.num_stages, model.layers
+    if stages > layers + 2:
         raise UsageError(
-            f"{model.layers} layers cannot fill {stages} stages on {placement.num_ranks} ranks: "
-            f"use fewer ranks or chunks, at most {model.layers} stages"
+            f"{layers} layers cannot fill {stages} stages on {placement.num_ranks} ranks: use fewer ranks or chunks, "
+            f"at most {layers + 2} stages, of which the first and the last have no layers"
         )
-    return stage_parts(model.layers, stages, cut)
+    ends = [(0, 0), (layers, layers)]
+    if isinstance(cut, str) and stages > layers:
+        return [*ends[: stages - layers - 1], *((layer, layer + 1) for layer in range(layers)), ends[1]]
+    if isinstance(cut, str) or stages == 1 or len(cut) != stages:
+        return stage_parts(layers, stages, cut)
+    outer = zip((cut[0], cut[-1]), ends, strict=True)
+    before, after = ([end] * (isinstance(each, Sequence) and tuple(each) == end) for each, end in outer)
+    inner = cut[len(before) : len(cut) - len(after)]
+    return [*before, *stage_parts(layers, stages - len(before) - len(after), inner), *after]
 
 
-def for_parts(model: Transformer, parts: Sequence[Part], of: Callable[[Part], T]) -> list[T]:
-    """`of` each part, computed once for each kind of part."""
-    kinds = [kind_of(model, part) for part in parts]
-    found = {kind: of(part) for kind, part in dict(zip(kinds, parts, strict=True)).items()}
-    return [found[kind] for kind in kinds]
+def shares_of(parts: Sequence[Part]) -> list[Share]:
+    """Per stage its share. `parts` are the layers of all stages."""
+    last = len(parts) - 1
+    return [Share(end - start, stage == 0, stage == last) for stage, (start, end) in enumerate(parts)]
 
 
-def kind_of(model: Transformer, part: Part) -> tuple[int, bool, bool]:
-    """The same for parts that cost the same: the number of layers, and whether they hold the start and the end of the
-    model.
-    """
-    start, end = part
-    return end - start, start == 0, end == model.layers
+def parameters_of(model: Transformer, shares: Iterable[Share], tensor: int) -> int:
+    """Parameters of one of `tensor` ranks that hold these shares together."""
+    layers, firsts, lasts = zip(*shares, strict=True)
+    return model.parameters_held(sum(layers), tensor, first=any(firsts), last=any(lasts))
+
+
+def for_shares(parts: Sequence[Part], of: Callable[[Share], T]) -> list[T]:
+    """`of` the share of each stage, computed once for each that differs."""
+    shares = shares_of(parts)
+    found = {share: of(share) for share in set(shares)}
+    return [found[share] for share in shares]
 
 
 def stage_costs(
@@ -65,14 +94,14 @@ def stage_costs(
     if flops is not None and not (math.isfinite(flops) and flops > 0):
         raise UsageError(f"flops must be positive and finite, got {flops}: operations per second of one device")
     parts = stage_layers(model, placement, cut)
-    work = for_parts(model, parts, lambda part: _operations(model, setup, part))
+    work = for_shares(parts, lambda share: _operations(model, setup, share))
     unit = layer_forward(model, setup) if flops is None else flops * setup.tensor / tokens
     return CostModel(
         forward=tuple(forward / unit for forward, _, _ in work),
         backward_input=tuple(backward / unit for _, backward, _ in work),
         backward_weight=tuple(weight / unit for _, _, weight in work),
-        saved_bytes=tuple(for_parts(model, parts, lambda part: tokens * _saved(model, setup, part))),
-        deferred_bytes=tuple(for_parts(model, parts, lambda part: tokens * _deferred(model, setup, part))),
+        saved_bytes=tuple(for_shares(parts, lambda share: tokens * _saved(model, setup, share))),
+        deferred_bytes=tuple(for_shares(parts, lambda share: tokens * _deferred(model, setup, share))),
     )
 
 
@@ -111,15 +140,15 @@ def passed_bytes(model: Transformer, setup: Setup) -> int:
     return setup.microbatch_size * sequence_of(model, setup) * _whole(model, setup) * setup.precision.weight
 
 
-def _operations(model: Transformer, setup: Setup, part: Part) -> tuple[float, float, float]:
+def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, float, float]:
     """Per token, of F, I and W: a linear's two halves cost its forward each, attention's backward is all in I and costs
     twice its forward (arXiv 2401.10241, table 1). What is computed again, layers alone, is a part of I. No I is needed
     of a linear that reads the batch.
     """
-    layers, linears = part[1] - part[0], model.linear_flops
+    layers, linears = share.layers, model.linear_flops
     attention = model.attention_flops(sequence_of(model, setup))
-    first = model.embedding_flops if part[0] == 0 else 0
-    last = head_forward(model) if part[1] == model.layers else 0
+    first = model.embedding_flops if share.first else 0
+    last = head_forward(model) if share.last else 0
     again = layers * {"none": 0, "selective": attention, "full": linears + attention}[str(setup.checkpoint)]
     forward = first + layers * (linears + attention) + last
     return forward, layers * (linears + 2 * attention) + last + again, first + layers * linears + last
@@ -163,7 +192,7 @@ def _layer_bytes(model: Transformer, setup: Setup) -> int:
     return whole + width * _split(model, setup) + _score_bytes(model, setup)
 
 
-def _saved(model: Transformer, setup: Setup, part: Part) -> float:
+def _saved(model: Transformer, setup: Setup, share: Share) -> float:
     """Bytes per token from a forward to its backward: of each layer all that it needs but scores that are computed
     again, or its input alone; of the first stage the embedding's dropout mask, a byte; of the last what goes into its
     norm and its head, and the logits in float32 (section 4.3).
@@ -174,15 +203,15 @@ def _saved(model: Transformer, setup: Setup, part: Part) -> float:
         "selective": _layer_bytes(model, setup) - _score_bytes(model, setup),
         "full": width * whole,
     }[str(setup.checkpoint)]
-    kept: float = (part[1] - part[0]) * layer
-    if part[0] == 0:
+    kept: float = share.layers * layer
+    if share.first:
         kept += whole * model.dropout
-    if part[1] == model.layers:
+    if share.last:
         kept += 2 * width * whole + 4 * model.head_outputs(setup.tensor)
     return kept
 
 
-def _deferred(model: Transformer, setup: Setup, part: Part) -> float:
+def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
     """Bytes per token from I to W: what goes into each linear and the gradient of what comes out, 32h per layer in
     half precision (arXiv 2401.10241, table 1), checkpointed or not, since what I computed again W still needs; and of
     the tables the gradient of what comes out. With sequence parallelism a rank keeps its part and gathers the others.
@@ -190,9 +219,9 @@ def _deferred(model: Transformer, setup: Setup, part: Part) -> float:
     Whole on every tensor rank: what goes into query-key-value and wide, the gradients of the two outputs.
     """
     width, whole = setup.precision.weight, _whole(model, setup)
-    values: float = (part[1] - part[0]) * (4 * whole + _split(model, setup))
-    if part[0] == 0:
+    values: float = share.layers * (4 * whole + _split(model, setup))
+    if share.first:
         values += whole
-    if part[1] == model.layers:
+    if share.last:
         values += whole + model.head_outputs(setup.tensor)
     return values * width

@@ -15,6 +15,9 @@ from pipeflow.planning.transformer_costs import sequence_of
 SCORE_BYTES = 13  # per attention score in half precision: written, masked and normalised, dropped out, read again
 WHOLE_VALUES = 11  # per token and `hidden`: two norms, two sums with a residual and their dropouts
 ATTENTION_AGAIN = 0.5  # of the products of fused attention, that its backward computes again: one of the two
+ROUTED_VALUES = (
+    4  # per expert of a token and `hidden`: read and written on the way to it, read and added on the way back
+)
 LOSS_PASSES = 8  # over the logits in float32, for the loss and again for its gradient
 EMBEDDING_PASSES = 10  # over the embedding's output
 
@@ -62,6 +65,7 @@ def layer_work(model: Transformer, setup: Setup) -> Work:
     attention = tokens * model.attention_flops(sequence) / tensor / (2 if is_skipped else 1)
     values = 2 * inner + 2 * keys + (3 if model.gated else 2) * model.active_experts * model.wide / tensor
     whole = hidden / tensor if setup.sequence_parallel else hidden
+    routed = ROUTED_VALUES * model.experts_per_token * hidden if model.experts > 1 else 0
     return Work(
         (
             Product(tokens, inner + 2 * keys, hidden),
@@ -70,7 +74,7 @@ def layer_work(model: Transformer, setup: Setup) -> Work:
         ),
         attention_flops=attention,
         again_flops=0.0 if is_stored else attention * ATTENTION_AGAIN,
-        moved_bytes=width * tokens * (WHOLE_VALUES * whole + values),
+        moved_bytes=width * tokens * (WHOLE_VALUES * whole + values + routed),
         score_bytes=tokens * sequence * model.heads / tensor * SCORE_BYTES * width / 2 if is_stored else 0.0,
     )
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.runtime.autocast import outside, region_of
 from pipeflow.runtime.gradients.step_end import Change
 from pipeflow.runtime.pipeline import Pipeline
 
@@ -35,9 +36,13 @@ def backward(loss: Tensor, model: Pipeline, *, reduce: bool = True, gradient_sca
             )
         gradients.prepare()
         gradients.begin([placement.stages_of(0)])
-        (loss * (model.loss_scale * gradient_scale)).backward()
+        with outside(region_of(model.context.device.type)):
+            (loss * (model.loss_scale * gradient_scale)).backward()
         gradients.end(reduce=reduce)
-        change = Change(int(max(row[0] for row in all_gather(model.context.world, [gradients.change]))))
+        rows = all_gather(model.context.world, [gradients.change, gradients.buffers.are_changed])
+        change = Change(int(max(row[0] for row in rows)))
+        if any(row[1] for row in rows):
+            gradients.buffers.share()
         if change:
             gradients.renew(change, reduce=reduce)
             for stage in model.runner.stages.values():

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,10 +22,10 @@ from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.parallel.transport.group import Unconnected
 from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
-from pipeflow.runtime.microbatch import next_batch
+from pipeflow.runtime.microbatch import Batch, next_batch
 from pipeflow.stages.blocks import Blocks, Cuts
 from pipeflow.stages.entries import LABELS
-from pipeflow.stages.loss import all_counted, own_loss, weigh_by_labels
+from pipeflow.stages.loss import Made, all_counted, own_loss, weigh_by
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.stage import ModuleStage
@@ -44,6 +44,7 @@ class Parts:
         read: function that splits a batch into entries and labels.
         criterion: the module's own loss; None if it computes none.
         weigh: function that gives the weight of a microbatch in the loss; None for its number of samples.
+        knows_weights: False if the loss may weigh microbatches otherwise, which could not be read from it.
     """
 
     chunks: nn.ModuleList
@@ -51,6 +52,7 @@ class Parts:
     read: Callable[[object], tuple[dict[str, Any], object]]
     criterion: Callable[..., Tensor] | None
     weigh: Callable[..., float] | None
+    knows_weights: bool = True
 
     def priced(self, cost: CostModel | None) -> CostModel | None:
         """The cost model, with the bytes that pass between the stages added if it has none."""
@@ -72,6 +74,7 @@ def parts_of(
     blocks: Blocks,
     autocast: torch.dtype | None,
     rules: Sequence[Rule],
+    has_criterion: bool,
 ) -> Parts:
     """This rank's parts; all ranks make theirs together. Arguments are those of `Pipeline.from_module`.
 
@@ -85,8 +88,21 @@ def parts_of(
         raise UsageError(
             f"{compiled} is compiled, but its copies in stages would not be: compile the stages with Pipeline.compile"
         )
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UsageError(
+            f"the module is wrapped in {type(module).__name__}: pass the module inside, model.module; a Pipeline "
+            "averages the gradients of its replicas itself"
+        )
     placement, device = schedule.placement, context.device
-    planner = Planner(module, placement.num_stages, device=device, cuts=cuts, blocks=blocks, placement=placement)
+    planner = Planner(
+        module,
+        placement.num_stages,
+        device=device,
+        cuts=cuts,
+        blocks=blocks,
+        placement=placement,
+        has_criterion=has_criterion,
+    )
     batch = next_batch(iter([example]), schedule.num_microbatches, device, planner.entries.of)
     entries = dict(batch.split(batch.inputs)[0])
     if LABELS in entries:
@@ -101,10 +117,29 @@ def parts_of(
     share_default_state(context.tensor, device)
     _tie(module, plan, placement, context.pipeline_rank)
     chunks = nn.ModuleList(stages)
-    if not plan.trace.makes_loss:
+    if plan.trace.loss is None:
         return Parts(chunks, sized, planner.entries.of, None, None)
-    weigh = weigh_by_labels(plan.trace.targets, entries.get(LABELS))
-    return Parts(chunks, sized, planner.entries.of, own_loss, weigh)
+    other = cache(partial(_other_size, batch, planner, module))
+    weigh, is_certain = weigh_by(plan.trace.loss, entries.get(LABELS), batch.sizes[0], other)
+    return Parts(chunks, sized, planner.entries.of, own_loss, weigh, knows_weights=is_certain)
+
+
+def _other_size(batch: Batch, planner: Planner, module: nn.Module) -> tuple[Made | None, int]:
+    """How the loss of a microbatch of another size is made, None if the forward does not take it, and the size, 0 if
+    the batch is too small for one.
+    """
+    samples, size = sum(batch.sizes), batch.sizes[0]
+    other = size + 1 if samples > size else size - 1
+    if not other:
+        return None, 0
+    sizes = [other, samples - other] if samples > other else [other]
+    entries = dict(replace(batch, sizes=sizes, leaves=[]).split(batch.inputs)[0])
+    if LABELS in entries:
+        entries[LABELS] = all_counted(entries[LABELS])
+    try:
+        return planner.trace_of(module, entries, lambda _: None).loss, other
+    except Exception:  # whatever the forward raises
+        return None, other
 
 
 def _sized(

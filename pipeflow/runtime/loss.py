@@ -5,7 +5,7 @@ loss, and the check that all ranks did the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
-from pipeflow.parallel.transport.agreement import all_gather, exchange, told_alike
+from pipeflow.parallel.transport.agreement import all_gather, all_gather_tensor, exchange, told_alike
 from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.runtime.call import in_words
 from pipeflow.runtime.gradients.step_end import Change
@@ -31,63 +31,80 @@ class Told(NamedTuple):
     schedule: float  # a digest
     samples: float  # of its batch
     batch: float  # a digest of its content; nan if unknown
-    dtype: float = -1.0  # of the loss, as an index; -1 if there is no loss to send
+    dtype: float = -1.0  # of the loss, as an index; -1 if there is no loss to send; all tensor ranks send the same
     weight: float = 0.0  # of its replica's batch
     loss: float = 0.0  # its replica's mean
     change: float = 0.0  # of its parameters since the ranks last compared theirs
     gradient_scale: float = 1.0
+    buffers: float = 0.0  # 1 if this rank's buffers have changed since the replicas last shared theirs
 
 
 class Agreed(NamedTuple):
-    """The result of the agreement: the loss if it is known here, the largest change of parameters, and the number of
-    samples over all replicas.
+    """The result of the agreement: the loss if it is known here, the largest change of parameters, over all replicas
+    the number of samples and, if the loss is known here, their weight, and whether buffers have changed on any rank.
     """
 
     loss: Tensor | None
     change: Change
     samples: int
+    weight: float
+    buffers: bool
 
 
 def share_of(results: Results, context: Context) -> float:
     """The factor that makes the average over the replicas an average over samples: this replica's weight in the whole
-    batch, as a multiple of an equal share. The ranks that have the last stage exchange their weights.
+    batch, as a multiple of an equal share. The ranks that have the last stage exchange their weights, on the host.
     """
     if not results.weights:
         return 1.0
     weights = [results.weight]
     if context.data.size > 1:
-        mine = torch.tensor(weights, dtype=torch.float64, device=context.device)
-        everyones = mine.new_empty(context.data.size)
-        context.data.all_gather(everyones, mine).wait()
-        weights = everyones.tolist()
+        weights = [weight for [weight] in all_gather(context.replicas, weights)]
     _require_some(weights)
     return results.weight * len(weights) / sum(weights)
 
 
-def agree(told: Told, results: Results, context: Context, last: Sequence[int], *, everywhere: bool) -> Agreed:
+def agree(
+    told: Told, results: Results, context: Context, last: Sequence[int], *, microbatches: int, everywhere: bool
+) -> Agreed:
     """Ends a step: no rank goes on before all have reached it.
 
     The loss is known on the ranks that have the last stage, which are `last` in the pipeline, or on all ranks if
-    `everywhere`. Raises UsageError on all ranks if they did different things, or if nothing in the batch counts.
+    `everywhere`. `microbatches` is their number in the schedule. On a CPU the loss is part of the agreement. Another
+    device may still be computing it: the host waits for the other hosts only, and the loss follows from device to
+    device.
+
+    Raises UsageError on all ranks if they did different things, or if nothing in the batch counts.
     """
+    on_host = is_host(context.device)
+    passes_on = everywhere or context.data.size > 1 or (len(last) > 1 and not on_host)
     loss = None
     if results.weights:
         if context.data.size == 1:
             _require_some([results.weight])
-        loss = _whole_loss(results, context.transport, last)
-    if loss is not None and context.tensor.rank == 0 and (everywhere or context.data.size > 1):
-        told = told._replace(dtype=_DTYPES.index(loss.dtype), weight=results.weight, loss=loss.item())
+        loss = _whole_loss(results, context.transport, last) if on_host else results.loss()
+    if loss is not None and passes_on:
+        value = loss.item() if on_host else math.nan
+        told = told._replace(dtype=_DTYPES.index(loss.dtype), weight=results.weight, loss=value)
     rows = [Told(*row) for row in all_gather(context.world, told)]
     with told_alike(context.world):
         require_alike(rows, context)
-    if loss is None or any(row.dtype >= 0 for row in rows):
-        loss = _mean(rows, context) if everywhere or results.weights else None
+    weight = results.weight
+    if any(row.dtype >= 0 for row in rows):
+        losses = _told_losses(rows) if on_host else _sent_losses(rows, results, context, microbatches)
+        loss, weight = _mean(rows, losses, context) if everywhere or results.weights else (None, 0.0)
     samples = sum(row.samples for row in rows[:: len(rows) // context.data.size])
-    return Agreed(loss, Change(int(max(row.change for row in rows))), int(samples))
+    buffers = any(row.buffers for row in rows)
+    return Agreed(loss, Change(int(max(row.change for row in rows))), int(samples), weight, buffers)
+
+
+def is_host(device: torch.device) -> bool:
+    """True if the host computes the loss itself, so that it has its value at once."""
+    return device.type == "cpu"
 
 
 def require_alike(rows: Sequence[Told], context: Context) -> None:
-    """Raises UsageError unless all ranks did the same."""
+    """Raises UsageError unless all ranks did the same, and if nothing in the batch counts."""
     for rank, row in enumerate(rows):
         if row.call != rows[0].call:
             raise UsageError(
@@ -101,8 +118,8 @@ def require_alike(rows: Sequence[Told], context: Context) -> None:
                 f"rank {rank} was given gradient_scale={row.gradient_scale:g}, but rank 0 {rows[0].gradient_scale:g}: "
                 "pass the same one on every rank"
             )
-    for first in range(0, len(rows), len(rows) // context.data.size):
-        replica = rows[first : first + len(rows) // context.data.size]
+    for ranks in _replicas(rows, context):
+        first, replica = ranks[0], [rows[rank] for rank in ranks]
         if len({row.samples for row in replica}) > 1:
             sizes = ", ".join(str(int(row.samples)) for row in replica)
             raise UsageError(
@@ -115,6 +132,23 @@ def require_alike(rows: Sequence[Told], context: Context) -> None:
                     f"rank {rank} read another batch than rank {min(digests)}: all ranks of a replica need the same "
                     "data in the same order"
                 )
+        _require_one_loss([(first + rank, row) for rank, row in enumerate(replica) if row.dtype >= 0])
+    if weights := [row.weight for row in rows if row.dtype >= 0]:
+        _require_some(weights)
+
+
+def _require_one_loss(rows: Sequence[tuple[int, Told]]) -> None:
+    """Raises UsageError if the loss of a replica, with the ranks that have it, differs by more than rounding."""
+    for rank, row in rows[1:]:
+        lowest, first = rows[0]
+        rounding = torch.finfo(_DTYPES[int(row.dtype)]).eps
+        both_nan = math.isnan(row.loss) and math.isnan(first.loss)
+        if not both_nan and not math.isclose(row.loss, first.loss, rel_tol=rounding**0.5, abs_tol=rounding):
+            raise UsageError(
+                f"the loss of one batch is {row.loss:.9g} on rank {rank}, {first.loss:.9g} on rank {lowest}: a layer "
+                "is split over the tensor ranks that must stay whole (add a Rule of kind 'whole' for it), or a value "
+                "that all of them hold differs, such as a mask of dropout drawn with another seed"
+            )
 
 
 def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> Tensor | None:
@@ -132,22 +166,50 @@ def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> 
     return (mine + its)[1:].to(dtype).sum().to(transport.device)
 
 
-def _mean(rows: Sequence[Told], context: Context) -> Tensor | None:
-    """The mean over the replicas, each counted by its weight; None if no replica has a loss."""
+def _told_losses(rows: Sequence[Told]) -> dict[int, Tensor]:
+    """The loss of its replica that each rank told, by rank."""
+    return {
+        rank: torch.tensor(row.loss, dtype=_DTYPES[int(row.dtype)], device="cpu")
+        for rank, row in enumerate(rows)
+        if row.dtype >= 0
+    }
+
+
+def _sent_losses(rows: Sequence[Told], results: Results, context: Context, microbatches: int) -> dict[int, Tensor]:
+    """The loss of its replica, on this device, by the first rank of the replica that has a part of it. All ranks call
+    it together; it is summed in microbatch order, also if two ranks have the last stage.
+    """
+    mine = torch.zeros(microbatches, dtype=torch.float64, device=context.device)
+    for microbatch, part in results.parts().items():
+        mine[microbatch] = part
+    everyones = all_gather_tensor(context.world, mine)
+    losses = {}
+    for replica in _replicas(rows, context):
+        tellers = [rank for rank in replica if rows[rank].dtype >= 0 and not context.layout.place(rank).tensor]
+        if tellers:
+            parts = torch.stack([everyones[rank] for rank in tellers]).sum(dim=0)  # each part stands in one row
+            losses[tellers[0]] = parts.to(_DTYPES[int(rows[tellers[0]].dtype)]).sum()
+    return losses
+
+
+def _replicas(rows: Sequence[Told], context: Context) -> list[range]:
+    """The world ranks of each replica."""
     size = len(rows) // context.data.size
-    replicas = [rows[first : first + size] for first in range(0, len(rows), size)]
-    told = [row for replica in replicas for row in [each for each in replica if each.dtype >= 0][:1]]
-    if not told:
-        return None
-    weights, losses = (
-        [row.weight for row in told],
-        [torch.tensor(row.loss, dtype=_DTYPES[int(row.dtype)], device="cpu") for row in told],
-    )
-    _require_some(weights)
-    if len(losses) == 1:
-        return losses[0].to(context.device)
-    total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
-    return (total / sum(weights)).to(context.device)
+    return [range(first, first + size) for first in range(0, len(rows), size)]
+
+
+def _mean(rows: Sequence[Told], losses: Mapping[int, Tensor], context: Context) -> tuple[Tensor, float]:
+    """The mean over the replicas of the `losses` by rank, each counted by its weight, and their weight. A replica
+    counts once.
+    """
+    tellers = [
+        rank for replica in _replicas(rows, context) for rank in [each for each in replica if each in losses][:1]
+    ]
+    weights = [rows[rank].weight for rank in tellers]
+    if len(tellers) == 1:
+        return losses[tellers[0]].to(context.device), weights[0]
+    total = torch.stack([losses[rank] * weight for rank, weight in zip(tellers, weights, strict=True)]).sum()
+    return (total / sum(weights)).to(context.device), sum(weights)
 
 
 def _require_some(weights: Sequence[float]) -> None:

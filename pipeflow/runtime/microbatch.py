@@ -86,7 +86,8 @@ class Batch:
         return parts
 
     def _moved(self, value: object) -> object:
-        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+        on_gpu = self.device.type == "cuda"  # a copy to the CPU must be complete before it is read
+        return value.to(self.device, non_blocking=on_gpu) if isinstance(value, Tensor) else value
 
     def _leaf(self, part: object) -> object:
         if not isinstance(part, Tensor) or not part.requires_grad:
@@ -166,9 +167,15 @@ def next_batch(
 
 def merge(outputs: list[object]) -> object:
     """The outputs of all microbatches as one: tensors are concatenated along dim 0 (scalars are stacked), other objects
-    become a list.
+    become a list. Raises UsageError for tensors that differ in another dimension, and for outputs of other lengths.
     """
     flattened = [tree_flatten(output) for output in outputs]
+    for microbatch, (leaves, _) in enumerate(flattened):
+        if len(leaves) != len(flattened[0][0]):
+            raise UsageError(
+                f"the last stage returned {len(leaves)} entries for microbatch {microbatch}, but "
+                f"{len(flattened[0][0])} for microbatch 0: return the same for all, or pass return_outputs=False"
+            )
     columns = zip(*(leaves for leaves, _ in flattened), strict=True)
     return tree_unflatten([_merge_leaf(list(column)) for column in columns], flattened[0][1])
 
@@ -177,6 +184,13 @@ def _merge_leaf(column: list[object]) -> object:
     tensors = [leaf for leaf in column if isinstance(leaf, Tensor)]
     if len(tensors) < len(column):
         return column
+    for microbatch, tensor in enumerate(tensors):
+        if tensor.dim() != tensors[0].dim() or tensor.shape[1:] != tensors[0].shape[1:]:
+            raise UsageError(
+                f"the last stage returned shape {tuple(tensor.shape)} for microbatch {microbatch}, but "
+                f"{tuple(tensors[0].shape)} for microbatch 0: outputs are concatenated along dim 0, so all other "
+                "dimensions must be equal; pad them in the stage or in the batch, or pass return_outputs=False"
+            )
     return torch.cat(tensors) if tensors[0].dim() else torch.stack(tensors)
 
 
@@ -202,19 +216,3 @@ def _holders(tensor: Tensor) -> int:
     """The number of tensors that share its memory, including itself."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` holds it, too
-
-
-def loss_weights(
-    labels: list[object], sizes: list[int], weigh: Callable[..., float] | None
-) -> tuple[list[float], float]:
-    """The weight of each microbatch in the batch's mean loss, and the total weight of the batch.
-
-    Weights are fractions of the total, by number of samples or by `weigh(labels)`, such as a number of tokens. If the
-    total is zero, they are all zero. Raises UsageError for a weight that is negative or not finite.
-    """
-    weights = [float(weigh(part)) for part in labels] if weigh else [float(size) for size in sizes]
-    for microbatch, weight in enumerate(weights):
-        if not 0 <= weight < float("inf"):
-            raise UsageError(f"weigh(labels) gave {weight} for microbatch {microbatch}: a weight must be 0 or more")
-    total = sum(weights)
-    return [weight / total if total else 0.0 for weight in weights], total

@@ -20,8 +20,8 @@ def plain_name(name: str) -> str:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that torch.compile wrapped, or `module` itself if it is not wrapped."""
-    inner: nn.Module = getattr(module, COMPILED, module)
-    return inner
+    inner = module._modules.get(COMPILED)
+    return module if inner is None else inner
 
 
 def name_in_module(name: str, prefix: str, cut: Collection[str]) -> str:

@@ -33,6 +33,8 @@ def merged(results: Results, transport: Transport, last: Sequence[int], stage: i
 
 
 def _exchange(results: Results, transport: Transport, peer: int, stage: int) -> None:
+    outgoing, incoming = (DynamicChannels.between(*ends) for ends in ((transport.rank, peer), (peer, transport.rank)))
+    transport.connect([*outgoing, *incoming])
     sending, receiving = DynamicChannels.sending(transport, peer), DynamicChannels.receiving(transport, peer)
     link, inbox = transport.link(peer), deque[Arrival]()
     posts, sends, waits, releases = [list[Operation]() for _ in range(4)]

@@ -32,10 +32,12 @@ from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.programs import Programs
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
+from pipeflow.runtime.weighing import UNKNOWN_WEIGHTS, weighing_of
 from pipeflow.stages.blocks import Blocks, Cuts
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.stage import ModuleStage
 from pipeflow.tensor.rules import Rule
+from pipeflow.tensor.stepping import watch
 from pipeflow.tensor.table import DEFAULT_RULES
 
 LOG = logging.getLogger("pipeflow")
@@ -52,7 +54,8 @@ class Pipeline(nn.Module):
             `schedule.placement.stages_of(rank)`, in that order.
         schedule: the schedule of the steps, the same on every rank; it is verified here. `execute_pipeline` accepts
             other schedules of the same placement.
-        criterion: `criterion(output, labels)` returns the mean loss of a microbatch, a scalar tensor. Needed for
+        criterion: `criterion(output, labels)` returns the mean loss of a microbatch, a scalar tensor. A loss module
+            with `reduction="sum"` returns its sum: then those of all microbatches and replicas are added up. Needed for
             training. If it is a module, the ranks that have the last stage hold it as `criterion`, so its parameters
             belong to the Pipeline.
         tensor_shape: shape of the tensor that passes between stages, with the microbatch's size as first entry; this
@@ -61,12 +64,15 @@ class Pipeline(nn.Module):
             passed: shapes are then sent along in headers. If the first entry is a number, evaluation uses headers, too.
         tensor_dtype: dtype of that tensor; ignored if `tensor_shape` is None.
         weigh: `weigh(labels)` returns the weight of a microbatch in the batch's mean loss, such as its number of
-            tokens; by default its number of samples.
+            tokens. By default its number of samples, or for a loss module with an `ignore_index`, such as
+            nn.CrossEntropyLoss, of its labels that count, each times the `weight` of its class. These attributes are
+            read when the Pipeline is made.
         stages: indices of the stages that `chunks` were built for, to check them against the schedule's placement.
         overlap: `overlap(forward, backward)` runs a pair of the schedule. It must call both functions, each once, in
             any order, on any thread or stream, and return when both are done. By default a forward runs before its
             backward.
-        autocast: dtype of a torch.autocast in which stages and criterion run; by default there is none.
+        autocast: dtype of a torch.autocast in which stages and criterion run; by default that of a torch.autocast
+            around `execute_pipeline`, if there is one. Backwards run outside of it.
         gradient_dtype: dtype in which gradients are added up over microbatches and ranks, for parameters of a narrower
             dtype; for example torch.float32 for a model in bfloat16. `.grad` keeps this dtype, for MasterWeights to
             step with. By default the dtype of the parameter. With fully_shard, set its MixedPrecisionPolicy instead.
@@ -85,7 +91,12 @@ class Pipeline(nn.Module):
 
     Chunks and criterion are moved to `context.device`. Modules on the meta device must be given memory and values
     before the first step. Weights that replicas or tensor ranks hold in full are made equal here, with the values of
-    the first of these ranks.
+    the first of these ranks. Buffers of replicas are made equal, too; those of tensor ranks must be equal, unless the
+    layer has a method `own_buffers` that names them; see "Tensor parallelism" in the reference.
+
+    If training changes buffers, such as running statistics, each replica changes its own by its own samples; after each
+    step all replicas get those of the first one, as with DistributedDataParallel. A BatchNorm sees one microbatch at a
+    time.
 
     In a bidirectional schedule each stage is on two ranks. Their weights are made equal here, with the values of the
     lower rank, and each step sums their gradients.
@@ -145,15 +156,15 @@ class Pipeline(nn.Module):
             with told_alike(context.world):
                 taken = compare(everyone)
             self.gradients = Gradients(self, owners, schedule.placement, context, gradient_dtype)
-            precise = _under_autocast(autocast, context.device)
             watched = None if overlap is None else context.device
-            prepared = {
-                stage: Stage(stage, module, precise(module), watched, ways) for stage, module in modules.items()
-            }
+            prepared = {stage: Stage(stage, module, watched, ways) for stage, module in modules.items()}
             programs = Programs(schedule.placement, context, prepared, self.gradients, promise, overlap, cost, ways)
-            loss = None if criterion is None else precise(criterion)
-            self.runner = Runner(schedule.placement, context, prepared, self.gradients, programs, loss, weigh, taken)
+            weigh = weighing_of(criterion) if weigh is None else weigh
+            self.runner = Runner(
+                schedule.placement, context, prepared, self.gradients, programs, criterion, weigh, taken, autocast
+            )
             self.alarm.holders.add(self.runner)
+            watch(self)
             if any(action.kind is Kind.W for action in schedule.actions(context.pipeline_rank)):
                 for stage, deferral in self.deferrals.items():
                     if deferral.remaining:
@@ -189,15 +200,17 @@ class Pipeline(nn.Module):
             example: a batch, whose first microbatch is traced: a dict of the forward's keywords including labels, or
                 `(inputs, labels)`, where inputs are such a dict, the first argument, or a tuple of all arguments.
                 `execute_pipeline` then takes batches of these forms, also with other shapes.
+                With a `criterion`, the labels of a pair reach the forward only if it names a parameter `labels`.
             cuts: where to cut. "uniform", the default, distributes the blocks evenly; a list of numbers, one per
                 block, gives the costs of the blocks, which are balanced; a list of names gives the blocks after which
                 to cut, with `:k` for the k-th call of a module.
             blocks: modules after which a cut is possible: a class or its name, or names of modules. By default the
-                children of outermost nn.ModuleLists; without any, those of nn.ModuleDicts, or else of nn.Sequentials.
+                children of outermost nn.ModuleLists; if too few, also those of nn.ModuleDicts, then of nn.Sequentials.
             criterion: as in `Pipeline`. By default the module's own loss: its output if that is a scalar, or the
                 output's `.loss`.
-            weigh: as in `Pipeline`. By default, if the module's own loss is a mean over the labels that are not -100,
-                the number of these labels.
+            weigh: as in `Pipeline`. By default, what the module's own loss is divided by, as its operators show: the
+                labels that count, by its `ignore_index` and class weights, or the samples; a sum is added up. If that
+                cannot be seen, a warning says how microbatches are weighted.
             overlap, autocast, gradient_dtype: as in `Pipeline`.
             cost: as in `Pipeline`; if it has no `activation_bytes`, those of the plan are used.
             rules: which layers are split over the tensor ranks, and how. Put your own rules first, as in
@@ -218,8 +231,18 @@ class Pipeline(nn.Module):
         with context.alarm.raised_everywhere():
             context.alarm.expect_slow()
             parts = parts_of(
-                module, schedule, example, context, cuts=cuts, blocks=blocks, autocast=autocast, rules=rules
+                module,
+                schedule,
+                example,
+                context,
+                cuts=cuts,
+                blocks=blocks,
+                autocast=autocast,
+                rules=rules,
+                has_criterion=criterion is not None,
             )
+        if criterion is None and weigh is None and not parts.knows_weights and context.rank == 0:
+            LOG.warning(UNKNOWN_WEIGHTS, "samples" if parts.weigh is None else "labels that count")
         made = cls(
             parts.chunks,
             schedule,
@@ -347,10 +370,3 @@ def execute_pipeline(
     call = Call(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule, gradient_scale)
     with model.alarm.raised_everywhere(call):
         return model.runner.step(data_iter, call, model.loss_scale)
-
-
-def _under_autocast(
-    dtype: torch.dtype | None, device: torch.device
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that runs a function under torch.autocast, or leaves it unchanged if `dtype` is None."""
-    return (lambda function: function) if dtype is None else torch.autocast(device.type, dtype)

@@ -15,10 +15,11 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
+from pipeflow.parallel.transport.agreement import connect_devices
 from pipeflow.runtime.devices import require_placed
 from pipeflow.runtime.gradients.orders import Orders, orders_of
 from pipeflow.runtime.gradients.step_end import Gradients
-from pipeflow.runtime.program.compile import Compiled, compile_program
+from pipeflow.runtime.program.compile import Compiled, channels_of, compile_program
 from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.program.payload import Promise
 from pipeflow.runtime.stage import Stage
@@ -103,13 +104,20 @@ class Programs:
         ran = ran.first(mode.microbatches)
         if self._overlap is None:
             ran = ran.without_pairs()
+        context, transport = self._context, self._context.transport
         holds = self._promise is not None and (mode.training or self._promise.is_open)  # open: any batch size
+        program = lower(ran, self._cost, self._routes)[transport.rank]
+        transport.connect(channels_of(program, transport.rank, known=holds))
+        context.tensor.connect()
+        if mode.training:  # replicas may evaluate at other times, or alone
+            connect_devices(context.world)
+            self._gradients.connect()
         return compile_program(
-            lower(ran, self._cost, self._routes)[self._context.transport.rank],
+            program,
             schedule=ran,
             routes=self._routes,
             stages=self._stages,
-            transport=self._context.transport,
+            transport=transport,
             promise=self._promise if holds else None,
             training=mode.training,
             overlap=self._overlap,

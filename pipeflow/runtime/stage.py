@@ -22,7 +22,6 @@ class Stage:
     Args:
         index: index of the stage.
         module: the stage's module.
-        call: function that runs the module; by default the module itself.
         watched: a device whose random generator is watched during calls; None to watch none.
         routes: routes of the pipeline, which determine the number of positional arguments.
     """
@@ -31,16 +30,16 @@ class Stage:
         self,
         index: int,
         module: nn.Module,
-        call: Callable[..., Any] | None = None,
         watched: torch.device | None = None,
         routes: Routes = (),
     ) -> None:
         self.index = index
         self.module = module
-        self.call = module if call is None else call
         self._watched: WatchedCall | None = None
+        self._call: Callable[..., Any] = module
         if watched is not None:
-            self.call = self._watched = WatchedCall(self.call, watched)
+            self._call = self._watched = WatchedCall(self._call, watched)
+        self.call: Callable[..., Any] = self._call
         self.deferral = defer_weight_gradients(module)
         self.keywords: list[dict[str, object]] = []
         self.takes = Keywords.of(module, inputs=len(sources_of(index, routes)))
@@ -54,9 +53,16 @@ class Stage:
         """Makes layers that were added to the module later defer their weight gradients, too."""
         defer_weight_gradients(self.module, self.deferral)
 
-    def load(self, batch: Batch) -> None:
-        """Stores, per microbatch, the entries that the module takes."""
+    def load(self, batch: Batch, region: torch.autocast | None) -> None:
+        """Stores, per microbatch, the entries that the module takes, and in which region of autocast it runs."""
+        self.call = self._call if region is None else region(self._call)
+        self.deferral.copies = None if region is None else {}
         self.keywords = batch.split({name: entry for name, entry in batch.named.items() if name in self.takes})
+
+    def unload(self) -> None:
+        """Drops what a step needed."""
+        self.deferral.copies = None
+        self.keywords = []
 
 
 class WatchedCall:

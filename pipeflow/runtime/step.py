@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,17 +14,20 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.parallel.context import Context
+from pipeflow.runtime.autocast import outside, region_of
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.loss import Told, agree, share_of
-from pipeflow.runtime.microbatch import Batch, as_pair, loss_weights, next_batch
+from pipeflow.runtime.microbatch import Batch, as_pair, next_batch
 from pipeflow.runtime.outputs import merged
+from pipeflow.runtime.pace import Pace
 from pipeflow.runtime.program.compile import Compiled
 from pipeflow.runtime.program.operations import Operation
 from pipeflow.runtime.program.running import run
 from pipeflow.runtime.programs import Mode, Programs, Runnable
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.trace import Trace
+from pipeflow.runtime.weighing import loss_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class Output:
         timeline: measured spans of every rank, in seconds. None unless `trace` was set.
         losses: mean loss, a scalar tensor, of each microbatch whose loss this rank computed, by the microbatch's index.
         samples: number of samples in the batch over all replicas.
+        weight: weight of the batch in a mean over several batches, over all replicas: the sum of what `weigh` returned
+            for its microbatches, or its number of samples. 0 where `loss` is None.
     """
 
     loss: Tensor | None
@@ -45,6 +51,23 @@ class Output:
     timeline: Timeline | None = None
     losses: Mapping[int, Tensor] = field(default_factory=dict)
     samples: int = 0
+    weight: float = 0.0
+
+
+class _Ran:
+    """Takes the place of `Tensor.backward` on the loss of a training step, whose gradients exist already. The loss is a
+    plain tensor otherwise.
+    """
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise UsageError(
+            "execute_pipeline ran the backward of this loss already, so its gradients are in .grad: remove the call of "
+            "loss.backward(), and step the optimizer"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Is not saved with the loss; torch.load(weights_only=True) allows an OrderedDict in its place."""
+        return OrderedDict, ()
 
 
 class Runner:
@@ -64,6 +87,7 @@ class Runner:
         criterion: Callable[..., Tensor] | None,
         weigh: Callable[..., float] | None,
         taken: frozenset[str] | None,
+        autocast: torch.dtype | None,
     ) -> None:
         self.context = context
         self.transport = context.transport
@@ -72,6 +96,8 @@ class Runner:
         self.programs = programs
         self.criterion = criterion
         self.weigh = weigh
+        self.autocast = autocast
+        self._pace = Pace(context.world)
         self.taken = taken  # names of the entries that stages of any rank take; None if they take all
         self.read: Callable[[object], tuple[object, object]] = as_pair
         self._runs = False
@@ -79,9 +105,14 @@ class Runner:
         self._last_ranks = placement.ranks_of(self._last_stage)
 
     def forget(self) -> None:
-        """Drops compiled programs and work under way, because they hold channels of the transport."""
+        """Drops compiled programs and work under way, because they hold channels of the transport; and what a step that
+        an error cut short has left in its stages.
+        """
+        for stage in self.stages.values():
+            stage.unload()
         self.programs.clear()
         self.gradients.forget()
+        self._pace.forget()
 
     def step(self, data_iter: Iterator[object], call: Call, loss_scale: float) -> Output:
         """Runs one step; all ranks call it together. Raises UsageError if a step is already running, and the errors of
@@ -116,8 +147,9 @@ class Runner:
             batch, runnable = self._start(data_iter, call)
             compiled = runnable.compiled
             compiled.fit(batch.sizes, self.transport)
-            with torch.inference_mode(mode=False), torch.no_grad():
-                self._load(compiled, batch, call)
+            region = region_of(self.transport.device.type, self.autocast)
+            with torch.inference_mode(mode=False), torch.no_grad(), outside(region):
+                self._load(compiled, batch, call, region)
                 self._run(runnable, compiled.operations, batch)
             outputs = merged(compiled.results, self.transport, self._last_ranks, self._last_stage)
             self._unload(compiled)
@@ -135,12 +167,14 @@ class Runner:
         batch, runnable = self._start(data_iter, call)
         compiled, results = runnable.compiled, runnable.compiled.results
         compiled.fit(batch.sizes, self.transport)
-        with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training):
-            self._load(compiled, batch, call)
+        region = region_of(self.transport.device.type, self.autocast)
+        with torch.inference_mode(mode=False), torch.set_grad_enabled(call.training), outside(region):
+            self._load(compiled, batch, call, region)
             if call.training:
                 results.gradient_scale = loss_scale * call.gradient_scale * share_of(results, self.context)
             measured = Trace(compiled.operations, self.transport) if call.trace else None
             self._run(runnable, compiled.operations if measured is None else measured.operations, batch)
+        self._pace.step()
         told = Told(
             call.number,
             runnable.digest,
@@ -148,12 +182,22 @@ class Runner:
             batch.digest(),
             change=self.gradients.change,
             gradient_scale=call.gradient_scale,
+            buffers=call.training and self.gradients.buffers.are_changed,
         )
         # merging may fail, so it must come before the agreement
         outputs = merged(results, self.transport, self._last_ranks, self._last_stage)
-        loss, change, samples = agree(told, results, self.context, self._last_ranks, everywhere=call.broadcast_loss)
-        if change:
-            self.gradients.renew(change, reduce=call.reduce)
+        agreed = agree(
+            told,
+            results,
+            self.context,
+            self._last_ranks,
+            microbatches=call.schedule.num_microbatches,
+            everywhere=call.broadcast_loss,
+        )
+        if agreed.buffers:
+            self.gradients.buffers.share()
+        if agreed.change:
+            self.gradients.renew(agreed.change, reduce=call.reduce)
             for stage in self.stages.values():
                 stage.defer()
         timeline = (
@@ -163,7 +207,9 @@ class Runner:
         )
         losses = results.computed()
         self._unload(compiled)
-        return Output(loss, outputs, timeline, losses, samples)
+        if call.training and agreed.loss is not None:
+            agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
+        return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
 
     def _start(self, data_iter: Iterator[object], call: Call) -> tuple[Batch, Runnable]:
         schedule = call.schedule
@@ -187,10 +233,12 @@ class Runner:
         batch.backward()
         self.gradients.end(reduce=runnable.mode.reduce)
 
-    def _load(self, compiled: Compiled, batch: Batch, call: Call) -> None:
-        """Splits the batch and puts its microbatches where the operations read them."""
+    def _load(self, compiled: Compiled, batch: Batch, call: Call, region: torch.autocast | None) -> None:
+        """Splits the batch and puts its microbatches where the operations read them. Stages and criterion run in
+        `region`, if there is one.
+        """
         for stage in self.stages.values():
-            stage.load(batch)
+            stage.load(batch, region)
         if 0 in self.stages and not isinstance(batch.inputs, dict):
             compiled.positionals[:] = [(part,) for part in batch.split(batch.inputs)]
         if self._last_stage in self.stages:
@@ -198,12 +246,15 @@ class Runner:
             results.keep_outputs = call.return_outputs
             if call.training or batch.labels is not None:
                 results.criterion = self.criterion
+                if region is not None and self.criterion is not None:
+                    results.criterion = region(self.criterion)
                 results.labels = batch.split(batch.labels)
-                results.weights, results.weight = loss_weights(results.labels, batch.sizes, self.weigh)
+                replicas = self.context.data.size
+                results.weights, results.weight = loss_weights(batch, results.labels, self.weigh, replicas)
 
     def _unload(self, compiled: Compiled) -> None:
         """Frees the batch and everything made from it."""
         compiled.results.clear()
         compiled.positionals[:] = [()] * len(compiled.positionals)
         for stage in self.stages.values():
-            stage.keywords = []
+            stage.unload()

@@ -25,6 +25,18 @@ from pipeflow.parallel.transport.work import Work
 from pipeflow.runtime.program.operations import Await, Beside, Compute, Operation
 from pipeflow.runtime.program.pairs import Both
 
+Moment = float | torch.cuda.Event
+"""A time of the CPU's clock, or an event in a GPU's stream, whose time is known once the GPU has come to it."""
+
+
+def _now(on_gpu: bool) -> Moment:
+    """This moment; on a GPU, the moment when what was issued to the current stream so far is done."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
 
 class Timed(Compute):
     """A computation that records its start and end: by the clock on a CPU, by events on a GPU, whose computations
@@ -37,25 +49,18 @@ class Timed(Compute):
         super().__init__(compute.action)
         self.compute = compute
         self.on_gpu = on_gpu
-        self.start: float | torch.cuda.Event = 0.0
-        self.end: float | torch.cuda.Event = 0.0
+        self.start: Moment = 0.0
+        self.end: Moment = 0.0
 
     def __call__(self) -> None:
-        self.start = self.now()
+        self.start = _now(self.on_gpu)
         self.compute()
-        self.end = self.now()
-
-    def now(self) -> float | torch.cuda.Event:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self.end = _now(self.on_gpu)
 
 
 class TimedBeside(Operation):
     """An operation beside the computations that records its start and the end of the work it started, for which a
-    thread waits.
+    thread waits: on a GPU on a stream of its own, since the computations must not wait.
     """
 
     __slots__ = ("beside", "device", "end", "start", "thread")
@@ -63,23 +68,23 @@ class TimedBeside(Operation):
     def __init__(self, beside: Beside, device: torch.device) -> None:
         self.beside = beside
         self.device = device
-        self.start = self.end = 0.0
+        self.start: Moment = 0.0
+        self.end: Moment = 0.0
         self.thread: Thread | None = None
 
     def __call__(self) -> None:
-        self.start = time.perf_counter()
+        self.start = _now(self.device.type == "cuda")
         self.beside()
         self.thread = Thread(target=self._wait, args=(self.beside.works,), daemon=True)
         self.thread.start()
 
     def _wait(self, works: list[Work]) -> None:
         on_gpu = self.device.type == "cuda"
-        with suppress(Exception), torch.cuda.device(self.device) if on_gpu else nullcontext():
-            for work in works:  # the step waits for the same work and raises its error
-                work.wait()
-            if on_gpu:
-                torch.cuda.current_stream().synchronize()
-        self.end = time.perf_counter()
+        with torch.cuda.stream(torch.cuda.Stream(self.device)) if on_gpu else nullcontext():
+            with suppress(Exception):
+                for work in works:  # the step waits for the same work and raises its error
+                    work.wait()
+            self.end = _now(on_gpu)
 
 
 class Trace:
@@ -107,40 +112,44 @@ class Trace:
         Ranks on rank 0's machine share its clock; ranks on other machines count from the moment at which all ranks
         started.
         """
-        host, mine = socket.gethostname(), sorted(self._spans() + self._beside(writing), key=attrgetter("start"))
+        beside = [operation for operation in self.operations if isinstance(operation, TimedBeside)]
+        for one in beside:
+            if one.thread is not None:
+                one.thread.join()
+        if self.event is not None:
+            torch.cuda.synchronize(self.transport.device)
+        spans = self._spans() + self._spans_beside(beside, writing)
+        host, mine = socket.gethostname(), sorted(spans, key=attrgetter("start"))
         everyone: list[Any] = all_gather_object(self.transport, (host, self.zero, mine))
         first_host, first_zero, _ = everyone[0]
         shifts = [zero - first_zero if of == first_host else 0.0 for of, zero, _ in everyone]
         rows = [_shifted(spans, shift) for (_, _, spans), shift in zip(everyone, shifts, strict=True)]
         return Timeline(name, placement, tuple(rows))
 
-    def _beside(self, writing: Callable[[int], float]) -> list[Span]:
-        timed = [operation for operation in self.operations if isinstance(operation, TimedBeside)]
-        for one in timed:
-            if one.thread is not None:
-                one.thread.join()
+    def _spans_beside(self, timed: list[TimedBeside], writing: Callable[[int], float]) -> list[Span]:
         spans: list[Span] = []
         free: defaultdict[Stream, float] = defaultdict(float)
         for one in timed:  # one after the other, as in a simulation, although they may overlap in time
             action = one.beside.action
             stream = DATAFLOW[action.kind].stream
-            start = max(one.start - self.zero, free[stream])
-            free[stream] = max(start, one.end - self.zero) + (writing(action.stage) if action.kind is Kind.R else 0.0)
+            start, end = max(self._since(one.start), free[stream]), self._since(one.end)
+            free[stream] = max(start, end) + (writing(action.stage) if action.kind is Kind.R else 0.0)
             spans.append(Span(action, self.transport.rank, start, free[stream]))
         return spans
 
     def _spans(self) -> list[Span]:
         timed = [operation for operation in self.operations if isinstance(operation, Timed)]
-        if self.event is not None:
-            torch.cuda.synchronize(self.transport.device)
         rank = self.transport.rank
         return [
             span for one in timed for span in _spans(one.compute, rank, self._since(one.start), self._since(one.end))
         ]
 
-    def _since(self, moment: Any) -> float:
-        seconds: float = moment - self.zero if self.event is None else self.event.elapsed_time(moment) / 1000
-        return seconds
+    def _since(self, moment: Moment) -> float:
+        if isinstance(moment, float):
+            return moment - self.zero
+        assert self.event is not None
+        milliseconds: float = self.event.elapsed_time(moment)
+        return milliseconds / 1000
 
 
 def _timed(operation: Operation, device: torch.device) -> Operation:

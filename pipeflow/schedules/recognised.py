@@ -9,9 +9,8 @@ from pipeflow.core.action import Kind, actions_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.registry import SCHEDULES, make_schedule, options_of
+from pipeflow.schedules.registry import SCHEDULES, is_searched, make_schedule, options_of, sizes_on
 
-SEARCHED = ("zb-auto",)  # made for costs by a search, so no order of theirs has the name
 LARGEST = 4096  # stages times microbatches, so that comparing takes no second
 KINDS = list(Kind)
 
@@ -62,7 +61,7 @@ def _known(placement: Placement, microbatches: int) -> dict[Rows, tuple[str, ...
     found: dict[Rows, tuple[str, ...]] = {}
     for name in SCHEDULES:
         mine: set[Rows] = set()
-        for options in () if name in SEARCHED else _variants(name, placement, microbatches):
+        for options in () if is_searched(name) else _variants(name, placement, microbatches):
             rows = _rows(name, placement, microbatches, options)
             if rows is not None and rows not in mine:
                 mine.add(rows)
@@ -83,13 +82,8 @@ def _rows(name: str, placement: Placement, microbatches: int, options: Options) 
 
 def _variants(name: str, placement: Placement, microbatches: int) -> Iterator[Options]:
     """Options that a schedule on `placement` may have, those that it needs not first."""
-    known = options_of(name)
-    ranks, per_rank = placement.num_ranks, placement.num_stages // placement.num_ranks
-    sizes: list[Options] = [{}]
-    if "chunks" in known:
-        sizes.append({"chunks": per_rank})
-    if "waves" in known:
-        sizes.append({"waves": max(per_rank // 2, 1)})
+    known, ranks = options_of(name), placement.num_ranks
+    sizes = list(sizes_on(name, placement))
     yield from sizes
     more: list[Options] = []
     if "extra_warmup" in known:

@@ -10,9 +10,6 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.gpipe import gpipe
-from pipeflow.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from pipeflow.schedules.zero_bubble import zb_h1, zb_h2
 
 ACTIONS = 1_800_000  # actions of all candidates together: about 2 s of search, up to 4 for large schedules
 
@@ -38,10 +35,9 @@ def zb_auto(
 
     `candidates` is how many orders are tried; default: as many as take about 2 seconds.
 
-    The result depends on the arguments only: `pipeflow.orders.search.search` tries a number of candidates that the size
-    sets. Its objective is never worse than that of a named schedule with one stage per rank that keeps within the cap.
-    Call `search` itself to learn how far from the best possible order the result is, to use other placements, or to
-    search longer.
+    The result depends on the arguments only: the size sets how many candidates `pipeflow.search` tries. Its objective
+    is never worse than that of a named schedule with one stage per rank that keeps within the cap. Call `search` itself
+    to learn how far from the best possible order the result is, to use other placements, or to search longer.
 
     Source: arXiv 2401.10241, section 3. Its ZB-1p and ZB-2p are such orders for the span, with caps of R and 2R whole
     activations in bytes. With M >= R, F = I = W and a cap of R activations: bubble at most (R-1)(F+I-W), as in ZB-H1.
@@ -54,12 +50,11 @@ def zb_auto(
     rank 2  .  .  F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3 .
     rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
     """
-    from pipeflow.orders.search import search
+    from pipeflow.schedules.search import search  # its start is the registry, which has this function
 
     if cost is not None and not isinstance(cost, CostModel):
         raise UsageError(f"cost must be a CostModel, got {cost!r}")
     placement = Placement.linear(ranks)
-    named = (make(ranks, microbatches) for make in (zb_h2, zb_h1, eager_one_f_one_b, one_f_one_b, gpipe))
     found = search(
         placement,
         microbatches,
@@ -69,6 +64,5 @@ def zb_auto(
         bytes_cap=bytes_cap,
         budget=inf,
         candidates=min(max(ACTIONS // (3 * ranks * microbatches), 20), 3000) if candidates is None else candidates,
-        start=named,
     )
     return found.schedule

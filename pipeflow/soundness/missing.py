@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, WHOLE
 from pipeflow.core.schedule import Schedule
+
+Ways = Sequence[tuple[Kind, ...]]
 
 
 class Missing(NamedTuple):
@@ -21,24 +24,45 @@ def missing(schedule: Schedule) -> list[Missing]:
     """The actions that a step of training still needs, by rank and microbatch. A schedule of forwards alone lacks its
     backwards.
 
-    A stage that has begun no backward of a microbatch lacks it in the form, whole or in halves, that most backwards of
-    the schedule have. Reductions do not count.
+    A stage lacks what the nearest way to complete its work needs (`nearest`). Reductions do not count.
     """
     stages, many = schedule.placement.num_stages, schedule.num_microbatches
     seen: dict[tuple[int, int], set[Kind]] = {}
-    number: Counter[Kind] = Counter()
-    for rank in range(len(schedule.rows)):
-        for action in schedule.actions(rank):
-            if not DATAFLOW[action.kind].joint:
-                number[action.kind] += 1
-                seen.setdefault((action.stage, action.microbatch), set()).add(action.kind)
-    common = set.intersection(*map(set, WHOLE))
-    forms = sorted(WHOLE, key=lambda kinds: -max(number[kind] for kind in kinds if kind not in common))
+    for action in _each(schedule):
+        seen.setdefault((action.stage, action.microbatch), set()).add(action.kind)
+    ways = ways_of(schedule)
     found = []
     for microbatch in range(many):
         for stage in range(stages):
             has = seen.get((stage, microbatch), set())
-            form = next((kinds for kinds in forms if has <= set(kinds)), ())
             rank = schedule.placement.rank_of(stage, microbatch)
-            found += [Missing(rank, Action(kind, stage, microbatch)) for kind in form if kind not in has]
+            lacking = (kind for kind in nearest(has, ways) if kind not in has)
+            found += [Missing(rank, Action(kind, stage, microbatch)) for kind in lacking]
     return sorted(found, key=lambda each: each.rank)
+
+
+def ways_of(schedule: Schedule) -> Ways:
+    """The ways to do the work of a microbatch on a stage, such as (F, B); first the one that most backwards of the
+    schedule have.
+    """
+    number = Counter(action.kind for action in _each(schedule))
+    common = set.intersection(*map(set, WHOLE))
+    return sorted(WHOLE, key=lambda kinds: -max(number[kind] for kind in kinds if kind not in common))
+
+
+def nearest(has: Set[Kind], ways: Ways) -> tuple[Kind, ...]:
+    """The way that needs the fewest kinds of `has` removed; if it needs some removed, also the fewest added; of equal
+    ones the first.
+    """
+
+    def distance(way: tuple[Kind, ...]) -> tuple[int, int]:
+        surplus = len(has - set(way))
+        return surplus, len(set(way) - has) if surplus else 0
+
+    return min(ways, key=distance)
+
+
+def _each(schedule: Schedule) -> Iterable[Action]:
+    """The actions that run once per stage and microbatch."""
+    rows = (schedule.actions(rank) for rank in range(len(schedule.rows)))
+    return (action for row in rows for action in row if not DATAFLOW[action.kind].joint)

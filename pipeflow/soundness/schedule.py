@@ -4,19 +4,19 @@ receives, which `programs` has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from pipeflow.analysis.memory_cap import MemoryCap
-from pipeflow.analysis.order import Order
 from pipeflow.core.action import Action, Kind, actions_of
-from pipeflow.core.dataflow import DATAFLOW, WHOLE
+from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
 from pipeflow.soundness.deadlock import Place
 from pipeflow.soundness.joint import wrong_joint
 from pipeflow.soundness.memory import over_cap
+from pipeflow.soundness.missing import nearest, ways_of
 from pipeflow.soundness.programs import verify_programs
-from pipeflow.soundness.waits import cycles, waits
+from pipeflow.soundness.stuck import deadlocks_besides, deadlocks_of
 
 __all__ = ["Violation", "verify", "verify_programs"]
 
@@ -31,7 +31,8 @@ def verify(schedule: Schedule, *, memory_cap: MemoryCap | None = None) -> list[V
       forwards alone. What one action keeps another one uses.
     - No stage is reduced; or each stage is, once on each rank that makes weight gradients of it, after the last of
       these, and with its microbatch.
-    - No rank waits for ever: the order has no cycle. This is checked only if nothing above is wrong.
+    - No rank waits for ever: the order has no cycle. Where something above is wrong, what is in a wrong place is left
+      out here and what is missing counts as there, so each cycle is a violation of its own.
     - With a `memory_cap`, no rank keeps more activations than that, counted as in `Timeline.peak_activations`.
 
     Args:
@@ -47,7 +48,7 @@ def verify(schedule: Schedule, *, memory_cap: MemoryCap | None = None) -> list[V
                 ran.setdefault((action.stage, action.microbatch), []).append((action.kind, rank, position))
     violations = [*_foreign(schedule, ran), *_misplaced(schedule, ran), *_not_once(schedule, ran)]
     violations += wrong_joint(schedule)
-    violations = violations or list(_deadlock(schedule))
+    violations += deadlocks_besides(schedule) if violations else deadlocks_of(schedule)
     return violations if memory_cap is None else [*violations, *over_cap(schedule, memory_cap)]
 
 
@@ -74,8 +75,8 @@ def _misplaced(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
 
 
 def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
-    whole = ((Kind.F,),) if schedule.is_forward_only else WHOLE
-    wanted = [frozenset(kinds) for kinds in whole]
+    ways = ((Kind.F,),) if schedule.is_forward_only else ways_of(schedule)
+    wanted = [frozenset(kinds) for kinds in ways]
     for stage in range(schedule.placement.num_stages):
         for microbatch in range(schedule.num_microbatches):
             runs = [run for run in ran.get((stage, microbatch), ()) if not DATAFLOW[run[0]].joint]
@@ -86,21 +87,25 @@ def _not_once(schedule: Schedule, ran: Ran) -> Iterator[Violation]:
                     yield Violation(again, "every action once", rank, position, earlier=seen[kind])
                 seen[kind] = rank, position
             if seen.keys() not in wanted:
-                has = ", ".join(str(Action(kind, stage, microbatch)) for kind in sorted(seen)) or "nothing"
-                wants = "its forward alone" if schedule.is_forward_only else ", or ".join(map(_listed, WHOLE))
                 holder = schedule.placement.rank_of(stage, microbatch)
-                problem = f"stage {stage} runs {has} for microbatch {microbatch}"
-                yield Violation(problem, wants, holder, incomplete=(stage, microbatch))
+                way = nearest(seen.keys(), ways)
+                problem = _incomplete(seen.keys(), way, stage, microbatch)
+                yield Violation(problem, _listed(way), holder, incomplete=(stage, microbatch))
 
 
-def _listed(kinds: Sequence[Kind]) -> str:
-    """The kinds as text, as in "F, I and W"."""
-    *first, last = kinds
-    return f"{', '.join(first)} and {last}"
+def _incomplete(seen: Set[Kind], way: Sequence[Kind], stage: int, microbatch: int) -> str:
+    """What is wrong with the actions of a microbatch on a stage, beside those of the `way` that they should be."""
+
+    def listed(kinds: Sequence[Kind]) -> str:
+        return _listed([str(Action(kind, stage, microbatch)) for kind in kinds])
+
+    has = [kind for kind in Kind if kind in seen]
+    lacking, surplus = [kind for kind in way if kind not in has], [kind for kind in has if kind not in way]
+    parts = [f"{listed(lacking)} {'is' if len(lacking) == 1 else 'are'} missing"] * bool(lacking)
+    parts += [f"{listed(surplus)} should not be there"] * bool(surplus)
+    return f"{', and '.join(parts)}: stage {stage} runs {listed(has) or 'nothing'} for microbatch {microbatch}"
 
 
-def _deadlock(schedule: Schedule) -> Iterator[Violation]:
-    order = Order(schedule)
-    for _ in order:
-        pass
-    yield from cycles(schedule, waits(schedule, order.waiting))
+def _listed(names: Sequence[str]) -> str:
+    """The names as text, as in "F, I and W"."""
+    return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + [*names[-1:]])

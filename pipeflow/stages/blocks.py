@@ -22,27 +22,65 @@ Blocks = str | type[nn.Module] | Sequence[str] | None
 Cuts = str | Sequence[str] | Sequence[float] | None
 """Where to cut: "uniform" or None, a cost per block, or the names of the blocks before the cuts."""
 
+_PROPOSED = 8  # modules in an error
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def blocks_of(trace: Trace, module: nn.Module, blocks: Blocks) -> list[Call]:
+def blocks_of(trace: Trace, module: nn.Module, blocks: Blocks, stages: int = 1) -> list[Call]:
     """The calls after which the forward can be cut, in order. By default those of the children of outermost
-    nn.ModuleLists; if none is called, of nn.ModuleDicts, or else of nn.Sequentials.
+    nn.ModuleLists; if these are fewer than `stages`, also of nn.ModuleDicts, and then also of nn.Sequentials.
 
-    Raises UsageError if there are none.
+    Calls within a custom autograd.Function, such as those of reversible blocks, are left out: no gradient flows between
+    them. Raises UsageError if there are none.
     """
     if blocks is not None:
         found = _outermost(trace, _named(module, blocks))
         if not found:
             raise UsageError(f"blocks={blocks!r} matches no module that the forward calls")
-        return found
+        return _outside_functions(found) or [require_outside(call) for call in found]
+    names, within, most = set[str](), list[Call](), list[Call]()
     for kind in _LISTS:
-        if found := _outermost(trace, _children(module, kind)):
+        names |= _children(module, kind)
+        calls = _outermost(trace, names)
+        found = _outside_functions(calls)
+        if len(found) >= stages:
             return found
+        most = max(most, found, key=len)
+        within += calls
+    for call in within:
+        require_outside(call)
+    if most:
+        return most
     raise UsageError(
         f"there is no place to cut a {type(module).__name__}: its forward calls no children of an nn.ModuleList or "
-        'nn.Sequential; name the class of its blocks, as in blocks="TransformerLayer"'
+        f"nn.Sequential; {_proposal(trace)}"
     )
+
+
+def _proposal(trace: Trace) -> str:
+    """Says which modules could be blocks: those that the outermost module with several calls calls."""
+    calls = [call for call in trace.calls if call.parent == 0]
+    while len(calls) == 1 and calls[0].function is None:
+        calls = [call for call in trace.calls if call.parent == calls[0].index]
+    names = list(dict.fromkeys(call.name for call in _outside_functions(calls)))
+    if len(names) < 2:
+        return 'name the class of its blocks, as in blocks="TransformerLayer"'
+    return f"name the modules after which it can be cut, as in blocks={names[:_PROPOSED]}"
+
+
+def _outside_functions(calls: Sequence[Call]) -> list[Call]:
+    return [call for call in calls if call.function is None]
+
+
+def require_outside(call: Call) -> Call:
+    """Returns the call. Raises UsageError if it lies within a custom autograd.Function."""
+    if call.function is not None:
+        raise UsageError(
+            f"{call.name} is called within {call.function}, a custom autograd.Function whose backward computes the "
+            "gradients of all its blocks on one rank, so the forward cannot be cut there: switch that function off "
+            "(such as reversible=False), or cut outside of it with blocks= or cuts="
+        )
+    return call
 
 
 def listed(module: nn.Module) -> set[str]:
@@ -97,8 +135,8 @@ def labels_of(calls: Sequence[Call]) -> list[str]:
     return labels
 
 
-def choose(trace: Trace, blocks: Sequence[Call], stages: int, cuts: Cuts) -> list[Call]:
-    """The last block of every stage except the last one.
+def choose(trace: Trace, module: nn.Module, blocks: Blocks, stages: int, cuts: Cuts) -> list[Call]:
+    """The last block of every stage except the last one. `module` is the module of the trace.
 
     Raises UsageError if there are fewer blocks than stages, if the number of costs is not the number of blocks, and if
     names are not those of calls in their order.
@@ -107,30 +145,30 @@ def choose(trace: Trace, blocks: Sequence[Call], stages: int, cuts: Cuts) -> lis
     if listed is None and cuts not in (None, "uniform"):
         raise UsageError(f'cuts must be "uniform", a cost per block or a list of names, got {cuts!r}')
     if listed is not None and all(isinstance(cut, str) for cut in listed) and (listed or stages == 1):
-        return _by_name(trace, blocks, stages, [str(cut) for cut in listed])
-    if len(blocks) < stages:
+        return _by_name(trace, module, blocks, stages, [str(cut) for cut in listed])
+    found = blocks_of(trace, module, blocks, stages)
+    if len(found) < stages:
         raise UsageError(
-            f"{len(blocks)} blocks cannot fill {stages} stages ({', '.join(labels_of(blocks))}): use fewer stages, or "
+            f"{len(found)} blocks cannot fill {stages} stages ({', '.join(labels_of(found))}): use fewer stages, or "
             "choose smaller blocks with blocks="
         )
-    costs = [1.0] * len(blocks) if listed is None else [float(cost) for cost in listed]
-    if len(costs) != len(blocks):
-        raise UsageError(f"cuts has {len(costs)} costs for {len(blocks)} blocks: {', '.join(labels_of(blocks))}")
+    costs = [1.0] * len(found) if listed is None else [float(cost) for cost in listed]
+    if len(costs) != len(found):
+        raise UsageError(f"cuts has {len(costs)} costs for {len(found)} blocks: {', '.join(labels_of(found))}")
     ends = [end for [(_, end)] in partition_balanced(costs, stages)]
-    return [blocks[end - 1] for end in ends[:-1]]
+    return [found[end - 1] for end in ends[:-1]]
 
 
-def _by_name(trace: Trace, blocks: Sequence[Call], stages: int, cuts: Sequence[str]) -> list[Call]:
+def _by_name(trace: Trace, module: nn.Module, blocks: Blocks, stages: int, cuts: Sequence[str]) -> list[Call]:
     calls = trace.calls[1:]
     by_label = dict(zip(labels_of(calls), calls, strict=True))
     if len(cuts) != stages - 1:
         raise UsageError(f"{stages} stages have {stages - 1} cuts between them, got {len(cuts)}: {list(cuts)}")
     for cut in cuts:
         if cut not in by_label:
-            raise UsageError(
-                f"cuts has {cut!r}, which the forward does not call; it can be cut after {', '.join(labels_of(blocks))}"
-            )
-    chosen = [by_label[cut] for cut in cuts]
+            places = ", ".join(labels_of(blocks_of(trace, module, blocks, stages)))
+            raise UsageError(f"cuts has {cut!r}, which the forward does not call; it can be cut after {places}")
+    chosen = [require_outside(by_label[cut]) for cut in cuts]
     for before, after in pairwise(chosen):
         if after.exit <= before.exit:
             raise UsageError(f"cuts must follow the order of the forward: {after.name!r} ends before {before.name!r}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -146,13 +147,44 @@ def stage_copy(module: nn.Module, owned: set[str], device: torch.device) -> tupl
 
 
 def copied(module: nn.Module, instead: Mapping[int, Tensor]) -> nn.Module:
-    """A deep copy with replacements of the tensors with the given ids. Raises UsageError if it cannot be copied."""
+    """A deep copy with replacements of the tensors with the given ids. Hooks that hold parts of the module hold those
+    of the copy. Raises UsageError if it cannot be copied.
+    """
+    memo: dict[int, Any] = dict(instead)
     try:
-        return copy.deepcopy(module, dict(instead))
+        made = copy.deepcopy(module, memo)
     except Exception as error:
         raise UsageError(
             f"the module, a {type(module).__name__}, cannot be copied by copy.deepcopy: {error}"
         ) from error
+    for each in made.modules():
+        for hooks in (each._forward_hooks, each._forward_pre_hooks):
+            for key, hook in hooks.items():
+                hooks[key] = _rebound(hook, memo)
+    return made
+
+
+def _rebound(hook: Any, memo: Mapping[int, Any]) -> Any:
+    """The function with copies in place of the objects that its closure holds."""
+    if not isinstance(hook, FunctionType) or not hook.__closure__:
+        return hook
+    held = [_content(cell) for cell in hook.__closure__]
+    if not any(id(each) in memo for each in held):
+        return hook
+    cells = [
+        CellType(memo[id(each)]) if id(each) in memo else cell
+        for each, cell in zip(held, hook.__closure__, strict=True)
+    ]
+    made = FunctionType(hook.__code__, hook.__globals__, hook.__name__, hook.__defaults__, tuple(cells))
+    made.__kwdefaults__ = hook.__kwdefaults__
+    return made
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def _loose(module: nn.Module) -> list[Tensor]:

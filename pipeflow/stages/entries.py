@@ -39,9 +39,11 @@ class Stateful(ABC):
 
 
 class Entries:
-    """The parameters of `module.forward`."""
+    """The parameters of `module.forward`. With a criterion, which takes the labels of a pair `(inputs, labels)`, a
+    forward with `**kwargs` does not take them.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, has_criterion: bool = False) -> None:
         parameters = list(signature(module.forward).parameters.values())
         self._module = type(module).__name__
         self._positional = [each.name for each in parameters if each.kind is not Parameter.KEYWORD_ONLY]
@@ -49,6 +51,7 @@ class Entries:
         self._by_position_only = [each.name for each in parameters if each.kind is Parameter.POSITIONAL_ONLY]
         self._names = {each.name for each in parameters if each.kind in _NAMED}
         self._takes_more = any(each.kind is Parameter.VAR_POSITIONAL for each in parameters)
+        self._has_criterion = has_criterion
         self._takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters)
 
     def of(self, batch: object) -> tuple[dict[str, Any], object]:
@@ -64,7 +67,8 @@ class Entries:
         elif isinstance(batch, tuple | list) and len(batch) == 2:
             inputs, labels = batch
             entries = dict(inputs) if isinstance(inputs, Mapping) else self._bound(inputs)
-            if labels is not None and self._takes(LABELS):
+            takes = LABELS in self._names if self._has_criterion else self._takes(LABELS)
+            if labels is not None and takes:
                 entries.setdefault(LABELS, labels)
         else:
             raise UsageError(

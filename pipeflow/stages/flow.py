@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -21,8 +22,13 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pipeflow.stages.reductions import Reductions
+
 RANDOM = 1
 """The source of random numbers."""
+
+LEAST = 2**-24
+"""The smallest random number but 0: what happens if a number is at most 0 is taken to have a probability of 0."""
 
 _MADE_OF_NUMBERS = torch.ops.aten.lift_fresh.default
 
@@ -38,8 +44,6 @@ _INDEXING = {
     torch.ops.aten.index_put_.default,
     torch.ops.aten._unsafe_index.Tensor,
 }
-_COUNTED = {"aten.nll_loss_forward": 1, "aten.nll_loss2d_forward": 1}
-"""Losses that count their targets, with the position of the targets among the arguments."""
 
 
 class Flow(TorchDispatchMode):
@@ -62,14 +66,15 @@ class Flow(TorchDispatchMode):
         clock: number of entries into and exits from calls, set likewise.
         born: the call in which each storage was made.
         uses: for each storage and call other than the one that made it, when it was last read there.
-        written: storages that were written to in place.
+        written: for each storage that was written to in place, how often.
         decided: calls that read a random number.
         guesses: calls in which values were guessed, with the first time.
-        targets: for each loss that counts its targets and whose targets are in the batch, how many targets count.
+        operators: how many operators ran.
+        reductions: notes how the loss is made; None to note nothing.
         is_live: True while random numbers belong to this stage; before, they count as a source.
     """
 
-    def __init__(self, fakes: FakeTensorMode, real: int = 0, *, draw: float = 0.0, guess: bool = True) -> None:
+    def __init__(self, fakes: FakeTensorMode, real: int = 0, *, draw: float = LEAST, guess: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._fakes = fakes
         self._real = real | RANDOM
@@ -83,10 +88,11 @@ class Flow(TorchDispatchMode):
         self.clock = 0
         self.born: dict[int, int] = {}
         self.uses: dict[tuple[int, int], int] = {}
-        self.written: set[int] = set()
+        self.written: Counter[int] = Counter()
         self.decided: list[int] = []
         self.guesses: dict[int, int] = {}
-        self.targets: list[int] = []
+        self.operators = 0
+        self.reductions: Reductions | None = None
         self.is_live = False
 
     def mark(self, tensor: Tensor, sources: int) -> int:
@@ -94,6 +100,13 @@ class Flow(TorchDispatchMode):
         key = self.key(tensor)
         self._sources[key] = self._sources.get(key, 0) | sources
         return key
+
+    def overwrite(self, tensor: Tensor, sources: int) -> int:
+        """Adds sources to the tensor's storage, in place of all others if the tensor is all of it. Returns its key."""
+        key = self.key(tensor)
+        if tensor.layout is torch.strided and tensor.nbytes == tensor.untyped_storage().nbytes():
+            self._sources[key] = 0
+        return self.mark(tensor, sources)
 
     def key(self, tensor: Tensor) -> int:
         """A number that stands for the memory of a tensor."""
@@ -121,6 +134,7 @@ class Flow(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.operators += 1
         sources, is_fake, is_guessed, read = 0, False, False, set[int]()
         for tensor in tree_leaves((args, kwargs)):
             if not isinstance(tensor, Tensor):
@@ -135,7 +149,8 @@ class Flow(TorchDispatchMode):
                 self.uses[key, self.where] = self.clock
         if func is torch.ops.aten._local_scalar_dense.default and sources & RANDOM and not is_fake:
             self.decided.append(self.where)
-        self._count(func, args)
+        if func is torch.ops.aten._pack_padded_sequence.default and is_fake and not self.sources(args[1]) & ~self._real:
+            return self._packed(args, read)
         draws = _draws(func, args, kwargs)
         is_random = draws or (func is _MADE_OF_NUMBERS and host_random_state() != self._host)
         with_shape_only = str(func.overloadpacket) in _LIKE
@@ -145,13 +160,15 @@ class Flow(TorchDispatchMode):
         if is_random and not self.is_live:
             sources |= RANDOM
         self._note(output, sources, read)
+        if self.reductions is not None:
+            self.reductions.note(func, args, kwargs, output)
         if is_guessed and not is_fake:
             self._guess_at(output)
         for index in _written_by(func):
             target = kwargs.get(index) if isinstance(index, str) else args[index] if index < len(args) else None
             for tensor in tree_leaves(target):
                 if isinstance(tensor, Tensor):
-                    self.written.add(self.mark(tensor, sources))
+                    self.written[self.mark(tensor, sources)] += 1
                     if is_fake:
                         self._guessed.discard(self.key(tensor))
         return output
@@ -167,8 +184,19 @@ class Flow(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             output = self._guessing(func, args, kwargs, error)
         if not is_fake and isinstance(output, Tensor) and output.numel() == 1 and not _written_by(func):
-            return torch.full(output.shape, self._draw, dtype=output.dtype, device=output.device)
+            drawn = round(self._draw) if func.overloadpacket is torch.ops.aten.bernoulli else self._draw
+            return torch.full(output.shape, drawn, dtype=output.dtype, device=output.device)
         return output
+
+    def _packed(self, args: Any, read: set[int]) -> tuple[Any, Tensor]:
+        """A batch of padded sequences as a packed one. Its batch sizes depend on the lengths alone: they are real."""
+        padded, lengths, batch_first = args
+        blank = torch.zeros((), dtype=padded.dtype).expand(padded.shape)
+        packed, sizes = torch.ops.aten._pack_padded_sequence.default(blank, lengths, batch_first)
+        data = self._faked(packed)
+        self._note(data, self.sources((padded, lengths)), read)
+        self._note(sizes, self.sources(lengths), read)
+        return data, sizes
 
     def _guessing(self, func: Any, args: Any, kwargs: Any, unknown: Exception) -> Any:
         """The result of an operator that needs values of fake tensors, computed on ones or zeros instead. Raises
@@ -224,13 +252,9 @@ class Flow(TorchDispatchMode):
                 if sources:
                     self._sources[key] = self._sources.get(key, 0) | sources
 
-    def _count(self, func: Any, args: tuple[Any, ...]) -> None:
-        position = _COUNTED.get(str(func.overloadpacket))
-        if position is None or len(args) < 5:
-            return
-        target, ignored = args[position], args[4]
-        if not isinstance(target, FakeTensor) and not self.sources(target) & ~self._real:
-            self.targets.append(int((target != ignored).sum()))
+    def is_known(self, tensor: Tensor) -> bool:
+        """Returns True if the values of a tensor depend on the batch and on buffers alone, so they are computed."""
+        return not isinstance(tensor, FakeTensor) and not self.sources(tensor) & ~self._real
 
 
 def host_random_state() -> object:

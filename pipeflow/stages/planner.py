@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, zip_longest
 from threading import RLock
 from typing import Any
 from weakref import ref
@@ -20,14 +21,16 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.stages.blocks import Blocks, Cuts, blocks_of, choose, labels_of
 from pipeflow.stages.copies import Fakes
+from pipeflow.stages.cut import completed, make_plan
 from pipeflow.stages.entries import Entries, Stateful
-from pipeflow.stages.flow import RANDOM, Flow
-from pipeflow.stages.plan import Plan, completed, make_plan
+from pipeflow.stages.flow import LEAST, RANDOM, Flow, host_random_state
+from pipeflow.stages.plan import Plan
 from pipeflow.stages.trace import Batch, Call, Trace, decides, record
 
 _ONE_AT_A_TIME = RLock()  # torch's fake tensors share caches among threads
 _OWN = "the module's own forward"
-_ALMOST_ONE = 1 - 2**-24
+_ALMOST_ONE = 1 - LEAST
+_SEEDS = 4  # of Python and NumPy, to find out whether a forward branches on their numbers
 
 
 class Planner:
@@ -39,6 +42,7 @@ class Planner:
         device: device on which the stages will run; by default the CPU.
         cuts, blocks: where to cut; see `pipeflow.stages.blocks`.
         placement: ranks of the stages, by which routes are chosen. By default each stage is on its own rank.
+        has_criterion: True if the loss is not the module's own; see Entries.
 
     Attributes:
         entries: the parameters of the module's forward.
@@ -53,8 +57,9 @@ class Planner:
         cuts: Cuts = None,
         blocks: Blocks = None,
         placement: Placement | None = None,
+        has_criterion: bool = False,
     ) -> None:
-        self.entries = Entries(module)
+        self.entries = Entries(module, has_criterion=has_criterion)
         self._stages, self._cuts, self._blocks = stages, cuts, blocks
         self._device = torch.device("cpu") if device is None else device
         self._module = ref(module)
@@ -86,16 +91,21 @@ class Planner:
                 self._plans[key] = self._fitting(plan)
         return plan
 
+    @property
+    def module(self) -> nn.Module:
+        """The copy of the module without memory."""
+        return self._fakes.module
+
     def blocks(self) -> list[str]:
         """The names of the blocks after which the first batch's forward can be cut."""
         assert self._first is not None
         trace = self._first.trace
-        return list(dict.fromkeys(call.name for call in blocks_of(trace, self._fakes.module, self._blocks)))
+        found = blocks_of(trace, self._fakes.module, self._blocks, self._stages)
+        return list(dict.fromkeys(call.name for call in found))
 
     def trace_of(self, module: nn.Module, entries: Mapping[str, Any], change: Callable[[nn.Module], None]) -> Trace:
         """The forward of a copy of `module` without memory, after `change` was applied to the copy."""
-        with _ONE_AT_A_TIME, warnings.catch_warnings(), _without_cached_casts():
-            warnings.simplefilter("ignore")
+        with _ONE_AT_A_TIME, _quiet(), _without_cached_casts(), _own_random_numbers():
             fakes = Fakes(module, self._fakes.device)
             with fakes.mode:
                 change(fakes.module)
@@ -164,7 +174,7 @@ class Planner:
 
     def _chosen(self, trace: Trace) -> list[Call]:
         try:
-            return choose(trace, blocks_of(trace, self._fakes.module, self._blocks), self._stages, self._cuts)
+            return choose(trace, self._fakes.module, self._blocks, self._stages, self._cuts)
         except UsageError as error:
             if 0 not in trace.guesses:
                 raise
@@ -172,11 +182,17 @@ class Planner:
 
     def _trace(self, batch: Callable[[], Batch]) -> Trace:
         """Raises UsageError for a forward that chooses the modules that it calls by random numbers."""
+        before = host_random_state()
         trace = record(self._fakes, batch())
+        others: Iterator[Trace] = iter(())
+        if host_random_state() != before:
+            others = (record(self._fakes, batch()) for seed in range(_SEEDS) if _seed(seed))
         if trace.decided:
-            other = record(self._fakes, batch(), draw=_ALMOST_ONE)
-            if trace.calls_in_order() != other.calls_in_order():
-                name = trace.calls[trace.decided[0]].name or "the module"
+            others = chain([record(self._fakes, batch(), draw=_ALMOST_ONE)], others)
+        for other in others:
+            pairs = zip_longest(trace.calls_in_order(), other.calls_in_order())
+            if different := next((one or two for one, two in pairs if one != two), None):
+                name = trace.calls[different[0]].name or "the module"
                 raise UsageError(
                     f"{name} chooses by a random number which modules it calls (LayerDrop, stochastic depth), so "
                     "stages cannot know what the others do: set its probability to 0"
@@ -230,6 +246,13 @@ def _own_random_numbers() -> Iterator[None]:
         random.setstate(before[0])
         if numpy:
             numpy.random.set_state(before[1])
+
+
+def _seed(seed: int) -> bool:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    return True
 
 
 @contextmanager

@@ -37,6 +37,8 @@ class Node:
         is_replaced: True if the module is not called.
         replays: calls within it, possibly itself, whose hooks must see their output although the module is replaced.
         keeps: leaves of its output, and of its arguments, that are sent.
+        copies: values to copy at its end, because the forward writes to their memory after it.
+        writes: leaves of its arguments to which it writes in place, although the module is replaced.
         ends: True if the forward stops after it.
         stops: True if the forward stops before it, because the last call was within a checkpoint.
     """
@@ -46,6 +48,8 @@ class Node:
     is_replaced: bool = False
     replays: tuple[Call, ...] = ()
     keeps: tuple[int, ...] = ()
+    copies: tuple[Value, ...] = ()
+    writes: tuple[int, ...] = ()
     ends: bool = False
     stops: bool = False
 
@@ -112,28 +116,46 @@ class Run:
         self._turns[name] = turn + 1
         node = self._node.inner.get((name, turn)) or Node()
         if node.is_replaced:
+            self._write(node, (arguments, keywords))
             return self._replaced(node)
         if node.stops:
             raise Stopped
         outer = self._node, self._turns
+        given = tree_leaves((arguments, keywords)) if min(node.keeps, default=0) < 0 else []
         self._node, self._turns = node, {}
         try:
             output = call(*arguments, **keywords)
         finally:
             self._node, self._turns = outer
         if node.keeps and node.call is not None:
-            self._keep(node.call, node.keeps, output, (arguments, keywords))
+            self._keep(node.call, node.keeps, output, given)
+        for value in node.copies:
+            self.kept[value] = self._copy(value)
         if node.ends:
             raise Stopped
         return output
 
-    def _keep(self, call: Call, leaves: Sequence[int], output: object, given: object) -> None:
+    def _keep(self, call: Call, leaves: Sequence[int], output: object, arguments: Sequence[Any]) -> None:
         found, returned = tree_leaves(output), call.returned
         if returned is None or len(found) != len(returned.leaves):
             raise UsageError(f"{call.name} returned a different structure than when its forward was traced")
-        arguments = tree_leaves(given) if min(leaves) < 0 else []
         for leaf in leaves:
             self.kept[Value(call.index, leaf)] = found[leaf] if leaf >= 0 else arguments[-1 - leaf]
+
+    def _copy(self, value: Value) -> Tensor:
+        """A copy of a kept value in the same graph: its gradient is that of the tensor before later writes."""
+        return self.kept[value].clone()
+
+    def _write(self, node: Node, given: object) -> None:
+        """Writes to the arguments of a replaced call what the call wrote."""
+        for index, tensor in self._written(node, given):
+            assert node.call is not None
+            value = Value(node.call.index, -1 - index)
+            tensor.copy_(self._tensor(value, node.call.look(value.leaf), node.call))
+
+    def _written(self, node: Node, given: object) -> list[tuple[int, Tensor]]:
+        leaves = tree_leaves(given) if node.writes else []
+        return [(index, leaves[index]) for index in node.writes]
 
     def _replaced(self, node: Node) -> Any:
         assert node.call is not None

@@ -36,6 +36,7 @@ class ModuleStage(nn.Module):
     def __init__(self, module: nn.Module, index: int, planner: Planner, plan: Plan, device: torch.device) -> None:
         super().__init__()
         root, self._ghosts = stage_copy(module, set(plan.stages[index].owned), device)
+        _without_nested(root, plan)
         vars(self)["_root"] = root  # not a child: its children are this module's children
         vars(self).update({name: vars(root)[name] for name in _SHARED})
         self.index = index
@@ -52,6 +53,11 @@ class ModuleStage(nn.Module):
         """The copy of the whole module whose forward runs."""
         root: nn.Module = vars(self)["_root"]
         return root
+
+    @property
+    def whole(self) -> nn.Module:
+        """A copy of the whole module whose parameters have shapes, but no memory."""
+        return self._planner.module
 
     def blocks(self, plan: Plan) -> dict[str, nn.Module]:
         """The module's blocks, by name.
@@ -146,6 +152,16 @@ class ModuleStage(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
         self._ghosts.apply(fn)
         return self
+
+
+def _without_nested(root: nn.Module, plan: Plan) -> None:
+    """Makes each nn.TransformerEncoder that is cut pass padded tensors between its layers. In evaluation with a padding
+    mask, it would pass nested ones, which cannot be sent.
+    """
+    watched = [name for stage in plan.stages for name in stage.script.names]
+    for name, module in root.named_modules():
+        if isinstance(module, nn.TransformerEncoder) and any(each.startswith(f"{name}.") for each in watched):
+            module.use_nested_tensor = False
 
 
 def _without(kept: list[object], output: object) -> object:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils._pytree import TreeSpec
 
 from pipeflow.core.errors import UsageError
 from pipeflow.stages.calls import watched
 from pipeflow.stages.copies import Fakes
-from pipeflow.stages.flow import Flow
-from pipeflow.stages.loss import loss_in
+from pipeflow.stages.flow import LEAST, Flow
+from pipeflow.stages.loss import Made, loss_in
+from pipeflow.stages.reductions import Reductions
+from pipeflow.stages.surroundings import surroundings
+from pipeflow.stages.trees import flattened
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a module: positional ones and keywords."""
@@ -76,7 +77,7 @@ class Returned(NamedTuple):
     @classmethod
     def of(cls, output: object, flow: Flow) -> Returned:
         """Describes an output."""
-        leaves, spec = tree_flatten(output)
+        leaves, spec = flattened(output)
         return cls(spec, [_leaf(leaf, flow) for leaf in leaves])
 
     @property
@@ -106,12 +107,15 @@ class Call:
         parent: index of the surrounding call.
         enter, exit: times of entry and exit, counted in entries and exits of all calls.
         checkpoint: the kind of activation checkpoint around it, "reentrant" or "plain"; None without one.
+        function: name of the custom autograd.Function in whose forward it was made; None without one.
         given: storages of its arguments.
-        arguments: its arguments, if `seen_by` is not empty.
+        arguments: its arguments as they are after it, if `seen_by` or `writes` is not empty.
+        writes: the leaves of its arguments that it writes to in place.
         seen_by: code that sees the call beside its caller: forward hooks, or a replacement of the module's forward.
         is_wrapped: True if the module's forward was replaced.
         returned: its output.
         turns: number of calls of each module within it.
+        operators: how many operators ran until its exit.
     """
 
     index: int
@@ -120,13 +124,16 @@ class Call:
     parent: int
     enter: int
     checkpoint: str | None = None
+    function: str | None = None
     given: frozenset[int] = frozenset()
     exit: int = -1
     arguments: Returned | None = None
+    writes: tuple[int, ...] = ()
     seen_by: frozenset[object] = frozenset()
     is_wrapped: bool = False
     returned: Returned | None = None
     turns: dict[str, int] = field(default_factory=dict)
+    operators: int = 0
 
     @property
     def looks(self) -> dict[int, Look]:
@@ -172,16 +179,14 @@ class Trace:
         leaks: tensors that calls passed on outside their outputs.
         decided: calls that read a random number.
         guesses: calls that branched on a value that depends on parameters, with the first time that they did.
-        targets: for each loss that counts its targets, how many targets count.
-        makes_loss: True if the module returned a loss.
+        loss: how the loss that the module returned is made; None if it returned none.
     """
 
     calls: list[Call]
     leaks: list[Leak]
     decided: list[int]
     guesses: dict[int, int]
-    targets: list[int]
-    makes_loss: bool
+    loss: Made | None
 
     @property
     def returned(self) -> Returned:
@@ -204,10 +209,10 @@ class Trace:
         """The calls within `outer`, including itself, that code beside their callers may see, such as hooks."""
         return [call for call in self.calls if call.seen_by and self.is_within(call.index, outer.index)]
 
-    def collected(self, start: Call) -> list[Call]:
-        """The calls up to the end of `start` that collectors see, in order of exit."""
-        found = [call for call in self.calls if call.exit <= start.exit]
-        found = [call for call in found if not call.seen_by.isdisjoint(self.collectors)]
+    def seen_until(self, start: Call, by: Collection[object] | None = None) -> list[Call]:
+        """The calls up to the end of `start` that code in `by` sees, or any code if it is None, in order of exit."""
+        found = [call for call in self.calls if call.seen_by and call.exit <= start.exit]
+        found = [call for call in found if by is None or not call.seen_by.isdisjoint(by)]
         return sorted(found, key=lambda call: call.exit)
 
     @cached_property
@@ -245,25 +250,31 @@ class Recorder:
         outer = self.calls[self._current]
         turn = outer.turns.get(name, 0)
         outer.turns[name] = turn + 1
-        made = Call(len(self.calls), name, turn, outer.index, self._tick(), _checkpoint())
+        made = Call(len(self.calls), name, turn, outer.index, self._tick(), *surroundings(record.__code__))
         module = self._modules[name]
         seers, wrapper = [*module._forward_hooks.values()], vars(module).get("forward")
         made.is_wrapped = wrapper is not None
         made.seen_by = frozenset(_code(each) for each in (*seers, wrapper) if each is not None)
-        if made.seen_by:
-            made.arguments = Returned.of((arguments, keywords), self.flow)
-        given = tree_leaves((arguments, keywords))
-        made.given = frozenset(self.flow.key(tensor) for tensor in given if isinstance(tensor, Tensor))
+        leaves, spec = flattened((arguments, keywords))
+        given = {index: self.flow.key(leaf) for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        made.given, written = frozenset(given.values()), self.flow.written
+        before = {key: written[key] for key in given.values()}
         self.calls.append(made)
         self._enter(made.index)
         output = call(*arguments, **keywords)
         self._enter(outer.index)
-        made.exit, made.returned = self._tick(), Returned.of(output, self.flow)
+        made.writes = tuple(index for index, key in given.items() if written[key] > before[key])
+        if made.seen_by or made.writes:
+            made.arguments = Returned(spec, [_leaf(leaf, self.flow) for leaf in leaves])
+        self._end(made, output)
         return output
 
     def end(self, output: object) -> None:
         """Ends the record after the call of the whole module."""
-        self.calls[0].exit, self.calls[0].returned = self._tick(), Returned.of(output, self.flow)
+        self._end(self.calls[0], output)
+
+    def _end(self, call: Call, output: object) -> None:
+        call.exit, call.operators, call.returned = self._tick(), self.flow.operators, Returned.of(output, self.flow)
 
     @property
     def current(self) -> str:
@@ -278,7 +289,9 @@ class Recorder:
         return self.flow.clock
 
 
-def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0, guess: bool = True, within: Within = nullcontext) -> Trace:
+def record(
+    fakes: Fakes, batch: Batch, *, draw: float = LEAST, guess: bool = True, within: Within = nullcontext
+) -> Trace:
     """Runs the forward of `fakes` on a batch, whose tensors may be modified, in the context that `within` makes.
 
     `draw` and `guess` are the arguments of Flow. With `guess=False`, a forward that raises UsageError is recorded up to
@@ -288,6 +301,8 @@ def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0, guess: bool = True,
     bits = fakes.sources()
     for name, tensor in fakes.tensors().items():
         flow.mark(tensor, bits[name])
+    flow.reductions = notes = Reductions(flow.key, flow.is_known)
+    notes.give(flattened(batch)[0])
     modules = {name: module for name, module in fakes.module.named_modules() if name}
     recorder, output = Recorder(flow, modules), None
     try:
@@ -297,8 +312,9 @@ def record(fakes: Fakes, batch: Batch, *, draw: float = 0.0, guess: bool = True,
         if guess:
             raise
     recorder.end(output)
-    leaks, makes_loss = _leaks(recorder.calls, flow), loss_in(output) is not None
-    return Trace(recorder.calls, leaks, flow.decided, flow.guesses, flow.targets, makes_loss)
+    leaks, loss = _leaks(recorder.calls, flow), loss_in(output)
+    made = None if loss is None else Made(notes.terms(loss), notes.targets, notes.read)
+    return Trace(recorder.calls, leaks, flow.decided, flow.guesses, made)
 
 
 class Located(Protocol):
@@ -324,8 +340,9 @@ class explained:  # noqa: N801  # used like a function, as contextlib's are
         if isinstance(error, UsageError):
             raise UsageError(f"{where}: {error}") from error
         unknown = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+        unknown = unknown or (isinstance(error, RuntimeError) and "data is not allocated" in str(error))  # of a kernel
         if unknown or (isinstance(error, Exception) and self._where.flow.guesses):
-            raise UsageError(decides(where, f" ({error})")) from error
+            raise UsageError(decides(where, f" ({str(error).partition(chr(10))[0]})")) from error
         if isinstance(error, Exception):
             error.add_note(f"raised in {where}, while the module's forward was traced on the example batch")
 
@@ -363,17 +380,3 @@ def _ancestors(calls: list[Call], index: int) -> set[int]:
         found.add(index)
         index = calls[index].parent
     return found
-
-
-def _checkpoint() -> str | None:
-    """The kind of activation checkpoint around the caller: "reentrant", "plain" or None."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not record.__code__:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            inside = frame.f_code.co_name == "forward"
-            outer = frame.f_back
-            while outer is not None and not inside and outer.f_code.co_filename == frame.f_code.co_filename:
-                inside, outer = outer.f_code.co_name == "forward", outer.f_back
-            return "reentrant" if inside else "plain"
-        frame = frame.f_back  # type: ignore[assignment]  # None at the outermost frame
-    return None

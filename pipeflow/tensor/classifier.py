@@ -103,7 +103,7 @@ class VocabParallelClassifier(SplitLinear):
         self._require_width(input, "")
         group = self.group
         logits = column_linear(
-            input, self.weight, self.bias, Mode(group, self.sequence_parallel, self._deferred_weights())
+            input, self.weight, self.bias, Mode(group, self.sequence_parallel, self._deferred_weights(), self.copies)
         )
         columns = logits.shape[-1]
         real = real_rows(self.out_features, columns, group.rank)

@@ -183,19 +183,27 @@ def look_up(layer: SplitEmbedding, indices: Tensor, padding: int | None) -> Tens
     deferred = layer._deferred_weights()
     if deferred is None:
         return functional.embedding(indices, layer.weight, padding)
-    output: Tensor = _LookUp.apply(deferred.deferral.anchor, indices, deferred, padding)  # type: ignore[no-untyped-call]  # torch's
+    output: Tensor = _LookUp.apply(*deferred.inputs, indices, deferred, padding)  # type: ignore[no-untyped-call]  # torch's
     return output
 
 
 class _LookUp(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, indices: Tensor, deferred: DeferredWeights, padding: int | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        weight: Tensor,
+        bias: None,
+        indices: Tensor,
+        deferred: DeferredWeights,
+        padding: int | None,
+    ) -> Tensor:
         ctx.deferred, ctx.padding = deferred, -1 if padding is None else padding
         ctx.save_for_backward(indices)
-        return functional.embedding(indices, deferred.weight)
+        return functional.embedding(indices, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         [indices] = ctx.saved_tensors
-        hand_over(ctx, EmbeddingProduct(ctx.deferred.weight, indices, gradient, ctx.padding, False))
-        return None, None, None, None
+        product = EmbeddingProduct(ctx.deferred.weight, indices, gradient, ctx.padding, False)
+        return None, *hand_over(ctx, product), None, None, None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.sharding import Split
+from pipeflow.tensor.between import reason_to_keep, widths_taken
 from pipeflow.tensor.change import Change, Place, integers_of, places_in, tensors_of
 from pipeflow.tensor.converted import is_conv1d, is_embedding, is_linear, sizes_of
 from pipeflow.tensor.heads import Attention, Doubt, read_of_config, rule_of_tensor
@@ -58,15 +59,16 @@ class Found:
         for place in places:
             self._find_layer(place)
         attentions = self._settle(places)
-        around = {id(change.place.around) for change in self.layers if change.rule.kind in ("column", "attention")}
+        columns = {id(change.place.around) for change in self.layers if change.rule.kind == "column"}
         attentions |= {id(each.place.around) for each in self.layers if _is_own_column(each)}
+        beside = {id(place.around) for place in places if id(place.module) in attentions}
         sums = {id(place.module) for place in places if self._is_sum(place)}
-        near = around | {id(place.around) for place in places if id(place.module) in around}
         for place in places:
             own, outer = id(place.module), id(place.around)
-            self._find_integers(place, own in attentions or outer in attentions, own in around or own in sums)
-            inside = own in around or outer in around
-            self._find_parameters(place, own in sums, inside, inside or outer in near)
+            in_attention = own in attentions or outer in attentions
+            self._find_integers(place, in_attention, own in sums or (own in columns and self._knows_all(place)))
+            inside = in_attention or own in columns or outer in columns
+            self._find_parameters(place, own in sums or in_attention, outer in beside, inside)
             self._find_crossing(place, own in attentions, own in sums)
         for change in self.layers:
             self._require_width(change)
@@ -112,11 +114,12 @@ class Found:
         """Leaves out layers that must stay whole, until no more are found. Returns the ids of the attentions that
         remain.
         """
+        planned = Counter(id(change.place.around) for change in self.layers if change.rule.kind == "attention")
         while True:
             before = len(self.layers)
             self._keep_whole_together(places)
-            attentions = self._keep_attentions(places)
-            self._keep_unequal(places)
+            attentions = self._keep_attentions(places, planned)
+            self._keep_columns(places, attentions)
             if len(self.layers) == before:
                 return attentions
 
@@ -135,7 +138,7 @@ class Found:
                 return
             self.layers = kept
 
-    def _keep_attentions(self, places: Sequence[Place]) -> set[int]:
+    def _keep_attentions(self, places: Sequence[Place], planned: Mapping[int, int]) -> set[int]:
         by_owner: dict[int, list[Change]] = defaultdict(list)
         for change in self.layers:
             if change.rule.kind == "attention":
@@ -143,6 +146,8 @@ class Found:
         for place in places:
             if (own := by_owner.get(id(place.module))) is not None:
                 try:
+                    if len(own) < planned[id(place.module)]:
+                        raise Doubt("one of its layers shares a weight that stays whole")
                     Attention(place, own, self._covers, self.rules, self.ranks).settle()
                 except Doubt as doubt:
                     if any(change.rule not in DEFAULT_RULES for change in own):
@@ -160,35 +165,38 @@ class Found:
     def _covers(self, place: Place, leaf: str) -> bool:
         return id(place.module) in self._covered or rule_of_tensor(self.rules, place, leaf) is not None
 
-    def _keep_unequal(self, places: Sequence[Place]) -> None:
-        """Leaves columns whole whose width, times their number of parts, does not match the rows of the same module."""
-        rows: dict[int, set[int]] = defaultdict(set)
+    def _keep_columns(self, places: Sequence[Place], attentions: Collection[int]) -> None:
+        """Leaves columns whole unless it is certain that layers after them take their outputs in parts."""
+        outer = {id(place.module): place.around for place in places}
+        taken, kept = widths_taken(self.layers, outer), []
         for change in self.layers:
-            if change.rule.kind == "row":
-                rows[id(change.place.around)].add(sizes_of(change.layer)[0])
-        kept = []
-        for change in self.layers:
-            taken = rows.get(id(change.place.around))
+            around = change.place.around
             reason = None
-            if change.rule.kind == "column" and change.rule in DEFAULT_RULES and taken:
-                reason = self._unequal(change, taken)
+            if (
+                change.rule.kind == "column"
+                and change.rule in DEFAULT_RULES
+                and id(outer[id(around)]) not in attentions
+            ):
+                widths = taken.get(id(around)) or taken.get(id(outer[id(around)])) or ()
+                reason = reason_to_keep(change, widths, self._kind)
             if reason is None:
                 kept.append(change)
             else:
                 self._doubts[change.name] = reason
         self.layers = kept
 
-    def _unequal(self, change: Change, taken: set[int]) -> str | None:
-        if not taken.intersection(change.parts):
-            return f"its outputs are not {len(change.parts)} times the inputs of the layer after it"
-        inputs = sizes_of(change.layer)[0]
-        for inner in places_in([change.place.around]):
-            for leaf, tensor in tensors_of(inner.module).items():
-                is_between = taken.intersection(tensor.shape) and inputs not in tensor.shape
-                place = replace(inner, name=f"{change.place.site.rpartition('.')[0]}.{inner.name}")
-                if is_between and not self._covers(place, leaf):
-                    return f"no rule says how {place.full(leaf)} is split along with its outputs"
-        return None
+    def _kind(self, place: Place, leaf: str) -> str | None:
+        """The kind of the rule that covers a parameter, or None."""
+        rule = rule_of_tensor(self.rules, place, leaf)
+        if rule is not None:
+            return rule.kind
+        return "layer" if id(place.module) in self._covered else None
+
+    def _knows_all(self, place: Place) -> bool:
+        """Returns True if rules cover all parameters of a module."""
+        name = f"{place.name}." if place.name else ""
+        inner = [replace(each, name=f"{name}{each.name}") for each in places_in([place.module])]
+        return all(self._covers(each, leaf) for each in inner for leaf in tensors_of(each.module))
 
     def _is_sum(self, place: Place) -> bool:
         rule = self._match(place.name, ("sum",), place.module)
@@ -238,7 +246,7 @@ class Found:
         self._require(value, full)
         return value // self.ranks
 
-    def _find_parameters(self, place: Place, is_sum: bool, is_inside: bool, is_near: bool) -> None:
+    def _find_parameters(self, place: Place, is_split: bool, is_beside: bool, is_inside: bool) -> None:
         if isinstance(place.module, Told | TensorLayer) or id(place.module) in {id(each.layer) for each in self.layers}:
             return
         for leaf, tensor in tensors_of(place.module).items():
@@ -246,7 +254,8 @@ class Found:
             if rule is None:
                 continue
             self._used.add(rule)
-            if rule in DEFAULT_RULES and not (is_sum or (is_inside if rule.kind == "partial" else is_near)):
+            is_used = is_split or (is_beside and bool(rule.of))  # beside an attention only in a class that is known
+            if rule in DEFAULT_RULES and not (is_inside if rule.kind == "partial" else is_used):
                 continue
             if not place.name:
                 raise UsageError(f"{rule} matches {leaf} of the outermost module: move it into a submodule")

@@ -14,6 +14,7 @@ from functools import lru_cache
 from torch import nn
 
 from pipeflow.core.errors import UsageError
+from pipeflow.tensor.attributes import attribute_of, has_attribute
 from pipeflow.tensor.change import Change, Place, integers_of, places_in, tensors_of
 from pipeflow.tensor.rules import Rule, config_rule, first_match
 
@@ -131,12 +132,12 @@ def read_of_config(module: nn.Module) -> list[str]:
     """The integers that the methods of a module, except its constructor, read from its config, according to their
     bytecode.
     """
-    config = getattr(module, "config", None)
+    config = attribute_of(module, "config")
     if config is None:
         return []
     of_config, elsewhere = _attributes_read(type(module))  # type: ignore[arg-type]  # types are hashable
-    named = of_config | {name for name in elsewhere if not hasattr(module, name)}
-    return sorted(name for name in named if isinstance(getattr(config, name, None), int))
+    named = of_config | {name for name in elsewhere if not has_attribute(module, name)}
+    return sorted(name for name in named if isinstance(attribute_of(config, name), int))
 
 
 @lru_cache(maxsize=1024)

@@ -126,7 +126,7 @@ class ColumnParallelLinear(SplitLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_width(input, "")
-        mode = Mode(self.group, self.sequence_parallel, self._deferred_weights())
+        mode = Mode(self.group, self.sequence_parallel, self._deferred_weights(), self.copies)
         output = column_linear(input, self.weight, self.bias, mode)
         return gather_from_tensor_region(output, self.group) if self.gather_output else output
 
@@ -180,7 +180,8 @@ def row_forward(layer: SplitLinear, input: Tensor, input_is_parallel: bool, sequ
     if not input_is_parallel:
         input = scatter_to_tensor_region(input, layer.group)
     layer._require_width(input, ": input_is_parallel=False takes a whole input" if input_is_parallel else "")
-    return row_linear(input, layer.weight, layer.bias, Mode(layer.group, sequence_parallel, layer._deferred_weights()))
+    mode = Mode(layer.group, sequence_parallel, layer._deferred_weights(), layer.copies)
+    return row_linear(input, layer.weight, layer.bias, mode)
 
 
 def column_splits(layer: SplitLinear) -> Mapping[str, Split]:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from pipeflow.core.errors import UsageError
 from pipeflow.deferral.layers import DeferredWeights, hand_over, lowered
-from pipeflow.deferral.products import LinearProduct
+from pipeflow.deferral.products import Copies, LinearProduct
 from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.exchange import Finish, gathered, start_sum, start_sum_scatter, sum_scattered
 from pipeflow.tensor.regions import SEQUENCE
@@ -25,12 +25,13 @@ from pipeflow.tensor.regions import SEQUENCE
 
 class Mode(NamedTuple):
     """The mode of a product: the group, True if the sequence is split outside the layer, and the deferred weights, or
-    None if autograd computes the weight's gradient.
+    None if autograd computes the weight's gradient; and where the layer keeps copies in autocast's dtype.
     """
 
     group: Group
     sequence: bool
     deferred: DeferredWeights | None
+    copies: Copies | None = None
 
 
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode) -> Tensor:
@@ -55,17 +56,15 @@ def _product(function: type[Function], input: Tensor, weight: Tensor, bias: Tens
         return functional.linear(input, weight, bias)
     if mode.sequence and input.dim() < 3:
         raise UsageError(f"sequence parallelism needs (batch, sequence, hidden), got a shape of {tuple(input.shape)}")
-    if mode.deferred is None:
-        output: Tensor = function.apply(None, input, weight, bias, mode)
-    else:  # no parameter is part of the graph
-        output = function.apply(mode.deferred.deferral.anchor, input, None, None, mode)
+    weights = (None, weight, bias) if mode.deferred is None else mode.deferred.inputs
+    output: Tensor = function.apply(*weights, input, mode)
     return output
 
 
 class _Column(Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None, mode: Mode
+        ctx: Any, anchor: Tensor | None, weight: Tensor, bias: Tensor | None, input: Tensor, mode: Mode
     ) -> Tensor:
         input, weight, bias = _operands(ctx, input, weight, bias, mode)
         if mode.sequence and mode.group.size > 1:
@@ -80,10 +79,10 @@ class _Column(Function):
         input, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, weight.shape[0])
         finish: Finish | None = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[3]:
             finish = _start(ctx.mode, rows.mm(weight.conj()).view(input.shape))
-        of_weight, of_bias = _weight_gradients(ctx, input, rows)
-        return None, None if finish is None else finish(), of_weight, of_bias, None
+        of_weights = _weight_gradients(ctx, input, rows)
+        return None, *of_weights, None if finish is None else finish(), None
 
 
 def _start(mode: Mode, gradient: Tensor) -> Finish:
@@ -96,7 +95,7 @@ def _start(mode: Mode, gradient: Tensor) -> Finish:
 class _Row(Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor | None, input: Tensor, weight: Tensor | None, bias: Tensor | None, mode: Mode
+        ctx: Any, anchor: Tensor | None, weight: Tensor, bias: Tensor | None, input: Tensor, mode: Mode
     ) -> Tensor:
         input, weight, bias = _operands(ctx, input, weight, bias, mode)
         ctx.save_for_backward(input, weight)
@@ -112,32 +111,28 @@ class _Row(Function):
         if ctx.mode.sequence and ctx.mode.group.size > 1:
             gradient = gathered(ctx.mode.group, gradient, SEQUENCE)
         rows = gradient.reshape(-1, weight.shape[0])
-        of_weight, of_bias = _weight_gradients(ctx, input, rows)
-        of_input = rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[1] else None
-        return None, of_input, of_weight, of_bias, None
+        of_weights = _weight_gradients(ctx, input, rows)
+        of_input = rows.mm(weight.conj()).view(input.shape) if ctx.needs_input_grad[3] else None
+        return None, *of_weights, of_input, None
 
 
 def _operands(
-    ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, mode: Mode
+    ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, mode: Mode
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands of a forward, in autocast's dtype if that is on."""
     ctx.mode, ctx.deferred = mode, mode.deferred
-    if mode.deferred is not None:
-        _, weight, bias = mode.deferred
-    assert weight is not None
-    return lowered(input, weight, bias)
+    return lowered(input, weight, bias, mode.copies)
 
 
 def _weight_gradients(ctx: Any, input: Tensor, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias for autograd, or (None, None) if their product was handed to a Deferral.
+    """The gradients of weight and bias for autograd; None for those that are deferred or not wanted.
 
     Raises UsageError if the backward itself must be differentiated.
     """
     if ctx.deferred is not None:
-        hand_over(ctx, LinearProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, rows))
-        return None, None
+        return hand_over(ctx, LinearProduct(ctx.deferred.weight, ctx.deferred.trained_bias, input, rows))
     if torch.is_grad_enabled():
         raise UsageError("a backward with create_graph=True cannot run through a tensor-parallel linear layer")
-    _, _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    _, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
     of_weight = rows.t().mm(input.reshape(rows.shape[0], input.shape[-1]).conj()) if wants_weight else None
     return of_weight, rows.sum(0) if wants_bias else None

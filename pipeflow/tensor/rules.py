@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from pipeflow.core.errors import UsageError
+from pipeflow.tensor.attributes import attribute_of
 
 Kind = Literal[
     "column",
@@ -107,7 +108,7 @@ class Rule:
             return False
         if isinstance(self.parts, str) and not isinstance(vars(module).get(self.parts), int):
             return False
-        return all(getattr(module, name, None) == value for name, value in self.where)
+        return all(attribute_of(module, name) == value for name, value in self.where)
 
     def sizes(self, name: str, size: int, around: nn.Module) -> tuple[int, ...]:
         """The sizes of the parts of a tensor of `size` entries. Raises UsageError if they are not integers."""
@@ -127,8 +128,8 @@ class Rule:
 
 def _count(around: nn.Module, name: str, rule: Rule) -> int:
     """An integer attribute of a module or of its config. Raises UsageError if neither has it."""
-    for holder in (around, getattr(around, "config", None)):
-        if isinstance(found := getattr(holder, name, None), int):
+    for holder in (around, attribute_of(around, "config")):
+        if isinstance(found := attribute_of(holder, name), int):
             return found
     raise UsageError(f"{type(around).__name__} has no integer attribute {name!r}, which {rule} names")
 

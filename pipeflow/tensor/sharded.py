@@ -19,6 +19,7 @@ from pipeflow.tensor.division import cut
 from pipeflow.tensor.found import Found
 from pipeflow.tensor.layer import group_of
 from pipeflow.tensor.rules import Rule
+from pipeflow.tensor.stepping import watch
 from pipeflow.tensor.table import DEFAULT_RULES
 from pipeflow.tensor.told import become_crossing, become_told
 
@@ -41,8 +42,9 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
     An embedding, and a head that shares its weight, can be split for any vocabulary size. If there are fewer heads of
     key and value than ranks, several ranks share a head. Layers stay whole if a rule matches their name but cannot
     split their class, such as convolutions, and within nn.MultiheadAttention. An attention stays whole unless it is
-    certain that its parts compute the same, that is, unless rules cover all its parameters and counts of heads. The
-    logger "pipeflow" reports which layers stay whole, and why.
+    certain that its parts compute the same, that is, unless rules cover all its parameters and counts of heads; so does
+    a layer that a default rule splits by columns, unless a layer after it takes its outputs in parts and the modules
+    between the two compute each output by itself. The logger "pipeflow" reports which layers stay whole, and why.
 
     Raises UsageError, and changes nothing, for a rule of your own that matches nothing, and for a tensor size that does
     not divide the heads or a width; the error lists sizes that do.
@@ -55,6 +57,8 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
     if group.size == 1:
         return
     _carry_out(found, group)
+    for module in modules:
+        watch(module)
     if rules and not found.layers and group.rank == 0:
         LOG.warning(
             "no rule matches a layer of %s, so all %d tensor ranks compute the same: see pipeflow.tensor.Rule",

@@ -82,6 +82,7 @@ DEFAULT_RULES: tuple[Rule, ...] = (
     Rule("vocabulary", r"embed_tokens|wte|word_embeddings|shared|tok_embeddings"),
     Rule("head", r"lm_head|predictions\.decoder|lm_head\.decoder|proj_out|embed_out"),
     # Other tensors of an attention: with entries per head, used with heads, or passed as arguments
+    Rule("parameter", r"relative_position_bias_table", dim=1, of=r"(Beit|Data2VecVision)RelativePositionBias"),
     Rule("parameter", r"relative_attention_bias\.weight|relative_position_bias_table", dim=1),
     Rule("parameter", r"self\.logit_scale|[qv]_bias|sinks"),
     Rule("parameter", r"[qk]_norm\.weight", of="CohereLayerNorm"),

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from pipeflow.core.errors import Failure
+from pipeflow.core.errors import Failure, UsageError
 from pipeflow.parallel.transport.agreement import all_gather, start
-from pipeflow.parallel.transport.protocol import Tag, Transport
+from pipeflow.parallel.transport.protocol import Channel, Tag, Transport
 from pipeflow.parallel.transport.work import LinkError, Work
 
 _SOON = 1.0  # seconds
@@ -33,8 +33,34 @@ def tells_its_place(transport: Transport) -> None:
     assert [int(rank) for [rank] in all_gather(transport, [transport.rank])] == list(range(transport.size))
 
 
+def connects(transport: Transport) -> None:
+    """A channel is refused before it is connected, unless its tensors are in CPU memory. Ranks may give their channels
+    to `connect` in any order, also some that are connected already.
+
+    Give this check a transport of which no channel is connected.
+    """
+    channels = [Channel(*ends, tag) for ends in _ends(transport) for tag in _TAGS]
+    for channel in channels:
+        sends = channel.source == transport.rank
+        make = transport.sender if sends else transport.receiver
+        try:
+            make(channel.destination if sends else channel.source, channel.tag)
+        except UsageError:
+            assert not channel.tag.on_host, f"{channel} needs no connection"
+        else:
+            assert channel.tag.on_host, f"{channel} was used before it was connected"
+    transport.connect(channels if transport.rank % 2 else reversed(channels))
+    transport.connect(channels)
+    sent = [_send(transport, peer, tag, _number(transport, tag, tag)) for tag in _TAGS for peer in _peers(transport)]
+    for tag in _TAGS:
+        for peer in _peers(transport):
+            _expect(transport, peer, tag, _number(transport, tag, tag))
+    _finish(sent)
+
+
 def keeps_order(transport: Transport) -> None:
     """Transfers with one tag between an ordered pair of ranks arrive in order."""
+    _connect(transport)
     for tag in Tag:
         sent = [
             _send(transport, peer, tag, _number(transport, tag, step))
@@ -49,6 +75,7 @@ def keeps_order(transport: Transport) -> None:
 
 def keeps_tags_apart(transport: Transport) -> None:
     """Tags do not wait for each other: a tensor sent first may be received last if its tag is another."""
+    _connect(transport)
     sent = [_send(transport, peer, tag, _number(transport, tag, tag)) for tag in Tag for peer in _peers(transport)]
     for tag in reversed(Tag):
         for peer in _peers(transport):
@@ -58,6 +85,7 @@ def keeps_tags_apart(transport: Transport) -> None:
 
 def receives_ahead(transport: Transport) -> None:
     """Many receives may be posted before anything is sent. They are filled in order, and one wait covers all tags."""
+    _connect(transport)
     ends = [(tag, _number(transport, tag, step)) for tag in _TAGS for step in range(_MANY)]
     arriving = {peer: [torch.full_like(tensor, -1) for _, tensor in ends] for peer in _peers(transport)}
     received = {
@@ -75,6 +103,7 @@ def receives_ahead(transport: Transport) -> None:
 
 def sends_without_waiting(transport: Transport) -> None:
     """A send returns at once even if its receive is not posted yet, no matter how many bytes are in transfer."""
+    _connect(transport)
     tensors = [_number(transport, Tag.ACTIVATION, step).expand(1 << 18).contiguous() for step in range(16)]
     sent = []
     if transport.rank == 0:
@@ -90,6 +119,7 @@ def sends_without_waiting(transport: Transport) -> None:
 
 def moves_any_tensor(transport: Transport) -> None:
     """Tensors of every dtype and shape arrive unchanged, including empty ones."""
+    _connect(transport)
     shapes = ((), (1,), (0,), (3, 0, 2), (2, 3, 4))
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
     tensors = [torch.ones(shape, dtype=dtype) for shape in shapes for dtype in (*dtypes, torch.bool)]
@@ -132,6 +162,7 @@ def waits_for_who_is_between_calls(transport: Transport) -> None:
 
 def tells_own_mistakes_apart(transport: Transport) -> None:
     """An error in a rank's own tensor is not reported as a broken channel; the channels can be reopened."""
+    _connect(transport)
     _sent = _meet(transport, reporter=0)
     if transport.rank == 0:
         try:
@@ -187,6 +218,7 @@ def tells_latecomers(transport: Transport) -> None:
 
 def starts_afresh(transport: Transport) -> None:
     """After a failure, reopened channels contain nothing from before."""
+    _connect(transport)
     under_way = [_send(transport, peer, tag, _number(transport, tag, 1)) for tag in _TAGS for peer in _peers(transport)]
     under_way += [
         _receive(transport, peer, tag, _number(transport, tag, 2))
@@ -198,6 +230,7 @@ def starts_afresh(transport: Transport) -> None:
     under_way.clear()
     transport.report(Failure(transport.rank, "on purpose"))
     transport.reopen()
+    _connect(transport)
     for tag in Tag:
         sent = [_send(transport, peer, tag, _number(transport, tag, 3)) for peer in _peers(transport)]
         for peer in _peers(transport):
@@ -207,6 +240,7 @@ def starts_afresh(transport: Transport) -> None:
 
 CHECKS = (
     tells_its_place,
+    connects,
     keeps_order,
     keeps_tags_apart,
     receives_ahead,
@@ -229,6 +263,16 @@ def _meet(transport: Transport, reporter: int) -> list[Work]:
     for peer in _peers(transport):
         _expect(transport, peer, Tag.CONTROL, _number(transport, Tag.CONTROL, 0))
     return []
+
+
+def _connect(transport: Transport) -> None:
+    """Connects all channels of this rank."""
+    transport.connect(Channel(*ends, tag) for ends in _ends(transport) for tag in Tag)
+
+
+def _ends(transport: Transport) -> list[tuple[int, int]]:
+    """The sources and destinations of this rank's channels."""
+    return [ends for peer in _peers(transport) for ends in ((transport.rank, peer), (peer, transport.rank))]
 
 
 def _peers(transport: Transport) -> list[int]:

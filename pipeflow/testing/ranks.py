@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from pipeflow.core.errors import Failure
+from pipeflow.core.errors import Failure, UsageError
 from pipeflow.parallel.context import Context, set_context
 from pipeflow.parallel.launch import launch
 from pipeflow.parallel.layout import Layout
@@ -32,6 +32,7 @@ from pipeflow.parallel.transport.local import Hub, LocalTransport
 
 PRELOADED = ["pipeflow.testing", "pipeflow.runtime.pipeline", "torch._dynamo"]  # torch._dynamo: for optimizers
 _GRACE = 5.0  # seconds for a process to end
+_ON_THE_CALLERS_THREAD = ("cpu", "meta")  # devices whose backwards run there
 
 
 class RankError(Exception):
@@ -58,12 +59,18 @@ def run_threads(
         deadline: seconds after which ranks that still run count as hanging.
         timeout: the transport's timeout in seconds, as in `launch`.
         device: "cpu", or a GPU; on a GPU each rank computes on its own stream.
-        tensor: number of tensor ranks.
+        tensor: number of tensor ranks; 1 on a GPU.
         data: number of replicas; the pipeline has ranks / (tensor * data) ranks.
 
-    Raises RankError if a rank raised an error, or did not finish within the deadline.
+    Raises RankError if a rank raised an error, or did not finish within the deadline, and UsageError for tensor ranks
+    on a GPU.
     """
     hub, place, layout = Hub(ranks), torch.device(device), Layout.of(ranks, ranks // (tensor * data), tensor)
+    if tensor > 1 and place.type not in _ON_THE_CALLERS_THREAD:
+        raise UsageError(
+            f"tensor ranks that are threads cannot share {place}: autograd runs the backwards of all threads on one "
+            "thread per device, where the first collective would wait for ever; use run_processes, or device='cpu'"
+        )
     results: list[Any] = [None] * ranks
     errors: dict[int, str] = {}
 

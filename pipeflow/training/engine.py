@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -16,11 +17,13 @@ from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.optim.clip import clip_grad_norm_
-from pipeflow.optim.optimizer import Wrapper, require_parameters_of
+from pipeflow.optim.masters import MasterWeights
+from pipeflow.optim.optimizer import Wrapper, innermost, require_parameters_of
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.backward import backward
 from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.runtime.step import Output
+from pipeflow.tensor.trial import needs_closure
 
 LOG = logging.getLogger("pipeflow")
 
@@ -38,8 +41,28 @@ class Scheduler(Protocol):
         """Restores a saved state."""
 
 
-class NonFiniteLossError(PipeflowError, ArithmeticError):
-    """The loss of a batch is infinite or NaN. Raised on every rank.
+class NonFiniteError(PipeflowError, ArithmeticError):
+    """A number of a step is infinite or NaN. Raised on every rank.
+
+    Args:
+        what: which number, and in which step.
+        advice: what to do about it.
+        step: number of steps taken before this one.
+
+    `what` and `step` are attributes, too.
+    """
+
+    def __init__(self, what: str, advice: str, step: int) -> None:
+        super().__init__(
+            f"{what}: {advice}, or leave such steps out with Engine(non_finite='skip'). The weights were not changed "
+            "by this step"
+        )
+        self.what = what
+        self.step = step
+
+
+class NonFiniteLossError(NonFiniteError):
+    """The loss of a batch is infinite or NaN.
 
     Args:
         loss: the loss.
@@ -51,12 +74,21 @@ class NonFiniteLossError(PipeflowError, ArithmeticError):
 
     def __init__(self, loss: float, step: int, microbatch: int | None) -> None:
         where = "" if microbatch is None else f", first in microbatch {microbatch}"
-        super().__init__(
-            f"the loss is {loss} in step {step}{where}: look at its data, lower the learning rate, clip gradients, or "
-            "leave such steps out with Engine(non_finite='skip'). Nothing was changed by this step"
-        )
-        self.step = step
+        advice = "look at its data, lower the learning rate, clip gradients"
+        super().__init__(f"the loss is {loss} in step {step}{where}", advice, step)
         self.microbatch = microbatch
+
+
+class NonFiniteGradientError(NonFiniteError):
+    """The gradient of a step is infinite or NaN, although the losses of its batches are finite.
+
+    Args:
+        step: number of steps taken before this one, also an attribute.
+    """
+
+    def __init__(self, step: int) -> None:
+        advice = "look at its data and at operations with infinite derivatives, such as sqrt(0)"
+        super().__init__(f"the gradient is not finite in step {step}, although the loss is", advice, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +99,28 @@ class Step:
         batches: the Output of each accumulated batch.
         is_taken: True if the optimizer changed the weights; False if a gradient overflowed or the loss was not finite.
         grad_norm: norm of the gradient before clipping, a float64 scalar; None without clipping.
+        read_loss: `loss` as a number, if the Engine has read it; None with `non_finite="ignore"`.
     """
 
     batches: tuple[Output, ...]
     is_taken: bool
     grad_norm: Tensor | None
+    read_loss: float | None = None
 
     @property
     def loss(self) -> Tensor:
         """Mean loss of the batches, a scalar, the same on every rank."""
-        return torch.stack([_told(output) for output in self.batches]).mean()
+        return _mean_loss(self.batches)
 
     @property
     def samples(self) -> int:
         """Number of samples in all batches, over all replicas."""
         return sum(output.samples for output in self.batches)
+
+    @property
+    def weight(self) -> float:
+        """Weight of all batches in the mean loss of an epoch; see `Output.weight`."""
+        return sum(output.weight for output in self.batches)
 
     @property
     def timeline(self) -> Timeline | None:
@@ -101,20 +140,24 @@ class Engine:
 
     Args:
         model: this rank's Pipeline.
-        optimizer: an optimizer of the model's parameters: one of torch's, or a Zero, a MasterWeights or a Lamb.
+        optimizer: an optimizer of the model's parameters: one of torch's or of another library, a Lamb, or a Zero or a
+            MasterWeights of one. It must step each weight by itself; LBFGS does not.
         scheduler: learning-rate scheduler; it steps after each step of the optimizer that changed the weights.
         gradient_accumulation: number of batches per optimizer step. The gradient is that of their mean loss.
         clip_grad_norm: maximum norm of the whole model's gradient; 0 disables clipping.
         non_finite: what to do if a batch's loss is infinite or NaN: "stop" raises NonFiniteLossError, "skip" skips the
-            step that the batch belongs to.
+            step that the batch belongs to. With clip_grad_norm the same holds for the gradient of a step: "stop" raises
+            NonFiniteGradientError. A LossScaler skips steps whose gradient overflows in either case. `step` reads these
+            numbers before it changes anything, so the host waits for the device once per step. With "ignore" nothing is
+            checked, and the host does not wait.
 
     Attributes:
         steps: number of steps so far, including skipped ones.
-        skipped: number of steps skipped because of their loss.
+        skipped: number of steps skipped because of their loss or their gradient.
         grad_norm: norm of the gradient before clipping in the last step; None without clipping.
 
-    Raises UsageError for a model or an optimizer of another type, for an optimizer of other parameters, and for
-    numbers out of range.
+    Raises UsageError for a model or an optimizer of another type, for an optimizer of other parameters or whose step
+    needs a closure, and for numbers out of range.
     """
 
     def __init__(
@@ -125,19 +168,20 @@ class Engine:
         scheduler: Scheduler | None = None,
         gradient_accumulation: int = 1,
         clip_grad_norm: float = 0.0,
-        non_finite: Literal["stop", "skip"] = "stop",
+        non_finite: Literal["stop", "skip", "ignore"] = "stop",
     ) -> None:
         if not isinstance(model, Pipeline):
             raise UsageError(f"an Engine trains a pipeflow.Pipeline, got {type(model).__name__}")
         if not isinstance(optimizer, Optimizer):
             raise UsageError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         require_parameters_of(model, optimizer)
+        _require_no_closure(optimizer)
         if gradient_accumulation < 1:
             raise UsageError(f"gradient_accumulation must be at least 1, got {gradient_accumulation}")
         if not clip_grad_norm >= 0:
             raise UsageError(f"clip_grad_norm must be positive, or 0 for no clipping, got {clip_grad_norm}")
-        if non_finite not in ("stop", "skip"):
-            raise UsageError(f"non_finite must be 'stop' or 'skip', got {non_finite!r}")
+        if non_finite not in ("stop", "skip", "ignore"):
+            raise UsageError(f"non_finite must be 'stop', 'skip' or 'ignore', got {non_finite!r}")
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -148,7 +192,8 @@ class Engine:
         self.skipped = 0
         self.grad_norm: Tensor | None = None
         self._batches = 0  # since the last step
-        self._is_spoiled = False  # by one of them
+        self._outputs: list[Output] = []  # of these batches
+        self._read_loss: float | None = None  # of the last step
 
     def train(self, mode: bool = True) -> None:
         """Puts the model in training mode, or with `mode=False` in evaluation mode."""
@@ -166,7 +211,7 @@ class Engine:
             data_iter, return_outputs: as in `execute_pipeline`.
             trace: measure the timeline of the last batch.
 
-        Raises NonFiniteLossError, and the errors of `execute_pipeline`.
+        Raises NonFiniteLossError, NonFiniteGradientError, and the errors of `execute_pipeline`.
         """
         self.zero_grad()
         last = self.gradient_accumulation - 1
@@ -175,7 +220,7 @@ class Engine:
             for index in range(self.gradient_accumulation)
         ]
         is_taken = self.step()
-        return Step(tuple(batches), is_taken, self.grad_norm)
+        return Step(tuple(batches), is_taken, self.grad_norm, self._read_loss)
 
     def execute(
         self,
@@ -187,7 +232,8 @@ class Engine:
         schedule: Schedule | None = None,
     ) -> Output:
         """Runs one batch with `execute_pipeline`; every rank receives the loss. The last batch of a step averages the
-        gradients over the replicas. Raises the errors of `train_step`, and UsageError if `step` must be called first.
+        gradients over the replicas. Raises the errors of `execute_pipeline`, and UsageError if `step` must be called
+        first. After an error the step starts again: its earlier batches no longer count.
         """
         if forward_only:
             return execute_pipeline(
@@ -199,17 +245,20 @@ class Engine:
                 trace=trace,
                 schedule=schedule,
             )
-        output = execute_pipeline(
-            data_iter,
-            self.model,
-            return_outputs=return_outputs,
-            broadcast_loss=True,
-            trace=trace,
-            reduce=self._is_last_batch(),
-            schedule=schedule,
-            gradient_scale=1 / self.gradient_accumulation,
-        )
-        self._count(_told(output), output)
+        reduce = self._is_last_batch()
+        with self._forgetting():
+            output = execute_pipeline(
+                data_iter,
+                self.model,
+                return_outputs=return_outputs,
+                broadcast_loss=True,
+                trace=trace,
+                reduce=reduce,
+                schedule=schedule,
+                gradient_scale=1 / self.gradient_accumulation,
+            )
+        self._batches += 1
+        self._outputs.append(output)
         return output
 
     def backward(self, loss: Tensor) -> None:
@@ -217,7 +266,9 @@ class Engine:
         Raises UsageError if the pipeline has several ranks or `step` must be called first, and PipelineError as
         `execute_pipeline` does.
         """
-        backward(loss, self.model, reduce=self._is_last_batch(), gradient_scale=1 / self.gradient_accumulation)
+        reduce = self._is_last_batch()
+        with self._forgetting():
+            backward(loss, self.model, reduce=reduce, gradient_scale=1 / self.gradient_accumulation)
         self._batches += 1
 
     def zero_grad(self) -> None:
@@ -229,54 +280,93 @@ class Engine:
         """After the last batch of a step, clips the gradients, steps the optimizer, then the learning rate. After the
         other batches it does nothing. Returns True if the optimizer changed the weights.
 
-        Raises UsageError if no batch was run since the last step, and PipelineError as `execute_pipeline` does.
+        Raises UsageError if no batch was run since the last step, NonFiniteLossError, NonFiniteGradientError, and
+        PipelineError as `execute_pipeline` does.
         """
         if not self._batches:
             raise UsageError("there is nothing to step: run a batch first, with execute or backward")
         if self._batches < self.gradient_accumulation:
             return False
-        is_spoiled = self._is_spoiled
+        outputs = self._outputs
         self.forget_batches()
+        self.grad_norm = clip_grad_norm_(self.model, self.clip_grad_norm) if self.clip_grad_norm else None
+        error = self._not_finite(outputs, self.grad_norm)
+        if error is not None and self.non_finite == "stop":
+            self.optimizer.zero_grad()
+            raise error
         self.steps += 1
-        if is_spoiled:
+        if error is not None:
+            if self.model.context.rank == 0:
+                LOG.warning("%s: the step is skipped", error.what)
             self.skipped += 1
             self.optimizer.zero_grad()
             return False
-        self.grad_norm = clip_grad_norm_(self.model, self.clip_grad_norm) if self.clip_grad_norm else None
         self.optimizer.step()
         is_taken = not (isinstance(self.optimizer, Wrapper) and self.optimizer.step_was_skipped)
         if is_taken and self.scheduler is not None:
             self.scheduler.step()
         return is_taken
 
+    def _not_finite(self, outputs: list[Output], norm: Tensor | None) -> NonFiniteError | None:
+        """The error that names a loss or a gradient that is not finite, which all ranks find together; None if there is
+        none. Reads all numbers of the step at once.
+        """
+        self._read_loss = None
+        if self.non_finite == "ignore":
+            return None
+        losses = [_told(output) for output in outputs]
+        scales = isinstance(self.optimizer, MasterWeights) and self.optimizer.scaler is not None
+        numbers = [*losses, *([_mean_loss(outputs)] if losses else []), *([] if norm is None or scales else [norm])]
+        read: list[float] = torch.stack([number.double() for number in numbers]).tolist() if numbers else []
+        if losses:
+            self._read_loss = read[len(losses)]
+        for output, loss in zip(outputs, read, strict=False):
+            if not math.isfinite(loss):
+                return self._spoiled_by(output, loss)
+        return None if all(map(math.isfinite, read)) else NonFiniteGradientError(self.steps)
+
+    def _spoiled_by(self, output: Output, loss: float) -> NonFiniteLossError:
+        context = self.model.context
+        spoiled = [microbatch for microbatch, each in output.losses.items() if not bool(each.isfinite())]
+        with context.alarm.raised_everywhere():
+            [first] = min(all_gather(context.world, [min(spoiled, default=math.inf)]))
+        return NonFiniteLossError(loss, self.steps, int(first) if math.isfinite(first) else None)
+
     def forget_batches(self) -> None:
         """Starts the current step again: batches run since the last step no longer count. The next `zero_grad` clears
         their gradients.
         """
-        self._batches, self._is_spoiled = 0, False
+        self._batches, self._outputs = 0, []
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """Forgets the batches of the current step if an error is raised inside the `with` block, because the gradients
+        are then undefined.
+        """
+        try:
+            yield
+        except BaseException:
+            self.forget_batches()
+            raise
 
     def _is_last_batch(self) -> bool:
         if self._batches == self.gradient_accumulation:
             raise UsageError(f"{self._batches} batches were run since the last step: call step() after each of them")
         return self._batches == self.gradient_accumulation - 1
 
-    def _count(self, loss: Tensor, output: Output) -> None:
-        self._batches += 1
-        if bool(loss.isfinite()):
-            return
-        context = self.model.context
-        spoiled = [microbatch for microbatch, each in output.losses.items() if not bool(each.isfinite())]
-        with context.alarm.raised_everywhere():
-            [first] = min(all_gather(context.world, [min(spoiled, default=math.inf)]))
-        error = NonFiniteLossError(float(loss), self.steps, int(first) if math.isfinite(first) else None)
-        if self.non_finite == "stop":
-            self.forget_batches()
-            self.optimizer.zero_grad()
-            raise error
-        self._is_spoiled = True
-        if context.rank == 0:
-            where = "" if error.microbatch is None else f", first in microbatch {error.microbatch}"
-            LOG.warning("the loss is %g in step %d%s: the step is skipped", float(loss), self.steps, where)
+
+def _require_no_closure(optimizer: Optimizer) -> None:
+    """Raises UsageError if `optimizer.step` cannot be called without a closure."""
+    plain = innermost(optimizer)
+    if needs_closure(plain):
+        raise UsageError(
+            f"{type(plain).__name__}.step needs a closure that computes the loss again, but an Engine runs each batch "
+            "once: choose an optimizer whose step takes no closure, such as AdamW or SGD"
+        )
+
+
+def _mean_loss(outputs: Sequence[Output]) -> Tensor:
+    return torch.stack([_told(output) for output in outputs]).mean()
 
 
 def _told(output: Output) -> Tensor:

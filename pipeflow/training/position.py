@@ -46,7 +46,7 @@ class Position:
 
     def _reset(self, epoch: int) -> None:
         self.epoch, self.batches, self.is_trained, self.is_told = epoch, 0, False, False
-        self._loss, self._samples = 0.0, 0
+        self._loss = self._weight = 0.0
         self._place: Any = None  # of the loader
         self._iterator: Iterator[Any] | None = None
 
@@ -58,8 +58,8 @@ class Position:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss of the used samples of this epoch; NaN if there are none."""
-        return self._loss / self._samples if self._samples else math.nan
+        """Mean loss of this epoch so far, without steps whose loss is not finite; NaN if there are no others."""
+        return self._loss / self._weight if self._weight else math.nan
 
     def begin(self, epoch: int) -> Iterator[Any]:
         """Returns an iterator over the unused batches of `epoch`."""
@@ -106,15 +106,16 @@ class Position:
             return loader.batches_left() if loader.epoch == self.epoch else 0
         return _length(loader) - self.batches
 
-    def count(self, loss: float, samples: int, batches: int) -> None:
-        """Counts a step that was taken.
+    def count(self, loss: float, weight: float, batches: int) -> None:
+        """Counts a step.
 
         Args:
-            loss: mean loss of the step's samples.
-            samples: number of samples, over all replicas.
+            loss: mean loss of the step's batches; if it is not finite, the step was skipped.
+            weight: weight of these batches in the mean of the epoch.
             batches: number of batches of each replica.
         """
-        self._loss, self._samples = self._loss + loss * samples, self._samples + samples
+        if math.isfinite(loss):
+            self._loss, self._weight = self._loss + loss * weight, self._weight + weight
         self.batches += batches
         if isinstance(self.loader, DataParallelLoader):
             self._place = self.loader.state_dict()
@@ -135,7 +136,7 @@ class Position:
             "is_trained": self.is_trained,
             "is_told": self.is_told,
             "loss": self._loss,
-            "samples": self._samples,
+            "weight": self._weight,
             "kind": kind,
             "length": _extent(loader),
             "replicas": self._context.data_size,
@@ -166,7 +167,8 @@ class Position:
         """Restores a saved position; the next `begin` resumes there."""
         self._reset(state["epoch"])
         self.batches, self.is_trained, self.is_told = state["batches"], state["is_trained"], state["is_told"]
-        self._loss, self._samples, self._place = state["loss"], state["samples"], state["place"]
+        self._weight = state["weight" if "weight" in state else "samples"]  # as earlier versions called it
+        self._loss, self._place = state["loss"], state["place"]
         if state["kind"] == _OWN and self._place is not None:
             mine = bytes.fromhex(self._place[self._context.data_rank])
             self._place = torch.load(io.BytesIO(mine), weights_only=True)

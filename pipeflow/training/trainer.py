@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.training.data import DataParallelLoader
@@ -28,7 +30,8 @@ class Trainer:
 
     Attributes:
         epoch: number of completed epochs.
-        metrics: metrics of the last epoch, {"train": {name: value}, "test": {name: value}}; "loss" is the mean loss.
+        metrics: metrics of the last epoch, {"train": {name: value}, "test": {name: value}}; "loss" is the mean loss
+            over what the Pipeline's `weigh` counts, without steps whose loss is not finite.
         step_metrics: metrics of the last step, by name.
         loader, test_loader: arguments of the current `fit`.
         step_in_epoch, steps_in_epoch: number of steps taken in this epoch, and number of steps that it has.
@@ -220,8 +223,8 @@ class Trainer:
             is_traced, self._is_traced = self._is_traced, False
             step = engine.train_step(batches, return_outputs="train" in keeps, trace=is_traced)
             self.step_in_epoch += 1
-            self.step_metrics["loss"] = float(step.loss)
-            position.count(self.step_metrics["loss"], step.samples, engine.gradient_accumulation)
+            self.step_metrics["loss"] = float(step.loss) if step.read_loss is None else step.read_loss
+            position.count(self.step_metrics["loss"], step.weight, engine.gradient_accumulation)
             position.is_trained = self.step_in_epoch == self.steps_in_epoch
             for hook in self.hooks:
                 hook.after_step(self, step)
@@ -232,7 +235,8 @@ class Trainer:
             position.is_told = True
 
     def _evaluate(self, loader: Iterable[Any], keeps: frozenset[str]) -> None:
-        total, samples = 0.0, 0
+        total: float | Tensor = 0.0  # a tensor on a device, so that the host does not wait for each batch
+        weight = 0.0
         self.metrics["test"].clear()
         with self._evaluating():
             for hook in self.hooks:
@@ -240,11 +244,11 @@ class Trainer:
             for batch in loader:
                 output = self.engine.execute(iter([batch]), forward_only=True, return_outputs="test" in keeps)
                 if output.loss is not None:
-                    total, samples = total + float(output.loss) * output.samples, samples + output.samples
+                    total, weight = total + output.loss.double() * output.weight, weight + output.weight
                 for hook in self.hooks:
                     hook.after_batch(self, output, batch[1])
-            if samples:
-                self.metrics["test"]["loss"] = total / samples
+            if weight:
+                self.metrics["test"]["loss"] = float(total) / weight
             for hook in self.hooks:
                 hook.after_evaluation(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
+import pipeflow
 from pipeflow import Saving, UsageError, latest_checkpoint, load_checkpoint, save_checkpoint
+from pipeflow.checkpoint.generators import generator_states
+from pipeflow.checkpoint.pieces import Piece
 from pipeflow.optim.zero import Zero
-from pipeflow.parallel.context import current_context
-from pipeflow.tensor import random
+from pipeflow.parallel.context import current_context, is_launched
+from pipeflow.parallel.sharding import Split
+from pipeflow.tensor.random import manual_seed
 from pipeflow.testing import run_processes
 from tests.checkpoint.checkpoints import Layout, Run, under, wholes
 
@@ -224,11 +230,122 @@ def test_what_torch_holds_in_parts_is_saved_and_loaded(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "step", torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 3)))
 
 
+def draw() -> list[float]:
+    """One number of each of Python's and numpy's generators from a pair, so that a state has the other of the pair."""
+    return [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn()]
+
+
+def draw_past_a_save(path: Path) -> list[float]:
+    seed = 10 + current_context().rank if is_launched() else 1
+    random.seed(seed)
+    numpy.random.seed(seed)
+    draw()
+    save_checkpoint(path, torch.nn.Linear(1, 1))
+    return draw() + draw()
+
+
+def draw_on(path: Path) -> list[float]:
+    load_checkpoint(path, torch.nn.Linear(1, 1))
+    return draw() + draw()
+
+
+def test_the_random_numbers_of_python_and_numpy_go_on(tmp_path: Path) -> None:
+    expected = draw_past_a_save(tmp_path / "step")
+    assert draw_on(tmp_path / "step") == expected
+
+
+@pytest.mark.slow
+def test_the_random_numbers_of_each_rank_go_on(tmp_path: Path) -> None:
+    expected = run_processes(draw_past_a_save, 2, tmp_path / "step", data=2)
+    assert expected[0] != expected[1]
+    assert run_processes(draw_on, 2, tmp_path / "step", data=2) == expected
+
+
+def test_a_checkpoint_without_these_random_states_leaves_them_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier versions saved it."""
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeflow.checkpoint.state.generator_states", lambda **_: {})
+        draw_past_a_save(tmp_path / "step")
+    random.seed(3)
+    numpy.random.seed(3)
+    expected = draw() + draw()
+    random.seed(3)
+    numpy.random.seed(3)
+    assert draw_on(tmp_path / "step") == expected
+
+
+@pytest.mark.parametrize("name", ["python", "numpy"])
+def test_a_random_state_that_is_none_is_refused_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    usual = generator_states(load_numpy=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeflow.checkpoint.state.generator_states", lambda **_: usual | {name: usual[name].fill_(-1)})
+        draw_past_a_save(tmp_path / "step")
+    before = random.getstate()
+    with pytest.raises(UsageError, match=rf"'random\.0\.{name}' is not the state of a random generator"):
+        load_checkpoint(tmp_path / "step", torch.nn.Linear(1, 1))
+    assert random.getstate() == before
+
+
+def warm_up(folder: Path, steps: int) -> list[float]:
+    """Takes `steps` from the newest checkpoint on, as the guide to checkpoints does. Returns the learning rates."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=5)
+    guide = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    resume, save = guide.partition("```python\n")[2].partition("```")[0].replace('"run', f'"{folder}').split("...\n")
+    place: dict[str, Any] = {"pipeflow": pipeflow, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+    exec(resume, place)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    place["step"] = place["first"] + steps
+    exec(save, place)
+    return rates
+
+
+def test_as_the_guide_resumes_learning_rates_go_on(tmp_path: Path) -> None:
+    whole = warm_up(tmp_path / "whole", 6)
+    assert warm_up(tmp_path / "parts", 2) + warm_up(tmp_path / "parts", 4) == whole
+    assert whole[0] < whole[2] < whole[4]
+
+
 def test_the_random_numbers_of_tensor_layers_go_on(tmp_path: Path) -> None:
-    tracker = random.manual_seed(1)
+    tracker = manual_seed(1)
     save_checkpoint(tmp_path / "step", model := torch.nn.Linear(1, 1))
     expected = [torch.rand(2, generator=each) for each in (tracker.shared, tracker.own)]
-    tracker = random.manual_seed(2)
+    tracker = manual_seed(2)
     load_checkpoint(tmp_path / "step", model)
     for numbers, generator in zip(expected, (tracker.shared, tracker.own), strict=True):
         assert torch.equal(torch.rand(2, generator=generator), numbers)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("size", "blocks"), [(12, ()), (10, ()), (7, ()), (12, (4, 8)), (24, (4, 12, 8))])
+def test_shards_of_split_tensors_make_the_whole(dim: int, size: int, blocks: tuple[int, ...]) -> None:
+    """Tensor ranks hold padded parts, which replicas shard along the first dimension."""
+    ranks, split = 4, Split(dim, size, blocks)
+    whole = torch.arange(float(3 * size)).view(size, 3) if dim == 0 else torch.arange(float(3 * size)).view(3, size)
+    length = -(-size // ranks)
+    padded = functional.pad(whole, (0, 0, 0, ranks * length - size) if dim == 0 else (0, ranks * length - size))
+    made, count = torch.full_like(whole, -1), 0
+    for rank in range(ranks):
+        if blocks:
+            part = torch.cat([block.chunk(ranks, dim)[rank] for block in whole.split(blocks, dim)], dim)
+        else:
+            part = padded.narrow(dim, rank * length, length)
+        for start in range(0, len(part) + 1, 2):
+            piece = Piece(part[start : start + 2], torch.Size([min(start, len(part)), 0]), part.shape).of(split, rank)
+            assert piece.shape == whole.shape
+            for each in piece.blocks or (piece,):
+                if each.tensor.numel():
+                    where = tuple(slice(at, at + many) for at, many in zip(each.offset, each.tensor.shape, strict=True))
+                    made[where] = each.tensor
+                    count += each.tensor.numel()
+    assert torch.equal(made, whole)
+    assert count == whole.numel()

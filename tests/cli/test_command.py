@@ -128,8 +128,8 @@ def test_verify_lists_every_violation_and_exits_with_1(capsys: pytest.CaptureFix
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out.splitlines() == [
-        "rank 0: stage 0 runs 0F1 for microbatch 1; expected F and B, or F, I and W",
-        "rank 1, position 4: 1B1 runs again; expected every action once",
+        "rank 0: 0B1 is missing: stage 0 runs 0F1 for microbatch 1",
+        "rank 1, position 4: 1B1 runs again: it stands on rank 1 already, at position 3",
     ]
 
 
@@ -142,8 +142,8 @@ def test_verify_shows_a_deadlock(capsys: pytest.CaptureFixture[str], csv: Path) 
 def test_verify_expects_the_microbatches_it_is_told(capsys: pytest.CaptureFixture[str], csv: Path) -> None:
     assert main(["verify", str(csv), "--microbatches", "3"]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "rank 0: stage 0 runs nothing for microbatch 2; expected F and B, or F, I and W",
-        "rank 1: stage 1 runs nothing for microbatch 2; expected F and B, or F, I and W",
+        "rank 0: 0F2 and 0B2 are missing: stage 0 runs nothing for microbatch 2",
+        "rank 1: 1F2 and 1B2 are missing: stage 1 runs nothing for microbatch 2",
     ]
 
 
@@ -275,8 +275,8 @@ def test_an_unsound_file_is_neither_drawn_nor_simulated(capsys: pytest.CaptureFi
     csv.write_text("0F0,0B0\n1F0\n")
     for command in ("draw", "simulate"):
         assert error(capsys, command, csv) == (
-            f"{csv} is unsound, 1 violation, the first: rank 1: stage 1 runs 1F0 for microbatch 0; "
-            "expected F and B, or F, I and W; see pipeflow verify"
+            f"{csv} is unsound, 1 violation, the first: rank 1: 1B0 is missing: stage 1 runs 1F0 for microbatch 0; "
+            "see pipeflow verify"
         )
 
 

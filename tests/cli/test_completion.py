@@ -20,7 +20,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 
 @pytest.fixture
 def _shtab() -> None:
-    pytest.importorskip("shtab", reason="needs shtab: pip install 'pipeflow[completion]'")
+    pytest.importorskip("shtab", reason="needs shtab: pip install shtab")
 
 
 @pytest.mark.usefixtures("_shtab")
@@ -57,5 +57,5 @@ def test_without_the_library_the_extra_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert error(capsys, "completion", "bash") == "completion needs shtab: pip install 'pipeflow[completion]'"
+    assert error(capsys, "completion", "bash") == "completion needs shtab: pip install 'pipeflow-torch[completion]'"
     assert error(capsys, "completion", "tcsh").startswith("argument SHELL: invalid choice: 'tcsh'")

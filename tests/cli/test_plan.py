@@ -89,6 +89,17 @@ def test_all_models_are_planned_and_their_sizes_are_options(capsys: pytest.Captu
     assert read(capsys, "vit-b16", "--image", 384)["tokens"] == 8 * (24 * 24 + 1)
 
 
+@pytest.mark.parametrize("more", [["--device", "h100-80gb"], ["--devices", 8, "--batch", 64, "--device", "h100-80gb"]])
+def test_a_mixture_says_that_expert_parallelism_is_not_counted(
+    capsys: pytest.CaptureFixture[str], more: list[object]
+) -> None:
+    sizes = ["--experts", 4, "--experts-per-token", 2, "--gated"]
+    said = "expert parallelism (each tensor rank has a part of every expert, and gets every token"
+    assert any(said in each for each in read(capsys, "tiny", *sizes, *more)["not_counted"])
+    assert said in " ".join(out(capsys, "plan", "tiny", *map(str, [*sizes, *more])).split())
+    assert not any("expert" in each for each in read(capsys, "tiny", *more)["not_counted"])
+
+
 def test_recomputation_and_zero_are_choices_and_alone_what_they_were(capsys: pytest.CaptureFixture[str]) -> None:
     def layout(*argv: object) -> tuple[str, int]:
         found = read(capsys, "tiny", *argv)["layout"]
@@ -157,8 +168,8 @@ def test_memory_has_parts_and_it_is_said_where_it_does_not_fit(capsys: pytest.Ca
         (["tiny", "--chunks", 2], "schedule '1f1b' does not take chunks; its options are extra_warmup"),
         (["tiny", "--tensor", 3], "tensor=3 does not divide 4 heads and hidden 128: the nearest that work are 2 and 4"),
         (
-            ["tiny", "--pipeline", 9],
-            "8 layers cannot fill 9 stages on 9 ranks: use fewer ranks or chunks, at most 8 st",
+            ["tiny", "--pipeline", 11],
+            "8 layers cannot fill 11 stages on 11 ranks: use fewer ranks or chunks, at most 10 st",
         ),
         (["tiny", "--sequence", 512], "a sequence of 512 tokens is too long for a model with 256 positions"),
         (["tiny", "--flops", "nan"], "flops must be positive and finite"),
@@ -174,7 +185,7 @@ def test_memory_has_parts_and_it_is_said_where_it_does_not_fit(capsys: pytest.Ca
         (["tiny", "--cut", "2,2,2,4"], "--cut has 10 layers, but the model has 8: take 2 from its numbers"),
         (["tiny", "--cut", "4,4,0,0"], "argument --cut: it must be even or cost, or one number of layers per stage"),
         (["tiny", "--cut", "fair"], "argument --cut: it must be even or cost, or one number of layers per stage"),
-        (["tiny", "--cut", "cost", "--pipeline", 9], "8 layers cannot fill 9 stages on 9 ranks"),
+        (["tiny", "--cut", "cost", "--pipeline", 11], "8 layers cannot fill 11 stages on 11 ranks"),
         (
             ["tiny", "--device", "t4", "--link-bandwidth", "32GB"],
             "argument --link-bandwidth: it must be a number in by",

@@ -10,7 +10,7 @@ import pytest
 
 from pipeflow.cli import main, progress
 from pipeflow.cli.progress import doing
-from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules.registry import COMPARED
 from tests.cli.run import error, out
 
 DEADLINE = 30  # seconds, for a thread to run
@@ -64,5 +64,5 @@ def test_chunks_count_and_so_do_plans_and_comparisons(capsys: pytest.CaptureFixt
     assert many.startswith("4 ranks x 8 microbatches x 1,000,000,000 chunks is too large")
     planned = error(capsys, "plan", "tiny", "--pipeline", 10**6, "--microbatches", 10**6)
     assert planned.startswith("1,000,000 ranks x 1,000,000 microbatches is too large")
-    assert error(capsys, "compare", "--ranks", 10**6, "--microbatches", 10**6).startswith(f"{', '.join(SCHEDULES)}: ")
+    assert error(capsys, "compare", "--ranks", 10**6, "--microbatches", 10**6).startswith(f"{', '.join(COMPARED)}: ")
     assert "is sound" in out(capsys, "verify", "1f1b", "--ranks", 2, "--microbatches", 300)

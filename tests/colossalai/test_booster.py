@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
+from pipeflow.colossalai.booster.plugin.fitting import require_fits
 from pipeflow.core.errors import PipelineError, UsageError
-from pipeflow.testing import run_threads
-from tests.colossalai.boosted import Batch, causal_loss, require_as_plain
+from pipeflow.parallel.sharding import splits_of
+from pipeflow.testing import run_processes, run_threads
+from tests.colossalai.boosted import Batch, causal_loss, own_part, require_as_plain
 from tests.stages.families import make
 
 transformers = pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
@@ -207,7 +212,13 @@ def test_half_precision_has_float32_masters(precision: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"enable_flash_atention": True}, "unknown option of HybridParallelPlugin 'enable_flash_atention'; did you mean"),
-    ({"zero_stage": 2}, "zero_stage must be 0 or 1, got 2"),
+    ({"zero_stage": 2}, "zero_stage=2 needs pp_size=1"),
+    ({"zero_stage": 3}, "zero_stage must be 0, 1 or 2, got 3"),
+    (
+        {"overlap_p2p": False, "pp_style": "interleaved", "num_model_chunks": 2},
+        "overlap_p2p=False is not supported with pp_style='interleaved'",
+    ),
+    ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by must be at least 1, got 0"),
     ({"pp_style": "gpipe"}, "pp_style must be one of 1f1b, interleaved, zbv, got 'gpipe'"),
     ({"pp_style": "interleaved"}, "needs num_model_chunks of at least 2, got 1"),
     ({"num_model_chunks": 2}, "pp_style='1f1b' has 1 stages per rank, got num_model_chunks=2"),
@@ -215,8 +226,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_microbatches": None}, "a pipeline needs num_microbatches or microbatch_size"),
     ({"num_microbatches": 0}, "num_microbatches must be a whole number of at least 1, got 0"),
     ({"precision": "fp8"}, "precision must be one of fp16, bf16, fp32, got 'fp8'"),
-    ({"cpu_offload": True}, "does not support cpu_offload=True: optimizer states stay on the device"),
-    ({"enable_sequence_parallelism": True}, "does not support enable_sequence_parallelism=True: sharded models"),
+    ({"fp8_communication": True}, "does not support fp8_communication=True: tensors are sent in their own dtype"),
+    ({"sequence_parallelism_mode": "ring"}, "sequence_parallelism_mode='ring' is not supported: it splits the context"),
+    ({"sequence_parallelism_mode": "all_to_all"}, "is not supported: tensor ranks have no all-to-all; use 'split_ga"),
     ({"pp_size": 3}, "a world of 2 processes is not divisible into replicas of 3"),
     ({"num_layers_per_stage": [4]}, "num_layers_per_stage has 1 numbers for 2 stages"),
     ({"max_norm": -1.0}, "max_norm must be positive"),
@@ -232,6 +244,73 @@ def test_a_plugin_refuses(options: dict[str, Any], said: str) -> None:
         HybridParallelPlugin(**PIPELINE, cpu_offload=False, ddp_bucket_cap_mb=25)
 
     run_threads(rank, 2)
+
+
+def test_options_that_change_no_result_are_accepted() -> None:
+    """Where they would, the layout or the device decides."""
+    accepted: dict[str, Any] = {"cpu_offload": True, "overlap_p2p": False, "enable_metadata_cache": False}
+    accepted |= {"make_vocab_size_divisible_by": 128, "dp_outside": False}
+
+    def rank(sizes: dict[str, Any]) -> None:
+        plugin = HybridParallelPlugin(**{**PIPELINE, **accepted, **sizes})
+        assert plugin.shard_config.make_vocab_size_divisible_by == 128
+        there = SimpleNamespace(device=torch.device("cuda"))
+        with pytest.raises(UsageError, match="cpu_offload=True is not supported on cuda"):
+            require_fits(plugin.settings, there)  # type: ignore[arg-type]  # as a context would be
+
+    run_threads(rank, 2, {})
+    run_threads(rank, 2, {"pp_size": 1}, data=2)
+
+    def between() -> None:
+        with pytest.raises(UsageError, match="dp_outside=False is not supported with replicas of a pipeline"):
+            HybridParallelPlugin(**{**PIPELINE, "dp_outside": False})
+
+    run_threads(between, 4, data=2)
+
+
+def sharded_gradients(options: dict[str, Any]) -> Any:
+    """The losses of three steps and the weights then, joined, and how much of each this rank has."""
+    torch.manual_seed(0)
+    module, batch = classifier(3)
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=1, precision="fp32", max_norm=0.5, **options))
+    model, optimizer, criterion, *_ = booster.boost(module, AdamW(module.parameters(), lr=0.01), class_loss)
+    batch, losses = own_part(batch), []
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 2:
+            with booster.no_sync(model, optimizer):
+                booster.backward(criterion(model(**batch), batch), optimizer)
+        losses.append(criterion(model(**batch), batch))
+        booster.backward(losses[-1], optimizer)
+        optimizer.step()
+    held = sum(_here(each.grad).numel() for each in model.parameters() if each.grad is not None)
+    states = sum(_here(state["exp_avg"]).numel() for state in optimizer.state.values())
+    splits = splits_of(model)
+    weights = {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().numpy().copy()
+        for name, each in model.named_parameters()
+        if id(each) not in splits
+    }
+    return [loss.item() for loss in losses], weights, held, states, sum(each.numel() for each in module.parameters())
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_zero_stage_2_shards_gradients(tensor: int) -> None:
+    """Between the replicas of a whole model; it trains as without."""
+    plain, sharded = (
+        run_processes(sharded_gradients, 2 * tensor, {"tp_size": tensor, "zero_stage": stage}, data=2, tensor=tensor)
+        for stage in (0, 2)
+    )
+    for (losses, weights, held, states, _), (same, alike, less, fewer, _) in zip(plain, sharded, strict=True):
+        assert same == pytest.approx(losses, rel=1e-9)
+        for name, weight in weights.items():
+            assert numpy.allclose(alike[name], weight, rtol=1e-9, atol=1e-9), name
+        assert less < 0.6 * held
+        assert fewer < 0.6 * states
 
 
 def test_a_booster_refuses() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from pipeflow.checkpoint.safetensors import load_safetensors
 from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
+from pipeflow.colossalai.lazy import LazyInitContext
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.parallel.context import current_context
-from pipeflow.testing import run_threads
+from pipeflow.testing import run_processes, run_threads
 from tests.colossalai.boosted import causal_loss
 from tests.stages.families import make
 
@@ -90,6 +92,61 @@ def test_weights(tmp_path: Path, form: str, first: dict[str, Any], then: dict[st
         module = type(module).from_pretrained(path, dtype=torch.float64)  # type: ignore[attr-defined]  # likewise
     assert torch.allclose(causal_loss(module(**batch), batch), expected[0], rtol=1e-9, atol=0)
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("lazily", [False, True], ids=["made", "lazy"])
+@pytest.mark.parametrize("options", [STAGES, PARTS], ids=["stages", "parts"])
+def test_a_folder_of_transformers_is_loaded(tmp_path: Path, options: dict[str, Any], lazily: bool) -> None:
+    """It has a tied weight once; a lazy model is loaded when it has parameters."""
+    module, batch = make(transformers, "gpt2")
+    module.save_pretrained(tmp_path)  # type: ignore[operator]  # a model of transformers
+    expected = causal_loss(module(**batch), batch).detach()
+
+    def load() -> Any:
+        with LazyInitContext() if lazily else nullcontext():
+            made = type(module)(module.config)
+        booster = Booster(plugin=HybridParallelPlugin(**options))
+        model, *_ = booster.boost(made.double(), None, causal_loss)
+        booster.load_model(model, tmp_path)
+        with torch.no_grad():
+            return booster.execute_pipeline(iter([batch]), model)["loss"]
+
+    losses = [loss for loss in run_threads(load, 2, tensor=options["tp_size"]) if loss is not None]
+    assert losses
+    for loss in losses:
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+
+
+def saved_in_parts(path: Path) -> list[float]:
+    """The losses when it was saved and a step later, of replicas of tensor ranks that shard what they hold."""
+    training = Training({**PARTS, "zero_stage": 2})
+    training.step()
+    training.booster.save_model(training.model, path / "model", shard=True)
+    training.booster.save_optimizer(training.optimizer, path / "optimizer")
+    losses = [training.loss().item()]
+    training.step()
+    return [*losses, training.loss().item()]
+
+
+def loaded(path: Path, options: dict[str, Any]) -> list[float]:
+    training = Training({**PARTS, **options}, seed=2)
+    training.booster.load_model(training.model, path / "model")
+    losses = [training.loss().item()]
+    training.booster.load_optimizer(training.optimizer, path / "optimizer")
+    training.rates.step()
+    training.step()
+    return [*losses, training.loss().item()]
+
+
+def test_what_zero_stage_2_shards_is_saved_whole(tmp_path: Path) -> None:
+    [expected, *others] = run_processes(saved_in_parts, 4, tmp_path, data=2, tensor=2)
+    assert others == [pytest.approx(expected, rel=1e-9)] * 3
+    [alone] = run_threads(loaded, 1, tmp_path, {"tp_size": 1})
+    assert alone == pytest.approx(expected, rel=1e-9)
+    assert (
+        run_processes(loaded, 4, tmp_path, {"zero_stage": 2}, data=2, tensor=2)
+        == [pytest.approx(expected, rel=1e-9)] * 4
+    )
 
 
 @pytest.mark.parametrize("then", [STAGES, PARTS], ids=["the same layout", "tensor ranks"])

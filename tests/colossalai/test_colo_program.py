@@ -6,9 +6,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from colotensor.model import split
+from pipeflow.colossalai.tensor import ProcessGroup
+from pipeflow.colossalai.utils.model.colo_init_context import ColoInitContext
+from pipeflow.testing import run_threads
 from tests.scripts import run_ranks
 
 pytest.importorskip("transformers")
@@ -129,3 +135,28 @@ def test_the_program_trains_as_the_plain_one(tmp_path: Path, way: str, degree: i
     found = losses(tmp_path, way, degree, ranks)
     assert len(found) == ranks
     assert found == pytest.approx([plain] * ranks, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_pretrained_weights_are_split(tmp_path: Path) -> None:
+    """Those that transformers' from_pretrained loads, by the model's own class."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+    saved = transformers.GPT2LMHeadModel(config).eval()
+    saved.save_pretrained(tmp_path)
+    words = torch.arange(8)[None]
+    expected = saved(words).logits.detach()
+
+    def logits() -> Any:
+        with ColoInitContext():
+            model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+        assert model.lm_head.weight is model.transformer.wte.weight
+        group = ProcessGroup(tp_degree=2)
+        split(model, group)
+        held = sum(each.numel() for each in model.parameters())
+        return model.eval()(words).logits.detach(), held
+
+    for found, held in run_threads(logits, 2, data=2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert held < 0.6 * sum(each.numel() for each in saved.parameters())

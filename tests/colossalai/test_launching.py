@@ -7,14 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from pipeflow import UsageError
-from pipeflow.colossalai import get_default_parser, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from pipeflow.colossalai import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from pipeflow.colossalai.variables import with_variables
 from pipeflow.parallel.context import Context
 from pipeflow.testing.ranks import free_port
+from pipeflow.training import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -126,6 +129,28 @@ def test_without_torchrun() -> None:
             process.kill()
 
 
+@pytest.mark.parametrize("form", ["old", "places", "names"])
+def test_a_launch_needs_no_configuration(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("pipeflow.colossalai.launching.launch_from_torch", lambda *given, **named: told.append(given))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    if form == "old":
+        launch("c.py", 1, 2, "host", 29500, "gloo", seed=3)
+    elif form == "places":
+        launch(1, 2, "host", 29500, "gloo", seed=3)
+    else:
+        launch(rank=1, world_size=2, host="host", port=29500, backend="gloo", seed=3)
+    assert told == [("c.py" if form == "old" else None, "gloo", 3, True)]
+    where = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [os.environ[name] for name in where] == ["1", "2", "0", "host", "29500"]
+
+
+def test_a_launch_names_what_is_missing() -> None:
+    with pytest.raises(TypeError, match=r"launch\(\) missing 3 required positional arguments: 'world_size', 'host'"):
+        launch(rank=0)
+
+
 def test_the_parsers_options() -> None:
     parser = get_default_parser()
     where = ["--config", "c.py", "--host", "h", "--port", "1", "--backend", "gloo"]
@@ -168,4 +193,28 @@ def test_other_launchers_say_where_a_process_is(
             launcher({}, "host", 29500)
         monkeypatch.setenv(missing, value)
     launcher({}, "host", 29500, backend="gloo", seed=3)
-    assert told == [(({}, 5, 8, "host", 29500, "gloo", 1), {"seed": 3})]
+    launcher("c.py", host="host", port=29500, backend="gloo", seed=3)
+    launcher("host", 29500, "gloo", seed=3)
+    launcher(host="host", port=29500, backend="gloo", seed=3)
+    assert [given for given, _ in told] == [(5, 8, "host", 29500, "gloo", 1)] * 4
+    assert [named for _, named in told] == [
+        {"config": {}, "seed": 3},
+        {"config": "c.py", "seed": 3},
+        *[{"seed": 3}] * 2,
+    ]
+
+
+def test_a_script_may_keep_settings_beside_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the tutorials do; what the configuration itself says is meant."""
+    script = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert with_variables({"SEED": 1}) == {"SEED": 1}
+    vars(script).update(TENSOR_SHAPE=(2, 3), NUM_CHUNKS=None)
+    assert with_variables({"SEED": 1}) == {"SEED": 1, "TENSOR_SHAPE": (2, 3)}
+    vars(script).update(TENSOR_SHAPE=lambda: None, NUM_CHUNKS=2)
+    assert with_variables({}) == {"NUM_CHUNKS": 2}
+    for config in ({"NUM_CHUNKS": 3}, {"model": {"num_chunks": 3}}):
+        assert with_variables(config) == config
+    assert with_variables("config.py") == "config.py"
+
+    assert read_config(with_variables({"NUM_MICRO_BATCHES": 2})).num_chunks == 2

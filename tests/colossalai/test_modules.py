@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import torch
 
 import pipeflow.colossalai
 from pipeflow.colossalai.amp import AMP_TYPE
+from pipeflow.colossalai.registry import DATASETS, HOOKS, LOSSES, OPTIMIZERS
+from pipeflow.colossalai.trainer import hooks
 from pipeflow.colossalai.utils import get_current_device, is_using_pp
 from pipeflow.core.errors import UsageError
 from pipeflow.optim import HalfPrecision
@@ -63,6 +67,7 @@ OURS = {  # by module: each name, and what it is here
 }
 ADAPTERS = {
     "": ("get_default_parser", "initialize", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"),
+    "accelerator": ("get_accelerator",),
     "amp": ("AMP_TYPE",),
     "builder": ("build_pipeline_model", "build_pipeline_model_from_cfg"),
     "builder.pipeline": ("build_pipeline_model", "build_pipeline_model_from_cfg"),
@@ -77,7 +82,8 @@ ADAPTERS = {
     "shardformer.shard": ("ModelSharder", "ShardConfig", "ShardFormer"),
     "shardformer.policies.base_policy": ("ModulePolicyDescription", "Policy", "SubModuleReplacementDescription"),
     "booster": ("Booster",),
-    "booster.plugin": ("HybridParallelPlugin",),
+    "booster.plugin": ("GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "TorchDDPPlugin"),
+    "booster.plugin.dp_plugin_base": ("DPPluginBase",),
     "nn.metric": ("Accuracy",),
     "trainer": ("Trainer", "hooks"),
     "trainer.hooks": (
@@ -127,6 +133,30 @@ def lines_of_code(source: str) -> int:
     return len(source.splitlines()) - sum((each.end_lineno or 0) - each.lineno + 1 for each in docstrings)
 
 
+@pytest.mark.slow
+def test_no_other_package_is_needed() -> None:
+    """For the names of both libraries, except for ChatGLM, whose classes are those of transformers."""
+    optional = ("transformers", "peft", "safetensors", "tensorboard", "torchvision", "timm")
+    source = f"""
+import sys
+sys.modules.update(dict.fromkeys({optional!r}))
+from importlib import import_module
+from pkgutil import walk_packages
+import pipeflow.colossalai, pipeflow.megatron
+for package in (pipeflow.colossalai, pipeflow.megatron):
+    for module in walk_packages(package.__path__, package.__name__ + "."):
+        if "chatglm2_6b." not in module.name and not module.name.endswith("__main__"):
+            import_module(module.name)
+try:
+    import pipeflow.colossalai.shardformer.modeling.chatglm2_6b.modeling_chatglm
+except pipeflow.UsageError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "this needs the package transformers: pip install" in done.stdout
+
+
 def test_questions_about_this_process() -> None:
     assert run_threads(is_using_pp, 2) == [True, True]
     assert run_threads(is_using_pp, 2, tensor=2) == [False, False]
@@ -140,3 +170,19 @@ def test_precisions_are_ours_under_their_names() -> None:
     assert read_config({"bf16": {"mode": AMP_TYPE.TORCH}}).precision == HalfPrecision("autocast", torch.bfloat16)
     with pytest.raises(UsageError, match="must be 'parameters' or 'autocast', got"):
         read_config({"fp16": {"mode": AMP_TYPE.APEX}})
+
+
+def test_registries() -> None:
+    """Of classes by name: one's own, and those of the libraries that a registry has."""
+    assert LOSSES.get_module("CrossEntropyLoss") is torch.nn.CrossEntropyLoss
+    assert OPTIMIZERS.get_module("AdamW") is torch.optim.AdamW
+    assert HOOKS.get_module("LossHook") is hooks.LossHook
+    for registry in (DATASETS, HOOKS, LOSSES, OPTIMIZERS):
+
+        @registry.register_module
+        class Own: ...
+
+        assert registry.get_module("Own") is Own
+        with pytest.raises(UsageError, match=rf"{registry.name} has no 'Owm': did you mean 'Own'\?"):
+            registry.get_module("Owm")
+        del registry._modules["Own"]

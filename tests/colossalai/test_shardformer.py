@@ -13,15 +13,18 @@ from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
 from pipeflow.colossalai.shardformer import ModelSharder, ShardConfig, ShardFormer
 from pipeflow.colossalai.shardformer.layer import Linear1D_Col, Linear1D_Row
+from pipeflow.colossalai.shardformer.policies import auto_policy
+from pipeflow.colossalai.shardformer.policies.auto_policy import PolicyLocation, get_autopolicy, import_policy
 from pipeflow.colossalai.shardformer.policies.base_policy import (
     ModulePolicyDescription,
     Policy,
     SubModuleReplacementDescription,
 )
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import PipelineError, UsageError
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.parallel.transport.group import Alone
 from pipeflow.testing import run_threads
+from pipeflow.testing.ranks import RankError
 from tests.colossalai.boosted import TOLERANCE, require_as_plain
 
 HEADS, WIDTH = 4, 16
@@ -225,7 +228,140 @@ def test_a_policy_needs_a_table() -> None:
         Policy().module_policy()
     assert Policy().get_held_layers() == []
     assert Policy().get_shared_params() == []
-    assert Policy().pipeline_stage_manager is None
+
+
+class HeldPolicy(OwnPolicy):
+    """One that says which layers each rank holds: as many as the manager of stages deals to it, or other ones."""
+
+    held: list[list[int]] | None = None
+    shared: Any = ()
+
+    def get_held_layers(self) -> list[nn.Module]:
+        layers: Any = self.model.layers
+        manager = self.pipeline_stage_manager
+        if self.held is not None:
+            return [layers[index] for index in self.held[manager.stage]]
+        start, end = manager.get_stage_index(manager.distribute_layers(len(layers)))
+        return list(layers[start:end])
+
+    def get_shared_params(self) -> Any:
+        return self.shared
+
+
+def three_layers() -> Model:
+    made = model()
+    made.layers.append(Layer().double())
+    return made
+
+
+def layers_here(policy: Policy, options: dict[str, Any]) -> list[int]:
+    plugin = HybridParallelPlugin(1, 2, num_microbatches=2, precision="fp32", custom_policy=policy, **options)
+    boosted, *_ = Booster(plugin=plugin).boost(three_layers())
+    boosted.prepare(batch())
+    return sorted({int(name.split(".")[1]) for name, _ in boosted.named_parameters()})
+
+
+def held(layers: list[list[int]] | None = None, shared: Any = (), **options: Any) -> list[list[int]]:
+    def rank() -> list[int]:
+        policy = HeldPolicy()
+        policy.held, policy.shared = layers, shared
+        return layers_here(policy, options)
+
+    return run_threads(rank, 2)
+
+
+def test_stages_have_the_layers_that_the_policy_holds() -> None:
+    assert held([[0], [1, 2]]) == [[0], [1, 2]]
+    assert held([[0, 1], [2]]) == [[0, 1], [2]]
+    assert held() == [[0], [1, 2]]  # the remainder goes to the stage behind the middle
+    assert held(num_layers_per_stage=[2, 1]) == [[0, 1], [2]]
+    assert held([[], []], num_layers_per_stage=[2, 1]) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ([[0], [2]], r"layers\.1 is held by no rank: get_held_layers must return each block on one rank"),
+        ([[0, 1], [1, 2]], r"layers\.1 is held by ranks 0, 1"),
+        ([[0, 2], [1]], r"gives stages to the ranks \[0, 1, 0\], but they belong to \[0, 1\]"),
+        ([[1, 2], [0]], r"gives stages to the ranks \[1, 0\], but they belong to \[0, 1\]"),
+    ],
+    ids=["none", "both", "split", "order"],
+)
+def test_held_layers_that_make_no_stages(layers: list[list[int]], said: str) -> None:
+    with pytest.raises(RankError, match=said):
+        held(layers)
+
+
+def test_all_ranks_raise_the_error_of_a_policy() -> None:
+    def rank() -> None:
+        policy = HeldPolicy()
+        policy.held = [[0, 1, 2]]  # which has no list for the other rank
+        with pytest.raises(PipelineError, match="rank 1 failed: IndexError"):
+            layers_here(policy, {})
+        policy.held = [[0], [1, 2]]
+        layers_here(policy, {})
+
+    run_threads(rank, 2)
+
+
+def test_shared_parameters_are_asked_for() -> None:
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    assert held([[0], [1, 2]], [{0: one, 1: one}]) == [[0], [1, 2]]
+    with pytest.raises(RankError, match="get_shared_params has different parameters: make them one in the module"):
+        held([[0], [1, 2]], [{0: one, 1: other}])
+    policy = HeldPolicy()
+    policy.shared = [{0: one}]
+    config = ShardConfig(enable_tensor_parallelism=False)
+    assert ShardFormer(config).optimize(model(), policy)[1] == [{0: one}]
+    assert ModelSharder(model(), policy, config).shard() == [{0: one}]
+
+
+def stage_managers(options: dict[str, Any]) -> Any:
+    plugin = HybridParallelPlugin(1, 2, num_microbatches=2, precision="fp32", **options)
+    assert plugin.pg_mesh is plugin.pg_mesh  # it keeps the groups that it made
+    manager = plugin.stage_manager
+    layers = manager.distribute_layers(10)
+    with pytest.raises(UsageError, match="num_layers_per_stage is for 4 layers, not 5"):
+        HybridParallelPlugin(
+            1, 2, num_microbatches=1, precision="fp32", num_layers_per_stage=[2, 2]
+        ).stage_manager.distribute_layers(5)
+    return layers, [manager.get_stage_index(layers, rank) for rank in range(2)], manager.num_model_chunks
+
+
+def test_layers_are_dealt_to_stages() -> None:
+    interleaved = {"pp_style": "interleaved", "num_model_chunks": 3}
+    assert run_threads(stage_managers, 2, {})[0] == ([5, 5], [(0, 5), (5, 10)], 1)
+    assert run_threads(stage_managers, 2, interleaved)[0] == (
+        [1, 2, 2, 2, 2, 1],
+        [[(0, 1), (3, 5), (7, 9)], [(1, 3), (5, 7), (9, 10)]],
+        3,
+    )
+    assert run_threads(stage_managers, 2, {"pp_style": "zbv"})[0] == (
+        [2, 3, 3, 2],
+        [[(0, 2), (8, 10)], [(2, 5), (5, 8)]],
+        2,
+    )
+
+
+def test_a_policy_is_found_by_the_full_name_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is imported when such a model comes."""
+    name, place = f"{Model.__module__}.Model", PolicyLocation("tests.colossalai.test_shardformer", "HeldPolicy")
+    config = ShardConfig(enable_tensor_parallelism=False)
+    with pytest.raises(UsageError, match=rf"there is no policy for {name}: .*, which has no entries"):
+        get_autopolicy(model())
+    monkeypatch.setitem(auto_policy._POLICY_LIST, name, place)
+    monkeypatch.setitem(auto_policy._POLICY_LIST, "some.Other", PolicyLocation("no_such_module", "Policy"))
+    made = get_autopolicy(model(), config)
+    assert type(made).__name__ == "HeldPolicy"
+    assert made.shard_config is config
+    first: Any = ShardFormer(config).optimize(model())[0].layers[0]  # type: ignore[index]  # a list
+    assert first.act.__func__.__name__ == "same_act"
+    assert run_threads(lambda: layers_here(None, {}), 2) == [[0], [1, 2]]  # type: ignore[arg-type]  # as a plugin without
+    with pytest.raises(UsageError, match=r"there is no policy Polic in the module tests\.colossalai"):
+        import_policy(PolicyLocation("tests.colossalai.test_shardformer", "Polic"))
+    with pytest.raises(UsageError, match="No module named 'no_such_module'"):
+        import_policy(auto_policy._POLICY_LIST["some.Other"])
 
 
 @pytest.mark.slow
@@ -256,13 +392,17 @@ def test_layers_take_a_group_by_either_name() -> None:
 def test_a_config_refuses() -> None:
     with pytest.raises(UsageError, match="unknown option of ShardConfig 'enable_tensor_paralelism'; did you mean"):
         ShardConfig(enable_tensor_paralelism=True)
-    with pytest.raises(UsageError, match=r"enable_sequence_overlap=True: sharded models compute with whole"):
-        ShardConfig(enable_sequence_overlap=True)
+    for option in ({"enable_sequence_overlap": True}, {"sequence_parallelism_mode": "split_gather"}):
+        with pytest.raises(UsageError, match="need enable_sequence_parallelism=True"):
+            ShardConfig(**option)
+    for mode, said in (("ring_attn", "is not supported: it splits the context"), ("rings", "must be 'split_gather'")):
+        with pytest.raises(UsageError, match=said):
+            ShardConfig(enable_sequence_parallelism=True, sequence_parallelism_mode=mode)
     with pytest.raises(UsageError, match="for a pipeline use Booster"):
         ShardConfig(pipeline_stage_manager=object())
     config = ShardConfig(enable_all_optimization=True, enable_sequence_parallelism=False, extra_kwargs={})
     assert config.enable_fused_normalization
-    assert not config.enable_sequence_parallelism  # type: ignore[attr-defined]  # policies may ask
+    assert not config.enable_sequence_parallelism
     assert config.tensor_parallel_size == ShardConfig(enable_tensor_parallelism=False).tensor_parallel_size == 1
 
 

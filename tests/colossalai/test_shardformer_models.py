@@ -117,3 +117,27 @@ def test_lora_under_a_booster() -> None:
     trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
     states = require_as_plain(module, batch, causal_loss, {"tp_size": 1, "pp_size": 2, "num_microbatches": 2})
     assert sum(states) == trained
+
+
+PLANNED = ("roberta", "albert", "ernie", "gpt-neo", "gptj", "beit", "swin", "swinv2", "qwen2", "blip-2", "sam")
+QUICK = ("roberta", "gpt-neo", "beit")
+CAUSAL = ("gpt-neo", "gptj", "qwen2", "blip-2")  # transformers computes their losses in float32
+
+
+def own_loss(outputs: Any, inputs: Any) -> Tensor:
+    """The model's; SAM has none."""
+    loss: Tensor = outputs["loss"] if "loss" in outputs else outputs["pred_masks"].square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=["tp2", "pp2", "tp2 x pp2"])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED]
+)
+def test_families_that_colossalai_plans(name: str, layout: tuple[int, int]) -> None:
+    """They need no policy."""
+    tensor, pipeline = layout
+    module, batch = make(transformers, name)
+    options = {"tp_size": tensor, "pp_size": pipeline, "microbatch_size": 1}
+    criterion = causal_loss if name in CAUSAL else own_loss
+    require_as_plain(module, batch, criterion, options, deadline=120.0)

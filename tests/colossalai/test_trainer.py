@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -229,16 +230,18 @@ def logged(logger: Any) -> None:
     engine, loader, test, _ = initialized(
         {}, get_dataloader(samples(8), 4), test_dataloader=get_dataloader(samples(4), 2)
     )
+    timer, rates = MultiTimer(), torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
     own = [
         hooks.LossHook(),
         hooks.LogMetricByStepHook(),
         hooks.LogMetricByEpochHook(logger, interval=2),
-        hooks.LogTimingByEpochHook(MultiTimer(), logger, interval=2),
+        hooks.LogTimingByEpochHook(timer, logger, interval=2, ignore_num_train_steps=1),
         hooks.LogMemoryByEpochHook(logger, interval=2, log_eval=False),
+        hooks.LRSchedulerHook(rates, by_epoch=True),
         hooks.ThroughputHook(ignored_steps=1, tflop_per_step=8.0),
     ]
-    trainer = Trainer(engine)
-    trainer.fit(loader, 2, test_dataloader=test, hooks=own, return_output_label=False)
+    trainer = Trainer(engine, timer)
+    trainer.fit(loader, 3, test_dataloader=test, hooks=own, return_output_label=False)
     metrics = trainer.states["metrics"]["train"]
     assert metrics["TFLOP/s"] == pytest.approx(metrics["Throughput"] * 2.0)
 
@@ -256,11 +259,24 @@ class Said:
 
 
 def test_logs_come_every_so_many_epochs() -> None:
+    """In the words of ColossalAI's own, so whatever reads its logs reads these."""
     said = Said()
     run_threads(logged, 2, said)
-    assert all(line.startswith("[Epoch 2 / ") for line in said.lines)
-    for part in ("Train]: GiB of each rank", "Train]: epoch seconds", "Test]: evaluation seconds", "Train]: loss"):
-        assert len([line for line in said.lines if part in line]) == 1
+    number = r"[\d.e+-]+"
+    times = [
+        " | ".join(f"{when}-{each}: last = {number} s, mean = {number} s" for each in ("epoch", "step"))
+        for when in ("Train", "Test")
+    ]
+    for epoch in (0, 2):
+        for line in (
+            rf"\[Epoch {epoch} / Train\]: Loss = {number} \| LR = {0.1 * 0.5**epoch:.5g}( \| [\w/ ]+ = {number})+",
+            rf"\[Epoch {epoch} / Test\]: Loss = {number}",
+            rf"\[Epoch {epoch} / Train\]: {times[0]}".replace("|", r"\|"),
+            rf"\[Epoch {epoch} / Test\]: {times[1]}".replace("|", r"\|"),
+            rf"\[Epoch {epoch} / Train\]: GiB of each rank: .*",
+        ):
+            assert len([each for each in said.lines if re.fullmatch(line, each)]) == 1, "\n".join([line, *said.lines])
+    assert len(said.lines) == 10
 
 
 def other_bad_input() -> None:
@@ -273,6 +289,8 @@ def other_bad_input() -> None:
         with pytest.raises(UsageError, match=message):
             make()
     engine, *_ = initialized({})
+    with pytest.raises(UsageError, match=r"pass its timer to Trainer\(timer=...\)"):
+        Trainer(engine).fit([MODEL.batch(4)], 1, hooks=[hooks.LogTimingByEpochHook(MultiTimer(), Said())])  # type: ignore[arg-type]  # as above
     with pytest.raises(UsageError, match="got another one"):
         Trainer(engine).fit(
             [MODEL.batch(4)], 1, hooks=[hooks.SaveCheckpointHook(checkpoint_dir="c", model=torch.nn.Linear(1, 1))]
@@ -283,7 +301,27 @@ def test_other_bad_input() -> None:
     run_threads(other_bad_input, 1)
 
 
-@pytest.mark.skipif(find_spec("tensorboard") is not None, reason="tensorboard is installed")
-def test_tensorboard_that_is_not_installed_is_named() -> None:
-    with pytest.raises(UsageError, match=r"pipeflow\[tensorboard\]"):
+def into_tensorboard(folder: str) -> float:
+    """The loss of the only epoch. Rank 0 writes it, though it has the first stage only."""
+    engine, loader, *_ = initialized({}, get_dataloader(samples(8), 4))
+    trainer = Trainer(engine)
+    trainer.fit(loader, 1, hooks=[hooks.TensorboardHook(log_dir=folder, ranks=[0])])
+    loss: float = trainer.states["metrics"]["train"]["Loss"]
+    return loss
+
+
+def test_tensorboard_has_the_loss_of_a_pipeline(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    first, last = run_threads(into_tensorboard, 2, str(tmp_path))
+    [_] = tmp_path.rglob("events.*")
+    found = accumulator.EventAccumulator(str(tmp_path))
+    found.Reload()
+    [epoch] = found.Scalars("train/loss")
+    assert epoch.value == pytest.approx(first)
+    assert first == last
+
+
+def test_tensorboard_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match=r"pipeflow-torch\[tensorboard\]"):
         hooks.TensorboardHook(log_dir="logs", ranks=[0])

@@ -81,8 +81,9 @@ def verified() -> None:
     assert [str(violation) for violation in late if "deadlock" in str(violation)], late
     assert verify(moved(SCHEDULE, 0, "0D0", 0))
     (lost,) = verify(without(SCHEDULE, "0U1"))
-    assert "runs 0B1, 0D1, 0F1" in lost.problem
-    assert "F and B, or F, I and W" in lost.expected
+    assert lost.problem == "0U1 is missing: stage 0 runs 0F1, 0B1 and 0D1 for microbatch 1"
+    (plain,) = verify(without(PLAIN, "0B1"))  # new kinds change no message about others
+    assert plain.problem == "0B1 is missing: stage 0 runs 0F1 for microbatch 1"
     elsewhere = moved(without(SCHEDULE, "0D0"), 1, "0D0", 0)
     assert "0D0 is on rank 1" in verify(elsewhere)[0].problem
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow.deferral.module import Deferral, defer_weight_gradients
+from pipeflow.deferral.products import Deferred, Products
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -83,6 +84,8 @@ def in_channels_last() -> nn.Module:
 CASES = [
     linear("vector", lambda: normal(5)),
     linear("matrix", lambda: normal(3, 5)),
+    linear("long", lambda: normal(600, 5)),
+    linear("strided", lambda: normal(2, 300, 10)[..., ::2]),
     linear("4d", lambda: normal(2, 3, 2, 5)),
     linear("without-bias", lambda: normal(2, 3, 5), bias=False),
     linear("transposed", lambda: normal(5, 3, 2).transpose(0, 2)),
@@ -101,10 +104,10 @@ CASES = [
 
 
 @contextmanager
-def collecting(deferral: Deferral) -> Iterator[list[Callable[[], None]]]:
-    """Makes the backwards inside it the I of the queue that it gives."""
-    queue: list[Callable[[], None]] = []
-    deferral.queue = queue
+def collecting(deferral: Deferral, *, when: bool = True) -> Iterator[list[Products]]:
+    """Makes the backwards inside it the I of the queue that it gives. They are B unless `when`."""
+    queue: list[Products] = []
+    deferral.queue = queue if when else None
     yield queue
     deferral.queue = None
 
@@ -119,21 +122,26 @@ def whole(module: nn.Module, input: Tensor, *, microbatches: int = 3) -> None:
         backward(module, input, microbatch)
 
 
-def halves(module: nn.Module, input: Tensor, *, microbatches: int = 3) -> None:
-    """All the I, then all the W."""
+def halves(module: nn.Module, input: Tensor, *, microbatches: int = 3, defers: bool = True) -> None:
+    """All the I, then all the W. Checks that each I `defers` something, or nothing."""
     deferral, queues = defer_weight_gradients(module), []
     for microbatch in range(microbatches):
         with collecting(deferral) as queue:
             backward(module, input, microbatch)
         queues.append(queue)
     for queue in queues:
-        assert queue
+        assert bool(queue) == defers
         run(queue)
 
 
-def run(queue: list[Callable[[], None]]) -> None:
-    for product in queue:
-        product()
+def products_of(queue: list[Products]) -> list[Deferred]:
+    """What the I of a queue has left for its W."""
+    return [product for products in queue for product in products.products]
+
+
+def run(queue: list[Products]) -> None:
+    for products in queue:
+        products()
 
 
 def gradients(module: nn.Module, input: Tensor) -> dict[str, Tensor]:
@@ -150,7 +158,7 @@ def gradients_of(step: Callable[..., None], module: nn.Module, input: Tensor) ->
 
 
 def at_once(module: nn.Module, input: Tensor) -> None:
-    """B, on layers that defer."""
+    """B, on layers that may defer."""
     whole(module, input)
 
 
@@ -163,7 +171,12 @@ def require_near(here: dict[str, Tensor], there: dict[str, Tensor]) -> None:
 def require_same_bits(here: dict[str, Tensor], there: dict[str, Tensor]) -> None:
     assert here.keys() == there.keys()
     for name, gradient in here.items():
-        assert gradient.numpy().tobytes() == there[name].numpy().tobytes(), name
+        assert gradient.dtype is there[name].dtype
+        assert _bits(gradient) == _bits(there[name]), name
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 class Tied(nn.Module):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow import UsageError
 from pipeflow.deferral.compiled import (
     _LATE,
     CompiledCall,
@@ -23,7 +22,7 @@ from pipeflow.deferral.compiled import (
 from pipeflow.deferral.module import defer_weight_gradients
 from pipeflow.deferral.products import Deferral
 from tests.compiling import COMPILED
-from tests.deferral.halves import collecting, gradients, normal, require_near, run
+from tests.deferral.halves import collecting, gradients, normal, products_of, require_near, run
 
 pytestmark = COMPILED
 
@@ -98,16 +97,16 @@ def test_a_second_half_frees_what_it_computes_from() -> None:
     deferral = compiled(module)
     with collecting(deferral) as queue:
         steps(module, input)
-    products = [each for each in queue if isinstance(each, CompiledProduct)]
-    assert len(products) == len(queue) == 2
+    products = [each for each in products_of(queue) if isinstance(each, CompiledProduct)]
+    assert len(products) == len(products_of(queue)) == 2
     lates = [getattr(each, _LATE) for product in products for each in product._gradients if hasattr(each, _LATE)]
     held = [ref(each) for late in lates for each in late._arguments if each is not input]
     del lates
     assert held
     assert all(each() is not None for each in held)
-    products[0]()
+    products[0].compute()
     assert 0 < sum(each() is not None for each in held) < len(held)
-    products[1]()
+    products[1].compute()
     assert all(each() is None for each in held)
 
 
@@ -123,35 +122,40 @@ def test_a_late_gradient_shares_no_memory_with_another() -> None:
 
 def test_a_gradient_that_is_there_already_is_copied() -> None:
     weight, gradient = nn.Parameter(normal(2, 2)), normal(2, 2, seed=1)
-    CompiledProduct([weight], [gradient])()
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, gradient)
-    weight.grad.add_(1)
-    assert torch.equal(gradient, normal(2, 2, seed=1))
-
-
-def test_a_weight_with_hooks_that_other_code_uses_is_named() -> None:
-    module, input = made(Block)
-    compiled(module)
-    weight = module.get_parameter("first.weight")
-    weight.register_hook(lambda gradient: None)
-    with pytest.raises(UsageError, match=r"'first\.weight' has hooks, and is used by .* and by other code"):
-        (module(input).sum() + weight.sum()).backward()
+    [(found, copied)] = CompiledProduct([weight], [gradient]).compute()
+    assert found is weight
+    assert torch.equal(copied, gradient)
+    assert copied.data_ptr() != gradient.data_ptr()
 
 
 def test_hooks_see_the_whole_gradient_once() -> None:
+    """Also that of a weight that other code uses, too."""
+    module, input = made(Block)
+    loss = module(input).sum() + module.get_parameter("twice.weight").square().sum()
+    loss.backward()
+    expected = module.get_parameter("twice.weight").grad
     module, input = made(Block)
     deferral = compiled(module)
     seen: list[Tensor] = []
     weight = module.get_parameter("twice.weight")
     weight.register_hook(seen.append)
     with collecting(deferral) as queue:
-        module(input).sum().backward()
-    assert seen == []
-    run(queue)
+        (module(input).sum() + weight.square().sum()).backward()
+    assert queue == []
     assert len(seen) == 1
-    assert weight.grad is not None
-    assert torch.equal(seen[0], weight.grad)
+    torch.testing.assert_close(seen[0], expected)
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_torch_autograd_grad_finds_the_gradients_of_weights() -> None:
+    module, input = made(Block)
+    expected = torch.autograd.grad(module(input).square().sum(), list(module.parameters()))
+    module, input = made(Block)
+    deferral = compiled(module)
+    with collecting(deferral) as queue:
+        found = torch.autograd.grad(module(input).square().sum(), list(module.parameters()), materialize_grads=True)
+    assert queue == []
+    torch.testing.assert_close(found, expected)
 
 
 def test_which_parameters_wait() -> None:

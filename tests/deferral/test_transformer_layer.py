@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,8 +11,9 @@ from torch.nn import functional
 
 from pipeflow import GPT, PRECISIONS, Placement, Setup
 from pipeflow.deferral.module import defer_weight_gradients
-from pipeflow.deferral.products import LinearProduct
+from pipeflow.deferral.products import LinearProduct, Products
 from pipeflow.planning.transformer_costs import stage_costs
+from tests.deferral.halves import products_of
 
 MODEL = GPT(layers=8, hidden=64, heads=4, positions=32, vocabulary=101)
 
@@ -48,7 +48,7 @@ def sizes(tensors: list[torch.Tensor], but: nn.Module) -> int:
 def run(block: nn.Module) -> tuple[int, int]:
     """Bytes that a forward saves for the backward, and bytes that the backward defers."""
     deferral = defer_weight_gradients(block)
-    queue: list[Callable[[], None]] = []
+    queue: list[Products] = []
     saved: list[torch.Tensor] = []
     deferral.queue = queue
 
@@ -60,7 +60,7 @@ def run(block: nn.Module) -> tuple[int, int]:
         output = block(torch.randn(2, 32, 64, requires_grad=True))
     kept = sizes(saved, block)
     output.backward(torch.randn_like(output))
-    products = [product for product in queue if isinstance(product, LinearProduct)]
+    products = [product for product in products_of(queue) if isinstance(product, LinearProduct)]
     return kept, sizes([tensor for product in products for tensor in (product.input, product.gradient)], block)
 
 

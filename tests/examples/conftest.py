@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPT3 = EXAMPLES / "gpt3"
@@ -44,6 +47,20 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "mine.jsonl"
     write_text(path, [f"document {number} has the number {number} " * 20 for number in range(45)])
     return path
+
+
+def kept_numbers(forward: Callable[..., object], *inputs: object, **named: object) -> int:
+    """How many numbers a forward keeps for its backward."""
+    kept = 0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward(*inputs, **named)
+    return kept
 
 
 def write_text(path: Path, documents: list[str]) -> None:

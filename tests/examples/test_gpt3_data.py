@@ -165,5 +165,5 @@ def test_batches_depend_on_seed_and_step_alone(first: Any) -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, cache: Path, text: Path) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(gpt3.data.DataError, match=r"need the package tokenizers: pip install 'pipeflow\[examples\]'"):
+    with pytest.raises(gpt3.data.DataError, match=r"need the package tokenizers: pip install '\.\[examples\]'"):
         gpt3.data.prepare(text, VOCABULARY)

@@ -20,6 +20,7 @@ from pipeflow.parallel.context import current_context
 from pipeflow.parallel.sharding import partial_in, splits_of
 from pipeflow.tensor import manual_seed
 from pipeflow.testing import run_threads
+from tests.examples.conftest import kept_numbers
 
 CUTS = [
     [0, 8],
@@ -169,6 +170,12 @@ def test_dropout_is_drawn_anew_and_repeated_by_a_checkpoint(checkpoint: bool) ->
         assert whole.eval()(input_ids=ids).equal(plain.eval()(input_ids=ids))
 
     run_threads(compare, 1)
+
+
+def test_a_checkpoint_keeps_little() -> None:
+    whole, plain = (whole_of(SMALL, checkpoint=checkpoint) for checkpoint in (True, False))
+    few, many = (kept_numbers(model, input_ids=words(SMALL)) for model in (whole, plain))
+    assert few < many / 5
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -147,6 +147,7 @@ def train():
     )
     accumulation = getattr(gpc.config, "gradient_accumulation", 1)
     global_batch_size = BATCH_SIZE * gpc.get_world_size(ParallelMode.DATA) * accumulation
+    logger.info(f"with {gpc.config.tensor_shape}, {gpc.config.num_chunks}", ranks=[0])
     logger.info(f"Init done, global batch size = {global_batch_size}", ranks=[0])
     timer = MultiTimer()
     trainer = Trainer(engine=engine, logger=logger, timer=timer)
@@ -193,8 +194,8 @@ def with_our_name(program: str) -> str:
 
 @pytest.mark.parametrize(
     ("chunks", "more"),
-    [("None", "{'TENSOR_SHAPE': TENSOR_SHAPE}"), ("2", "{'NUM_CHUNKS': NUM_CHUNKS}")],
-    ids=["known shape", "chunks"],
+    [("None", "{}"), ("2", "{'NUM_CHUNKS': NUM_CHUNKS}")],
+    ids=["variables of the script", "chunks"],
 )
 @pytest.mark.slow
 def test_the_tutorials_calls_train_a_model(tmp_path: Path, text: Path, chunks: str, more: str) -> None:
@@ -203,10 +204,11 @@ def test_the_tutorials_calls_train_a_model(tmp_path: Path, text: Path, chunks: s
     write_text(text, [f"document {number % 3} says the same as {number % 3} " * 3 for number in range(48)])
     variables = {"DATA": str(text), "NUM_CHUNKS": chunks, "MORE": more, "COLUMNS": "200", "PYTHONPATH": PATHS}
     printed = run_ranks(script, ranks=4, folder=None, **variables)
+    assert f"with (2, 16, 32), {chunks}" in printed
     assert "Init done, global batch size = 8" in printed
     layers = range(0, 4, 2 if chunks == "None" else 1)
     for start in layers:
         assert printed.count(f"build layer {start}-{start + layers.step}, {layers.step}/4 layers") == 2
-    losses = [float(loss) for loss in re.findall(r"Train\]: loss = ([\d.]+)", printed)]
+    losses = [float(loss) for loss in re.findall(r"Train\]: Loss = ([\d.]+)", printed)]
     assert len(losses) == 2
     assert losses[-1] < losses[0] - 1

@@ -212,8 +212,8 @@ def run(folder: Path, program: str, config: str, ranks: int, *, unchanged: bool)
 @pytest.mark.slow
 def test_replicas_by_trainer(tmp_path: Path, unchanged: bool) -> None:
     printed = run(tmp_path, REPLICAS, REPLICAS_CONFIG, 2, unchanged=unchanged)
-    losses = [float(loss) for loss in re.findall(r"Train\]: loss = ([\d.]+)", printed)]
-    right = [float(share) for share in re.findall(r"Test\]:.* accuracy = ([\d.]+)", printed)]
+    losses = [float(loss) for loss in re.findall(r"Train\]: Loss = ([\d.]+)", printed)]
+    right = [float(share) for share in re.findall(r"Test\]:.* Accuracy = ([\d.]+)", printed)]
     assert len(losses) == len(right) == 8
     assert losses[-1] < losses[0] - 0.3
     assert right[-1] > 0.6

@@ -20,6 +20,7 @@ import vit.initial
 from pipeflow.colossalai import nn as col_nn
 from pipeflow.tensor import current_tracker, manual_seed
 from pipeflow.testing import run_threads
+from tests.examples.conftest import kept_numbers
 from vit.build import build_stage
 from vit.model import Attention, DropPath, PipelineVisionTransformer, ViTBlock, ViTEmbedding, ViTHead, drop_path_of
 
@@ -29,6 +30,8 @@ SIZES: dict[str, Any] = {"img_size": 8, "patch_size": 4, "dim": 16, "depth": 3, 
 @pytest.mark.parametrize(
     ("preset", "options", "count"),
     [
+        ("vit_lite_depth7_patch4_32", {}, 3_722_250),
+        ("vit_tiny_patch4_32", {}, 9_532_938),
         ("vit_tiny_patch16_224", {}, 5_717_416),
         ("vit_small_patch16_224", {}, 22_050_664),
         ("vit_small_patch32_224", {}, 22_878_952),
@@ -36,12 +39,22 @@ SIZES: dict[str, Any] = {"img_size": 8, "patch_size": 4, "dim": 16, "depth": 3, 
         ("vit_base_patch16_384", {}, 86_859_496),
         ("vit_base_patch32_224", {}, 88_224_232),
         ("vit_large_patch16_224", {}, 304_326_632),
+        ("vit_large_patch16_384", {}, 304_715_752),
+        ("vit_large_patch32_224", {}, 306_535_400),
         ("vit_base_patch16_224", {"num_classes": 10, "drop_rate": 0.1, "drop_path_rate": 0.1}, 85_806_346),
     ],
 )
 def test_presets_have_as_many_weights_as_timm_counts(preset: str, options: dict[str, Any], count: int) -> None:
     model = vit.build.PRESETS[preset](device="meta", **options)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+@pytest.mark.parametrize("name", vit.build.PRESETS)
+def test_presets_have_the_names_of_the_model_zoo(name: str) -> None:
+    for module in (model_zoo.vit, model_zoo.vit.vit):
+        assert getattr(module, name) is vit.build.PRESETS[name]
+        with pytest.raises(AttributeError, match="has no attribute 'vit_huge'; its presets are vit_tiny_patch16_224"):
+            _ = module.vit_huge
 
 
 def test_a_preset_takes_the_keywords_of_timm() -> None:
@@ -278,6 +291,8 @@ def dropping(checkpoint: bool) -> tuple[Tensor, dict[str, Tensor]]:
 def test_a_block_computed_again_drops_the_same() -> None:
     [(kept, expected)] = run_threads(dropping, 1, False)
     [(again, found)] = run_threads(dropping, 1, True)
+    few, many = (kept_numbers(dropping, checkpoint) for checkpoint in (True, False))
+    assert few < many / 5
     assert again.equal(kept)
     torch.testing.assert_close(found, expected)
 

@@ -61,7 +61,7 @@ def test_the_tables_say_what_does_not_fit() -> None:
         ({"model": "gpt4"}, "model must be one of"),
         ({"device": "abacus"}, "device must be one of"),
         ({"tensor": "7"}, "7"),
-        ({"ranks": "97"}, "layers"),
+        ({"ranks": "99"}, "layers"),
         ({"link_bandwidth": "300"}, "bytes/s, not in GB/s"),
         ({"zero": "yes"}, "zero is 1 or left out"),
         ({"device": "v100-32gb", "precision": "fp8"}, "fp8"),

@@ -11,7 +11,8 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.cost import CostModel
-from pipeflow.schedules import SCHEDULES, make_schedule
+from pipeflow.schedules import make_schedule
+from pipeflow.schedules.registry import COMPARED
 from tests.browser import DEADLINE, MARKS
 from tests.explore.explorer import Explorer
 
@@ -71,7 +72,7 @@ def test_the_plot_follows_and_a_click_shows_a_schedule(explorer: Explorer) -> No
     names = [
         each.get_dom_attribute("data-name") for each in explorer.browser.find_elements("css selector", "[data-name]")
     ]
-    assert sorted(names) == sorted(SCHEDULES)
+    assert sorted(names) == sorted(COMPARED)
     before = explorer.text("#scatter .plot")
     assert explorer.set("latency", 0.5).text("#scatter .plot") != before
     explorer.find("[data-name='zb-v']").click()

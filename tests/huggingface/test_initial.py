@@ -11,16 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeflow import Schedule, execute_pipeline, make_schedule
+from pipeflow import Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.huggingface import from_config, from_pretrained, save_pretrained
 from pipeflow.huggingface.skeleton import Blueprint
 from pipeflow.testing import run_threads
+from pipeflow.testing.ranks import RankError
 from tests.huggingface.models import MORE, changed, made, saved, stored
 from tests.stages.families import FAMILIES
 
 transformers = pytest.importorskip("transformers", reason="not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
+TWO = make_schedule("1f1b", ranks=2, microbatches=3)
 EVERY = {**FAMILIES, **MORE}
 NAMED = ("gpt2", "t5", "swinv2", "mixtral")
 EACH = [pytest.param(name, marks=[] if name in NAMED else [pytest.mark.exhaustive]) for name in EVERY]
@@ -195,3 +197,55 @@ def test_a_module_is_new_when_it_is_named(tmp_path: Path, caplog: pytest.LogCapt
     assert after["classifier.weight"].shape == (3, 32)
     assert float(after["classifier.weight"].std()) == pytest.approx(0.02, rel=0.3)
     assert all(torch.equal(after[key], before[key]) for key in before if "classifier" not in key)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_script_can_ask_for_the_size_of_the_vocabulary_and_needs_no_example(tensor: int) -> None:
+    module, batch = made(transformers, "llama")
+    rows = module.get_input_embeddings().weight.shape[0]
+
+    def rank() -> tuple[int, str, float | None]:
+        model = from_config(module.config, TWO, kind=type(module), dtype=torch.float64)
+        found = model.get_input_embeddings().weight.shape[0]
+        assert model.resize_token_embeddings(rows).weight.shape[0] == found
+        with pytest.raises(UsageError, match=rf"cannot resize its embeddings from {rows} to {rows + 1} rows: resize"):
+            model.resize_token_embeddings(rows + 1)
+        loss = execute_pipeline(iter([batch]), model, broadcast_loss=True).loss
+        return found, type(model.config).__name__, None if loss is None else loss.item()
+
+    results = run_threads(rank, 2 * tensor, tensor=tensor)
+    assert {(found, name) for found, name, _ in results} == {(rows, "LlamaConfig")}
+    assert all(loss is not None and loss > 0 for _, _, loss in results)
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"), [(None, 1), (None, 3), ("multi_label_classification", 3), ("regression", 3)]
+)
+def test_a_classifier_of_any_kind_needs_no_example(kind: str | None, labels: int) -> None:
+    module, _ = made(transformers, "bert")
+    config = transformers.BertConfig(**{**module.config.to_dict(), "num_labels": labels, "problem_type": kind})
+    words, is_class = torch.ones(6, 5, dtype=torch.long), kind is None and labels > 1
+    batch = {"input_ids": words, "labels": torch.zeros(6, dtype=torch.long) if is_class else torch.rand(6, labels)}
+
+    def rank() -> float:
+        model = from_config(config, TWO, kind=transformers.BertForSequenceClassification)
+        loss = execute_pipeline(iter([batch]), model, broadcast_loss=True).loss
+        assert loss is not None
+        return loss.item()
+
+    assert min(run_threads(rank, 2)) > 0
+
+
+def test_a_classifier_that_looks_for_a_token_needs_an_example() -> None:
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 64}
+    with pytest.raises(RankError, match="no example batch is known for BartForSequenceClassification: pass one"):
+        run_threads(
+            lambda: from_config(transformers.BartConfig(**sizes), TWO, kind=transformers.BartForSequenceClassification),
+            2,
+        )
+
+
+def test_a_model_of_images_needs_an_example() -> None:
+    module, _ = made(transformers, "vit")
+    with pytest.raises(RankError, match="no example batch is known for ViTForImageClassification: pass one"):
+        run_threads(lambda: from_config(module.config, TWO, kind=type(module)), 2)

@@ -176,4 +176,4 @@ def test_an_error_of_one_rank_is_raised_on_all(folder: Path, batch: dict[str, An
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, batch: dict[str, Any]) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     [found] = told(lambda: from_pretrained("anywhere", ONE, batch))
-    assert "pip install 'pipeflow[huggingface]'" in found
+    assert "pip install 'pipeflow-torch[huggingface]'" in found

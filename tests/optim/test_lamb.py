@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.optim import Lamb, MasterWeights, Zero, lamb
 from pipeflow.parallel.context import current_context
+from pipeflow.tensor import ColumnParallelLinear
 from pipeflow.testing import run_processes, run_threads
 from tests.checkpoint.checkpoints import Layout, Run, under, wholes
 from tests.training import blocks
@@ -209,6 +210,10 @@ def plain_run(replicas: int) -> Weights:
     return {name: each.weight.numpy() for name, each in expected.items()}
 
 
+def bare(pipeline: Pipeline) -> Optimizer:
+    return Lamb(pipeline.parameters(), **OPTIONS)
+
+
 def told(pipeline: Pipeline) -> Optimizer:
     return Lamb(pipeline.parameters(), **OPTIONS, model=pipeline)
 
@@ -259,6 +264,7 @@ def require_zero(differences: Sequence[Weights]) -> None:
     [
         (told, (1, 1, 1)),
         (told, (1, 2, 1)),
+        (bare, (1, 2, 1)),
         (told, (2, 2, 1)),
         (told, (1, 4, 2)),
         (zero, (1, 1, 2)),
@@ -269,6 +275,24 @@ def require_zero(differences: Sequence[Weights]) -> None:
 )
 def test_the_norms_are_those_of_whole_weights(make: Make, layout: Layout) -> None:
     require_zero(under(layout, train, make))
+
+
+def train_one_weight() -> Weights:
+    layer = ColumnParallelLinear(4, 4, bias=False, gather_output=True)
+    schedule = make_schedule("1f1b", ranks=1, microbatches=1)
+    pipeline = Pipeline(layer, schedule, criterion=lambda output, _: output.square().mean())
+    before = layer.weight.detach().clone()
+    optimizer = Zero(pipeline, Lamb(pipeline.parameters(), **OPTIONS))
+    execute_pipeline(iter([(torch.ones(2, 4), None)]), pipeline)
+    optimizer.step()
+    return {"weight": layer.weight.detach().numpy(), "before": before.numpy()}
+
+
+def test_a_replica_may_own_no_weight() -> None:
+    results = run_threads(train_one_weight, 4, tensor=2, data=2)
+    for owner, other in zip(results[:2], results[2:], strict=True):
+        assert (owner["weight"] == other["weight"]).all()
+        assert (owner["weight"] != owner["before"]).any()
 
 
 def train_masters() -> tuple[list[dict[str, Any]], Weights]:
@@ -328,10 +352,10 @@ def test_one_exchange_serves_all_weights() -> None:
 
 
 def step_untold() -> None:
-    pipeline = blocks.build()
+    block = blocks.Block(0, torch.float64).split()  # of no Pipeline
     with pytest.raises(UsageError, match=r"Lamb\(model.parameters\(\), ..., model=model\)"):
-        Lamb(pipeline.parameters()).step()
-    Lamb(pipeline.chunks.parameters(), model=pipeline.chunks).step()
+        Lamb(block.parameters()).step()
+    Lamb(block.parameters(), model=block).step()
 
 
 def test_tensor_ranks_must_be_told_of() -> None:

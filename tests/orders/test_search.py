@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import permutations, product
 from math import inf
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,13 +23,12 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.orders.bounds import bounds
-from pipeflow.orders.exact import exact
 from pipeflow.orders.filling import Builder
 from pipeflow.orders.neighbours import run_times
 from pipeflow.orders.problem import Objective, make_problem, to_schedule, to_sequences
 from pipeflow.orders.rules import plain_rules, varied
-from pipeflow.orders.search import search
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.schedules.search import exact, search
 from pipeflow.schedules.zb_auto import zb_auto
 from pipeflow.soundness.schedule import verify
 from tests.families import make_near
@@ -203,6 +203,85 @@ def test_never_worse_than_a_start_within_the_cap(name: str, cap: float) -> None:
         assert found.timeline == simulate(found.schedule, cost)
 
 
+@settings(max_examples=60)
+@given(
+    shape=st.one_of(
+        st.tuples(st.just("linear"), st.integers(1, 6), st.just(1)),
+        st.tuples(st.just("looped"), st.integers(1, 5), st.integers(2, 4)),
+        st.tuples(st.just("vee"), st.integers(1, 6), st.just(2)),
+        st.tuples(st.just("waves"), st.integers(1, 4), st.just(4)),
+    ),
+    many=st.integers(1, 12),
+    seed=st.integers(0, 99),
+    even=st.booleans(),
+    overlap=st.sampled_from([0.0, 0.0, 1.0]),
+    occupied=st.booleans(),
+    room=st.floats(1, 2.5),
+    in_bytes=st.sampled_from([None, False, True]),
+    objective=st.sampled_from(OBJECTIVES),
+)
+@pytest.mark.slow
+def test_never_worse_than_any_named_schedule_within_the_cap(
+    shape: tuple[str, int, int],
+    many: int,
+    seed: int,
+    even: bool,
+    overlap: float,
+    occupied: bool,
+    room: float,
+    in_bytes: bool | None,
+    objective: Objective,
+) -> None:
+    """However small the budget, and however the cap counts."""
+    kind, ranks, chunks = shape
+    sized = {"chunks": chunks, "waves": max(chunks // 2, 1)}
+    named = {
+        name: make_schedule(
+            name, ranks=ranks, microbatches=many, **{each: sized[each] for each in sized if each in options_of(name)}
+        )
+        for name in ONE_PATH
+        if name != "zb-auto"
+    }
+    placement = {
+        "linear": Placement.linear(ranks),
+        "looped": Placement.looped(ranks, chunks),
+        "vee": Placement.vee(ranks),
+        "waves": named["hanayo"].placement,
+    }[kind]
+    stages = placement.num_stages
+    cost = CostModel.even(placement) if even else random_cost(stages, seed)
+    cost = replace(with_bytes(cost, seed), overlap=overlap)
+    if occupied:
+        cost = replace(cost, bandwidth=2.0, activation_bytes=(1.0,) * stages)
+    caps: dict[str, Any] = {}
+    measure = "peak_bytes" if in_bytes else "peak_activations"
+    if in_bytes is not None:
+        least = least_caps(placement, cost, in_bytes=in_bytes)
+        caps["bytes_cap" if in_bytes else "memory_cap"] = [room * each for each in least]
+
+    def keeps(timeline: Timeline) -> bool:
+        most = next(iter(caps.values()), [inf] * ranks)
+        return all(peak <= cap * (1 + 1e-9) for peak, cap in zip(getattr(timeline, measure), most, strict=True))
+
+    found = search(placement, many, cost, objective=objective, budget=0, **caps)
+    assert keeps(found.timeline)
+    assert verify(found.schedule) == []
+    assert found.timeline == simulate(found.schedule, cost)
+    for name, schedule in named.items():
+        timeline = simulate(schedule, cost) if schedule.placement == placement else found.timeline
+        if keeps(timeline):
+            least_time = value(timeline, objective) * (1 + 1e-9)
+            assert found.lower_bound <= value(found.timeline, objective) <= least_time, name
+
+
+def test_a_bound_holds_for_pairs_that_overlap() -> None:
+    cost = CostModel.even(VEE, overlap=1)
+    found = search(VEE, 16, cost, budget=0)
+    alone = search(VEE, 16, replace(cost, overlap=0), budget=0)
+    assert found.timeline.makespan < alone.lower_bound
+    assert found.lower_bound < found.timeline.makespan
+
+
 @pytest.mark.slow
 def test_under_a_number_of_candidates_the_result_is_one() -> None:
     cost = random_cost(4, 3)
@@ -295,7 +374,7 @@ def test_zb_auto_is_never_worse_than_a_named_schedule(objective: Objective, cost
 def test_without_a_solver_exact_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {"ortools", *(name for name in sys.modules if name.startswith("ortools."))}:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UsageError, match=r"pip install 'pipeflow\[exact\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'pipeflow-torch\[exact\]'"):
         exact(LINEAR, 2, CostModel.even(LINEAR))
 
 

@@ -19,7 +19,7 @@ from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.control.store import MonitorStore
 from pipeflow.parallel.transport.abort import abort
-from pipeflow.parallel.transport.protocol import Tag
+from pipeflow.parallel.transport.protocol import Channel, Tag
 from pipeflow.parallel.transport.work import Exchange, LinkError
 from pipeflow.testing import run_processes
 from pipeflow.testing.ranks import free_port
@@ -80,6 +80,8 @@ def break_half_way(folder: str, waits: str, dies: bool) -> tuple[str, bool]:
             os.kill(other, signal.SIGCONT)
         return f"{told.died} {told.reason}", True
     tensor, peer = torch.ones(LARGE, dtype=torch.uint8), 3 - transport.rank
+    sender = 2 if waits == "receiver" else 1
+    transport.connect([Channel(sender, 3 - sender, Tag.ACTIVATION)])
     started = time.monotonic()
     if (transport.rank == 1) == (waits == "receiver"):
         work = Exchange(transport.link(peer), transport.receiver(peer, Tag.ACTIVATION), [tensor])
@@ -188,7 +190,7 @@ def broadcast_half(folder: str) -> bool:
         time.sleep(0.3)
         os.kill(broadcasts, signal.SIGKILL)
         with pytest.raises(PipelineError), context.alarm.raised_everywhere():
-            context.world.link(0).wait([context.world.receiver(0, Tag.TIED)([torch.ones(1)])])
+            context.world.link(0).wait([context.world.receiver(0, Tag.CONTROL)([torch.ones(1)])])
         return True
     group = context.world.group([0, 1])
     group.all_reduce(torch.ones(1)).wait()

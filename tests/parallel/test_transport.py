@@ -14,7 +14,7 @@ from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.agreement import all_gather, exchange
 from pipeflow.parallel.transport.distributed import DistributedTransport
 from pipeflow.parallel.transport.local import LocalTransport
-from pipeflow.parallel.transport.protocol import Start, Tag
+from pipeflow.parallel.transport.protocol import Channel, Start, Tag
 from pipeflow.parallel.transport.work import LinkError, Work
 from pipeflow.testing import RankError, conformance, run_processes, run_threads
 
@@ -126,6 +126,14 @@ class OneTag(LocalTransport):
         return super().receiver(peer, Tag.ACTIVATION if tag > Tag.CONTROL else tag)
 
 
+class Unconnected(LocalTransport):
+    """Uses channels that are not connected."""
+
+    def sender(self, peer: int, tag: Tag) -> Start:
+        self.connect([Channel(self.rank, peer, tag)])
+        return super().sender(peer, tag)
+
+
 class Crossed(LocalTransport):
     """Tags but one are swapped on one end."""
 
@@ -184,6 +192,7 @@ class Deaf(LocalTransport):
 @pytest.mark.parametrize(
     ("transport", "check"),
     [
+        (Unconnected, conformance.connects),
         (Crossed, conformance.keeps_order),
         (Unordered, conformance.keeps_order),
         (OneTag, conformance.keeps_tags_apart),

@@ -92,7 +92,10 @@ def test_a_save_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch
     ("change", "message"),
     [
         (lambda it: it.pop("link_latency"), "a cluster lacks link_latency; its keys are device, devices_per_node, eff"),
-        (lambda it: it["device"].pop("flops"), "the device of a cluster lacks flops; its keys are flops, memory_band"),
+        (
+            lambda it: it["device"].pop("flops"),
+            "the device of a cluster lacks flops; its keys are flops, like, mem",
+        ),
         (
             lambda it: it.update(speed=1) or it.pop("device"),
             "a cluster lacks device and has unknown speed; its keys are",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import mul
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeflow import GPT, PRECISIONS, Placement, Setup, UsageError, make_schedule, plan
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.device import DEVICES
-from pipeflow.planning.efficiency import OF_DEVICES, PUBLISHED, SHARES, Efficiency
+from pipeflow.planning.device import DEVICES, Device
+from pipeflow.planning.efficiency import PUBLISHED, REACHES, SHARES, Efficiency
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import head_rates, physical_costs, rates_of
 from pipeflow.planning.rates import Group, Rates
@@ -209,12 +212,27 @@ def test_fp8_leaves_attention_and_the_head_in_16_bits() -> None:
 
 
 def test_devices_have_shares_of_their_own() -> None:
-    assert Efficiency.of({}, "h100-80gb", "bf16").products < PUBLISHED.products
-    assert Efficiency.of({}, "a100-80gb", "bf16") == Efficiency.of({}) == PUBLISHED
-    assert Efficiency.of({"products": 0.9}, "h100-80gb", "bf16").products == 0.9  # what was measured goes first
-    for family, precision in OF_DEVICES:
-        known = [name for name in DEVICES if name.startswith(family) and precision in DEVICES[name].flops]
-        assert known, family
+    assert Efficiency.of({}, "h100", "bf16").products < PUBLISHED.products
+    assert Efficiency.of({}, "a100", "bf16") == Efficiency.of({}) == PUBLISHED
+    assert Efficiency.of({"products": 0.9}, "h100", "bf16").products == 0.9  # what was measured goes first
+    for like, shares in REACHES.items():
+        known = [device for device in DEVICES.values() if device.like == like]
+        assert known, like
+        assert all(any(precision in device.flops for device in known) for precision in shares)
+    assert {name for name, device in DEVICES.items() if device.like == "h100"} == {
+        *("h100-80gb", "h100-96gb", "h100-pcie", "h100-nvl", "h800", "h200", "b200", "gb200")
+    }
+
+
+def test_a_device_reaches_what_its_row_says_whatever_its_name() -> None:
+    """Seconds of a layer: of one that is like H100, more at the same rates."""
+    times = []
+    for like in ("a100", "h100"):
+        cluster = replace(A100, device=replace(Device.named("h100-80gb"), name="x900", like=like))
+        times.append(physical_costs(SMALL, Placement.linear(1), Setup(), Mesh(1, 1, 1, 8), cluster).cost.forward[0])
+    assert times[0] < times[1]
+    with pytest.raises(UsageError, match="unknown measured device 'b300'"):
+        replace(A100.device, like="b300")
 
 
 def test_sequence_parallel_stages_pass_parts() -> None:
@@ -293,3 +311,58 @@ def test_unknown_coefficients_and_two_ways_to_say_how_fast_are_refused() -> None
         plan(SMALL, schedule, cluster=A100, flops=1e12)
     with pytest.raises(UsageError, match="v100-32gb has no units for bf16: use one of fp16, float32"):
         plan(SMALL, schedule, cluster=Cluster.of("v100-32gb"))
+
+
+def test_a_mixture_moves_its_tokens_to_the_experts_and_back() -> None:
+    """Beside what a model of one MLP as wide as those that a token uses moves."""
+    mixture = replace(SMALL, experts=8, experts_per_token=2, ffn=2 * SMALL.hidden)
+    plain = replace(SMALL, ffn=4 * SMALL.hidden)
+    setup = Setup(microbatch_size=2)
+    tokens = 2 * SMALL.positions
+    more = layer_work(mixture, setup).moved_bytes - layer_work(plain, setup).moved_bytes
+    assert more == 4 * 2 * tokens * SMALL.hidden * setup.precision.weight
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    hidden=st.sampled_from([256, 1024, 4096]),
+    sequence=st.sampled_from([64, 256, 1024]),
+    checkpoint=st.sampled_from(["none", "selective", "full"]),
+    tensor=st.sampled_from([1, 2]),
+    name=st.sampled_from(["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"]),
+    runs_ahead=st.booleans(),
+    slow=st.tuples(*[st.floats(0.05, 4)] * 4),
+    faster=st.tuples(*[st.floats(1, 4)] * 4),
+)
+@pytest.mark.slow
+def test_no_faster_chip_or_link_makes_a_step_slower(
+    hidden: int,
+    sequence: int,
+    checkpoint: Checkpoint,
+    tensor: int,
+    name: str,
+    runs_ahead: bool,
+    slow: tuple[float, ...],
+    faster: tuple[float, ...],
+) -> None:
+    """Nor the halves of a backward, on any stage."""
+    model = GPT(layers=8, hidden=hidden, heads=8)
+    setup = Setup(tensor=tensor, data=2, sequence=sequence, checkpoint=checkpoint)
+    schedule = make_schedule(name, ranks=4, microbatches=8)
+
+    def cluster(rates: tuple[float, ...]) -> Cluster:
+        products, memory, link, network = rates
+        flops = {kind: products * rate for kind, rate in A100.device.flops.items()}
+        bandwidth = memory * A100.device.memory_bandwidth
+        device = replace(A100.device, flops=flops, memory_bandwidth=bandwidth, runs_ahead=runs_ahead)
+        return Cluster(device, devices_per_node=4, link_bandwidth=link * 300e9, network_bandwidth=network * 25e9)
+
+    one, other = (
+        plan(model, schedule, setup, cluster=cluster(rates)) for rates in (slow, tuple(map(mul, slow, faster)))
+    )
+    assert one.step_seconds is not None
+    assert other.step_seconds is not None
+    assert other.step_seconds <= one.step_seconds * (1 + 1e-9)
+    for half in ("forward", "backward_input", "backward_weight"):
+        times = zip(getattr(one.cost, half), getattr(other.cost, half), strict=True)
+        assert all(after <= before * (1 + 1e-9) for before, after in times)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 
 from pipeflow import (
@@ -18,7 +19,9 @@ from pipeflow import (
     make_schedule,
     plan,
 )
+from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.estimate import ALLOCATOR, state_bytes
+from pipeflow.planning.setup import Checkpoint
 from pipeflow.planning.transformer_costs import stage_costs, stage_layers
 from pipeflow.schedules import SCHEDULES
 from tests.families import make_near
@@ -269,7 +272,8 @@ def test_every_schedule_is_planned(name: str) -> None:
     copies = len(schedule.placement.paths)
     assert sum(rank.layers for rank in found.ranks) == copies * model.layers
     assert min(rank.idle for rank in found.ranks) == pytest.approx(found.makespan_bubble_ratio)
-    assert 0 <= found.bubble_ratio <= found.makespan_bubble_ratio < 0.6
+    most = 0.8 if name == "naive" else 0.6  # one of its 4 ranks is busy
+    assert 0 <= found.bubble_ratio <= found.makespan_bubble_ratio < most
     for rank in found.ranks:
         held = rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes
         used = held + rank.activation_bytes + rank.recomputed_bytes + rank.transfer_bytes
@@ -303,6 +307,50 @@ def test_operations_per_second_make_seconds() -> None:
     assert units.tokens_per_second is None
 
 
+@pytest.mark.parametrize("empty", [1, 2])
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+@pytest.mark.parametrize("cluster", [None, Cluster.of("a100-80gb")])
+def test_the_first_and_the_last_stage_may_have_no_layers(
+    empty: int, checkpoint: Checkpoint, cluster: Cluster | None
+) -> None:
+    """They cost what stands before and after the layers, and no other stage does."""
+    setup, schedule = Setup(checkpoint=checkpoint), make_schedule("1f1b", ranks=SMALL.layers + empty, microbatches=4)
+    found = plan(SMALL, schedule, setup, cluster=cluster)
+    layers = [(layer, layer + 1) for layer in range(SMALL.layers)]
+    cut = [*[(0, 0)] * (empty == 2), *layers, (SMALL.layers, SMALL.layers)]
+    assert [part for rank in found.ranks for part in rank.parts] == cut
+    assert found == plan(SMALL, schedule, setup, cluster=cluster, cut=cut)
+    whole = plan(SMALL, make_schedule("1f1b", ranks=SMALL.layers, microbatches=4), setup, cluster=cluster)
+    for name in ("forward", "backward_input", "backward_weight"):
+        assert sum(getattr(found.cost, name)) == pytest.approx(sum(getattr(whole.cost, name)))
+    inner, head = found.ranks[empty - 1 : -1], found.ranks[-1]
+    assert {rank.parameters for rank in inner[empty == 1 :]} == {whole.ranks[1].parameters}
+    assert head.parameters == whole.ranks[-1].parameters - whole.ranks[1].parameters
+    assert head.recomputed_bytes == 0
+    assert sum(rank.parameters for rank in found.ranks) == sum(rank.parameters for rank in whole.ranks)
+
+
+def test_a_cut_by_weights_may_be_of_numpy() -> None:
+    placement = make_schedule("gpipe", ranks=2, microbatches=1).placement
+    weights = list(numpy.ones(SMALL.layers))
+    assert stage_layers(SMALL, placement, weights) == stage_layers(SMALL, placement)
+
+
+@pytest.mark.parametrize("cut", [(), [(0, 0)], [(0, 0), (0, SMALL.layers), (SMALL.layers, SMALL.layers)]])
+def test_a_cut_has_a_part_for_each_stage(cut: Sequence[tuple[int, int]]) -> None:
+    said = "2 stages of .* need 2 pairs" if cut else "needs one number for each of the"
+    with pytest.raises(UsageError, match=said):
+        stage_layers(SMALL, make_schedule("gpipe", ranks=2, microbatches=1).placement, cut)
+
+
+def test_llama_405b_is_planned_as_it_was_trained() -> None:
+    """16 ranks of 8 chunks, 128 stages of 126 layers (arXiv 2407.21783, section 3.3.2)."""
+    schedule = make_schedule("interleaved-1f1b", ranks=16, microbatches=16, chunks=8)
+    found = plan(GPT.named("llama3.1-405b"), schedule, Setup(tensor=8))
+    assert (found.ranks[0].parts[0], found.ranks[-1].parts[-1]) == ((0, 0), (126, 126))
+    assert {rank.layers for rank in found.ranks} == {7, 8}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -321,7 +369,7 @@ def test_operations_per_second_make_seconds() -> None:
         (lambda: planned(setup=Setup(tensor=8)), "tensor=8 .* the nearest that works is 4"),
         (lambda: planned(setup=Setup(sequence=33)), "33 tokens is too long for a model with 32 positions"),
         (lambda: planned(setup=Setup(sequence=31, tensor=2, sequence_parallel=True)), "does not divide into 2 parts"),
-        (lambda: planned(ranks=9), "8 layers cannot fill 9 stages on 9 ranks: .* at most 8 stages"),
+        (lambda: planned(ranks=11), "8 layers cannot fill 11 stages on 11 ranks: .* at most 10 stages"),
         (lambda: stage_costs(SMALL, Placement.linear(1), Setup(), flops=0), "flops must be positive and finite"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import subprocess
 import sys
@@ -100,7 +102,7 @@ MAKING: list[tuple[Making, type[UsageError], str]] = [
     (too_many_chunks, UsageError, r"rank . holds stages \[.\] under '1f1b': it needs 1 chunks, got 2"),
     (another_number_of_ranks, UsageError, "schedule '1f1b' is for 3 ranks, the pipeline has 2"),
     (unsound, ScheduleError, r"schedule 'crossed' is not sound:\n  rank ., position .: deadlock: "),
-    (incomplete, ScheduleError, "stage 1 runs 1F1 for microbatch 1; expected F and B, or F, I and W"),
+    (incomplete, ScheduleError, "rank 1: 1B1 is missing: stage 1 runs 1F1 for microbatch 1"),
     (other_schedules, UsageError, "rank 1 was given another schedule than rank 0: "),
     (other_microbatches, UsageError, "rank 1 was given another schedule than rank 0: "),
     (other_shapes, UsageError, r"rank 1 was given another tensor_shape or tensor_dtype than rank 0: .*\(1, 3, 7\)"),
@@ -316,7 +318,7 @@ def run_unmerged() -> str:
     rank = current_context().pipeline_rank
     chunk = Unmerged() if rank == 1 else nn.Identity()
     pipeline = Pipeline(chunk, TWO)
-    with pytest.raises(PipelineError) as caught:
+    with pytest.raises((UsageError, PipelineError)) as caught:
         execute_pipeline(iter([(torch.ones(3, 4), None)]), pipeline, forward_only=True, return_outputs=True)
     train_well()
     return str(caught.value).splitlines()[0]
@@ -325,8 +327,11 @@ def run_unmerged() -> str:
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_outputs_that_cannot_be_put_together_fail_everywhere(start: Any) -> None:
     told = start(run_unmerged, 2)
-    assert told[0] == told[1]
-    assert told[0].startswith("rank 1 failed: RuntimeError: Sizes of tensors must match")
+    reason = (
+        "the last stage returned shape (1, 1) for microbatch 1, but (2, 2) for microbatch 0: outputs are concatenated"
+    )
+    assert told[1].startswith(reason)
+    assert told[0].startswith(f"rank 1 failed: UsageError: {reason}")
 
 
 class Reader:
@@ -386,3 +391,66 @@ def test_a_single_process_needs_no_launcher() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.startswith("torch.Size([])\na world of 1 processes is not divisible into replicas of 2")
+
+
+class Padded(nn.Module):
+    """Its outputs are as long as the longest sample of a microbatch; `mode` says how they differ."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def forward(self, hidden: Tensor) -> Any:
+        longest = int(hidden[:, 0, 0].max())
+        if self.mode == "length":
+            return hidden[:, :longest]
+        return (hidden,) * longest
+
+
+def run_padded(mode: str) -> str:
+    schedule = make_schedule("gpipe", ranks=1, microbatches=2)
+    pipeline = Pipeline(Padded(mode), schedule)
+    batch = torch.ones(4, 5, 2)
+    batch[2:] = 3
+    with pytest.raises(UsageError) as raised:
+        execute_pipeline(iter([(batch, None)]), pipeline, forward_only=True, return_outputs=True)
+    execute_pipeline(iter([(batch, None)]), pipeline, forward_only=True)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("length", "shape (2, 3, 2) for microbatch 1, but (2, 1, 2) for microbatch 0: outputs are concatenated"),
+        ("entries", "3 entries for microbatch 1, but 1 for microbatch 0"),
+    ],
+)
+def test_outputs_that_cannot_be_joined(mode: str, told: str) -> None:
+    [message] = run_threads(run_padded, 1, mode)
+    assert told in message
+    assert "return_outputs=False" in message
+
+
+def run_backward_again() -> tuple[str, Any]:
+    rank = current_context().pipeline_rank
+    pipeline = Pipeline(chunks(rank), TWO, criterion=MODEL.criterion)
+    loss = execute_pipeline(iter([MODEL.batch(4)]), pipeline, broadcast_loss=True).loss
+    assert type(loss) is Tensor
+    with pytest.raises(UsageError) as raised:
+        loss.backward()
+    file = io.BytesIO()
+    torch.save({"loss": loss}, file)
+    file.seek(0)
+    copies = [float(torch.load(file)["loss"]), float(copy.deepcopy(loss)), float(loss.numpy()), loss.item()]
+    assert copies == [float(loss)] * 4
+    assert not (loss + 1).requires_grad
+    evaluated = execute_pipeline(iter([MODEL.batch(4)]), pipeline, broadcast_loss=True, forward_only=True).loss
+    assert evaluated is not None
+    assert not vars(evaluated)
+    return str(raised.value), type(vars(loss + 1).get("backward"))
+
+
+def test_the_backward_of_a_loss_was_run() -> None:
+    for message, kept in run_threads(run_backward_again, 2):
+        assert "execute_pipeline ran the backward of this loss already" in message
+        assert kept is type(None)

@@ -44,7 +44,31 @@ def replace_words(pipeline: Pipeline) -> None:
             module.weight = initial(1, *module.weight.shape, dtype=MODEL.dtype)
 
 
-CHANGES = {"unfreeze": unfreeze, "assign": assign, "replace layers": replace_layers, "replace words": replace_words}
+def widen(pipeline: Pipeline) -> None:
+    """Until here, parameters were in bfloat16."""
+    pipeline.to(MODEL.dtype)
+    fresh = dict(MODEL.stage(0, MODEL.layers).named_parameters())
+    with torch.no_grad():
+        for name, parameter in pipeline.named_parameters():
+            parameter.copy_(fresh[name.split(".", 2)[2]])
+
+
+def assign_data(pipeline: Pipeline) -> None:
+    """Until here, the words had other shapes."""
+    for module in pipeline.modules():
+        if isinstance(module, Words):
+            module.weight.grad = None
+            module.weight.data = initial(1, len(module.weight) // 2, WIDTH, dtype=MODEL.dtype).data
+
+
+CHANGES = {
+    "widen": widen,
+    "assign data": assign_data,
+    "unfreeze": unfreeze,
+    "assign": assign,
+    "replace layers": replace_layers,
+    "replace words": replace_words,
+}
 
 
 def change_and_step(variant: tuple[str, int, int], change: Change, steps: int) -> list[Gradients]:
@@ -57,6 +81,12 @@ def change_and_step(variant: tuple[str, int, int], change: Change, steps: int) -
         for module in chunks.modules():
             if isinstance(module, Layer):
                 module.scale.requires_grad_(True)
+    if change is widen:
+        chunks.to(torch.bfloat16)
+    if change is assign_data:
+        for module in chunks.modules():
+            if isinstance(module, Words):
+                module.weight.data = module.weight.data.repeat(2, 1)
     pipeline = Pipeline(chunks, schedule, criterion=MODEL.criterion)
     batch = MODEL.batch(4, seed=current_context().data_rank)
     execute_pipeline(iter([batch]), pipeline)
@@ -214,6 +244,19 @@ def test_a_layer_that_is_replaced_by_unlike_ones_is_refused() -> None:
     for message in run_threads(replace_by_others, 2, data=2):
         assert "rank 1 is a replica of rank 0, but has 'chunks.0.layers.1.linear.weight'" in message
         assert "values" in message
+
+
+def convert_one_replica() -> str:
+    pipeline = build(MODEL, schedule_of(("1f1b", 1, 1), 2))
+    execute_pipeline(iter([MODEL.batch(4)]), pipeline)
+    if current_context().rank == 1:
+        pipeline.float()
+    return refused(lambda: execute_pipeline(iter([MODEL.batch(4)]), pipeline))[0]
+
+
+def test_replicas_of_unlike_dtypes_are_refused() -> None:
+    for message in run_threads(convert_one_replica, 2, data=2):
+        assert "rank 1 is a replica of rank 0, but has 'chunks.0.layers.0.scale': shape (6,), torch.float32" in message
 
 
 def replace_before_the_pipeline() -> list[Any]:

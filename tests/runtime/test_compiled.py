@@ -97,24 +97,28 @@ def test_a_backend_that_does_not_defer() -> None:
 SPLIT = Schedule.from_csv("0F0,0I0,0F1,0W0,0I1,0W1")
 
 
-def run_watching(compiling: dict[str, Any]) -> list[str]:
-    """What happens, in its order, under a schedule that leaves the first W until after the second F."""
+def run_watching(compiling: dict[str, Any]) -> list[tuple[bool, bool]]:
+    """Before each F, whether a linear weight and another parameter have a gradient, under a schedule that leaves the
+    first W until after the second F.
+    """
     model = PlainModel(2, torch.float32)
     pipeline = build(model, SPLIT)
     pipeline.compile(**compiling)
-    happened: list[str] = []
-    pipeline.get_submodule("chunks.0").register_forward_hook(lambda *_: happened.append("F"))
+    seen: list[tuple[bool, bool]] = []
     layer: Any = pipeline.get_submodule("chunks.0.layers.0")
-    for name, parameter in (("W", layer.linear.weight), ("I", layer.scale)):
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: happened.append(name))
+    pipeline.get_submodule("chunks.0").register_forward_pre_hook(
+        lambda *_: seen.append((layer.linear.weight.grad is not None, layer.scale.grad is not None))
+    )
     execute_pipeline(iter([model.batch(4)]), pipeline)
-    return happened
+    assert layer.linear.weight.grad is not None
+    return seen
 
 
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
 def test_weights_come_in_w_and_others_in_i(blocks: bool) -> None:
-    assert run_threads(run_watching, 1, {"backend": "aot_eager", "blocks": blocks}) == [["F", "I", "F", "W", "I", "W"]]
-    assert run_threads(run_watching, 1, {"backend": "eager", "blocks": blocks}) == [["F", "I", "W", "F", "I", "W"]]
+    none, both = (False, False), (True, True)
+    assert run_threads(run_watching, 1, {"backend": "aot_eager", "blocks": blocks}) == [[none, (False, True)]]
+    assert run_threads(run_watching, 1, {"backend": "eager", "blocks": blocks}) == [[none, both]]
 
 
 def told(compiling: dict[str, Any]) -> str:

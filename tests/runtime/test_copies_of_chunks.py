@@ -71,6 +71,9 @@ def run_tracing() -> None:
         traced = torch.jit.trace(chunk, inputs)
     torch.testing.assert_close(traced(inputs), chunk(inputs))
     torch.testing.assert_close(torch.export.export(chunk, (inputs,)).module()(inputs), chunk(inputs))
+    graph = torch.fx.symbolic_trace(chunk)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["0", "1"]
+    torch.testing.assert_close(graph(inputs), chunk(inputs))
 
 
 def run_scripting() -> None:

@@ -76,13 +76,39 @@ class Trapped(nn.Module):
         self.inner = inner
         self.stage = stage
         self.trap = trap
-        weight = next(layer.weight for layer in inner.modules() if isinstance(layer, nn.Linear))
-        weight.register_post_accumulate_grad_hook(lambda _: trap.step_on(Kind.W, stage))
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.trap.step_on(Kind.F, self.stage)
         output: Tensor = TrappedBackward.apply(self.inner(hidden), self)  # type: ignore[no-untyped-call]
         return output
+
+
+class TrappedDeferral:
+    """The Deferral of a layer, with a trap where its product is computed."""
+
+    def __init__(self, plain: Any, module: Trapped) -> None:
+        self.plain = plain
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def take(self, product: Any) -> None:
+        self.plain.take(TrappedProduct(product, self.module))
+
+
+class TrappedProduct:
+    def __init__(self, plain: Any, module: Trapped) -> None:
+        self.plain = plain
+        self.module = module
+
+    @property
+    def parameters(self) -> Any:
+        return self.plain.parameters
+
+    def compute(self) -> Any:
+        self.module.trap.step_on(Kind.W, self.module.stage)
+        return self.plain.compute()
 
 
 class TrappedBackward(torch.autograd.Function):
@@ -114,7 +140,12 @@ def build_trapped(schedule: Schedule, trap: Trap) -> Pipeline:
     chunks = MODEL.chunks(schedule, rank)
     stages = schedule.placement.stages_of(rank)
     trapped = nn.ModuleList(Trapped(inner, stage, trap) for inner, stage in zip(chunks, stages, strict=True))
-    return Pipeline(trapped, schedule, criterion=trap.criterion)
+    pipeline = Pipeline(trapped, schedule, criterion=trap.criterion)
+    for module in trapped:
+        assert isinstance(module, Trapped)
+        layer: Any = next(each for each in module.modules() if isinstance(each, nn.Linear))
+        layer.deferral = TrappedDeferral(layer.deferral, module)
+    return pipeline
 
 
 def run_failures(schedule: Schedule, cases: list[Case]) -> list[Told]:

@@ -129,3 +129,25 @@ def test_a_weight_of_two_stages_is_refused() -> None:
     for message in run_processes(tie_sharded_stages, 2, data=2):
         assert "'chunks.0.linear.weight', which other ranks or stages hold too" in message
         assert "cannot be under fully_shard: leave its module out" in message
+
+
+def shard_too_late(steps: int) -> str:
+    """fully_shard after the Pipeline was made, before the first step or after it."""
+    context, model = current_context(), PlainModel()
+    schedule = make_schedule("1f1b", ranks=1, microbatches=2)
+    pipeline = Pipeline(model.chunks(schedule, 0), schedule, criterion=model.criterion)
+    for _ in range(steps):
+        execute_pipeline(iter([model.batch(4)]), pipeline)
+    for layer in pipeline.chunks.modules():
+        if isinstance(layer, Layer):
+            fully_shard(layer, mesh=context.mesh["data"])
+    with pytest.raises(UsageError) as raised:
+        execute_pipeline(iter([model.batch(4)]), pipeline)
+    return str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 1])
+def test_it_comes_before_the_pipeline(steps: int) -> None:
+    for message in run_processes(shard_too_late, 2, steps, data=2):
+        assert "fully_shard was applied to 'chunks.0.layers.0.scale' after the Pipeline was made" in message

@@ -13,6 +13,7 @@ from pipeflow import Pipeline, execute_pipeline, make_schedule
 from pipeflow.optim import MasterWeights
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
+from pipeflow.testing.models import PlainModel
 
 WIDTH = 16
 HALF = torch.bfloat16
@@ -114,3 +115,23 @@ def train_with_masters() -> list[float]:
 def test_masters_step_with_them() -> None:
     [losses] = run_threads(train_with_masters, 1)
     assert losses == sorted(losses, reverse=True)
+
+
+def convert_to_half() -> list[torch.dtype]:
+    rank = current_context().pipeline_rank
+    schedule = make_schedule("1f1b", ranks=2, microbatches=2)
+    model = PlainModel(dtype=torch.float32)
+    pipeline = Pipeline(
+        model.chunks(schedule, rank), schedule, criterion=functional.mse_loss, gradient_dtype=torch.float32
+    )
+    pipeline.bfloat16()
+    inputs, labels = (each.bfloat16() for each in model.batch(4))
+    execute_pipeline(iter([(inputs, labels)]), pipeline)
+    pipeline.zero_grad()
+    execute_pipeline(iter([(inputs, labels)]), pipeline)
+    return [each.grad.dtype for each in pipeline.parameters() if each.grad is not None]
+
+
+def test_parameters_that_are_converted_later_have_wide_gradients() -> None:
+    for dtypes in run_threads(convert_to_half, 2):
+        assert set(dtypes) == {torch.float32}

@@ -57,17 +57,90 @@ def test_what_has_no_label_that_counts_adds_nothing(batches: list[Any], evaluate
             require_near(found, gradients)
 
 
-def run_all_ignored(evaluate: bool) -> None:
+MASKED = PlainModel()
+
+
+def masked_mean(output: Tensor, labels: Tensor) -> Tensor:
+    """The mean over the samples whose labels are numbers; 0 / 0 without any."""
+    mask = labels.isfinite().all(dim=-1)
+    errors = (output - labels.nan_to_num()).square().mean(dim=-1)
+    return (errors * mask).sum() / mask.sum()
+
+
+def kept(labels: Tensor) -> float:
+    return float(labels.isfinite().all(dim=-1).sum())
+
+
+def masked_batch(ignored: slice, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    inputs, labels = MASKED.batch(8, seed=seed)
+    labels = labels.clone()
+    labels[ignored] = math.nan
+    return inputs, labels
+
+
+class Whole(nn.Module):
+    """Layers that compute the loss themselves; as their only output, or beside another."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone = alone
+        self.layers = nn.ModuleList(MASKED.stage(0, MASKED.layers).layers.values())  # type: ignore[operator]  # it is a ModuleDict
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        hidden = inputs
+        for layer in self.layers:
+            hidden = layer(hidden)
+        loss = masked_mean(hidden, labels)
+        return loss if self.alone else (loss, hidden)
+
+
+def run_masked(name: str, batches: list[Any], own: bool | None) -> tuple[float, Any]:
+    """With the module's own loss if `own` is not None."""
+    ranks = current_context().pipeline_size
+    schedule, batch = schedule_of((name, ranks, 1), 4), batches[current_context().data_rank]
+    if own is None:
+        chunks = MASKED.chunks(schedule, current_context().pipeline_rank)
+        pipeline = Pipeline(chunks, schedule, criterion=masked_mean, weigh=kept)
+    else:
+        pipeline = Pipeline.from_module(Whole(own), schedule, batch, weigh=kept)
+    output = execute_pipeline(iter([batch]), pipeline, broadcast_loss=True)
+    assert output.loss is not None
+    if own is None:
+        return output.loss.item(), gradients_of(pipeline)
+    return output.loss.item(), {name: plain(each.grad) for name, each in pipeline.named_parameters()}
+
+
+@pytest.mark.parametrize("own", [None, True, False], ids=["criterion", "loss", "loss-and-output"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe"])
+@pytest.mark.parametrize(
+    "batches",
+    [[masked_batch(slice(6, 8))], [masked_batch(slice(0, 8)), masked_batch(slice(4, 6), seed=1)]],
+    ids=["microbatch", "replica"],
+)
+def test_a_microbatch_that_does_not_count_has_no_gradient(name: str, batches: list[Any], own: bool | None) -> None:
+    inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    stage = MASKED.stage(0, MASKED.layers)
+    loss = masked_mean(stage(inputs), labels)
+    loss.backward()
+    expected = {name: each.grad for name, each in stage.named_parameters() if each.grad is not None}
+    results = run_threads(run_masked, 2 * len(batches), name, batches, own, data=len(batches))
+    for told, gradients in results:
+        assert told == pytest.approx(loss.item(), rel=1e-12)
+        require_near(gradients, expected)
+
+
+def run_all_ignored(evaluate: bool, broadcast: bool) -> None:
     pipeline = build(MODEL, schedule_of(("1f1b", 2, 1), 4), weigh=tokens)
     batch = batch_of(slice(0, 4))
     with pytest.raises((UsageError, PipelineError), match="no label of this batch counts"):
-        execute_pipeline(iter([batch]), pipeline, forward_only=evaluate, broadcast_loss=True)
+        execute_pipeline(iter([batch]), pipeline, forward_only=evaluate, broadcast_loss=broadcast)
 
 
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("evaluate", [False, True])
-def test_a_batch_without_any_label_that_counts_is_an_error(evaluate: bool, data: int) -> None:
-    run_threads(run_all_ignored, 2 * data, evaluate, data=data)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_batch_without_any_label_that_counts_is_an_error(evaluate: bool, broadcast: bool, data: int) -> None:
+    run_threads(run_all_ignored, 2 * data, evaluate, broadcast, data=data)
 
 
 def run_weighing(weight: float) -> None:

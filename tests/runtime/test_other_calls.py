@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
+from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel
 from tests.runtime.work import build, gradients_of, require_near
@@ -103,6 +105,43 @@ def test_other_calls_that_wait_for_each_other_are_told_to_all(which: int) -> Non
 
 def test_other_calls_are_told_to_all_over_gloo() -> None:
     assert len(set(run_processes(run_waiting, 2, 0, timeout=1.0))) == 1
+
+
+def run_counts(counts: list[int]) -> str:
+    pipeline = build(MODEL, GPIPE)
+    schedule = make_schedule("gpipe", ranks=2, microbatches=counts[current_context().pipeline_rank])
+    with pytest.raises(PipelineError) as caught:
+        execute_pipeline(iter([MODEL.batch(12)]), pipeline, schedule=schedule)
+    pipeline.zero_grad()
+    execute_pipeline(iter([MODEL.batch(4)]), pipeline)
+    require_near(gradients_of(pipeline), MODEL.plain_step(MODEL.batch(4))[1])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("counts", [[2, 3], [3, 2]])
+def test_schedules_of_other_numbers_of_microbatches_are_told(counts: list[int]) -> None:
+    told, trains = " ".join(run_threads(run_counts, 2, counts)), "trains with 'gpipe', . microbatches"
+    assert re.search(f"this rank {trains}, but rank . {trains}: all ranks must make the same call", told)
+
+
+def run_late_failure() -> str:
+    """Rank 1 fails in a call that rank 0 has left."""
+    context = current_context()
+    if context.rank:
+        with pytest.raises(PipelineError), context.alarm.raised_everywhere("evaluates"):
+            raise ValueError("too late")
+        return ""
+    with context.alarm.raised_everywhere("evaluates"):
+        pass
+    with pytest.raises(PipelineError) as caught, context.alarm.raised_everywhere("trains"):
+        all_gather(context.world, [0.0])
+    return str(caught.value)
+
+
+def test_a_failure_in_an_earlier_call_is_not_taken_for_another_call() -> None:
+    told = run_threads(run_late_failure, 2)[0]
+    assert "rank 1 failed: ValueError: too late" in told
+    assert "same call" not in told
 
 
 class Nesting(nn.Module):

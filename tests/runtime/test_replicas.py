@@ -26,9 +26,12 @@ from pipeflow import (
 from pipeflow.analysis.measured import measured_costs
 from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
+from pipeflow.runtime.backward import backward
 from pipeflow.runtime.gradients.bucket import Bucket
+from pipeflow.runtime.gradients.buffers import ReplicatedBuffers
 from pipeflow.testing import run_processes, run_threads
-from pipeflow.testing.models import KeywordModel, PlainModel, TiedModel, TinyModel
+from pipeflow.testing.models import KeywordModel, Layer, PlainModel, TiedModel, TinyModel
+from pipeflow.testing.ranks import RankError
 from tests.runtime.work import Batch, build, gradients_of, plain, require_near, schedule_of, variants
 
 Run = Callable[..., list[Any]]
@@ -295,3 +298,55 @@ def test_a_weight_of_two_stages_is_averaged_when_both_are_done() -> None:
     for gradient in run_threads(step_with_a_weight_in_two_stages, 2, schedule, inputs, data=2):
         assert layers[0].weight.grad is not None
         require_near({"weight": gradient}, {"weight": layers[0].weight.grad})
+
+
+class Normed(nn.Module):
+    """A layer with running statistics, if `norm`."""
+
+    def __init__(self, index: int, norm: bool) -> None:
+        super().__init__()
+        self.layer = Layer(index, torch.float64)
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64) if norm else nn.LayerNorm(6, dtype=torch.float64)
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.norm(self.layer(hidden))
+
+
+def train_normed(samples: list[int], norm: bool, by_hand: bool) -> tuple[dict[str, Any], Any]:
+    """The statistics after two steps of a stage of this rank, and an evaluation with them."""
+    context, model = current_context(), PlainModel()
+    schedule = make_schedule("1f1b", ranks=context.pipeline_size, microbatches=2)
+    stage = Normed(context.pipeline_rank, norm)
+    pipeline = Pipeline(stage, schedule, criterion=model.criterion)
+    batch = parts(model, samples)[context.data_rank]
+    for _ in range(2):
+        if by_hand:
+            backward(model.criterion(stage(batch[0]), batch[1]), pipeline)
+        else:
+            execute_pipeline(iter([batch]), pipeline)
+    pipeline.eval()
+    loss = execute_pipeline(iter([parts(model, samples)[0]]), pipeline, forward_only=True, broadcast_loss=True).loss
+    assert loss is not None
+    return {name: plain(buffer) for name, buffer in stage.named_buffers()}, loss.item()
+
+
+@pytest.mark.parametrize(("ranks", "by_hand"), [(1, False), (2, False), (1, True)])
+def test_replicas_have_the_statistics_of_the_first(ranks: int, by_hand: bool) -> None:
+    alone = run_threads(train_normed, ranks, [4], True, by_hand)
+    found = run_threads(train_normed, 2 * ranks, [4, 6], True, by_hand, data=2)
+    for rank, (statistics, loss) in enumerate(found):
+        expected, expected_loss = alone[rank % ranks]
+        assert statistics.keys() == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+        for name, values in statistics.items():
+            assert values == pytest.approx(expected[name], rel=1e-12)
+        assert loss == pytest.approx(expected_loss, rel=1e-12)
+
+
+def test_buffers_that_nobody_changes_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def share(_: object) -> None:
+        raise AssertionError("shared")
+
+    monkeypatch.setattr(ReplicatedBuffers, "share", share)
+    assert len(run_threads(train_normed, 2, [4, 6], False, False, data=2)) == 2
+    with pytest.raises(RankError, match="shared"):
+        run_threads(train_normed, 2, [4, 6], True, False, data=2)

@@ -159,15 +159,15 @@ def test_buffers_of_two_copies_start_equal_and_running_statistics_are_refused() 
 
 
 class Slopes(nn.Module):
-    """A part of one slope per head, like ALiBi's, and where this rank's heads begin."""
+    """A part of one slope per head, like ALiBi's, and where this rank's heads begin; and a value of `whole`."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: float) -> None:
         super().__init__()
         rank = current_context().tensor_rank
         self.scale = nn.Parameter(torch.ones(3, dtype=WIDE))
         self.register_buffer("slopes", torch.full((2,), float(rank)))
         self.register_buffer("first", torch.tensor(2 * rank), persistent=False)
-        self.register_buffer("whole", torch.tensor(float(rank)))
+        self.register_buffer("whole", torch.tensor(whole))
 
     def splits(self) -> dict[str, Split]:
         return {"slopes": Split(0, 4)}
@@ -179,16 +179,28 @@ class Slopes(nn.Module):
         return ("first",)
 
 
-def start_with_slopes() -> list[Any]:
-    module = Slopes()
-    Pipeline(module, make_schedule("1f1b", ranks=1, microbatches=1))
+def start_with_slopes(same: bool) -> list[Any]:
+    module = Slopes(3.0 if same else current_context().tensor_rank)
+    schedule = make_schedule("1f1b", ranks=1, microbatches=1)
+    if same:
+        Pipeline(module, schedule)
+    else:
+        with pytest.raises(UsageError) as raised:
+            Pipeline(module, schedule)
+        assert "buffer 'chunks.0.whole' of tensor rank 1 has other values than that of tensor rank 0" in str(
+            raised.value
+        )
+        assert "name it in the layer's own_buffers()" in str(raised.value)
     return [plain(buffer).tolist() for buffer in module.buffers()]
 
 
-def test_a_tensor_ranks_own_buffers_stay(caplog: pytest.LogCaptureFixture) -> None:
-    results = run_threads(start_with_slopes, 4, tensor=2, data=2)
-    assert results == [[[0.0, 0.0], 0, 0.0], [[1.0, 1.0], 2, 0.0]] * 2
-    assert "name it in the layer's own_buffers()" in caplog.text
+def test_a_tensor_ranks_own_buffers_stay() -> None:
+    assert run_threads(start_with_slopes, 4, True, tensor=2, data=2) == [[[0.0, 0.0], 0, 3.0], [[1.0, 1.0], 2, 3.0]] * 2
+
+
+def test_other_buffers_must_be_equal_and_stay_as_they_are() -> None:
+    results = run_threads(start_with_slopes, 4, False, tensor=2, data=2)
+    assert results == [[[0.0, 0.0], 0, 0.0], [[1.0, 1.0], 2, 1.0]] * 2
 
 
 class Sparse(nn.Module):

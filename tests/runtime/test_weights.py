@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,6 +68,94 @@ def test_the_mean_over_tokens_is_that_of_the_whole_batch(dtype: torch.dtype) -> 
     assert first.item() == pytest.approx(expected.item(), rel=near)
     for mine, part in ((first_gradient, plain[0]), (second_gradient, plain[1])):
         torch.testing.assert_close(mine, part.weight.grad, rtol=near, atol=near)
+
+
+def soft(words: Tensor) -> Tensor:
+    """Probabilities of words."""
+    return functional.softmax(words[..., None] % torch.arange(1.0, WORDS + 1, dtype=torch.float64), dim=-1)
+
+
+CLASSES = torch.tensor([1.0, 0.2, 3.0, 0.5, 2.0], dtype=torch.float64)
+CRITERIA: dict[str, Callable[[], nn.Module]] = {
+    "ignored": nn.CrossEntropyLoss,
+    "ignored 0": partial(nn.CrossEntropyLoss, ignore_index=0),
+    "classes": partial(nn.CrossEntropyLoss, weight=CLASSES),
+    "smoothed": partial(nn.CrossEntropyLoss, ignore_index=0, label_smoothing=0.1),
+    "negative": partial(nn.NLLLoss, ignore_index=0, weight=CLASSES),
+    "sum": partial(nn.CrossEntropyLoss, reduction="sum"),
+    "soft": partial(nn.CrossEntropyLoss, weight=CLASSES),
+    "squares": nn.MSELoss,
+    "sum of squares": partial(nn.MSELoss, reduction="sum"),
+    "batch mean": partial(nn.KLDivLoss, reduction="batchmean"),
+}
+
+
+def batch_for(name: str, replica: int) -> tuple[Tensor, Tensor]:
+    """Outputs have classes in dim 1."""
+    words = labels().roll(replica, dims=0)
+    words = torch.where(words < 0, 0, words) if "0" in name or name in ("smoothed", "negative") else words
+    if name in ("soft", "squares", "sum of squares", "batch mean"):
+        words = soft(words.clamp(min=0)).transpose(1, 2)
+    return inputs(torch.float64).transpose(1, 2) * (1 + replica), words
+
+
+class Turned(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden.transpose(1, 2), self.weight, self.bias).transpose(1, 2)
+
+
+def turned(stage: int) -> Turned:
+    made = Turned(WORDS, WORDS, dtype=torch.float64)
+    made.load_state_dict(layer(stage, torch.float64).state_dict())
+    return made
+
+
+def run_criterion(name: str, evaluates: bool) -> tuple[float, Tensor | None, int]:
+    context = current_context()
+    chunk, schedule = turned(context.pipeline_rank), make_schedule("1f1b", ranks=2, microbatches=3)
+    pipeline = Pipeline(chunk, schedule, criterion=CRITERIA[name]())
+    batch = batch_for(name, context.data_rank)
+    output = execute_pipeline(iter([batch]), pipeline, broadcast_loss=True, forward_only=evaluates)
+    assert output.loss is not None
+    return output.loss.item(), chunk.weight.grad, context.pipeline_rank
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_loss_module_says_what_counts(name: str, data: int) -> None:
+    whole = nn.Sequential(turned(0), turned(1))
+    batches = [batch_for(name, replica) for replica in range(data)]
+    given, words = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    expected = CRITERIA[name]()(whole(given), words)
+    expected.backward()
+    for evaluates in (False, True):
+        for loss, gradient, rank in run_threads(run_criterion, 2 * data, name, evaluates, data=data):
+            assert loss == pytest.approx(expected.item(), rel=1e-12)
+            if not evaluates:
+                torch.testing.assert_close(gradient, whole[rank].weight.grad, rtol=1e-11, atol=1e-13)
+
+
+class Chosen(nn.CrossEntropyLoss):
+    """A loss that takes one of several kinds of labels."""
+
+    def forward(self, output: Tensor, kinds: Any) -> Tensor:
+        return super().forward(output, kinds["words"])
+
+
+def run_chosen() -> float:
+    schedule = make_schedule("1f1b", ranks=2, microbatches=3)
+    pipeline = Pipeline(turned(current_context().pipeline_rank), schedule, criterion=Chosen())
+    given, words = batch_for("chosen", 0)
+    output = execute_pipeline(iter([(given, {"words": words.clamp(min=0)})]), pipeline, broadcast_loss=True)
+    assert output.loss is not None
+    return output.loss.item()
+
+
+def test_a_loss_module_with_several_kinds_of_labels_is_a_mean_over_samples() -> None:
+    given, words = batch_for("chosen", 0)
+    assert len(words) % 3
+    expected = nn.CrossEntropyLoss()(nn.Sequential(turned(0), turned(1))(given), words.clamp(min=0))
+    assert run_threads(run_chosen, 2) == pytest.approx([expected.item()] * 2, rel=1e-12)
 
 
 def run_without_weight() -> None:

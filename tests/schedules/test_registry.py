@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import count
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +16,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.schedules.registry import COMPARED, is_searched, schedules_on
 from tests.families import accepts
 
 
@@ -101,6 +102,10 @@ THEORY: dict[str, Theory] = {
     "gpipe": Theory(
         bubble=lambda size, costs: (size.ranks - 1) * costs.whole,
         peak=lambda size, _: size.microbatches,
+    ),
+    "naive": Theory(
+        bubble=lambda size, costs: (size.ranks - 1) * size.microbatches * costs.whole,
+        peak=lambda size, _: 1,
     ),
     "1f1b": Theory(
         bubble=lambda size, costs: (size.ranks - 1) * costs.whole,
@@ -319,6 +324,21 @@ def fitting(name: str, size: Size) -> Size:
             if THEORY[name].holds(fits := size._replace(ranks=ranks, microbatches=microbatches)):
                 return fits
     raise AssertionError
+
+
+def test_a_naive_pipeline_uses_one_rank_at_a_time() -> None:
+    """Others are never worse, and it is not among those that are compared or searched from."""
+    schedule = make_schedule("naive", ranks=4, microbatches=5)
+    timeline = simulate(schedule, CostModel.even(schedule.placement))
+    spans = sorted((span.start, span.end) for span in timeline)
+    assert all(after >= before for (_, before), (after, _) in pairwise(spans))
+    assert timeline.work / timeline.makespan == pytest.approx(1 / 4)
+    assert tuple(name for name in SCHEDULES if name != "naive") == COMPARED
+    assert "naive" not in {each.name for each in schedules_on(schedule.placement, 5)}
+    for name in COMPARED:
+        if accepts(name, 4) and not is_searched(name):
+            other = make_schedule(name, ranks=4, microbatches=5)
+            assert simulate(other, CostModel.even(other.placement)).makespan < timeline.makespan
 
 
 @names

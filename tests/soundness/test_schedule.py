@@ -247,19 +247,24 @@ def test_what_cannot_run_is_neither_simulated_nor_lowered() -> None:
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        ("0F0,0B0,0B0", ["rank 0, position 2: 0B0 runs again; expected every action once"]),
-        ("0F0,0F1,0B0", ["rank 0: stage 0 runs 0F1 for microbatch 1; expected F and B, or F, I and W"]),
-        ("0F0,0I0", ["rank 0: stage 0 runs 0F0, 0I0 for microbatch 0; expected F and B, or F, I and W"]),
+        ("0F0,0B0,0B0", ["rank 0, position 2: 0B0 runs again: it stands on rank 0 already, at position 1"]),
+        ("0F0,0F1,0B0", ["rank 0: 0B1 is missing: stage 0 runs 0F1 for microbatch 1"]),
+        ("0F0,0I0", ["rank 0: 0W0 is missing: stage 0 runs 0F0 and 0I0 for microbatch 0"]),
+        ("0B0", ["rank 0: 0F0 is missing: stage 0 runs 0B0 for microbatch 0"]),
+        ("0F0,0I0,0W0,0F1", ["rank 0: 0I1 and 0W1 are missing: stage 0 runs 0F1 for microbatch 1"]),
+        ("0F0,0I0,0B0", ["rank 0: 0I0 should not be there: stage 0 runs 0F0, 0B0 and 0I0 for microbatch 0"]),
+        ("0F0,0I0,0W0,0B0", ["rank 0: 0B0 should not be there: stage 0 runs 0F0, 0B0, 0I0 and 0W0 for microbatch 0"]),
+        ("0B0,0W0", ["rank 0: 0F0 is missing, and 0W0 should not be there: stage 0 runs 0B0 and 0W0 for microbatch 0"]),
         ("0F0,0B0\n1F0,1B0,0F0", [
             "rank 1, position 2: 0F0 is on rank 1; expected it on rank 0, which holds its stage",
-            "rank 1, position 2: 0F0 runs again; expected every action once",
+            "rank 1, position 2: 0F0 runs again: it stands on rank 0 already, at position 0",
         ]),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B2", [
             "rank 1, position 3: 1B2 does not exist; expected stages 0..1 and microbatches 0..1",
-            "rank 1: stage 1 runs 1F1 for microbatch 1; expected F and B, or F, I and W",
+            "rank 1: 1B1 is missing: stage 1 runs 1F1 for microbatch 1",
         ]),
-        ("0F0\n1F0,1F0", ["rank 1, position 1: 1F0 runs again; expected every action once"]),
-        ("0F0,0F1\n1F0", ["rank 1: stage 1 runs nothing for microbatch 1; expected its forward alone"]),
+        ("0F0\n1F0,1F0", ["rank 1, position 1: 1F0 runs again: it stands on rank 1 already, at position 0"]),
+        ("0F0,0F1\n1F0", ["rank 1: 1F1 is missing: stage 1 runs nothing for microbatch 1"]),
     ],
 )  # fmt: skip
 def test_messages_name_rank_position_action_and_what_was_expected(text: str, messages: list[str]) -> None:
@@ -273,6 +278,31 @@ def test_every_violation_is_listed() -> None:
     schedule = make_schedule("1f1b", ranks=4, microbatches=8)
     empty = Schedule("empty", schedule.placement, 8, (*schedule.rows[:3], ()))
     assert len(verify(empty)) == 8
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        (("2B5", ""), "rank 2: 2B5 is missing: stage 2 runs 2F5 for microbatch 5"),
+        (("2B5", "2B5,2B5"), "rank 2, position 12: 2B5 runs again: it stands on rank 2 already, at position 11"),
+        (("2F5", "2F9"), "rank 2, position 9: 2F9 does not exist; expected stages 0..3 and microbatches 0..5"),
+        (("2B5", "2B5,2I5"), "rank 2: 2I5 should not be there: stage 2 runs 2F5, 2B5 and 2I5 for microbatch 5"),
+        (("2F0", "2F0,0F0"), "rank 2, position 1: 0F0 is on rank 2; expected it on rank 0, which holds its stage"),
+        (("2B5", "2B5,2R0"), "rank 2, position 12: 2R0 is wrong here; expected 2R5, with the microbatch of the last "
+                             "weight gradient of its stage"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("crossed", [0, 4, 5])
+def test_a_deadlock_is_listed_with_what_else_is_wrong(spoilt: tuple[str, str], said: str, crossed: int) -> None:
+    """Before the place that is wrong, and behind it."""
+    text = make_schedule("1f1b", ranks=4, microbatches=6).to_csv()
+    turned = f"3F{crossed},3B{crossed}", f"3B{crossed},3F{crossed}"
+    text = text.replace(*spoilt).replace(*turned)
+    violations = verify(Schedule("csv", Placement.linear(4), 6, Schedule.from_csv(text, Placement.linear(4)).rows))
+    assert said in map(str, violations)
+    [(before, after)] = [each.cycle for each in violations if each.cycle]
+    position = text.splitlines()[3].split(",").index(f"3B{crossed}")
+    assert {before, after} == {(3, position), (3, position + 1)}
 
 
 def test_a_violation_without_a_place_says_what_is_wrong() -> None:

@@ -375,3 +375,84 @@ def test_processes() -> None:
 def test_words_beyond_the_vocabulary_are_the_module_s_own_error() -> None:
     bad = {"input_ids": torch.full((4, LENGTH), WORDS), "labels": torch.zeros(4, LENGTH, dtype=torch.long)}
     assert "index out of range" in refused(bad, error=PipelineError)[0]
+
+
+class Wrapper(nn.Module):
+    """Takes any arguments, and hands them on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = CASES["sequential"].module()
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.inner(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("is_tuple", [False, True])
+def test_a_forward_with_any_keywords_is_not_given_the_labels_of_a_criterion(is_tuple: bool) -> None:
+    values, labels = vectors(4)
+    batch = ((values,) if is_tuple else values), labels
+
+    def rank() -> Tensor | None:
+        model = Pipeline.from_module(Wrapper(), TWO, batch, criterion=functional.mse_loss)
+        return execute_pipeline(iter([batch]), model, broadcast_loss=True).loss
+
+    expected = functional.mse_loss(Wrapper()(values), labels).item()
+    assert [loss and loss.item() for loss in run_threads(rank, 2)] == pytest.approx([expected] * 2, rel=1e-9)
+
+
+def test_a_forward_with_any_keywords_is_given_labels_for_its_own_loss() -> None:
+    batch = sentences(2)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = DECODER.module()
+
+        def forward(self, **keywords: Any) -> Any:
+            return self.inner(**keywords)
+
+    def rank() -> Tensor | None:
+        pair = {"input_ids": batch["input_ids"]}, batch["labels"]
+        return execute_pipeline(iter([pair]), Pipeline.from_module(Around(), TWO, pair), broadcast_loss=True).loss
+
+    losses, _ = plain([batch])
+    assert [loss and loss.item() for loss in run_threads(rank, 2)] == pytest.approx(losses * 2, rel=1e-9)
+
+
+def test_a_module_in_a_wrapper_for_replicas_is_refused() -> None:
+    def rank() -> None:
+        Pipeline.from_module(nn.DataParallel(DECODER.module()), TWO, sentences(2))
+
+    with pytest.raises(Exception, match=r"wrapped in DataParallel: pass the module inside, model\.module"):
+        run_threads(rank, 2)
+
+
+class Padded(nn.Module):
+    """torch's own encoder, which passes nested tensors from layer to layer in evaluation with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, values: Tensor, padding: Tensor) -> Tensor:
+        output: Tensor = self.encoder(values, src_key_padding_mask=padding)
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of torch's own evaluation
+def test_torchs_encoder_is_evaluated_with_a_padding_mask() -> None:
+    values = torch.randn(4, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    padding = torch.arange(LENGTH).expand(4, -1) > torch.tensor([[2], [3], [4], [3]])
+    batch = {"values": values, "padding": padding}, None
+
+    def rank() -> Any:
+        model = Pipeline.from_module(seeded(Padded().double(), 0), TWO, batch, criterion=lambda *_: torch.zeros(()))
+        model.eval()
+        return execute_pipeline(iter([batch]), model, forward_only=True, return_outputs=True).outputs
+
+    found = run_threads(rank, 2)[1]
+    with torch.no_grad():
+        expected = seeded(Padded().double(), 0).eval()(values, padding)
+    assert torch.allclose(found[~padding], expected[~padding], rtol=1e-9)

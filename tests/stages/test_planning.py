@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -221,7 +222,7 @@ class Leaking(nn.Module):
 
 
 class Writing(nn.Module):
-    """Its blocks write to what they were given."""
+    """Its blocks write to a tensor that is no argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,19 +231,58 @@ class Writing(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         values = values * 1
         for block in self.blocks:
-            block(values)
+            block.total = values
+            block()
         return values.sum()
+
+
+class Choosing(nn.Module):
+    """Leaves blocks out by Python's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.encoder(values).sum()  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """Leaves half of its blocks out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for block in self.blocks:
+            if random.random() < 0.5:
+                values = block(values)
+        return values
+
+
+class Named(nn.Module):
+    """Has no list of blocks; the module within another has several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.inner(values).sum()  # type: ignore[no-any-return]
 
 
 class InPlace(nn.Module):
     """Returns nothing."""
 
+    total: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, values: Tensor) -> None:
-        values.add_(self.layer(values))
+    def forward(self) -> None:
+        self.total.add_(self.layer(self.total * 1))
 
 
 class Noisy(nn.Module):
@@ -277,6 +317,8 @@ class Twice(nn.Module):
 
 REFUSED: dict[str, tuple[nn.Module, Any, int, dict[str, Any], str]] = {
     "few blocks": (Decoder(), sentences(2), 5, {}, "4 blocks cannot fill 5 stages .layers.0, layers.1"),
+    "nobody's blocks": (Named(), vectors(2), 2, {}, r"as in blocks=\['inner.norm', 'inner.up', 'inner.down'\]"),
+    "layer drop": (Choosing(), vectors(2), 2, {}, "encoder chooses by a random number which modules it calls"),
     "no blocks": (Block(), vectors(2), 2, {}, "no place to cut a Block: its forward calls no children"),
     "wrong costs": (Decoder(), sentences(2), 2, {"cuts": [1.0, 2.0]}, "2 costs for 4 blocks"),
     "a wrong cut": (Decoder(), sentences(2), 2, {"cuts": ["layer.1"]}, "'layer.1', which the forward does not call"),

@@ -4,6 +4,7 @@ caches, batches that are written to, branches of training alone.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
@@ -188,6 +189,55 @@ class Choosing(Stack):
         return values.sum()
 
 
+class Tapped(Stack):
+    """A hook of a block, made with the module, keeps what the block returned in an attribute of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+        def keep(module: nn.Module, given: Any, output: Tensor) -> None:
+            self.found.append(output)
+
+        self.blocks[1].register_forward_hook(keep)
+
+    def forward(self, values: Tensor) -> Any:
+        self.found.clear()
+        return super().forward(torch.sin(values)) + self.found[0].square().sum()
+
+
+@dataclass
+class State:
+    """What blocks pass on; torch's pytrees do not know it."""
+
+    values: Tensor
+    skip: Tensor | None = None
+    name: str = "a"
+
+
+class Stepping(Block):
+    """Takes and returns a dataclass."""
+
+    def forward(self, state: State) -> State:  # type: ignore[override]  # another block
+        values = super().forward(state.values)
+        return State(values, values if state.skip is None else values + state.skip, state.name + "b")
+
+
+class Stepped(Stack):
+    """Its blocks pass dataclasses on."""
+
+    def __init__(self) -> None:
+        super().__init__(Stepping)
+
+    def forward(self, values: Tensor) -> Any:
+        state = State(torch.sin(values))
+        for block in self.blocks:
+            state = block(state)
+        assert state.name == "a" + "b" * BLOCKS
+        assert state.skip is not None
+        return (state.values * state.skip).sum()
+
+
 def rows() -> Tensor:
     return torch.randn(7, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -211,6 +261,8 @@ MODULES: dict[str, Any] = {
     "writing": Writing,
     "cached": lambda: Stack(Cached),
     "masked": Masked,
+    "tapped": Tapped,
+    "stepped": Stepped,
 }
 
 

@@ -54,6 +54,9 @@ class Counting:
         self.counts: Counter[str] = Counter()
         self.events: list[str] = []
 
+    def connect(self) -> None:
+        self.inner.connect()
+
     def __getattr__(self, name: str) -> Callable[..., Work]:
         if name.startswith("_"):
             raise AttributeError(name)

@@ -163,7 +163,12 @@ MODELS = {
 
 def make(name: str) -> nn.Module:
     """A model in float64 with random weights, the same each time."""
-    module = MODELS[name]().double()
+    return fill(MODELS[name]())
+
+
+def fill(module: nn.Module) -> nn.Module:
+    """The module itself in float64 with random weights, the same each time."""
+    module.double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pipeflow.deferral.module import Deferrable, Deferral, defer_weight_gradients
+from pipeflow.deferral.products import Products
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.sharding import Divided, partial_in, splits_of
 from pipeflow.parallel.transport.group import Alone
@@ -100,15 +100,15 @@ def halves(model: Model, deferral: Deferral | None) -> None:
     assert deferral is not None
     queues = []
     for seed in range(3):
-        queue: list[Callable[[], None]] = []
+        queue: list[Products] = []
         deferral.queue = queue
         loss_of(model, seed).backward()
         deferral.queue = None
         queues.append(queue)
     for queue in queues:
-        assert len(queue) == 6
-        for product in queue:
-            product()
+        [products] = queue
+        assert len(products.products) == 6
+        products()
 
 
 def gradients(model: Model) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ def test_a_group_of_one_exchanges_nothing(sequence: bool, deferring: bool) -> No
         assert torch.equal(here, there)
 
 
-class Products(TorchDispatchMode):
+class ProductsSeen(TorchDispatchMode):
     """Notes matrix products among the group's events."""
 
     def __init__(self, group: Counting) -> None:
@@ -242,7 +242,7 @@ def test_the_weights_product_runs_while_the_inputs_gradient_is_summed(sequence: 
             defer_weight_gradients(layer)
         output = layer(torch.ones(2, 4, 8, requires_grad=True))
         group.events.clear()
-        with Products(group):
+        with ProductsSeen(group):
             output.sum().backward()
         name = "reduce_scatter" if sequence else "all_reduce"
         assert group.events == ["product", f"{name} starts", "product", f"{name} is waited for"]

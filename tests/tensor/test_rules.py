@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pipeflow import (
     Pipeline,
@@ -28,7 +30,18 @@ from pipeflow.tensor import DEFAULT_RULES, Rule, shard
 from pipeflow.tensor.division import cut
 from pipeflow.testing import RankError, run_threads
 from tests.tensor.ranks import gradients
-from tests.tensor.small import HEADS, MODELS, WIDTH, PackedAttention, attention, batch, make
+from tests.tensor.small import (
+    HEADS,
+    LENGTH,
+    MODELS,
+    WIDTH,
+    GroupedAttention,
+    PackedAttention,
+    attention,
+    batch,
+    fill,
+    make,
+)
 
 Named = dict[str, Tensor]
 ONE = make_schedule("1f1b", ranks=1, microbatches=2)
@@ -346,3 +359,220 @@ def test_no_rules_keep_everything_whole(size: int) -> None:
     for kept, split in run_threads(rank, size, tensor=size):
         assert kept == whole
         assert (split < whole) == (size == 2)
+
+
+# An attention or a layer that is not certain to compute the same in parts stays whole, and all of its tensors with it.
+
+
+class WindowAttention(nn.Module):
+    """Packed projections under names without a rule, and a table with an entry per head under a name with one."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.scale = heads, (WIDTH // heads) ** -0.5
+        self.relative_position_bias_table = nn.Parameter(torch.empty((2 * LENGTH - 1) ** 2, heads))
+        places = torch.arange(LENGTH)
+        self.register_buffer("relative_position_index", places[:, None] - places + LENGTH - 1, persistent=False)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        index: Any = self.relative_position_index
+        bias = self.relative_position_bias_table[index.flatten()].view(LENGTH, LENGTH, -1).permute(2, 0, 1)
+        made = (query * self.scale @ key.transpose(-2, -1) + bias).softmax(-1) @ value
+        output: Tensor = self.proj(made.transpose(1, 2).flatten(2))
+        return output
+
+
+class BiasedAttention(nn.Module):
+    """Its projection's weight is used without calling the layer, with biases of query and value beside it."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.q_bias, self.v_bias = nn.Parameter(torch.empty(WIDTH)), nn.Parameter(torch.empty(WIDTH))
+        self.register_buffer("k_bias", torch.zeros(WIDTH, dtype=torch.float64), persistent=False)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        key_bias: Any = self.k_bias
+        packed = functional.linear(x, self.qkv.weight, torch.cat([self.q_bias, key_bias, self.v_bias]))
+        query, key, value = packed.chunk(3, -1)
+        made: Tensor = self.proj(attention(query, key, value, self.num_heads, self.num_heads))
+        return made
+
+
+class NormedAttention(nn.Module):
+    """With norms per head and a parameter per head, all under names of rules."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.sinks = nn.Parameter(torch.empty(heads))
+        self.q_norm = nn.LayerNorm(WIDTH // heads)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        query = self.q_norm(query.unflatten(-1, (self.num_heads, -1))) * self.sinks[:, None]
+        made: Tensor = self.proj(attention(query.flatten(2), key, value, self.num_heads, self.num_heads))
+        return made
+
+
+class Slopes(nn.Module):
+    """A PReLU with a slope for each of 24 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, x * self.weight)
+
+
+class Mlp(nn.Module):
+    """With a function between its layers."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, 24), between, nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.fc2(self.act(self.fc1(x)))
+        return made
+
+
+class DroppedSoftmax(nn.Module):
+    """A softmax within a module that has a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.dropout(x).softmax(-1)
+        return made
+
+
+class WindowBlock(nn.Module):
+    """An attention beside layers that are split; the attention may also be a part of the block itself."""
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(WIDTH), attention, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(x))
+        made: Tensor = self.mlp(x)
+        return x + made
+
+
+class InlineBlock(NormedAttention):
+    """One module with a whole attention and split layers."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__(heads)
+        self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, 24), nn.PReLU(), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + super().forward(x)
+        made: Tensor = self.fc2(self.act(self.fc1(x)))
+        output: Tensor = x + self.act(made)
+        return output
+
+
+class Regression(nn.Module):
+    """Ends with a layer whose name has a rule; nothing takes its outputs in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.fc1(x).square().mean(-1, keepdim=True)
+        return made
+
+
+UNCERTAIN: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "a table per head": (lambda: WindowBlock(WindowAttention(2), Mlp(nn.GELU())), {"mlp.fc1", "mlp.fc2"}),
+    "a table of 4 heads": (lambda: WindowBlock(WindowAttention(4), Mlp(nn.GELU())), {"mlp.fc1", "mlp.fc2"}),
+    "biases": (lambda: WindowBlock(BiasedAttention(2), Mlp(nn.GELU())), {"mlp.fc1", "mlp.fc2"}),
+    "norms": (lambda: WindowBlock(NormedAttention(4), Mlp(nn.Dropout(0.0))), {"mlp.fc1", "mlp.fc2"}),
+    "a slope": (lambda: WindowBlock(NormedAttention(4), Mlp(nn.PReLU())), {"mlp.fc1", "mlp.act", "mlp.fc2"}),
+    "a slope per output": (lambda: Mlp(Slopes()), {"fc2"}),
+    "a softmax": (lambda: Mlp(nn.Softmax(-1)), {"fc2"}),
+    "a softmax around a dropout": (lambda: Mlp(DroppedSoftmax()), {"fc2"}),
+    "functions in a row": (lambda: Mlp(nn.Sequential(nn.GELU(), nn.Dropout(0.0))), {"fc1", "fc2"}),
+    "a norm without weights": (lambda: Mlp(nn.LayerNorm(24, elementwise_affine=False)), {"fc2"}),
+    "norms of a block": (lambda: InlineBlock(4), {"fc2"}),
+    "a last layer": (Regression, set()),
+}
+
+
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_what_is_uncertain_stays_whole(name: str) -> None:
+    """Loss and gradients are those of the plain module; only layers that compute the same in parts are split."""
+    block, split = UNCERTAIN[name]
+    module = make("llama")
+    module.blocks = nn.ModuleList([block()])
+    fill(module)
+    loss, expected = plain(module)
+
+    def rank() -> tuple[float, Named, set[str]]:
+        mine = copy.deepcopy(module)
+        its, found, _ = by_hand(mine)
+        shard(mine)
+        parts = {*splits_of(mine), *map(id, partial_in(mine))}
+        names = {name.rpartition(".")[0] for name, each in mine.named_parameters() if id(each) in parts}
+        return its, found, {each.removeprefix("blocks.0.") for each in names if each.startswith("blocks.0.")}
+
+    for its, found, names in run_threads(rank, 2, tensor=2):
+        assert its == pytest.approx(loss, rel=1e-12)
+        require_equal(found, expected)
+        assert names == split
+
+
+class SharedKey(nn.Module):
+    """An attention one of whose weights another layer uses whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = GroupedAttention()
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.other.weight = self.inner.q_proj.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + self.inner(x) + self.other(x)
+        return made
+
+
+def test_an_attention_is_split_as_a_whole_or_not_at_all() -> None:
+    module = make("llama")
+    module.blocks = nn.ModuleList([SharedKey()])
+    fill(module)
+    loss, expected = plain(module)
+    for its, found, _ in run_threads(by_hand, 2, module, tensor=2):
+        assert its == pytest.approx(loss, rel=1e-12)
+        require_equal(found, expected)
+
+
+WRONG = [Rule("parameter", "relative_position_bias_table", dim=1), Rule("whole", "lm_head"), *DEFAULT_RULES]
+
+
+def test_tensor_ranks_with_different_losses_are_an_error() -> None:
+    """Here by a rule of one's own, for a table whose attention stays whole: one entry is used for both heads. A head
+    that gathers its outputs from all ranks would give all of them the same loss.
+    """
+    module = make("llama")
+    module.blocks = nn.ModuleList([WindowBlock(WindowAttention(2), Mlp(nn.GELU()))])
+    fill(module)
+
+    def rank() -> str:
+        model = Pipeline.from_module(copy.deepcopy(module), ONE, batch(), rules=WRONG)
+        with pytest.raises(UsageError, match="split over the tensor ranks that must stay whole") as caught:
+            execute_pipeline(iter([batch()]), model, broadcast_loss=True)
+        return str(caught.value)
+
+    first, second = run_threads(rank, 2, tensor=2)
+    assert first == second
+    assert "on rank 1, " in first

@@ -165,6 +165,7 @@ def test_keys_of_the_users_own_stay() -> None:
     ]
     config = read_config({**dict.fromkeys(own, 1), "model": {"type": "gpt", "checkpoint": True}})
     assert set(config.given) == {*own, "model"}
+    assert config.tensor_shape is None  # sizes do not make one
     assert read_config({"model": "gpt"}).model == "gpt"
 
 

@@ -61,6 +61,7 @@ def test_the_keys() -> None:
     assert more == {**first, "clips": True, "accumulated": 3, "loss": pytest.approx(first["loss"])}
     [chunked, *_] = run_threads(described, 2, {**plain, "NUM_CHUNKS": 2}, 2)
     assert chunked == {**first, "schedule": "interleaved-1f1b", "loss": pytest.approx(first["loss"])}
+    assert run_threads(described, 2, {**plain, "NUM_CHUNKS": 1}, 1)[0] == first
     shape = {"TENSOR_SHAPE": (1, 3, 6)}
     assert run_threads(described, 2, {**plain, **shape})[0] == first
 

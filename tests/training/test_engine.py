@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeflow import PipelineError, UsageError, execute_pipeline, make_schedule
+from pipeflow import LossScaler, MasterWeights, Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel, TiedModel, TinyModel
-from pipeflow.training import Engine, NonFiniteLossError
+from pipeflow.training import Engine, NonFiniteGradientError, NonFiniteLossError
 from tests.runtime.work import build
 
 NORM = 0.05
@@ -182,6 +182,72 @@ def test_a_loss_that_is_not_finite_is_named_on_every_rank() -> None:
         assert "the loss is nan in step 1, first in microbatch 1" in message
 
 
+def steep(output: Tensor, labels: Tensor) -> Tensor:
+    """A finite loss whose derivative is infinite where an output meets its label."""
+    return (output - labels).abs().sqrt().mean()
+
+
+def overflowing(non_finite: Any, scaled: bool) -> tuple[str, bool, int, int]:
+    """What a step with such a gradient tells, whether it left the weights as they were, and the counts after it."""
+    model, context = PlainModel(), current_context()
+    schedule = make_schedule("1f1b", ranks=context.pipeline_size, microbatches=2)
+    pipeline = Pipeline(model.chunks(schedule, context.pipeline_rank), schedule, criterion=steep)
+    optimizer: Any = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+    if scaled:
+        optimizer = MasterWeights(pipeline, optimizer, scaler=LossScaler())
+    engine = Engine(pipeline, optimizer, clip_grad_norm=NORM, non_finite=non_finite)
+    before = {name: weight.clone() for name, weight in weights_of(engine).items()}
+    inputs, labels = model.batch(8)
+    right = (inputs, model.stage(0, model.layers)(inputs).detach())
+    try:
+        told = f"taken: {engine.train_step(iter([right])).is_taken}"
+    except NonFiniteGradientError as error:
+        told = str(error)
+    same = all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
+    assert engine.train_step(iter([(inputs, labels)])).is_taken
+    return told, same, engine.steps, engine.skipped
+
+
+@pytest.mark.parametrize(
+    ("non_finite", "scaled", "told", "counts"),
+    [
+        ("stop", False, "the gradient is not finite in step 0", (1, 0)),
+        ("skip", False, "taken: False", (2, 1)),
+        ("stop", True, "taken: False", (2, 0)),
+    ],
+)
+def test_a_gradient_that_is_not_finite_changes_no_weight(
+    non_finite: str, scaled: bool, told: str, counts: tuple[int, int]
+) -> None:
+    for message, same, *counted in run_threads(overflowing, 2, non_finite, scaled):
+        assert told in message
+        assert same
+        assert tuple(counted) == counts
+
+
+def interrupted(by_hand: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights after a step that begins again because its second batch was wrong; and after one that does not."""
+    model, made = PlainModel(), []
+    for wrong in (True, False):
+        engine = make_engine(model, gradient_accumulation=2)
+        engine.train_step(batches(model, 2))
+        if wrong:
+            engine.zero_grad()
+            engine.execute(batches(model, 1))
+            run: Any = partial(engine.backward, torch.ones(())) if by_hand else partial(engine.execute, iter([]))
+            with pytest.raises((UsageError, PipelineError)):
+                run()
+        assert engine.train_step(batches(model, 2)).is_taken
+        made.append({name: weight.clone() for name, weight in weights_of(engine).items()})
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize(("ranks", "by_hand"), [(2, False), (1, True)])
+def test_after_an_error_a_step_starts_again(ranks: int, by_hand: bool) -> None:
+    for after, expected in run_threads(interrupted, ranks, by_hand):
+        assert all(torch.equal(weight, expected[name]) for name, weight in after.items())
+
+
 def refused() -> list[str]:
     model = PlainModel()
     engine, messages = make_engine(model), []
@@ -192,9 +258,10 @@ def refused() -> list[str]:
         {"model": nn.Linear(1, 1)},
         {"optimizer": "adam"},
         {"optimizer": other},
+        {"optimizer": torch.optim.LBFGS(engine.model.parameters())},
         {"gradient_accumulation": 0},
         {"clip_grad_norm": -1.0},
-        {"non_finite": "ignore"},
+        {"non_finite": "forget"},
     ):
         with pytest.raises(UsageError) as raised:
             Engine(**{"model": engine.model, "optimizer": engine.optimizer, **options})  # type: ignore[arg-type]  # wrong on purpose
@@ -212,8 +279,9 @@ def refused() -> list[str]:
 def test_what_cannot_work_is_refused() -> None:
     [messages] = run_threads(refused, 1)
     wanted = (
-        *("a pipeflow.Pipeline", "a torch.optim.Optimizer", "parameters that are not in the model", "at least 1"),
-        *("0 for no clipping", "'stop' or 'skip'", "run a batch first", "call step() after each of them"),
+        *("a pipeflow.Pipeline", "a torch.optim.Optimizer", "parameters that are not in the model"),
+        *("LBFGS.step needs a closure", "at least 1", "0 for no clipping", "'stop', 'skip' or 'ignore'"),
+        *("run a batch first", "call step() after each of them"),
     )
     for message, part in zip(messages, wanted, strict=True):
         assert part in message

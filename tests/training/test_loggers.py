@@ -208,7 +208,7 @@ def run_without_test(name: str) -> list[float]:
     [
         ("wandb", "wandb", "pip install wandb"),
         ("mlflow", "mlflow", "pip install mlflow"),
-        ("tensorboard", "torch.utils.tensorboard", r"pip install 'pipeflow\[tensorboard\]'"),
+        ("tensorboard", "torch.utils.tensorboard", r"pip install 'pipeflow-torch\[tensorboard\]'"),
     ],
 )
 def test_what_is_not_installed_is_told_at_once(

@@ -141,6 +141,52 @@ def test_layouts_see_the_same(ranks: int, data: int) -> None:
             assert other == {key: pytest.approx(value, abs=1e-12) for key, value in alone.items()}
 
 
+def first_word(labels: Tensor) -> float:
+    """A weight that differs from sample to sample: how many labels of its first word are positive, and one more."""
+    return 1.0 + float((labels[:, 0] > 0).sum())
+
+
+def weighed() -> tuple[float, float, list[float]]:
+    """The loss of an evaluation, that of an epoch in which one step is skipped, and those of its steps."""
+    context = current_context()
+    schedule = make_schedule("1f1b", ranks=context.pipeline_size, microbatches=2)
+    pipeline = build(MODEL, schedule, weigh=first_word)
+    engine = Engine(pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.0), non_finite="skip")
+    steps: list[float] = []
+
+    class Losses(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            steps.append(float(step.loss))
+
+    trainer = Trainer(engine, [Losses()])
+    batches = [
+        tuple(part.tensor_split(context.data_size)[context.data_rank] for part in MODEL.batch(4 * size, seed=size))
+        for size in (1, 2, 3)
+    ]
+    tested = trainer.evaluate(batches)["loss"]
+    inputs, labels = batches[1]
+    trainer.fit([batches[0], (inputs * torch.nan, labels), batches[2]], 1)
+    return tested, trainer.metrics["train"]["loss"], steps
+
+
+@pytest.mark.parametrize(("ranks", "data"), [(1, 1), (2, 1), (4, 2)])
+def test_losses_of_batches_are_weighed_and_skipped_steps_left_out(ranks: int, data: int) -> None:
+    module = MODEL.stage(0, MODEL.layers)
+    losses, weights = [], []
+    for size in (1, 2, 3):
+        microbatches = [part.tensor_split(2 * data) for part in MODEL.batch(4 * size, seed=size)]
+        each = [(MODEL.criterion(module(i), o).item(), first_word(o)) for i, o in zip(*microbatches, strict=True)]
+        weights.append(sum(weight for _, weight in each))
+        losses.append(sum(loss * weight for loss, weight in each) / weights[-1])
+    total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
+    trained = (losses[0] * weights[0] + losses[2] * weights[2]) / (weights[0] + weights[2])
+    for tested, epoch, steps in run_threads(weighed, ranks, data=data):
+        assert tested == pytest.approx(total, rel=1e-12)
+        assert epoch == pytest.approx(trained, rel=1e-12)
+        assert steps[1] != steps[1]
+        assert [steps[0], steps[2]] == pytest.approx([losses[0], losses[2]], rel=1e-12)
+
+
 def stopped() -> tuple[int, int, int]:
     class Stop(Hook):
         def after_step(self, trainer: Trainer, step: Step) -> None:

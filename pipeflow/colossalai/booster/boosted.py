@@ -76,6 +76,13 @@ class BoostedModel(nn.Module):
         else:
             self._waiting.append(action)
 
+    def when_real(self, action: Callable[[], None]) -> None:
+        """Calls `action` now, or if parameters are on the meta device until the Pipeline is made, as soon as it is."""
+        if any(each.is_meta for each in self.parameters()):
+            self._waiting.append(lambda _: action())
+        else:
+            action()
+
     def unwrap(self) -> nn.Module:
         """Returns the boosted module; once the Pipeline is made, this rank's first stage of it."""
         first = self.inner.chunks[0] if isinstance(self.inner, Pipeline) else self.inner

@@ -15,7 +15,7 @@ from pipeflow.colossalai.booster.batches import Criterion, samples_of
 from pipeflow.colossalai.booster.boosted import BoostedModel
 from pipeflow.colossalai.booster.checkpoints import Checkpoints, boosted_model, boosted_optimizer
 from pipeflow.colossalai.booster.optimizer import BoostedOptimizer
-from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
+from pipeflow.colossalai.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
 from pipeflow.core.errors import UsageError
 from pipeflow.runtime.pipeline import execute_pipeline
 
@@ -25,10 +25,11 @@ class Booster(Checkpoints, Adapters):
 
     Args:
         device: must be None; the launch chooses the device.
-        mixed_precision: "fp16" or "bf16"; only without a plugin. By default the model's own dtype.
-        plugin: a HybridParallelPlugin; by default one with only replicas.
+        mixed_precision: "fp16" or "bf16"; only without a plugin or for a TorchDDPPlugin. By default the model's own
+            dtype.
+        plugin: a HybridParallelPlugin; by default a TorchDDPPlugin, which has only replicas.
 
-    Raises UsageError for another plugin, for a device, and for a precision besides a plugin.
+    Raises UsageError for another plugin, for a device, and for a precision besides another plugin.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Booster(Checkpoints, Adapters):
         mixed_precision: Literal["fp16", "bf16"] | None = None,
         plugin: HybridParallelPlugin | None = None,
     ) -> None:
-        if device or (plugin and mixed_precision):
+        if device or (mixed_precision and not isinstance(plugin, TorchDDPPlugin | None)):
             raise UsageError("remove device, since the launch chooses it, and pass the precision to the plugin")
-        plugin = HybridParallelPlugin(1, 1, precision=mixed_precision or "fp32") if plugin is None else plugin
+        if plugin is None or mixed_precision:
+            plugin = TorchDDPPlugin(precision=mixed_precision or "fp32")
         if not isinstance(plugin, HybridParallelPlugin):
             raise UsageError(f"plugin must be a HybridParallelPlugin, got {type(plugin).__name__}")
         self.plugin = plugin

@@ -59,20 +59,27 @@ class Checkpoints:
         self._on_rank_0(lambda: files.join(parts, path, use_safetensors=use_safetensors))
 
     def load_model(self, model: nn.Module, checkpoint: StrPath) -> None:
-        """Loads all weights from files that `save_model` wrote under any layout, or from a folder of safetensors files.
+        """Loads all weights from files that `save_model` wrote under any layout, or from a folder of safetensors files,
+        such as one of transformers' save_pretrained. A model from a LazyInitContext with several pipeline ranks is
+        loaded when the first batch runs.
 
         Raises UsageError, before anything is changed, if a weight is missing or has another shape.
         """
         path, boosted = Path(checkpoint), boosted_model(model)
-        if path.is_dir() or not files.is_of_torch(path):
-            load_safetensors(path, boosted.inner)
-            return
-        parts = files.beside(path)
-        self._on_rank_0(lambda: files.divide(path, parts))
+        is_of_torch = not path.is_dir() and files.is_of_torch(path)
+        boosted.when_real(lambda: self._load(path, boosted, is_of_torch=is_of_torch))
+
+    def _load(self, path: Path, boosted: BoostedModel, *, is_of_torch: bool) -> None:
+        source = files.beside(path) if is_of_torch else path
+        if is_of_torch:
+            self._on_rank_0(lambda: files.divide(path, source))
         try:
-            load_safetensors(parts, boosted.inner)
+            with self.plugin.context.alarm.raised_everywhere():
+                rename = files.renames(source, boosted.names.values())
+            load_safetensors(source, boosted.inner, rename)
         finally:
-            self._on_rank_0(lambda: shutil.rmtree(parts))
+            if is_of_torch:
+                self._on_rank_0(lambda: shutil.rmtree(source))
 
     def save_optimizer(self, optimizer: Optimizer, checkpoint: StrPath, shard: bool = False) -> None:
         """Saves the optimizer's states, together with the weights, as pipeflow's checkpoint in the folder `checkpoint`;

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeflow.checkpoint.tensor_files import SINGLE
+from pipeflow.checkpoint.renames import Rename
+from pipeflow.checkpoint.tensor_files import SINGLE, TensorFiles
 from pipeflow.core.errors import UsageError
 
 _METADATA = {"format": "pt"}  # transformers needs it
@@ -67,6 +68,18 @@ def divide(path: Path, parts: Path) -> None:
         raise UsageError(f"{path} is not a state_dict of tensors: pass a file that save_model wrote")
     parts.mkdir(exist_ok=True)
     package.save_file({name: each.clone().contiguous() for name, each in whole.items()}, parts / SINGLE, _METADATA)
+
+
+def renames(path: Path, tied: Iterable[Sequence[str]]) -> list[Rename]:
+    """Renames for tied weights that the safetensors files have under one of their names alone, as transformers' have.
+
+    Args:
+        path: a file, or a folder.
+        tied: all names of each weight.
+    """
+    there = TensorFiles(path).files
+    found = [(names, [name for name in names if name in there]) for names in tied]
+    return [Rename(name, known[0]) for names, known in found if known for name in names if name not in known]
 
 
 def _package() -> Any:

@@ -9,8 +9,13 @@ import torch
 from torch import nn
 
 from pipeflow.colossalai.booster.batches import Batches, Loss, samples_of
+from pipeflow.colossalai.booster.held import held_cuts
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
+from pipeflow.colossalai.lazy.values import copy_of_lazy, fill_owned
+from pipeflow.colossalai.nn.parallel import spread
+from pipeflow.colossalai.shardformer.policies.auto_policy import listed_policy
 from pipeflow.colossalai.shardformer.policies.base_policy import Policy
+from pipeflow.colossalai.shardformer.shard.sequences import require_whole
 from pipeflow.colossalai.shardformer.shard.sharder import ModelSharder
 from pipeflow.core.errors import UsageError
 from pipeflow.runtime.pipeline import Pipeline
@@ -20,17 +25,35 @@ from pipeflow.tensor.table import DEFAULT_RULES
 
 
 def make_whole(module: nn.Module, plugin: HybridParallelPlugin, loss: Loss, batches: Batches) -> Pipeline:
-    """Makes a Pipeline with one stage, the module itself."""
-    policy = plugin.settings.custom_policy
+    """Makes a Pipeline with one stage, the module itself. With zero_stage=2 its parameters are whole from a forward to
+    its backward, and their gradients and optimizer states distributed over the replicas.
+    """
+    whole = copy_of_lazy(module)
+    policy = policy_of(module, plugin)
     if policy is None:
         shard(module, group=plugin.context.tensor)
     else:
         sharder = ModelSharder(module, policy, plugin.shard_config)
         sharder.shard()
         module = sharder.model
+    if plugin.settings.zero_stage == 2 and plugin.dp_size > 1:
+        if whole is not module:
+            raise UsageError("zero_stage=2 shards parameters that have values: make the model without LazyInitContext")
+        spread(module, plugin.context.mesh["data"], reshard_after_forward=False)
     made = Pipeline(module, plugin.schedule(1), criterion=loss, weigh=loss.weigh)
     made.runner.read = batches.read
+    fill_owned(made, whole)
     return _compiled(made, plugin)
+
+
+def policy_of(module: nn.Module, plugin: HybridParallelPlugin) -> Policy | None:
+    """The plugin's policy, else the one listed for the module's class, else None. Raises UsageError if the plugin needs
+    one.
+    """
+    policy = plugin.settings.custom_policy or listed_policy(module)
+    if policy is None:
+        require_whole(plugin.shard_config.sequence_parallelism_mode)
+    return policy
 
 
 def make_stages(
@@ -40,11 +63,14 @@ def make_stages(
 
     Raises UsageError as `Pipeline.from_module` does, and if the policy replaces a layer that stages share.
     """
-    policy = plugin.settings.custom_policy
+    policy = policy_of(module, plugin)
     schedule, (example, _) = plugin.schedule(samples_of(first)), batches.read(first)
+    whole = copy_of_lazy(module)
+    cuts = (None if policy is None else held_cuts(policy, module, plugin)) or plugin.cuts
     with torch.enable_grad():
         rules = DEFAULT_RULES if policy is None else ()
-        made = Pipeline.from_module(module, schedule, example, cuts=plugin.cuts, rules=rules)
+        made = Pipeline.from_module(module, schedule, example, cuts=cuts, rules=rules)
+    fill_owned(made, whole)
     if policy is not None:
         with plugin.context.alarm.raised_everywhere():
             _carry_out(policy, made, plugin)

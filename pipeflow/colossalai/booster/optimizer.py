@@ -67,7 +67,7 @@ class BoostedOptimizer(Optimizer):
                     "boost an optimizer that has taken no step, and load its states with booster.load_optimizer"
                 )
         plugin = self.model.plugin
-        if plugin.settings.zero_stage:
+        if plugin.settings.zero_stage == 1:
             self.inner = Zero(pipeline, self.inner)
         if plugin.half is not None:
             self.inner = plugin.half.optimizer(pipeline, self.inner)

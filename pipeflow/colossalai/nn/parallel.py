@@ -53,7 +53,7 @@ class GeminiDDP(nn.Module):
         is_offloaded = placement_policy == "cpu" and device.type != "cpu"
         if group.dp_world_size() > 1 or is_offloaded:
             offload = CPUOffloadPolicy(pin_memory=pin_memory) if is_offloaded else OffloadPolicy()
-            _spread(self.module, _mesh(group, device), offload)
+            spread(self.module, _mesh(group, device), offload_policy=offload)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -68,13 +68,15 @@ def _mesh(group: ProcessGroup, device: torch.device) -> DeviceMesh:
     return DeviceMesh(device.type, ranks, mesh_dim_names=("data", "tensor"))["data"]
 
 
-def _spread(module: nn.Module, mesh: DeviceMesh, offload: OffloadPolicy) -> None:
-    """Shards each block of a list separately, so that one is whole at a time, then the rest of the module."""
+def spread(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Shards each block of a list separately, so that one is whole at a time, then the rest of the module. `options`
+    are those of torch's fully_shard.
+    """
     for each in module.modules():
         if isinstance(each, nn.ModuleList):
             for block in each:
-                fully_shard(block, mesh=mesh, offload_policy=offload)
-    fully_shard(module, mesh=mesh, offload_policy=offload)
+                fully_shard(block, mesh=mesh, **options)
+    fully_shard(module, mesh=mesh, **options)
 
 
 def _plainly(module: nn.Module) -> None:

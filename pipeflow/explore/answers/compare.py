@@ -10,10 +10,10 @@ from pipeflow.core.errors import UsageError
 from pipeflow.draw.columns import COLUMNS, grouped, plot
 from pipeflow.draw.files.scatter_svg import scatter_svg
 from pipeflow.explore.limits import require_size
-from pipeflow.explore.made import is_searched, schedule, timeline
+from pipeflow.explore.made import schedule, timeline
 from pipeflow.explore.state import State
 from pipeflow.explore.turns import TURNS
-from pipeflow.schedules import SCHEDULES
+from pipeflow.schedules.registry import COMPARED, is_searched
 
 CANDIDATES = 20  # orders that a search tries for the plot
 LARGEST = 8_192  # stages times microbatches of each schedule, so that all of them take seconds at most
@@ -49,11 +49,11 @@ def compare(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def measured(state: State) -> tuple[dict[str, Measures], dict[str, str]]:
-    """The measures of every schedule of the registry and of all that is shown, and for those that cannot be made in
+    """The measures of every schedule that is compared and of all that is shown, and for those that cannot be made in
     this size the reason.
     """
     found, refused = {}, {}
-    for name in dict.fromkeys([*SCHEDULES, *state.schedules]):
+    for name in dict.fromkeys([*COMPARED, *state.schedules]):
         TURNS.wait()
         candidates = CANDIDATES if _short(state, name) else None
         try:

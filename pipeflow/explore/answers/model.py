@@ -13,6 +13,7 @@ from pipeflow.draw.page.tables import table
 from pipeflow.explore.made import schedule
 from pipeflow.explore.state import State
 from pipeflow.planning.estimate import Plan, RankPlan
+from pipeflow.planning.uncounted import EXPERTS
 
 PARTS = ("compute", "tensor", "bubble", "transfer", "reduction", "optimizer")
 
@@ -34,6 +35,8 @@ def model(fields: Mapping[str, str]) -> dict[str, Any]:
 def _times(plans: list[Plan], device: str) -> str:
     head = ("step", "seconds", *PARTS, "tokens/s")
     caption = f"Time of a step on {plans[0].devices} x {device}, by what it is made of"
+    if plans[0].model.experts > 1:
+        caption += f"; not counted: {EXPERTS}"
     return table(caption, head, [[*_time(each)] for each in plans])
 
 

@@ -13,7 +13,7 @@ from pipeflow.explore.fields import CUSTOM
 from pipeflow.explore.made import schedule
 from pipeflow.explore.rows import custom_fields
 from pipeflow.explore.state import State
-from pipeflow.orders.search import search as searched
+from pipeflow.schedules.search import search as searched
 from pipeflow.soundness.schedule import verify
 
 BUDGET = 2.0  # seconds

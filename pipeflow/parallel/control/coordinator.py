@@ -24,6 +24,7 @@ from pipeflow.parallel.control.wire import Message, forget_in_children
 _TO_PROVE = 5.0  # seconds
 _STRANGERS = 64  # connections that have not proved yet to be a rank
 _TO_HEAR = 1.0  # seconds, at the end, for the ranks to read what they were sent
+_TO_END = 5.0  # seconds for the thread; it is a daemon, so it does not keep the process alive
 
 
 class Coordinator:
@@ -68,7 +69,7 @@ class Coordinator:
         """Tells the connected ranks that it leaves, and ends the thread. May be called again."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join()
+        self._thread.join(_TO_END)
 
     def sockets(self) -> list[int]:
         """The file descriptors of all connections."""
@@ -250,7 +251,7 @@ class Coordinator:
         with suppress(TimeoutError):
             await asyncio.wait_for(complete.wait(), self._grace)
         del self._rounds[number], self._complete[number]
-        return {rank: answers.get(rank) or self._gone.get(rank) or silent(rank) for rank in range(self._size)}
+        return {rank: self._gone.get(rank) or answers.get(rank) or silent(rank) for rank in range(self._size)}
 
     def _answer(self, rank: int, message: Message) -> None:
         answers = self._rounds.get(message["round"])

@@ -23,6 +23,7 @@ from pipeflow.parallel.transport.work import LinkError
 
 T = TypeVar("T")
 HOST = 0  # the rank whose process has the coordinator
+_ANSWERED = 3  # times the grace: the coordinator may first ask all ranks, which takes up to one
 
 
 class Awaited(Protocol):
@@ -109,7 +110,7 @@ class Monitor:
         """Waits until all ranks have opened this generation. Raises LinkError if one cannot."""
         self._generation, self.expired = generation, False
         self._send({"op": "open", "generation": generation})
-        self._wait_until(lambda: self._opened >= generation)
+        self._wait_until(lambda: self._opened >= generation, asks=True)
 
     def set(self, key: str, value: bytes) -> None:
         """Stores a value for all ranks, until the next generation."""
@@ -121,7 +122,7 @@ class Monitor:
         if full not in self._values:
             self._send({"op": "get", "key": full})
             self.waits += 1  # a wait for something that needs this value has made progress
-            self._sleep_until(lambda: full in self._values)
+            self._sleep_until(lambda: full in self._values, asks=True)
         return self._values[full].encode("latin-1")
 
     def result(self, future: Future[T]) -> T:
@@ -145,21 +146,25 @@ class Monitor:
     def report(self, generation: int, failure: Failure | LinkError) -> Failure:
         """Reports a failure to all ranks; returns the failure that was reported first."""
         if self._host is not None:
-            self._tell(generation, self._without_host(failure))
+            pass  # nobody would hear it
         elif isinstance(failure, Failure):
             self._send({"op": "report", "generation": generation, "failure": asdict(failure)}, owed=True)
         else:
             lost = {"peer": failure.peer, "why": failure.why, "waited": failure.story(self._rank, self._timeout)}
             self._send({"op": "lost", "generation": generation, **lost}, owed=True)
         with self._changed:
-            self._changed.wait_for(lambda: generation in self._verdicts)
+            self._changed.wait_for(
+                lambda: generation in self._verdicts or self._host is not None, _ANSWERED * grace_of(self._timeout)
+            )
+        if generation not in self._verdicts:  # the coordinator ended before it answered, or hangs
+            self._tell(generation, self._unanswered(failure))
         return self._verdicts[generation]
 
-    def _without_host(self, failure: Failure | LinkError) -> Failure:
+    def _unanswered(self, failure: Failure | LinkError) -> Failure:
+        """The failure of a rank to which the coordinator gives no answer."""
         if isinstance(failure, Failure):
             return failure
-        assert self._host is not None
-        blame = self._host if failure.peer == HOST else Blame(failure.peer, "it is gone, as is rank 0", failure.peer)
+        blame = self._host or silent(HOST)  # if other ranks are gone, too, nobody knows
         return blame.failure(failure.story(self._rank, self._timeout))
 
     def has_failed(self, generation: int) -> bool:
@@ -181,20 +186,31 @@ class Monitor:
                 self._socket.shutdown(socket.SHUT_WR)
             self._thread.join(2 * grace_of(self._timeout))
             self._socket.close()
-            self._host = self._host or left(self._rank)
+            self._end(left(self._rank))
 
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
+    def _end(self, blame: Blame) -> None:
+        """Records why the coordinator answers no more. Whoever waits for an answer goes on without it."""
+        with self._changed:
+            self._host = self._host or blame
+            self._changed.notify_all()
+
+    def _wait_until(self, ready: Callable[[], bool], *, asks: bool = False) -> None:
         self.waits += 1
         self.waiting = self._others
         try:
-            self._sleep_until(ready)
+            self._sleep_until(ready, asks=asks)
         finally:
             self.waiting = None
 
-    def _sleep_until(self, ready: Callable[[], bool]) -> None:
+    def _sleep_until(self, ready: Callable[[], bool], *, asks: bool) -> None:
+        """Waits for `ready`. If it `asks` the coordinator, the wait ends with the coordinator, too."""
         generation = self._generation
+
+        def ends() -> bool:
+            return ready() or self.expired or self.must_break(generation) or (asks and self._host is not None)
+
         with self._changed:
-            self._changed.wait_for(lambda: ready() or self.expired or self.must_break(generation))
+            self._changed.wait_for(ends)
         if not ready():
             raise LinkError(self._others.ranks[0], "opening channels", expired=self.expired)
 
@@ -232,8 +248,8 @@ class Monitor:
         except (OSError, ValueError):
             data = b""
         if not data and self._host is None and not self._leaving:
-            self._host = gone(HOST)
-            self._tell(self._generation, self._host.failure(""))
+            self._end(gone(HOST))
+            self._tell(self._generation, gone(HOST).failure(""))
         return not self._leaving or bool(data)
 
     def _complain(self, number: int, seconds: float) -> None:
@@ -275,7 +291,7 @@ class Monitor:
                     self._values.clear()
                     self._changed.notify_all()
             case "closing":
-                self._host = left(HOST)
+                self._end(left(HOST))
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_WR)
 

@@ -42,6 +42,26 @@ def all_gather(transport: Transport, row: Sequence[float]) -> list[list[float]]:
 _DOING = "in the agreement of all ranks"
 
 
+def connect_devices(transport: Transport) -> None:
+    """Connects what `all_gather_tensor` needs, before a step. All ranks call it together. Raises LinkError."""
+    if transport.device.type != "cpu":
+        transport.group(range(transport.size)).connect()
+
+
+def all_gather_tensor(transport: Transport, row: Tensor) -> Tensor:
+    """Gathers numbers that a device computed, a `row` of one dimension, from every rank: [numbers] becomes [ranks,
+    numbers], on the device of `row`.
+
+    On a CPU this is `all_gather`, in float64. On another device it is a collective, for which the host does not wait.
+    Raises LinkError.
+    """
+    if row.device.type == "cpu":
+        return torch.tensor(all_gather(transport, row.tolist()), dtype=torch.float64, device="cpu")
+    everyones = row.new_empty(transport.size * len(row))
+    transport.group(range(transport.size)).all_gather(everyones, row).wait()
+    return everyones.view(transport.size, len(row))
+
+
 def all_gather_object(transport: Transport, value: object) -> list[object]:
     """Gathers a plain value from every rank, in rank order.
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from pipeflow.parallel.aside import aside
 from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.control.store import MonitorStore
+from pipeflow.parallel.transport import nccl
 from pipeflow.parallel.transport.abort import abort
-from pipeflow.parallel.transport.protocol import Start, Tag
+from pipeflow.parallel.transport.protocol import Channel, Start, Tag, to_connect
 from pipeflow.parallel.transport.work import LinkError
 
-_FOREVER = timedelta(days=7)  # the monitor says when time is up; a gloo wait that ends by itself breaks its channels
+_FOREVER = nccl.FOREVER  # a wait for gloo that ends by itself breaks its channels
 _LOOK = timedelta(seconds=0.5)  # interval at which a wait for a collective over gloo checks whether channels are broken
 _UNUSED_TAG = len(Tag)
 _SETTLING = 2.0  # seconds
@@ -57,7 +58,10 @@ class Channels:
         self.awaited: Any = None
         self._address = address
         self._timeout = timedelta(seconds=timeout)
-        self._nccl: dict[tuple[int, int, Tag], Any] = {}
+        self._aborts: list[Future[None]] = []
+        self._stores: list[MonitorStore] = []
+        self._connected: set[Channel] = set()
+        self._nccl: dict[Channel, Any] = {}
         self._collective: dict[tuple[int, ...], Any] = {}
         self._breaking = threading.Lock()
         self._dropping: list[Future[None]] = []
@@ -72,16 +76,10 @@ class Channels:
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         where = {"interface": interfaces[0]} if interfaces[0] else {"hostname": self._address}
         options._devices = [gloo.create_device(**where)]
-        store = MonitorStore(self.monitor, name)
+        store = self._store(name)
         group = self._made(lambda: gloo(store, rank, size, options), _expire_each)
         group.set_timeout(_FOREVER)
         return group
-
-    def _nccl_group(self, name: str, rank: int, size: int) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        store = MonitorStore(self.monitor, name)
-        return self._made(lambda: dist.ProcessGroupNCCL(store, rank, size, options), _abort_each)
 
     def _made(self, make: Callable[[], Any], close: Callable[[list[Any]], None]) -> Any:
         """A new group, which several ranks must make together. If it is ready only after this rank has given up, it is
@@ -94,18 +92,49 @@ class Channels:
             making.add_done_callback(lambda made: _close_late(made, close))
             raise
 
-    def start(self, source: int, destination: int, tag: Tag) -> Start:
-        """The function that starts a send with `tag` if this rank is the source, else the one that starts a receive."""
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Connects those of `channels` that are not connected, in ascending order. Raises LinkError."""
+        new = to_connect(channels, self._connected)
+        if new and nccl.serves(self.device):
+            self._wait_for(lambda: [*map(self._connect_channel, new)])
+        self._connected.update(new)
+
+    def _connect_channel(self, channel: Channel) -> None:
+        """Makes and connects the NCCL group of a channel, in which the source is rank 0 and the destination rank 1."""
+        source, destination, tag = channel
         sends = source == self.rank
-        far = destination if sends else source
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and not tag.on_host:
-            group, peer, number = self._communicator(source, destination, tag), int(sends), 0
-        else:
-            group, peer, number = self._gloo[destination > source], far, int(tag)
-        start = partial(group.send, dstRank=peer) if sends else partial(group.recv, srcRank=peer)
-        start = partial(start, tag=number)
-        return partial(_OnHost, start) if on_gpu and tag.on_host else start
+        try:
+            group = nccl.make(self._store(f"nccl-{source}-{destination}-{tag.name}"), int(not sends), 2, transfers=True)
+            self._keep(self._nccl, channel, group)
+            nccl.connect(group, self.device, _transfer(group, int(sends), 0, sends=sends))
+        except RuntimeError as error:
+            far = destination if sends else source
+            raise LinkError(far, "connecting channels", expired=self.monitor.expired, why=str(error)) from None
+
+    def _wait_for(self, joining: Callable[[], object]) -> None:
+        """Runs what several ranks must do together. Raises LinkError."""
+        try:
+            self.monitor.result(aside(joining, "pipeflow connecting"))
+        except LinkError as error:
+            raise error.during("connecting channels") from None
+
+    def _store(self, name: str) -> MonitorStore:
+        """A store that lives as long as this object: torch's groups do not keep one that is written in Python."""
+        store = MonitorStore(self.monitor, name)
+        self._stores.append(store)
+        return store
+
+    def start(self, channel: Channel) -> Start:
+        """The function that starts a send if this rank is the source of `channel`, else the one that starts a receive.
+        Raises UsageError if the channel is not connected.
+        """
+        channel.require_connected(self._connected)
+        source, destination, tag = channel
+        sends = source == self.rank
+        if channel in self._nccl:
+            return _transfer(self._nccl[channel], int(sends), 0, sends=sends)
+        start = _transfer(self._gloo[destination > source], destination if sends else source, int(tag), sends=sends)
+        return partial(_OnHost, start) if nccl.serves(self.device) else start
 
     def link(self, peer: int) -> End:
         """The link that waits for transfers with `peer`."""
@@ -116,7 +145,7 @@ class Channels:
         moves nothing that is in CPU memory (never run on GPUs).
         """
         others = [rank for rank in ranks if rank != self.rank]
-        if self.device.type == "cuda":
+        if nccl.serves(self.device):
             return End(self, {rank: rank for rank in others}, in_collective(ranks))
         return EndOfGroup(self, {rank: ranks.index(rank) for rank in others}, in_collective(ranks), ranks)
 
@@ -125,27 +154,27 @@ class Channels:
         ranks.
         """
         group = self._collective.get(ranks)
-        return self._gloo if group is None or self.device.type == "cuda" else [group]
-
-    def _communicator(self, source: int, destination: int, tag: Tag) -> Any:
-        """The NCCL communicator of an ordered pair, in which the source is rank 0 and the destination rank 1."""
-        key = (source, destination, tag)
-        if key not in self._nccl:
-            name = f"nccl-{source}-{destination}-{tag.name}"
-            self._keep(self._nccl, key, self._nccl_group(name, int(self.rank == destination), 2))
-        return self._nccl[key]
+        return self._gloo if group is None or nccl.serves(self.device) else [group]
 
     def collective(self, ranks: tuple[int, ...]) -> Any:
-        """The torch group that computes collectives of `ranks`, made on first use. Raises LinkError."""
+        """The torch group that computes collectives of `ranks`, made and connected on first use. Raises LinkError."""
         if ranks not in self._collective:
             name, rank = f"group-{'-'.join(map(str, ranks))}", ranks.index(self.rank)
-            make = self._nccl_group if self.device.type == "cuda" else self._gloo_group
             try:
-                self._keep(self._collective, ranks, make(name, rank, len(ranks)))
+                if nccl.serves(self.device):
+                    self._wait_for(lambda: self._connect_group(ranks, name, rank))
+                else:
+                    self._keep(self._collective, ranks, self._gloo_group(name, rank, len(ranks)))
             except (RuntimeError, LinkError) as error:
                 expired = self.monitor.expired
                 raise LinkError(ranks[rank - 1], in_collective(ranks), expired=expired, why=str(error)) from None
         return self._collective[ranks]
+
+    def _connect_group(self, ranks: tuple[int, ...], name: str, rank: int) -> None:
+        """Makes and connects the NCCL group of `ranks`."""
+        group = nccl.make(self._store(name), rank, len(ranks), transfers=False)
+        self._keep(self._collective, ranks, group)
+        nccl.connect(group, self.device, group.allreduce)
 
     def _keep(self, groups: dict[Any, Any], key: object, group: Any) -> None:
         """Stores a group so that `break_all` closes it, too. Raises RuntimeError if all are already closed."""
@@ -167,9 +196,11 @@ class Channels:
     def _close(self) -> None:
         together = [*self._collective.values()]
         self._collective.clear()
-        on_gpu = self.device.type == "cuda"
-        _abort_each([*self._nccl.values(), *(together if on_gpu else ())])
-        _expire_each([*self._gloo, *(() if on_gpu else together)])
+        if nccl.serves(self.device):
+            self._aborts += nccl.abort([*self._nccl.values(), *together])
+            self._nccl.clear()
+            together.clear()
+        _expire_each([*self._gloo, *together])
         if together:  # dropping a group waits for gloo's threads, which may wait forever for the rest of a message
             self._dropping.append(aside(together.clear, "pipeflow closing"))
 
@@ -179,11 +210,20 @@ class Channels:
         """
         wait(self._dropping, timeout=_SETTLING)
 
+    def finish(self) -> None:
+        """Waits, not longer than the timeout, for transfers that other ranks may still need: to close ends them."""
+        if nccl.serves(self.device) and not self.is_broken:
+            wait([nccl.finish(self.device)], timeout=self._timeout.total_seconds())
 
-def _abort_each(groups: list[Any]) -> None:
-    for group in groups:
-        with suppress(RuntimeError):
-            group.abort()
+    def wait_aborted(self) -> None:
+        """Waits until closed groups of NCCL are gone, or hang, so that those of the next generation find the device
+        free.
+        """
+        wait(self._aborts, timeout=_SETTLING)
+
+
+def _transfer(group: Any, peer: int, number: int, *, sends: bool) -> Start:
+    return partial(group.send, dstRank=peer, tag=number) if sends else partial(group.recv, srcRank=peer, tag=number)
 
 
 def _expire_each(groups: list[Any]) -> None:
@@ -216,7 +256,7 @@ class End:
     def __init__(self, channels: Channels, peers: dict[int, int], doing: str, group: tuple[int, ...] = ()) -> None:
         self.ranks = tuple(peers)
         self._monitor = channels.monitor
-        self._deadline = () if channels.device.type == "cuda" else (_FOREVER,)  # with one, NCCL would hold up the host
+        self._deadline = () if nccl.serves(channels.device) else (_FOREVER,)  # with one, NCCL would hold up the host
         self._channels = channels
         self._peers = peers
         self._doing = doing

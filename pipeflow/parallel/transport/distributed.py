@@ -4,7 +4,7 @@ and tag, so that a send never queues behind a receive. Headers and agreements al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.transport.channels import Channels
 from pipeflow.parallel.transport.distributed_group import DistributedGroup
 from pipeflow.parallel.transport.group import Alone, Group
-from pipeflow.parallel.transport.protocol import Start, Tag
+from pipeflow.parallel.transport.protocol import Channel, Start, Tag
 from pipeflow.parallel.transport.work import Link, LinkError
 
 
@@ -89,11 +89,14 @@ class DistributedTransport:
     def world_rank(self, peer: int) -> int:
         return peer
 
+    def connect(self, channels: Iterable[Channel]) -> None:
+        self.channels.connect(channels)
+
     def sender(self, peer: int, tag: Tag) -> Start:
-        return self.channels.start(self.rank, peer, tag)
+        return self.channels.start(Channel(self.rank, peer, tag))
 
     def receiver(self, peer: int, tag: Tag) -> Start:
-        return self.channels.start(peer, self.rank, tag)
+        return self.channels.start(Channel(peer, self.rank, tag))
 
     def link(self, peer: int) -> Link:
         return self.channels.link(peer)
@@ -139,6 +142,8 @@ class DistributedTransport:
             self._is_late = True
 
     def close(self) -> None:
+        if self._channels is not None and not self._is_closed:
+            self._channels.finish()
         self._is_closed = True
         self.monitor.close()
         channels = self._close_channels()
@@ -150,4 +155,5 @@ class DistributedTransport:
         channels, self._channels = self._channels, None
         if channels is not None:
             channels.break_all()
+            channels.wait_aborted()
         return channels

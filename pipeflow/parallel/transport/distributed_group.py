@@ -32,6 +32,9 @@ class DistributedGroup:
         self.ranks = ranks
         self._transport = transport
 
+    def connect(self) -> None:
+        self._transport.channels.collective(self.ranks)
+
     def all_reduce(self, tensor: Tensor) -> Work:
         return self._start("allreduce", [tensor])
 

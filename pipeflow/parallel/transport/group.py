@@ -20,6 +20,11 @@ class Group(Protocol):
     rank: int
     size: int
 
+    def connect(self) -> None:
+        """Connects the ranks, which all call this together; otherwise the first collective connects them. Call it after
+        `Transport.connect`, and for several groups in the same order on all ranks. Raises LinkError.
+        """
+
     def all_reduce(self, tensor: Tensor) -> Work:
         """Replaces `tensor` by the sum over the ranks, the same bits on each."""
 
@@ -52,6 +57,9 @@ class Alone:
     rank = 0
     size = 1
 
+    def connect(self) -> None:
+        """Does nothing."""
+
     def all_reduce(self, tensor: Tensor) -> Work:
         return _DONE
 
@@ -76,6 +84,9 @@ class Unconnected:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+
+    def connect(self) -> None:
+        """Does nothing."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return _DONE

@@ -16,7 +16,7 @@ from pipeflow.core.errors import Failure
 from pipeflow.parallel.control.diagnosis import Blame
 from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.parallel.transport.local_group import LocalGroup, Rendezvous
-from pipeflow.parallel.transport.protocol import Start, Tag
+from pipeflow.parallel.transport.protocol import Channel, Start, Tag
 from pipeflow.parallel.transport.work import Link, LinkError, Work
 
 
@@ -96,6 +96,7 @@ class LocalTransport:
         self.timeout = timeout
         self.hub = hub
         self.generation = 0  # counts the reopenings
+        self._connected: set[Channel] = set()
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def world_rank(self, peer: int) -> int:
@@ -104,10 +105,16 @@ class LocalTransport:
     def group(self, ranks: Sequence[int]) -> Group:
         return LocalGroup(self, tuple(ranks)) if len(ranks) > 1 else Alone()
 
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Records `channels`; threads need no connection."""
+        self._connected.update(channels)
+
     def sender(self, peer: int, tag: Tag) -> Start:
+        Channel(self.rank, peer, tag).require_connected(self._connected)
         return partial(self._start, (self.generation, self.rank, peer, tag), True)
 
     def receiver(self, peer: int, tag: Tag) -> Start:
+        Channel(peer, self.rank, tag).require_connected(self._connected)
         return partial(self._start, (self.generation, peer, self.rank, tag), False)
 
     def link(self, peer: int) -> Link:
@@ -189,6 +196,7 @@ class LocalTransport:
     def reopen(self) -> None:
         if (self.generation, self.rank) in self.hub.closed:
             self.generation += 1
+            self._connected.clear()
 
     def close(self) -> None:
         """Tells the others that this rank leaves; the channels are freed with the hub."""

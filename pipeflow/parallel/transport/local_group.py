@@ -114,6 +114,9 @@ class LocalGroup:
         self._count = 0  # number of this rank's calls
         self._generation = 0
 
+    def connect(self) -> None:
+        """Does nothing; threads need no connection."""
+
     def all_reduce(self, tensor: Tensor) -> Work:
         return self._join(_sum, tensor)
 

@@ -4,14 +4,14 @@ or of what the tensors mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence, Set
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pipeflow.core.errors import Failure
+from pipeflow.core.errors import Failure, UsageError
 from pipeflow.parallel.transport.group import Group
 from pipeflow.parallel.transport.work import Link, LinkError, Work
 
@@ -34,6 +34,27 @@ class Tag(IntEnum):
         return self <= Tag.METADATA
 
 
+class Channel(NamedTuple):
+    """The transfers from rank `source` to rank `destination` with one tag."""
+
+    source: int
+    destination: int
+    tag: Tag
+
+    def require_connected(self, connected: Container[Channel]) -> None:
+        """Raises UsageError if this channel needs a connection and is not among those that are `connected`."""
+        if not self.tag.on_host and self not in connected:
+            raise UsageError(
+                f"the channel from rank {self.source} to rank {self.destination} for {self.tag.name} is not connected: "
+                "both ranks must call connect with it before they send and receive"
+            )
+
+
+def to_connect(channels: Iterable[Channel], connected: Set[Channel]) -> list[Channel]:
+    """Those of `channels` that need a connection and are not `connected`, in the order in which all ranks connect."""
+    return sorted({channel for channel in channels if not channel.tag.on_host} - connected)
+
+
 Start = Callable[[list[Tensor]], Work]
 """Starts to move one tensor, given as a list with one entry. The tensor must be contiguous; the other end must move a
 tensor of the same size. The Link of the peer waits for the Work and interprets its errors."""
@@ -52,11 +73,25 @@ class Transport(Protocol):
     call: object
     """Describes this rank's current call; its string appears in the error if the ranks' calls do not match."""
 
+    def connect(self, channels: Iterable[Channel]) -> None:
+        """Connects those of `channels` that are not connected yet; this rank is an end of each. Returns when they are.
+
+        Both ends of a channel call this before they send and receive, outside of all steps. A channel may be ready only
+        when both ends wait for it, as with NCCL. So every rank connects its channels in ascending order, one after the
+        other: then no ranks wait for each other in a circle, whatever other channels each of them has. Channels whose
+        tag is `on_host` need no connection. Reopening drops all connections. Raises LinkError if another end is lost
+        or does not call in time.
+        """
+
     def sender(self, peer: int, tag: Tag) -> Start:
-        """The function that sends with `tag` to `peer`. Sending never blocks."""
+        """The function that sends with `tag` to `peer`. Sending never blocks. Raises UsageError if the channel is not
+        connected.
+        """
 
     def receiver(self, peer: int, tag: Tag) -> Start:
-        """The function that receives with `tag` from `peer`, in the order in which `peer` sends."""
+        """The function that receives with `tag` from `peer`, in the order in which `peer` sends. Raises UsageError like
+        `sender`.
+        """
 
     def link(self, peer: int) -> Link:
         """The link that waits for transfers with `peer`, of any tag, and interprets their errors."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.transport.group import Group
-from pipeflow.parallel.transport.protocol import Start, Tag, Transport
+from pipeflow.parallel.transport.protocol import Channel, Start, Tag, Transport
 from pipeflow.parallel.transport.work import Link, LinkError
 
 
@@ -28,6 +28,11 @@ class Subset:
 
     def world_rank(self, peer: int) -> int:
         return self._whole.world_rank(self._ranks[peer])
+
+    def connect(self, channels: Iterable[Channel]) -> None:
+        self._whole.connect(
+            Channel(self._ranks[source], self._ranks[destination], tag) for source, destination, tag in channels
+        )
 
     def sender(self, peer: int, tag: Tag) -> Start:
         return self._whole.sender(self._ranks[peer], tag)

@@ -4,7 +4,7 @@ which ranks sum which gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import groupby
 
 import torch
@@ -21,12 +21,14 @@ class Bucket:
     gradients, the row says which parameters have one, so that no gradient and a zero gradient are not confused.
     """
 
-    __slots__ = ("dtype", "parameters", "sizes")
+    __slots__ = ("_presence", "device", "dtype", "parameters", "sizes")
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self.dtype = gradient_dtype(self.parameters[0])
+        self.device = self.parameters[0].device
         self.sizes = [local_part(parameter).numel() for parameter in self.parameters]
+        self._presence: tuple[list[float], Tensor] | None = None  # of the last row, and its tensor
 
     @torch.no_grad()
     def pack(self) -> Tensor:
@@ -34,15 +36,20 @@ class Bucket:
         gradient that is neither dense nor has sparse rows.
         """
         rows = [self._row(parameter, size) for parameter, size in zip(self.parameters, self.sizes, strict=True)]
-        there = [_presence(parameter.grad) for parameter in self.parameters]
-        row = torch.cat([*rows, torch.tensor(there, dtype=self.dtype, device=rows[0].device)])
+        row = torch.cat([*rows, self._presence_row()])
         return torch.view_as_real(row).flatten() if row.is_complex() else row
 
     def empty(self) -> Tensor:
         """Memory for a row of another rank."""
-        parameter = self.parameters[0]
         numbers = (sum(self.sizes) + len(self.sizes)) * (2 if self.dtype.is_complex else 1)
-        return torch.empty(numbers, dtype=self.dtype.to_real(), device=parameter.device)
+        return torch.empty(numbers, dtype=self.dtype.to_real(), device=self.device)
+
+    def leave_out(self, parameters: Container[nn.Parameter]) -> None:
+        """Puts parameters without a gradient into the places of `parameters`."""
+        for index, size in enumerate(self.sizes):
+            if self.parameters[index] in parameters:
+                stand_in = torch.empty(size, dtype=self.dtype, device=self.device)
+                self.parameters[index] = nn.Parameter(stand_in, requires_grad=False)
 
     @torch.no_grad()
     def unpack(self, row: Tensor) -> None:
@@ -62,9 +69,16 @@ class Bucket:
                 gradient = part.view(local_part(parameter).shape).clone()
                 parameter.grad = gradient.to_sparse(1) if has_one < 0 else like(gradient, parameter)
 
+    def _presence_row(self) -> Tensor:
+        """Which parameters have a gradient. Kept from step to step, since the host waits for each copy to a device."""
+        there = [_presence(parameter.grad) for parameter in self.parameters]
+        if self._presence is None or self._presence[0] != there:
+            self._presence = there, torch.tensor(there, dtype=self.dtype, device=self.device)
+        return self._presence[1]
+
     def _row(self, parameter: nn.Parameter, size: int) -> Tensor:
         if parameter.grad is None:
-            return torch.zeros(size, dtype=self.dtype, device=parameter.device)
+            return torch.zeros(size, dtype=self.dtype, device=self.device)
         parameter.grad = settled(parameter.grad, parameter)
         gradient = local_part(parameter.grad)
         if gradient.is_sparse:

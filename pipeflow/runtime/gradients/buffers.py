@@ -1,12 +1,16 @@
-"""Buffers of stages that two ranks hold: checks that a step leaves them unchanged, so that both copies stay equal."""
+"""Buffers that several ranks hold: checks that a step leaves those of a stage's two copies unchanged, and gives all
+replicas those of the first one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeflow.core.errors import UsageError
+from pipeflow.parallel.transport.group import Group
+from pipeflow.runtime.gradients.values import share_packed
 
 
 class Buffers:
@@ -15,14 +19,8 @@ class Buffers:
     """
 
     def __init__(self, stages: Mapping[int, nn.Module]) -> None:
-        self._places = [
-            (stage, f"{path}.{name}".lstrip("."), layer, name)
-            for stage, module in stages.items()
-            for path, layer in module.named_modules()
-            for name, buffer in layer._buffers.items()
-            if buffer is not None and name not in layer._non_persistent_buffers_set
-        ]
-        self._versions: list[tuple[int, int]] = []
+        self._places = [(stage, *place) for stage, module in stages.items() for place in _persistent(module)]
+        self._versions: list[_Version] = []
 
     def begin(self) -> None:
         """Call before the first forward of a step."""
@@ -39,8 +37,45 @@ class Buffers:
                     "or a schedule that has each stage once"
                 )
 
-    def _now(self) -> list[tuple[int, int]]:
-        return [
-            (id(layer._buffers[name]), getattr(layer._buffers[name], "_version", 0))
-            for _, _, layer, name in self._places
-        ]
+    def _now(self) -> list[_Version]:
+        return [_version(layer._buffers[name]) for _, _, layer, name in self._places]
+
+
+class ReplicatedBuffers:
+    """Buffers of a module of which every replica has a copy. Each replica sees other samples, so running statistics
+    would differ between them. As with DistributedDataParallel, those of the first replica are everybody's.
+    """
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self._group = group
+        self._places = [(layer._buffers, name) for _, layer, name in _persistent(module)] if group.size > 1 else []
+        self._seen = self._now()
+
+    @property
+    def are_changed(self) -> bool:
+        """True if a buffer was changed or replaced on this rank since they were shared."""
+        return self._now() != self._seen
+
+    def share(self) -> None:
+        """Copies the buffers of the first replica to all. Raises LinkError."""
+        share_packed([buffer for buffers, name in self._places if (buffer := buffers[name]) is not None], self._group)
+        self._seen = self._now()
+
+    def _now(self) -> list[_Version]:
+        return [_version(buffers[name]) for buffers, name in self._places]
+
+
+_Version = tuple[int, int]
+"""The identity of a buffer, and how often it was written in place."""
+
+
+def _version(buffer: Tensor | None) -> _Version:
+    return id(buffer), getattr(buffer, "_version", 0)
+
+
+def _persistent(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Path, layer and name of each buffer of `module` that its state_dict has."""
+    for path, layer in module.named_modules():
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and name not in layer._non_persistent_buffers_set:
+                yield f"{path}.{name}".lstrip("."), layer, name

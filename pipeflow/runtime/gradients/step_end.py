@@ -4,7 +4,6 @@ change.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from functools import partial
@@ -13,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.sharding import is_distributed, own_buffers_of, splits_of
 from pipeflow.parallel.transport.agreement import all_gather, all_gather_object, told_alike
+from pipeflow.parallel.transport.protocol import Channel, Tag
 from pipeflow.parallel.transport.work import Work
 from pipeflow.runtime.gradients.bucket import widen_gradient
-from pipeflow.runtime.gradients.buffers import Buffers
+from pipeflow.runtime.gradients.buffers import Buffers, ReplicatedBuffers
 from pipeflow.runtime.gradients.description import Description, Looks, compare
 from pipeflow.runtime.gradients.orders import Orders
 from pipeflow.runtime.gradients.sums import Sums
@@ -28,24 +29,22 @@ from pipeflow.runtime.gradients.values import named_tensors, share_in_group, sha
 from pipeflow.runtime.gradients.watch import Watch
 from pipeflow.runtime.gradients.weights import Weight, weights_of
 
-LOG = logging.getLogger("pipeflow")
-
 
 class Change(IntEnum):
     """The change of a rank's parameters since the ranks last compared theirs."""
 
     NONE = 0
     TRAINED = 1  # frozen, or unfrozen
-    REPLACED = 2
+    REPLACED = 2  # by others, or by others' data
 
 
 class Gradients:
     """The gradients of a pipeline's stages on this rank.
 
     All ranks make theirs together: they compare their parameters, and tensors that several ranks hold get the values of
-    the lowest of these ranks. A step runs the sums that the ranks agreed on. If parameters were replaced or unfrozen
-    since, this rank reports so in the agreement that ends the step; then all ranks compare again, and new gradients are
-    summed, too. A step without a change only checks the parameters and exchanges nothing more.
+    the lowest of these ranks. A step runs the sums that the ranks agreed on. If parameters were replaced, converted or
+    unfrozen since, this rank reports so in the agreement that ends the step; then all ranks compare again, and new
+    gradients are summed, too. A step without a change only checks the parameters and exchanges nothing more.
 
     Args:
         model: module that gives tensors their names.
@@ -57,6 +56,7 @@ class Gradients:
 
     Attributes:
         change: change of this rank's parameters since the ranks last compared theirs, as of the last `begin`.
+        buffers: buffers of which every replica has a copy.
 
     Raises UsageError if the tensors of the ranks do not match.
     """
@@ -94,12 +94,27 @@ class Gradients:
         self.change, self._new = Change.NONE, None
         if self._watch.notices():
             weights = self._survey()
+            self._require_none_sharded_since(weights)
             replaced = {id(weight.parameter) for weight in weights} - {id(each.parameter) for each in self._weights}
-            self.change = Change.REPLACED if replaced else Change.TRAINED
+            reformed = self._watch.reformed()
+            self._sums.leave_out(reformed)
+            self.change = Change.REPLACED if replaced or reformed else Change.TRAINED
             self._new = Sums([each for each in weights if each.parameter not in self._sums.parameters], self._context)
             self._new.begin(orders)
         self._sums.begin(orders)
         self._buffers.begin()
+
+    def connect(self) -> None:
+        """Connects the channels and groups of all sums, before a step. All ranks call it together. Raises LinkError."""
+        context, rank = self._context, self._context.pipeline_rank
+        holders = [weight.ranks for weight in self._weights] + [
+            self._placement.ranks_of(stage) for stage in self._copied
+        ]
+        peers = {peer for ranks in holders for peer in ranks if peer != rank}
+        ways = [way for peer in peers for way in ((rank, peer), (peer, rank))]
+        context.transport.connect(Channel(*way, Tag.TIED) for way in ways)
+        context.tensor.connect()
+        context.data.connect()
 
     def reduce(self, stage: int) -> list[Work]:
         """Starts the sums that can begin when all backwards of `stage` are done; none in a step after a change."""
@@ -123,6 +138,7 @@ class Gradients:
         weights = self._survey()
         self._compare(values=change is Change.REPLACED)
         self._weights = weights
+        self.connect()
         if self._new is not None:
             self._new.end(reduce=reduce)
         self._adopt()
@@ -142,16 +158,29 @@ class Gradients:
                 widen_gradient(weight.parameter, self._dtype)
         return weights
 
+    def _require_none_sharded_since(self, weights: list[Weight]) -> None:
+        """Raises UsageError if fully_shard was applied after the ranks last compared their parameters."""
+        known = {id(weight.parameter) for weight in self._weights if weight.is_sharded}
+        for weight in weights:
+            if weight.is_sharded and id(weight.parameter) not in known:
+                raise UsageError(
+                    f"fully_shard was applied to {weight.name!r} after the Pipeline was made: apply it to the stages "
+                    "first, and then make the Pipeline"
+                )
+
     def _agree(self) -> None:
         self._weights = self._survey()
         self._compare(values=False)
+        self.connect()
         self._share_values()
         self._adopt()
 
     def _adopt(self) -> None:
         self._sums = Sums(self._weights, self._context)
-        self._watch = Watch(self._model)
+        trained = {weight.parameter for weight in self._weights if weight.parameter.requires_grad}
+        self._watch = Watch(self._model, self._sums.summed if self._dtype is None else trained)
         self._buffers = Buffers({stage: self._stages[stage] for stage in self._copied})
+        self.buffers = ReplicatedBuffers(self._model, self._context.data)
         self.change, self._new = Change.NONE, None
 
     @property
@@ -188,14 +217,23 @@ class Gradients:
         for stage in self._copied:
             for buffer in self._stages[stage].buffers():
                 share_in_pipeline(buffer, self._placement.ranks_of(stage), context.transport)
-        for name in share_in_group(dict(self._whole()), context.tensor):
-            if name in dict(self._model.named_buffers()):
-                LOG.warning(
-                    "buffer %r had other values than on the first tensor rank and was overwritten with those; if every "
-                    "tensor rank should keep its own, name it in the layer's own_buffers()",
-                    name,
-                )
+        self._require_equal_buffers()
+        share_in_group(dict(self._whole()), context.tensor)
         sharded = {id(weight.parameter) for weight in self._weights if weight.is_sharded}
         share_in_group(
             {name: each for name, each in named_tensors(self._model) if id(each) not in sharded}, context.data
         )
+
+    def _require_equal_buffers(self) -> None:
+        """Raises UsageError if a buffer that every tensor rank has in full has other values than on the first one. It
+        may be meant to, so it is not overwritten, as parameters are, which are drawn without a common seed.
+        """
+        names = {name for name, _ in self._model.named_buffers()}
+        copies = {name: buffer.clone() for name, buffer in self._whole() if name in names}
+        for name in share_in_group(copies, self._context.tensor):
+            raise UsageError(
+                f"buffer {name!r} of tensor rank {self._context.tensor_rank} has other values than that of tensor rank "
+                "0: if all should be equal, make them so, for example with one seed; if every tensor rank should keep "
+                "its own, name it in the layer's own_buffers() and register it with persistent=False, or name it in "
+                "splits() if it is a part of a whole"
+            )

@@ -9,7 +9,7 @@ from threading import Lock
 from time import perf_counter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import finish, start
@@ -122,20 +122,23 @@ class TiedSum(Sum):
 
 
 class _Once:
-    """A transfer for which two threads may wait, as in a traced step: a channel wakes up only one of them."""
+    """A transfer for which two threads may wait, as in a traced step. A channel between CPUs wakes up only one of them;
+    on a GPU, a wait holds up the stream of its thread alone, so each thread must wait.
+    """
 
-    __slots__ = ("_done", "_lock", "_work")
+    __slots__ = ("_done", "_lock", "_on_gpu", "_work")
 
     def __init__(self, transport: Transport, peer: int, row: Tensor, *, sending: bool) -> None:
         self._work = start(transport, peer, Tag.TIED, row, sending=sending)
         self._done = False
+        self._on_gpu = transport.device.type == "cuda"
         self._lock = Lock()
 
     def wait(self) -> None:
         with self._lock:
             if not self._done:
                 finish(self._work, "waiting for the gradient of a tied weight")
-                self._done = True
+                self._done = not self._on_gpu
 
 
 class Sums:
@@ -171,6 +174,24 @@ class Sums:
         self._added = list(dict.fromkeys(weight.parameter for weight in (*tied, *parts)))
         self._earlier: list[Tensor | None] = []
         self._orders: Orders = ()
+
+    @property
+    def summed(self) -> set[nn.Parameter]:
+        """The parameters whose gradients are in any sum."""
+        return {each for each_sum in self._all for each in each_sum.bucket.parameters}
+
+    @property
+    def _all(self) -> list[Sum]:
+        return [*self._tied, *self._parts, *self._averages]
+
+    def leave_out(self, parameters: set[nn.Parameter]) -> None:
+        """Makes the sums go on without these parameters, since they have another dtype, shape or device now. Other
+        ranks may not know yet, so the rows keep their lengths.
+        """
+        for each in self._all:
+            each.bucket.leave_out(parameters)
+        self.parameters -= parameters
+        self._added = [parameter for parameter in self._added if parameter not in parameters]
 
     def begin(self, orders: Orders) -> None:
         """Call before the first backward of a step, in which ranks reduce their stages in `orders`. Sets gradients of
@@ -208,7 +229,7 @@ class Sums:
 
     def forget(self) -> None:
         """Drops work under way."""
-        for each in (*self._tied, *self._parts, *self._averages):
+        for each in self._all:
             each.forget()
         self._earlier = []
 

@@ -4,7 +4,8 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,20 @@ def share_in_group(tensors: Mapping[str, Tensor], group: Group) -> list[str]:
     for name, part in parts.items():
         part.copy_(arrived[name])
     return others
+
+
+@torch.no_grad()
+def share_packed(tensors: Iterable[Tensor], group: Group) -> None:
+    """Copies the tensors of the group's rank 0 to every rank, all of one dtype at once. Raises LinkError."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if not tensor.is_meta:
+            alike[tensor.dtype, tensor.device].append(tensor)
+    for each in alike.values():
+        row = torch.cat([tensor.flatten() for tensor in each])
+        group.broadcast(_bytes_of(row), 0).wait()
+        for tensor, part in zip(each, row.split([tensor.numel() for tensor in each]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def share_in_pipeline(tensor: Tensor, ranks: tuple[int, ...], transport: Transport) -> None:

@@ -32,6 +32,7 @@ class Shared:
     results: Results
     positionals: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     routes: Routes = ()
+    deferring: frozenset[int] = frozenset()  # the stages of which a backward is I and W
     payloads: dict[Value, Payload] = field(default_factory=dict)
     states: dict[tuple[int, int], BackwardState] = field(default_factory=dict)
     waits: dict[Value, ops.Operation] = field(default_factory=dict)
@@ -79,7 +80,8 @@ def forward(shared: Shared, action: Action) -> list[ops.Operation]:
     if sinks:
         targets = [value.user for value in outputs]
         sink = sinks[0] if len(sinks) == 1 else ToPayloads(stage, targets, sinks, state)
-    return [*shared.awaited(inputs), ops.Forward(action, shared.stages[stage], source, sink)]
+    defers = stage in shared.deferring
+    return [*shared.awaited(inputs), ops.Forward(action, shared.stages[stage], source, sink, defers=defers)]
 
 
 def backward(shared: Shared, action: Action) -> list[ops.Operation]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pipeflow.core.action import Action, Pair
+from pipeflow.core.action import Action, Kind, Pair
 from pipeflow.core.dataflow import DATAFLOW, Content, Value, makes, needs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.transport.agreement import all_gather, told_alike
-from pipeflow.parallel.transport.protocol import Tag, Transport
+from pipeflow.parallel.transport.protocol import Channel, Tag, Transport
 from pipeflow.runtime.gradients.fully_sharded import Averaging, fully_sharded_in
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program import operations as ops
@@ -86,12 +86,33 @@ def compile_program(
     num_stages, num_microbatches = schedule.placement.num_stages, schedule.num_microbatches
     results = Results(num_microbatches)
     positionals: list[tuple[object, ...]] = [()] * num_microbatches
-    shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals, routes)
+    deferring = frozenset(action.stage for action in schedule.actions(program.rank) if action.kind is Kind.I)
+    shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals, routes, deferring)
     operations = _Compiler(shared, transport, promise is not None, overlap).program(program.instructions)
     promised = [each for each in operations if isinstance(each, transfers.Post | transfers.Send)]
     if training:
         operations = _averaged(operations, stages, reduce)
     return Compiled(operations, results, positionals, promise, promised)
+
+
+def channels_of(program: Program, rank: int, *, known: bool) -> Iterator[Channel]:
+    """The channels of this rank's program, to be connected before it is compiled. `known` is True if shapes of
+    activations are known.
+    """
+    for instruction in program.instructions:
+        match instruction:
+            case Send(value, peer):
+                source, destination = rank, peer
+            case Recv(value, peer):
+                source, destination = peer, rank
+            case _:
+                continue
+        if value.content is Content.GRADIENT:
+            yield Channel(source, destination, Tag.GRADIENT)
+        elif known:
+            yield Channel(source, destination, Tag.ACTIVATION)
+        else:
+            yield from DynamicChannels.between(source, destination)
 
 
 def _averaged(operations: list[ops.Operation], stages: Mapping[int, Stage], reduce: bool) -> list[ops.Operation]:

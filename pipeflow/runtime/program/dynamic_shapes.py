@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeflow.core.dataflow import Value
 from pipeflow.parallel.transport.plain import pack, unpack
-from pipeflow.parallel.transport.protocol import Start, Tag, Transport
+from pipeflow.parallel.transport.protocol import Channel, Start, Tag, Transport
 from pipeflow.parallel.transport.work import Link
 from pipeflow.runtime.program.payload import Metadata, Payload
 from pipeflow.runtime.program.transfers import Transfer
@@ -40,6 +40,11 @@ class DynamicChannels(NamedTuple):
     metadata: Start
     expected: Start
     redirected: Start
+
+    @staticmethod
+    def between(source: int, destination: int) -> list[Channel]:
+        """The channels of the transfers from `source` to `destination`, to be connected first."""
+        return [Channel(source, destination, tag) for tag in _TAGS]
 
     @classmethod
     def sending(cls, transport: Transport, peer: int) -> DynamicChannels:

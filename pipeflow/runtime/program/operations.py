@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from pipeflow.core.action import Action
 from pipeflow.core.errors import UsageError
@@ -52,9 +52,11 @@ class Compute(Operation):
 
 
 class Forward(Compute):
-    """F: takes the input from `source`, calls the module, and passes the output to `sink`."""
+    """F: takes the input from `source`, calls the module, and passes the output to `sink`. If it `defers`, layers leave
+    weight gradients for W.
+    """
 
-    __slots__ = ("microbatch", "sink", "source", "stage")
+    __slots__ = ("defers", "microbatch", "sink", "source", "stage")
 
     def __init__(
         self,
@@ -62,15 +64,19 @@ class Forward(Compute):
         stage: Stage,
         source: Callable[[], tuple[object, ...]],
         sink: Callable[[object], None],
+        *,
+        defers: bool,
     ) -> None:
         super().__init__(action)
         self.stage = stage
+        self.defers = defers
         self.microbatch = action.microbatch
         self.source = source
         self.sink = sink
 
     def __call__(self) -> None:
         stage = self.stage
+        stage.deferral.active = self.defers
         self.sink(stage.call(*self.source(), **stage.keywords[self.microbatch]))
 
 
@@ -157,9 +163,20 @@ class ToResults:
                 raise UsageError(f"criterion must return a scalar tensor, got {what}: take the mean over its samples")
             results.losses[microbatch] = loss.detach()
             if self.state is not None and loss.requires_grad:
-                self.state.edges = [get_gradient_edge(loss)]
+                self.state.edges = [get_gradient_edge(each) for each in self._starts(loss, output)]
         if results.keep_outputs:
             results.outputs[microbatch] = snapshot(output)
+
+    def _starts(self, loss: Tensor, output: object) -> list[Tensor]:
+        """The tensors at which the backward starts: the loss, or the output if the microbatch has no weight. The
+        gradient of its loss may be infinite, as that of a mean over nothing, and 0 times that is nan.
+        """
+        if self.results.weights[self.microbatch]:
+            return [loss]
+        others = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf is not loss]
+        starts = [other for other in others if other.requires_grad]
+        self.results.zeros[self.microbatch] = [other.new_zeros(()).expand(other.shape) for other in starts]
+        return starts
 
 
 class Backward(Compute):
@@ -282,7 +299,9 @@ def _gradient_of(leaf: Tensor) -> Tensor:
 
 
 class LossGradient:
-    """The gradient with which a backward starts: the weight of the microbatch's loss in the batch's mean loss."""
+    """The gradients with which a backward starts: the weight of the microbatch's loss in the batch's mean loss; zeros
+    for its output if it has no weight.
+    """
 
     __slots__ = ("microbatch", "results")
 
@@ -292,9 +311,11 @@ class LossGradient:
 
     def __call__(self) -> list[Tensor]:
         results = self.results
-        loss = results.losses[self.microbatch]
+        loss, weight = results.losses[self.microbatch], results.weights[self.microbatch]
         assert loss is not None
-        return [torch.full_like(loss, results.weights[self.microbatch] * results.gradient_scale)]
+        if not weight:
+            return results.zeros.get(self.microbatch, [])
+        return [torch.full_like(loss, weight * results.gradient_scale)]
 
 
 class PayloadGradients:

@@ -4,7 +4,6 @@ data that operations of a compiled program share, and fill and empty during a st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from pipeflow.core.errors import UsageError
+from pipeflow.deferral.products import Products
 from pipeflow.parallel.transport.work import Work
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class BackwardState:
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
         self.edges: list[GradientEdge] = []
-        self.deferred: list[Callable[[], None]] = []
+        self.deferred: list[Products] = []
 
 
 def flatten(output: object, device: torch.device) -> tuple[list[Tensor], TreeSpec | None]:

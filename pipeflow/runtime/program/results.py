@@ -26,6 +26,7 @@ class Results:
         self.gradient_scale = 1.0  # factor of the loss's gradient
         self.keep_outputs = False
         self.losses: list[Tensor | None] = [None] * self.microbatches
+        self.zeros: dict[int, list[Tensor]] = {}  # gradients of the outputs of microbatches without weight
         self.outputs: list[object] = [None] * self.microbatches
 
     def loss(self) -> Tensor | None:

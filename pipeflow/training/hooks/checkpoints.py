@@ -29,8 +29,8 @@ _BETTER = {"loss": "lowest", "accuracy": "highest"}
 class CheckpointHook(Hook):
     """Saves checkpoints during `Trainer.fit`; a new run resumes from the newest complete checkpoint in the folder.
 
-    A checkpoint holds the model, the optimizer with its loss scaler, learning rates, torch's random states, epoch,
-    step, position in the data and the state of hooks (`Hook.state_dict`). A run that is killed and resumed therefore
+    A checkpoint holds the model, the optimizer with its loss scaler, learning rates, random states, epoch, step,
+    position in the data and the state of hooks (`Hook.state_dict`). A run that is killed and resumed therefore
     ends with the same weights, bit for bit. The resumed run may have another number of pipeline, tensor or data ranks,
     another batch size or other accumulation; then random states start again and sums are rounded in another order.
 

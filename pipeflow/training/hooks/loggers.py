@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError, unknown
+from pipeflow.core.extras import install
 from pipeflow.draw.files.pixels import pixels
 from pipeflow.training.engine import Step
 from pipeflow.training.hook import Hook
@@ -178,7 +179,7 @@ class _MLflow:
 
 
 LOGGERS: dict[str, tuple[type[_TensorBoard | _Wandb | _MLflow], str]] = {  # with the command to install it
-    "tensorboard": (_TensorBoard, "pip install 'pipeflow[tensorboard]'"),
+    "tensorboard": (_TensorBoard, install("tensorboard")),
     "wandb": (_Wandb, "pip install wandb"),
     "mlflow": (_MLflow, "pip install mlflow"),
 }

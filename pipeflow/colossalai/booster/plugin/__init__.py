@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from pipeflow.colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
+from pipeflow.colossalai.booster.plugin.replicated import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 
-__all__ = ["HybridParallelPlugin"]
+__all__ = ["GeminiPlugin", "HybridParallelPlugin", "LowLevelZeroPlugin", "TorchDDPPlugin"]

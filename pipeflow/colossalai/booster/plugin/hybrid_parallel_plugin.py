@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from pipeflow.colossalai.booster.plugin.elsewhere import ELSEWHERE
+from pipeflow.colossalai.booster.plugin.fitting import require_fits
 from pipeflow.colossalai.booster.plugin.groups import Groups
 from pipeflow.colossalai.booster.plugin.settings import Settings
 from pipeflow.colossalai.layout import lay_out
@@ -43,12 +44,15 @@ class HybridParallelPlugin(Groups):
     """
 
     def __init__(self, tp_size: int, pp_size: int, **options: Any) -> None:
+        if options.get("sp_size", 0) is None:  # the default there
+            del options["sp_size"]
         own = {name: options.pop(name) for name in signature(Settings).parameters if name in options}
         of_shards = {name: options.pop(name) for name in _OF_SHARDS if name in options}
         require_nothing_else(HybridParallelPlugin, options, ELSEWHERE, {*signature(Settings).parameters, *_OF_SHARDS})
         self.settings = Settings(tp_size, pp_size, **own)
         config = ShardConfig(**{"enable_tensor_parallelism": tp_size > 1} | of_shards)
         self.context = lay_out(pp_size, tp_size if config.enable_tensor_parallelism else 1)
+        require_fits(self.settings, self.context)
         self.half = self.settings.half()
         if self.half is not None:
             require_dtype(self.half.dtype, self.context.device)
@@ -56,6 +60,8 @@ class HybridParallelPlugin(Groups):
         self.shard_config = config
         self.schedule_of = cache(self._schedule_of)
         self.placement = self.schedule_of(1).placement
+        self.num_layers_per_stage = self.settings.num_layers_per_stage
+        config.pipeline_stage_manager = self.stage_manager if pp_size > 1 else None
 
     def schedule(self, samples: int) -> Schedule:
         """Returns the schedule for a batch of `samples` samples. Without a pipeline it has one microbatch."""

@@ -34,7 +34,9 @@ class Settings:
         tp_size: number of tensor ranks.
         pp_size: number of pipeline ranks.
         precision: "fp16" or "bf16" for 16-bit parameters with float32 masters; "fp32" keeps the model's dtype.
-        zero_stage: 1 distributes the optimizer's states over the replicas, 0 does not.
+        zero_stage: 1 distributes the optimizer's states over the replicas; 2, without a pipeline, also the gradients,
+            with torch's fully_shard; 0 distributes nothing.
+        cpu_offload: optimizer states in CPU memory, for models on the CPU, where they are; refused on a GPU.
         num_microbatches, microbatch_size: number of microbatches per batch, or number of samples per microbatch; a
             pipeline needs one of the two. Without a pipeline a batch is one microbatch.
         initial_scale, min_scale, max_scale, growth_factor, backoff_factor, growth_interval, hysteresis: options of the
@@ -44,6 +46,9 @@ class Settings:
         pp_style: "1f1b"; "interleaved" with `num_model_chunks` stages per rank; "zbv" with 2 stages per rank.
         num_model_chunks: number of stages per rank.
         num_layers_per_stage: number of blocks in each stage; by default they are distributed evenly.
+        dp_outside: replicas are the outermost dimension of the ranks; False is refused if it makes a difference.
+        overlap_p2p: transfers overlap computations; False is refused for "interleaved", which alone could differ.
+        enable_metadata_cache: has no effect: shapes are sent with every batch, and a header says if they are as before.
 
     Raises UsageError for invalid values.
     """
@@ -66,6 +71,10 @@ class Settings:
     pp_style: Style = "1f1b"
     num_model_chunks: int = 1
     num_layers_per_stage: Sequence[int] | None = None
+    cpu_offload: bool = False
+    dp_outside: bool = True
+    overlap_p2p: bool = True
+    enable_metadata_cache: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "num_model_chunks", "num_microbatches", "microbatch_size"):
@@ -74,11 +83,21 @@ class Settings:
                 raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.precision not in _DTYPES:
             raise UsageError(f"precision must be one of {', '.join(_DTYPES)}, got {self.precision!r}")
-        if self.zero_stage not in (0, 1):
-            raise UsageError(f"zero_stage must be 0 or 1, got {self.zero_stage}: gradients are not sharded here")
+        if self.zero_stage not in (0, 1, 2):
+            raise UsageError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage}: GeminiDDP also shards parameters")
+        if self.zero_stage == 2 and self.pp_size > 1:
+            raise UsageError(
+                "zero_stage=2 needs pp_size=1: a stage adds up whole gradients of all microbatches before it reduces "
+                "them, so there is nothing to save; use zero_stage=1"
+            )
         if not self.max_norm >= 0:
             raise UsageError(f"max_norm must be positive, or 0 for no clipping, got {self.max_norm}")
         self._check_pipeline()
+        if not self.overlap_p2p and self.pp_style == "interleaved":
+            raise UsageError(
+                "overlap_p2p=False is not supported with pp_style='interleaved': the engine posts receives before it "
+                "needs them, and results do not depend on it; remove the option"
+            )
         self.half()  # checks the options of the scaler
 
     def _check_pipeline(self) -> None:

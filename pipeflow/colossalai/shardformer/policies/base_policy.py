@@ -26,7 +26,7 @@ Table = dict[Kind, ModulePolicyDescription]
 
 class Policy:
     """Base class of policies, which say what is replaced in a model. Override `module_policy`, and other methods if
-    needed. Pipeline stages need no methods here, because they run the model's own forward.
+    needed. Pipeline stages need no replaced forwards, because they run the model's own.
 
     Attributes:
         model: the model to shard, or this rank's stage of it.
@@ -46,9 +46,9 @@ class Policy:
         self.config_sanity_check()
 
     @property
-    def pipeline_stage_manager(self) -> None:
-        """Always None: policies do not manage stages here."""
-        return
+    def pipeline_stage_manager(self) -> Any:
+        """This rank's StageManager under a Booster with a pipeline, else None."""
+        return self.shard_config.pipeline_stage_manager
 
     def config_sanity_check(self) -> None:
         """Raises an error for a configuration that the policy does not support."""
@@ -66,11 +66,15 @@ class Policy:
         return self.model
 
     def get_held_layers(self) -> list[nn.Module]:
-        """Not used: a stage's layers are found by tracing the model."""
+        """Returns the layers of this rank's stages, for a pipeline. The model is cut after the last block of each
+        stage; other layers go where the model's forward calls them. By default blocks are distributed evenly.
+        """
         return []
 
     def get_shared_params(self) -> list[dict[int, Tensor]]:
-        """Not used: weights that several stages need are tied automatically."""
+        """Returns parameters that several stages share, by rank. They must be one parameter of the model; stages tie it
+        also if it is not returned.
+        """
         return []
 
     def append_or_create_submodule_replacement(

@@ -6,19 +6,14 @@ from inspect import signature
 from typing import Any
 
 from pipeflow.colossalai.options import Elsewhere, require_nothing_else
+from pipeflow.colossalai.shardformer.shard.sequences import mode_of
+from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import current_context, is_launched
 
-_SEQUENCES = (
-    "sharded models compute with whole sequences; for split sequences write the model with layers of pipeflow.tensor "
-    "and sequence_parallel=True"
-)
+_SEQUENCES = "sequences are split over the tensor ranks, with enable_sequence_parallelism=True; remove it"
 ELSEWHERE = {
     "pipeline_stage_manager": Elsewhere(None, "for a pipeline use Booster with HybridParallelPlugin(pp_size=...)"),
     "sequence_parallel_process_group": Elsewhere(None, _SEQUENCES),
-    "enable_sequence_parallelism": Elsewhere(False, _SEQUENCES),
-    "sequence_parallelism_mode": Elsewhere(None, _SEQUENCES),
-    "enable_sequence_overlap": Elsewhere(False, _SEQUENCES),
-    "make_vocab_size_divisible_by": Elsewhere(64, "vocabularies of any size are split; remove it"),
     "gradient_checkpoint_config": Elsewhere(None, "call model.gradient_checkpointing_enable()"),
     "sp_axis": Elsewhere(None, _SEQUENCES),
     "pg_mesh": Elsewhere(None, "pass tensor_parallel_process_group"),
@@ -43,10 +38,17 @@ class ShardConfig:
         enable_flash_attention: attention uses torch's scaled_dot_product_attention.
         enable_jit_fused: compile the model's blocks with torch.compile.
         parallel_output: has no effect; logits are always whole.
+        enable_sequence_parallelism: the policy's layers split sequences over the tensor ranks, which halves activations
+            between layers on two ranks. Needs a policy; rules keep sequences whole.
+        sequence_parallelism_mode: must be "split_gather", the default.
+        enable_sequence_overlap: has no effect: a layer's collectives always overlap its products.
+        make_vocab_size_divisible_by: has no effect: a vocabulary of any size is split without padding.
         others: options in `ELSEWHERE` with the value that has no effect.
 
-    Raises UsageError for an unknown option, and for an option in `ELSEWHERE` with another value.
+    Raises UsageError for an unknown option, for an option in `ELSEWHERE` with another value, and for a number below 1.
     """
+
+    pipeline_stage_manager: Any  # a plugin sets it, for policies
 
     def __init__(
         self,
@@ -57,6 +59,10 @@ class ShardConfig:
         enable_flash_attention: bool = False,
         enable_jit_fused: bool = False,
         parallel_output: bool = True,
+        enable_sequence_parallelism: bool = False,
+        sequence_parallelism_mode: str | None = None,
+        enable_sequence_overlap: bool = False,
+        make_vocab_size_divisible_by: int = 64,
         **others: Any,
     ) -> None:
         vars(self).update(
@@ -69,6 +75,16 @@ class ShardConfig:
         self.enable_flash_attention = enable_flash_attention
         self.enable_jit_fused = enable_jit_fused
         self.parallel_output = parallel_output
+        if make_vocab_size_divisible_by < 1:
+            raise UsageError(
+                f"make_vocab_size_divisible_by must be at least 1, got {make_vocab_size_divisible_by}; it has no effect"
+            )
+        self.enable_sequence_parallelism = enable_sequence_parallelism
+        self.enable_sequence_overlap = enable_sequence_overlap
+        self.sequence_parallelism_mode = mode_of(
+            sequence_parallelism_mode, is_enabled=enable_sequence_parallelism, overlaps=enable_sequence_overlap
+        )
+        self.make_vocab_size_divisible_by = make_vocab_size_divisible_by
 
     @property
     def tensor_parallel_size(self) -> int:

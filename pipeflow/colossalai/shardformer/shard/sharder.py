@@ -32,7 +32,8 @@ class ModelSharder:
         self.shard_config = shard_config
 
     def shard(self) -> list[dict[int, Tensor]]:
-        """Applies the policy in place. Returns an empty list of shared parameters, since stages tie them elsewhere.
+        """Applies the policy in place. Returns its shared parameters; for a stage of a pipeline an empty list, since
+        the stages are tied already.
 
         Raises UsageError, before anything is replaced, if no module matches the policy or a submodule is missing.
         """
@@ -42,6 +43,7 @@ class ModelSharder:
         self.policy.set_shard_config(self.shard_config)
         self.model = self.policy.preprocess()
         self.policy.set_model(self.model)
+        shared = [] if self.shard_config.pipeline_stage_manager else self.policy.get_shared_params()
         found = self._found()
         places = [place for module, description in found for place in places_in(module, description)]
         for module, description in found:
@@ -53,7 +55,7 @@ class ModelSharder:
                     made[id(place.native)] = self._made(place)
                 place.parent._modules[place.key] = made[id(place.native)]
         self.model = self.policy.postprocess()
-        return []
+        return shared
 
     def _found(self) -> list[tuple[nn.Module, ModulePolicyDescription]]:
         table = self.policy.module_policy()

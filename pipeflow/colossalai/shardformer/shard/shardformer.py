@@ -5,8 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from pipeflow.colossalai.layout import tensor_group
+from pipeflow.colossalai.shardformer.policies.auto_policy import listed_policy
 from pipeflow.colossalai.shardformer.policies.base_policy import Policy
 from pipeflow.colossalai.shardformer.shard.optimizations import optimize
+from pipeflow.colossalai.shardformer.shard.sequences import require_whole
 from pipeflow.colossalai.shardformer.shard.shard_config import ShardConfig
 from pipeflow.colossalai.shardformer.shard.sharder import ModelSharder
 from pipeflow.parallel.sharding import partial_in
@@ -29,15 +31,17 @@ class ShardFormer:
             self._group = tensor_group(shard_config.tensor_parallel_process_group)
 
     def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-        """Splits the model's layers in place with `pipeflow.tensor.shard`, or replaces them as `policy` says. Returns
-        the model and an empty list of shared parameters. Call the model and differentiate its loss as usual, with the
-        same batch on all ranks.
+        """Splits the model's layers in place with `pipeflow.tensor.shard`, or replaces them as `policy` says, or the
+        policy listed for the model's class. Returns the model and the policy's shared parameters. Call the model and
+        differentiate its loss as usual, with the same batch on all ranks.
 
         Raises UsageError as `pipeflow.tensor.shard` and ModelSharder do.
         """
         optimize(model, self.shard_config)
         shared: list[dict[int, Tensor]] = []
+        policy = policy or listed_policy(model)
         if policy is None:
+            require_whole(self.shard_config.sequence_parallelism_mode)
             shard(model, group=self._group)
         else:
             sharder = ModelSharder(model, policy, self.shard_config)

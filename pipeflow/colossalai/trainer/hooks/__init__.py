@@ -8,11 +8,11 @@ from pipeflow.colossalai.trainer.hooks.logs import (
     LogMemoryByEpochHook,
     LogMetricByEpochHook,
     LogMetricByStepHook,
-    LogTimingByEpochHook,
 )
 from pipeflow.colossalai.trainer.hooks.metrics import AccuracyHook, LossHook
 from pipeflow.colossalai.trainer.hooks.rates import LRSchedulerHook, ThroughputHook
 from pipeflow.colossalai.trainer.hooks.tensorboard import TensorboardHook
+from pipeflow.colossalai.trainer.hooks.timing import LogTimingByEpochHook
 
 __all__ = [
     "AccuracyHook",

@@ -1,12 +1,16 @@
-"""ColossalAI's hooks for logs: pipeflow's hooks, which find the metrics themselves."""
+"""ColossalAI's hooks for logs of metrics and memory."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pipeflow.training as native
+from pipeflow.colossalai.trainer.hooks.by_epoch import ByEpoch, at_least_one
 from pipeflow.core.errors import UsageError
-from pipeflow.training import DistributedLogger, Hook, MultiTimer
+from pipeflow.training import DistributedLogger, Hook
+
+if TYPE_CHECKING:  # a trainer has them
+    from pipeflow.colossalai.trainer.training import Trainer
 
 
 class LogMetricByStepHook(Hook):
@@ -16,52 +20,27 @@ class LogMetricByStepHook(Hook):
         self.priority = priority
 
 
-class LogMetricByEpochHook(native.LogHook):
-    """pipeflow's LogHook; logs after every `interval` epochs. Raises UsageError if the interval is less than 1."""
+class LogMetricByEpochHook(ByEpoch):
+    """Logs the metrics of epochs and evaluations::
 
-    def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = native.LogHook.priority) -> None:
-        super().__init__(logger=logger)
-        self.interval = _at_least_one(interval)
-        self.priority = priority
+        [Epoch 0 / Train]: Loss = 0.45114 | LR = 0.001
+        [Epoch 0 / Test]: Loss = 0.47021 | Accuracy = 0.8531
 
-    def after_training(self, trainer: native.Trainer) -> None:
-        self.by_epoch = (trainer.epoch + 1) % self.interval == 0
-        super().after_training(trainer)
-
-
-class LogTimingByEpochHook(native.TimingHook):
-    """pipeflow's TimingHook; logs times after every `interval` epochs. It measures by itself, so `timer` and
-    `ignore_num_train_steps` have no effect. Raises UsageError if the interval is less than 1.
+    Raises UsageError if the interval is less than 1.
     """
 
-    def __init__(
-        self,
-        timer: MultiTimer,
-        logger: DistributedLogger,
-        interval: int = 1,
-        priority: int = 10,
-        log_eval: bool = True,
-        ignore_num_train_steps: int = 0,
-    ) -> None:
-        super().__init__()
-        self.logger = logger
-        self.interval = _at_least_one(interval)
-        self.priority = priority
-        self.log_eval = log_eval
+    def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = native.LogHook.priority) -> None:
+        super().__init__(logger, interval, priority)
 
-    def after_training(self, trainer: native.Trainer) -> None:
-        super().after_training(trainer)
-        self._log(trainer, "Train", trainer.metrics["train"])
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        self._log_metrics(trainer, "Train")
 
-    def after_evaluation(self, trainer: native.Trainer) -> None:
-        super().after_evaluation(trainer)
-        if self.log_eval:
-            self._log(trainer, "Test", trainer.metrics["test"])
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        self._log_metrics(trainer, "Test")
 
-    def _log(self, trainer: native.Trainer, when: str, metrics: dict[str, float]) -> None:
-        if (trainer.epoch + 1) % self.interval == 0:
-            said = ", ".join(f"{name} = {value:.4g}" for name, value in metrics.items() if name.endswith("seconds"))
-            self.logger.info(f"[Epoch {trainer.epoch + 1} / {when}]: {said}", ranks=[0])
+    def _log_metrics(self, trainer: Trainer, when: str) -> None:
+        metrics = trainer.states["metrics"][when.lower()]
+        self.log(trainer, when, [f"{name} = {value:.5g}" for name, value in metrics.items()])
 
 
 class LogMemoryByEpochHook(native.MemoryHook):
@@ -74,17 +53,11 @@ class LogMemoryByEpochHook(native.MemoryHook):
             raise UsageError(f"LogMemoryByEpochHook has no option {unknown.pop()!r}: it has log_eval and report_cpu")
         super().__init__()
         self.logger = logger
-        self.interval = _at_least_one(interval)
+        self.interval = at_least_one(interval)
         self.priority = priority
 
     def after_training(self, trainer: native.Trainer) -> None:
         super().after_training(trainer)
-        if (trainer.epoch + 1) % self.interval == 0:
+        if trainer.epoch % self.interval == 0:
             held = ", ".join(f"{each:.3f}" for each in self.by_rank)
-            self.logger.info(f"[Epoch {trainer.epoch + 1} / Train]: GiB of each rank: {held}", ranks=[0])
-
-
-def _at_least_one(interval: int) -> int:
-    if interval < 1:
-        raise UsageError(f"interval must be at least 1, got {interval}")
-    return interval
+            self.logger.info(f"[Epoch {trainer.epoch} / Train]: GiB of each rank: {held}", ranks=[0])

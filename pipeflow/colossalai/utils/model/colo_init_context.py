@@ -20,7 +20,8 @@ _ONE_THREAD = RLock()  # all threads share torch's hooks
 
 class ColoInitContext(AbstractContextManager["ColoInitContext"]):
     """Inside the `with` block, every parameter that a module registers becomes a ColoParameter on `device`. A parameter
-    that several modules share stays one parameter.
+    that several modules share stays one parameter. One on the meta device is left as it is: `from_pretrained` of
+    transformers registers the loaded one in its place.
 
     Args:
         device: device of the parameters.
@@ -60,9 +61,13 @@ class ColoInitContext(AbstractContextManager["ColoInitContext"]):
     def _convert(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> ColoParameter | None:
         if parameter is None or isinstance(parameter, ColoParameter) or get_ident() != self._thread:
             return None
+        if parameter.is_meta and self.device.type != "meta":
+            return None
         if id(parameter) not in self._made:  # the dict keeps it alive, so its id stays unique
             dtype = self.dtype if parameter.is_floating_point() else None
             data = parameter.data.to(self.device, dtype or parameter.dtype)
             spec = ColoTensorSpec(self._group, ReplicaSpec(), None)
-            self._made[id(parameter)] = parameter, ColoParameter(data, parameter.requires_grad, spec)
+            made = ColoParameter(data, parameter.requires_grad, spec)
+            vars(made).update(vars(parameter))  # marks, such as transformers' for a weight that is loaded
+            self._made[id(parameter)] = parameter, made
         return self._made[id(parameter)][1]

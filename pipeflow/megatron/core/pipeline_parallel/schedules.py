@@ -68,10 +68,38 @@ class ForwardBackward(Protocol):
 
 
 def get_forward_backward_func() -> ForwardBackward:
-    """Returns the function that runs a step: with 1f1b, or with interleaved-1f1b for several stages per rank. On one
-    rank it runs one microbatch after another.
+    """Returns the one of the three functions below that is for the layout. Raises UsageError before
+    `initialize_model_parallel`.
     """
-    return _forward_backward
+    if context_here().pipeline_size == 1:
+        return forward_backward_no_pipelining
+    if get_virtual_pipeline_model_parallel_world_size() is None:
+        return forward_backward_pipelining_without_interleaving
+    return forward_backward_pipelining_with_interleaving
+
+
+def forward_backward_no_pipelining(**options: Any) -> list[Any]:
+    """Runs a step on one pipeline rank, one microbatch after another. Arguments and result are those of
+    ForwardBackward. Raises UsageError under another layout; likewise the functions below.
+    """
+    return _forward_backward_for(forward_backward_no_pipelining, options)
+
+
+def forward_backward_pipelining_without_interleaving(**options: Any) -> list[Any]:
+    """Runs a step of a pipeline with one stage per rank, with 1f1b."""
+    return _forward_backward_for(forward_backward_pipelining_without_interleaving, options)
+
+
+def forward_backward_pipelining_with_interleaving(**options: Any) -> list[Any]:
+    """Runs a step of a pipeline with several stages per rank, with interleaved-1f1b."""
+    return _forward_backward_for(forward_backward_pipelining_with_interleaving, options)
+
+
+def _forward_backward_for(function: Callable[..., list[Any]], options: dict[str, Any]) -> list[Any]:
+    if (fitting := get_forward_backward_func()) is not function:
+        name = fitting.__name__  # type: ignore[attr-defined]  # a function
+        raise UsageError(f"{function.__name__} is for another layout: call {name}, or get_forward_backward_func()")
+    return _forward_backward(**options)
 
 
 def _forward_backward(

@@ -17,16 +17,23 @@ from pipeflow.megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from pipeflow.megatron.core.tensor_parallel.random import checkpoint, model_parallel_cuda_manual_seed
+from pipeflow.megatron.core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    checkpoint,
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 
 __all__ = [
     "ColumnParallelLinear",
+    "CudaRNGStatesTracker",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "checkpoint",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "get_cuda_rng_tracker",
     "model_parallel_cuda_manual_seed",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",

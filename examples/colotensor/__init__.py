@@ -1,0 +1,1 @@
+"""GPT-2 of transformers over tensor ranks with ColoTensor's names, and its shards over replicas."""

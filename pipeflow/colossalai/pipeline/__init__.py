@@ -1,0 +1,3 @@
+"""ColossalAI's `colossalai.pipeline`."""
+
+from __future__ import annotations

@@ -1,0 +1,29 @@
+"""The naive pipeline: one microbatch at a time, and so one rank at a time."""
+
+from __future__ import annotations
+
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+
+
+def naive(ranks: int, microbatches: int) -> Schedule:
+    """One microbatch at a time, so one rank computes and all others wait.
+
+    It is what a model that is spread over devices does without a schedule, and shows what schedules are for. With R
+    ranks and M microbatches, F the time of a forward and B of a full backward: bubble (R-1) M (F+B), so each rank is
+    busy for 1/R of the time; peak 1 activation on every rank.
+
+    >>> from pipeflow import simulate
+    >>> from pipeflow.draw import picture
+    >>> print(picture(simulate(naive(4, 2))))
+    rank 0  F0 .  .  .  .  .  .  .  .  .  B0--- F1 .  .  .  .  .  .  .  .  .  B1---
+    rank 1  .  F0 .  .  .  .  .  .  B0--- .  .  .  F1 .  .  .  .  .  .  B1--- .  .
+    rank 2  .  .  F0 .  .  .  B0--- .  .  .  .  .  .  F1 .  .  .  B1--- .  .  .  .
+    rank 3  .  .  .  F0 B0--- .  .  .  .  .  .  .  .  .  F1 B1--- .  .  .  .  .  .
+    """
+
+    def row(rank: int) -> tuple[Action, ...]:
+        return tuple(Action(kind, rank, each) for each in range(microbatches) for kind in (Kind.F, Kind.B))
+
+    return Schedule("naive", Placement.linear(ranks), microbatches, tuple(row(rank) for rank in range(ranks)))

@@ -1,0 +1,52 @@
+"""Ranks that are threads: what they cannot share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeflow import Pipeline, PipelineError, UsageError, execute_pipeline, make_schedule
+from pipeflow.parallel.context import in_this_context
+from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear
+from pipeflow.testing import run_threads
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "xpu"])
+def test_tensor_ranks_on_a_device_with_one_autograd_thread_are_refused(device: str) -> None:
+    with pytest.raises(UsageError, match=f"tensor ranks that are threads cannot share {device}: autograd runs"):
+        run_threads(lambda: None, 2, tensor=2, device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensor_ranks_elsewhere_are_not(device: str) -> None:
+    assert run_threads(lambda: device, 2, tensor=2, device=device) == [device] * 2
+
+
+def step() -> str:
+    layers = [kind(4, 4) for _ in range(2) for kind in (ColumnParallelLinear, RowParallelLinear)]
+    schedule = make_schedule("1f1b", ranks=1, microbatches=1)
+    model = Pipeline(nn.Sequential(*layers), schedule, criterion=nn.functional.mse_loss)
+    try:
+        execute_pipeline(iter([(torch.ones(2, 4), torch.zeros(2, 4))]), model)
+    except PipelineError as error:
+        return str(error)
+    return ""
+
+
+def test_one_autograd_thread_for_all_tensor_ranks_would_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; here a thread stands for autograd's. The first step may take ten times the timeout."""
+    backward: Callable[..., Any] = torch.autograd.backward
+    assert run_threads(step, 2, tensor=2) == ["", ""]
+    with ThreadPoolExecutor(1) as of_the_device:
+
+        def elsewhere(tensors: Any, gradients: list[Tensor]) -> None:
+            of_the_device.submit(in_this_context(backward), tensors, gradients).result()
+
+        monkeypatch.setattr(torch.autograd, "backward", elsewhere)
+        for told in run_threads(step, 2, tensor=2, timeout=0.1):
+            assert "in a collective of ranks [0, 1]" in told
