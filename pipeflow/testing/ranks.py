@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -224,8 +226,13 @@ def _raise_errors(errors: dict[int, str], deadline: float) -> None:
 
 
 def free_port() -> int:
-    """Returns a TCP port that is free on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Returns a TCP port that is free on this machine. It is below 32768: systems take the ports of outgoing
+    connections from above, so none of them takes it before it is used.
+    """
+    ports = list(range(20000, 32768))
+    random.SystemRandom().shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise UsageError("all ports of 127.0.0.1 from 20000 to 32767 are taken: end programs that listen there")

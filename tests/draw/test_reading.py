@@ -120,6 +120,7 @@ def test_keys_select_from_one_block_to_another(page: Page) -> None:
     page.open(timeline)
     page.place(timeline, "0F2")
     page.press("[")
+    page.settled()
     assert page.find(".selected").rect["width"] == pytest.approx(page.find(".focused").rect["width"], abs=4)
     page.walk(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     page.press("]")

@@ -109,9 +109,8 @@ class PipelinableContext(AbstractContextManager["PipelinableContext"]):
             raise UsageError(f"this is rank {place[1]} of a pipeline of {place[0]}, got {rank} of {pipeline_size}")
         dealt = self._dealt(num_chunks, pipeline_size)
         parts = [part for chunk in zip(*dealt, strict=True) for part in chunk]
-        given = self._listed
-        made = build_stages(given.layers, Placement.looped(pipeline_size, num_chunks), partition=parts)
-        chunks = nn.ModuleList(PipelinableModel(each, given.fronts, given.behinds) for each in made)
+        made = build_stages(self._listed.layers, Placement.looped(pipeline_size, num_chunks), partition=parts)
+        chunks = nn.ModuleList(PipelinableModel(each, self._listed.fronts, self._listed.behinds) for each in made)
         return chunks[0] if num_chunks == 1 else chunks
 
     def _dealt(self, num_chunks: int, pipeline_size: int) -> Sequence[Sequence[Part]]:
@@ -119,7 +118,7 @@ class PipelinableContext(AbstractContextManager["PipelinableContext"]):
         if isinstance(self.policy, Mapping):
             if lacking := [rank for rank in range(pipeline_size) if rank not in self.policy]:
                 raise UsageError(
-                    f"the policy has no parts for rank {lacking[0]}: give each of {pipeline_size} ranks some"
+                    f"the policy gives rank {lacking[0]} no parts: each of {pipeline_size} ranks needs some"
                 )
             return [self.policy[rank] for rank in range(pipeline_size)]
         if self.policy == "uniform":
