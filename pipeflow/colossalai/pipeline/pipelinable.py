@@ -118,7 +118,7 @@ class PipelinableContext(AbstractContextManager["PipelinableContext"]):
         if isinstance(self.policy, Mapping):
             if lacking := [rank for rank in range(pipeline_size) if rank not in self.policy]:
                 raise UsageError(
-                    f"the policy gives rank {lacking[0]} no parts: each of {pipeline_size} ranks needs some"
+                    f"the policy has no parts for rank {lacking[0]} of {pipeline_size}: give each rank some"
                 )
             return [self.policy[rank] for rank in range(pipeline_size)]
         if self.policy == "uniform":
