@@ -192,5 +192,5 @@ def test_a_policy_has_parts_for_each_rank() -> None:
     with PipelinableContext({1: [(0, 2)]}) as pipelinable:
         nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     pipelinable.to_layer_list()
-    with pytest.raises(UsageError, match="the policy has no parts for rank 0 of 1: give each rank some"):
+    with pytest.raises(UsageError, match="the policy lacks rank 0: give parts to each of 1 ranks"):
         pipelinable.partition(1, 1, 0)

@@ -117,9 +117,7 @@ class PipelinableContext(AbstractContextManager["PipelinableContext"]):
         """The parts of each rank."""
         if isinstance(self.policy, Mapping):
             if lacking := [rank for rank in range(pipeline_size) if rank not in self.policy]:
-                raise UsageError(
-                    f"the policy has no parts for rank {lacking[0]} of {pipeline_size}: give each rank some"
-                )
+                raise UsageError(f"the policy lacks rank {lacking[0]}: give parts to each of {pipeline_size} ranks")
             return [self.policy[rank] for rank in range(pipeline_size)]
         if self.policy == "uniform":
             return partition_uniform(self.layers_count, pipeline_size, num_chunks)
