@@ -41,6 +41,11 @@ from pipeflow.tensor.stepping import watch
 from pipeflow.tensor.table import DEFAULT_RULES
 
 LOG = logging.getLogger("pipeflow")
+KEEPS = (
+    "%s, which a custom autograd.Function calls, keeps a tensor in its attribute %r. If the Function's backward reads "
+    "it, gradients are wrong, since forwards of other microbatches replace it before: compare the gradients with the "
+    "module's own, or train with one microbatch"
+)
 
 
 class Pipeline(nn.Module):
@@ -243,6 +248,8 @@ class Pipeline(nn.Module):
             )
         if criterion is None and weigh is None and not parts.knows_weights and context.rank == 0:
             LOG.warning(UNKNOWN_WEIGHTS, "samples" if parts.weigh is None else "labels that count")
+        if parts.plan.trace.keepers and schedule.num_microbatches > 1 and context.rank == 0:
+            LOG.warning(KEEPS, *parts.plan.trace.keepers[0])
         made = cls(
             parts.chunks,
             schedule,

@@ -108,6 +108,7 @@ class Call:
         enter, exit: times of entry and exit, counted in entries and exits of all calls.
         checkpoint: the kind of activation checkpoint around it, "reentrant" or "plain"; None without one.
         function: name of the custom autograd.Function in whose forward it was made; None without one.
+        keeps: name of an attribute of the module that this call, within a custom Function, set to another tensor.
         given: storages of its arguments.
         arguments: its arguments as they are after it, if `seen_by` or `writes` is not empty.
         writes: the leaves of its arguments that it writes to in place.
@@ -125,6 +126,7 @@ class Call:
     enter: int
     checkpoint: str | None = None
     function: str | None = None
+    keeps: str | None = None
     given: frozenset[int] = frozenset()
     exit: int = -1
     arguments: Returned | None = None
@@ -215,6 +217,11 @@ class Trace:
         found = [call for call in found if by is None or not call.seen_by.isdisjoint(by)]
         return sorted(found, key=lambda call: call.exit)
 
+    @property
+    def keepers(self) -> list[tuple[str, str]]:
+        """Modules within custom autograd.Functions that set an attribute to a tensor, and these attributes."""
+        return [(call.name, call.keeps) for call in self.calls if call.keeps]
+
     @cached_property
     def collectors(self) -> frozenset[object]:
         """Code that may collect tensors from calls: it sees a call whose tensors are later read outside its output, or
@@ -260,9 +267,13 @@ class Recorder:
         made.given, written = frozenset(given.values()), self.flow.written
         before = {key: written[key] for key in given.values()}
         self.calls.append(made)
+        kept = dict(vars(module)) if made.function else {}
         self._enter(made.index)
         output = call(*arguments, **keywords)
         self._enter(outer.index)
+        if made.function:
+            own = vars(module).items()
+            made.keeps = next((at for at, each in own if isinstance(each, Tensor) and each is not kept.get(at)), None)
         made.writes = tuple(index for index, key in given.items() if written[key] > before[key])
         if made.seen_by or made.writes:
             made.arguments = Returned(spec, [_leaf(leaf, self.flow) for leaf in leaves])

@@ -61,6 +61,14 @@ class Block(nn.Module):
         return torch.cat([one, two.detach()], -1), before
 
 
+class Keeping(Block):
+    """Keeps its last mean for the backward, as reversible blocks keep the state of their random numbers."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        self.mean = values.detach().mean()
+        return super().forward(values)
+
+
 class Model(nn.Module):
     """Reversible blocks; layers around them, if any, are in an nn.Sequential."""
 
@@ -100,6 +108,21 @@ def test_a_cut_within_the_function_is_refused(options: dict[str, Any]) -> None:
         chained(seeded(Model(tail=False).double(), 0), {"values": vectors(5)[0]}, 2, **options)
 
 
+def warned(caplog: pytest.LogCaptureFixture, block: type[nn.Module], microbatches: int) -> list[str]:
+    module, values = Model(tail=True), torch.randn(8, WIDTH)
+    module.blocks = nn.ModuleList(block() for _ in range(2))
+    run_threads(gradients_in_ranks, 2, module, "1f1b", {"values": values}, microbatches)
+    found = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return found
+
+
+def test_a_tensor_that_a_block_keeps_for_its_backward_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    [said] = warned(caplog, Keeping, 4)
+    assert said.startswith("blocks.0, which a custom autograd.Function calls, keeps a tensor in its attribute 'mean'")
+    assert warned(caplog, Keeping, 1) == warned(caplog, Block, 4) == []
+
+
 class Recomputed(torch.autograd.Function):
     """A checkpoint as diffusion models have it: it asks for the gradients of the layer's parameters, too."""
 
@@ -137,8 +160,11 @@ class Mean(nn.Module):
         return loss
 
 
-def gradients_in_ranks(module: nn.Module, schedule: str, batch: dict[str, Tensor]) -> dict[str, Any]:
-    model = Pipeline.from_module(copy.deepcopy(module), make_schedule(schedule, ranks=2, microbatches=4), batch)
+def gradients_in_ranks(
+    module: nn.Module, schedule: str, batch: dict[str, Tensor], microbatches: int = 4
+) -> dict[str, Any]:
+    order = make_schedule(schedule, ranks=2, microbatches=microbatches)
+    model = Pipeline.from_module(copy.deepcopy(module), order, batch)
     execute_pipeline(iter([batch]), model)
     return {name: plain(parameter.grad) for name, parameter in model.named_parameters()}
 
