@@ -50,7 +50,7 @@ def _after_config(function: Callable[..., Context]) -> Callable[..., Context]:
         try:
             leads = not str(places.bind(*arguments, **options).arguments["port"]).isdecimal()
         except TypeError:
-            leads = bool(arguments)
+            leads = bool(arguments) and not isinstance(arguments[0], int)
         if leads:
             config, *others = arguments
             return function(*others, config=config, **options)

@@ -149,6 +149,8 @@ def test_a_launch_needs_no_configuration(form: str, monkeypatch: pytest.MonkeyPa
 def test_a_launch_names_what_is_missing() -> None:
     with pytest.raises(TypeError, match=r"launch\(\) missing 3 required positional arguments: 'world_size', 'host'"):
         launch(rank=0)
+    with pytest.raises(TypeError, match=r"launch\(\) missing 2 required positional arguments: 'host' and 'port'"):
+        launch(0, 1)  # without a configuration
 
 
 def test_the_parsers_options() -> None:
