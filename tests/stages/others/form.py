@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 SAMPLES = 8
+TOLERANCE = 1e-9
 MICROBATCHES = 4
 
 
@@ -33,6 +34,7 @@ class Form(NamedTuple):
         inputs: makes the inputs of a batch from a generator: one, or a tuple, or a dict of the forward's keywords.
         blocks: as in `Pipeline.from_module`.
         microbatches: into how many parts a batch is split; 1 if its samples belong together.
+        tolerance: the largest difference that counts as equal; larger for a model that computes in float32.
     """
 
     library: str
@@ -41,6 +43,7 @@ class Form(NamedTuple):
     inputs: Callable[[torch.Generator], Any]
     blocks: Any = None
     microbatches: int = MICROBATCHES
+    tolerance: float = TOLERANCE
 
     @property
     def title(self) -> str:

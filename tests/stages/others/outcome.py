@@ -29,7 +29,6 @@ from tests.tensor.ranks import gradients
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-v")
 TENSOR = "1f1b, tensor 2"
-TOLERANCE = 1e-9
 SEEDS = (1, 2)
 Kind = Literal["right", "refused", "wrong", "error", "-"]
 
@@ -116,7 +115,7 @@ def outcome(
         where = "" if tensor == 1 and cuts is None else f" [{schedule}, cuts={cuts}, tensor={tensor}]"
         kind: Kind = "refused" if usage else "error"
         return Outcome(kind, f"{'' if usage else type(origin).__name__ + ': '}{origin}{where}"), records
-    return compared(records, expected), records
+    return compared(records, expected, form.tolerance), records
 
 
 class _SharedPlanner(Planner):
@@ -228,7 +227,7 @@ def results(loss: Tensor | None, own: dict[str, Tensor], outputs: Any) -> dict[s
     return found | {f"output {index}": each.detach().clone() for index, each in enumerate(leaves)}
 
 
-def compared(records: Sequence[Record], expected: Record) -> Outcome:
+def compared(records: Sequence[Record], expected: Record, tolerance: float) -> Outcome:
     """Compares the ranks' results with those of the plain module. Gradients that are 0 but for rounding are compared
     with a millionth of the largest one.
     """
@@ -247,4 +246,4 @@ def compared(records: Sequence[Record], expected: Record) -> Outcome:
                     apart = float((mine - its[name]).abs().max()) / (scale or 1.0)
                     if not apart <= worst:
                         worst, said = apart, f"step {index}: {name}"
-    return Outcome("right" if worst <= TOLERANCE else "wrong", said if worst > TOLERANCE else "", worst)
+    return Outcome("right", "", worst) if worst <= tolerance else Outcome("wrong", said, worst)

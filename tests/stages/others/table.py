@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from tests.stages.others.form import Form
-from tests.stages.others.outcome import SCHEDULES, TENSOR, TOLERANCE, Outcome
+from tests.stages.others.form import TOLERANCE, Form
+from tests.stages.others.outcome import SCHEDULES, TENSOR, Outcome
 
 PAGE = Path(__file__).parents[3] / "docs" / "others.md"
 BEGIN, END = "<!-- python -m tests.stages.others writes from here -->", "<!-- to here -->"
