@@ -17,6 +17,7 @@ from pipeflow.colossalai.utils import get_current_device
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
+from tests.tensor.ranks import seeded
 
 POLICIES = ("auto", "static", "cpu", "cuda")
 
@@ -35,8 +36,8 @@ class Model(nn.Module):
 
 
 def model() -> Model:
-    torch.manual_seed(0)
-    return Model().double()
+    made: Model = seeded(Model).double()
+    return made
 
 
 def batch(part: int) -> Tensor:

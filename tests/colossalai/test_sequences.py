@@ -28,6 +28,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.testing import run_threads
 from tests.colossalai.boosted import require_as_plain
 from tests.colossalai.test_shardformer import WIDTH, Attention, mean_square
+from tests.tensor.ranks import normal, seeded
 
 SEEN: list[int] = []  # lengths of the sequences between layers
 
@@ -77,10 +78,10 @@ class SequencePolicy(Policy):
 
 
 def model() -> Model:
-    torch.manual_seed(0)
-    made = Model().double()
-    for layer in made.layers:
-        nn.init.normal_(layer.get_parameter("norm.weight"))
+    made: Model = seeded(Model).double()
+    for index, layer in enumerate(made.layers):
+        weight = layer.get_parameter("norm.weight")
+        weight.data = normal(*weight.shape, seed=index)
     return made
 
 

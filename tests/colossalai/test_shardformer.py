@@ -26,6 +26,7 @@ from pipeflow.parallel.transport.group import Alone
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError
 from tests.colossalai.boosted import TOLERANCE, require_as_plain
+from tests.tensor.ranks import seeded
 
 HEADS, WIDTH = 4, 16
 
@@ -72,8 +73,8 @@ class Model(nn.Module):
 
 
 def model(seed: int = 0) -> Model:
-    torch.manual_seed(seed)
-    return Model().double()
+    made: Model = seeded(Model, seed=seed).double()
+    return made
 
 
 def batch() -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import WIDTH, PlainModel
 from tests.runtime.work import build, schedule_of
+from tests.tensor.ranks import seeded
 
 MODEL = PlainModel(4)
 
@@ -92,9 +93,10 @@ def two_losses(stage: nn.Sequential) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def stage_of(index: int) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(index)
-        return nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3)))
+    stage: nn.Sequential = seeded(
+        lambda: nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))), seed=index
+    )
+    return stage
 
 
 def batch_of(microbatches: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pipeflow.tensor.layer import TensorLayer
 from pipeflow.testing import run_threads
 
 SIZES = (1, 2, 4)
+_ONE_AT_A_TIME = RLock()
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -31,8 +33,8 @@ def indices(*shape: int, below: int, seed: int = 0) -> Tensor:
 
 
 def seeded(make: Callable[..., Any], *arguments: Any, seed: int = 0, **options: Any) -> Any:
-    """What `make` gives when torch's default generator starts at `seed`."""
-    with torch.random.fork_rng():
+    """What `make` gives when torch's default generator starts at `seed`; threads share it, so one at a time uses it."""
+    with _ONE_AT_A_TIME, torch.random.fork_rng():
         torch.manual_seed(seed)
         return make(*arguments, **options)
 
