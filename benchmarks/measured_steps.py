@@ -51,9 +51,7 @@ class Row:
         """As a search lists it."""
         family, options = _family(self.chunks)
         cut = even_cut(self.model.layers, self.pipeline * self.chunks)
-        checkpoint = cast(Checkpoint, self.setup.checkpoint)
-        sizes = self.setup.tensor, self.pipeline, self.setup.data, self.setup.microbatch_size, self.microbatches
-        return Layout(*sizes, family, options, checkpoint, self.setup.zero, cut)
+        return Layout(self.setup, self.pipeline, self.microbatches, family, options, cut)
 
     def predicted(self, efficiency: Mapping[str, float]) -> float:
         """Seconds of the step under the planner's cost model with these coefficients; by default its own."""

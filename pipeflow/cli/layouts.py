@@ -34,6 +34,7 @@ UNITS = {"": 1, "b": 1} | {
 }
 LEAST = 1e6  # bytes of memory: less must be a number of GB without its unit
 FIXED = ("tensor", "pipeline", "microbatch_size", "checkpoint", "zero")
+SIZES = ("tensor", "pipeline", "data", "microbatch_size", "microbatches", "schedule", "checkpoint", "zero", "cut")
 REFUSED = {
     "data": "it follows from the other sizes",
     "microbatches": "they follow from --batch",
@@ -151,7 +152,7 @@ def _for_programs(found: Layouts) -> dict[str, Any]:
 
 def _sizes(layout: Layout) -> dict[str, Any]:
     """The layout for programs; costs that a schedule was made for are left out."""
-    named = {name: getattr(layout, name) for name in Layout.__slots__ if name != "options"}
+    named = {name: getattr(layout, name) for name in SIZES}
     return named | {"options": {name: value for name, value in layout.options.items() if name != "cost"}}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.placement import require_positive
@@ -26,35 +26,39 @@ class Layout:
     """One way to train a model on a number of devices.
 
     Attributes:
-        tensor, pipeline, data: the sizes of the three dimensions.
-        microbatch_size: sequences per microbatch.
+        setup: the work of a pipeline rank; its sizes, `checkpoint` and `zero` can be read from the layout, too.
+        pipeline: number of pipeline ranks.
         microbatches: per step and replica.
         schedule, options: a name of SCHEDULES, and the schedule's options.
-        checkpoint, zero: as in `Setup`.
         cut: per stage its layers [start, end).
     """
 
-    tensor: int
+    setup: Setup
     pipeline: int
-    data: int
-    microbatch_size: int
     microbatches: int
     schedule: str
     options: Mapping[str, Any] = field(hash=False)
-    checkpoint: Checkpoint
-    zero: int
     cut: tuple[Part, ...]
 
-    def setup(self, base: Setup) -> Setup:
-        """`base` with the sizes of this layout."""
-        return replace(
-            base,
-            tensor=self.tensor,
-            data=self.data,
-            microbatch_size=self.microbatch_size,
-            checkpoint=self.checkpoint,
-            zero=self.zero,
-        )
+    @property
+    def tensor(self) -> int:
+        return self.setup.tensor
+
+    @property
+    def data(self) -> int:
+        return self.setup.data
+
+    @property
+    def microbatch_size(self) -> int:
+        return self.setup.microbatch_size
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return cast("Checkpoint", self.setup.checkpoint)
+
+    @property
+    def zero(self) -> int:
+        return self.setup.zero
 
     def make_schedule(self) -> Schedule:
         """Its schedule."""

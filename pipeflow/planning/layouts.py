@@ -94,8 +94,8 @@ def find_layouts(wanted: Wanted, *, top: int = 5) -> Layouts:
         raise no_room(wanted)
     found = []
     for _, layout in ranking(group.pick for group in search.groups.values())[:top]:
-        schedule, setup = layout.make_schedule(), layout.setup(wanted.setup)
-        found.append(Ranked(layout, plan(wanted.model, schedule, setup, cluster=wanted.cluster, cut=layout.cut)))
+        schedule = layout.make_schedule()
+        found.append(Ranked(layout, plan(wanted.model, schedule, layout.setup, cluster=wanted.cluster, cut=layout.cut)))
         if wrong := verify(schedule):
             raise ScheduleError(f"{layout.schedule} is unsound: this is a bug of pipeflow", wrong)
     return Layouts(wanted, tuple(found), search.simulated)
@@ -219,5 +219,6 @@ class _Search:
         return key not in self.groups or self.groups[key].may_change(bound, trial.layout)
 
     def _key(self, trial: Trial) -> tuple[object, ...]:
-        are_given = self._wanted.tensor is not None and self._wanted.pipeline is not None
-        return (trial.cell.sizes, trial.family.name) if are_given else (trial.cell.sizes,)
+        cell, are_given = trial.cell, self._wanted.tensor is not None and self._wanted.pipeline is not None
+        sizes = cell.setup.tensor, cell.pipeline, cell.setup.data
+        return (*sizes, trial.family.name) if are_given else sizes

@@ -63,9 +63,9 @@ def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
 
 def _least(wanted: Wanted, cell: Cell) -> float:
     """Bytes that the fullest device of a cell has at least: its share of the weights, gradients and optimizer."""
-    precision = wanted.setup.precision
-    optimizer = (precision.master + precision.moments) / (cell.sizes.data if cell.zero else 1)
-    share = wanted.model.parameters / (cell.sizes.tensor * cell.sizes.pipeline)
+    setup, precision = cell.setup, cell.setup.precision
+    optimizer = (precision.master + precision.moments) / (setup.data if setup.zero else 1)
+    share = wanted.model.parameters / (setup.tensor * cell.pipeline)
     return share * (precision.weight + precision.gradient + optimizer)
 
 

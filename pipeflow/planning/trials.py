@@ -27,7 +27,7 @@ from pipeflow.planning.partition import Part
 from pipeflow.planning.peaks import RankPeaks, peaks
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.profiles import Profile, profile
-from pipeflow.planning.setup import Checkpoint, Setup
+from pipeflow.planning.setup import Setup
 from pipeflow.schedules import make_schedule, options_of
 
 CHUNKS = (2, 3, 4, 6, 8, 12)  # stages per rank that are tried
@@ -40,11 +40,9 @@ Cut = tuple[Part, ...]
 class Cell(NamedTuple):
     """All of a layout but its schedule and its cut."""
 
-    sizes: Sizes
-    microbatch_size: int
+    setup: Setup
+    pipeline: int
     microbatches: int
-    checkpoint: Checkpoint
-    zero: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +117,7 @@ class Trial:
     @property
     def layout(self) -> Layout:
         """As a value."""
-        cell, options = self.cell, dict(self.family.options)
-        return Layout(
-            *cell.sizes,
-            cell.microbatch_size,
-            cell.microbatches,
-            self.family.name,
-            options,
-            cell.checkpoint,
-            cell.zero,
-            self.cut,
-        )
+        return Layout(*self.cell, self.family.name, dict(self.family.options), self.cut)
 
     @property
     def actions(self) -> int:
@@ -140,7 +128,7 @@ class Trial:
         """Bytes that its fullest device needs at least: those that it keeps with few microbatches, which for no
         schedule of the registry are more than with many.
         """
-        ranks, many = self.cell.sizes.pipeline, self.cell.microbatches
+        ranks, many = self.cell.pipeline, self.cell.microbatches
         odd = many % len(self.family.placement.paths)  # two directions keep other amounts for odd numbers
         return self._peak_bytes(min(many, 2 * ranks + odd))
 
@@ -164,7 +152,7 @@ class Trial:
         """Of one step, from two steps with fewer microbatches, on the assumption that each group of microbatches adds
         the same time; None where these are not much shorter. An estimate may be wrong either way.
         """
-        ranks, many = self.cell.sizes.pipeline, self.cell.microbatches
+        ranks, many = self.cell.pipeline, self.cell.microbatches
         few = 2 * ranks + many % ranks
         if 2 * few + ranks > many // 2 or "cost" in options_of(self.family.name):
             return None
@@ -181,13 +169,20 @@ def cells(wanted: Wanted) -> Iterator[Cell]:
         for size in microbatch_sizes(wanted, sizes):
             many = wanted.batch // (sizes.data * size)
             for checkpoint in wanted.checkpoints:
-                for zero in _zeros(wanted, sizes):
-                    yield Cell(sizes, size, many, checkpoint, zero)
+                setup = replace(
+                    wanted.setup,
+                    tensor=sizes.tensor,
+                    data=sizes.data,
+                    microbatch_size=size,
+                    checkpoint=checkpoint,
+                    zero=_zero(wanted, sizes),
+                )
+                yield Cell(setup, sizes.pipeline, many)
 
 
-def _zeros(wanted: Wanted, sizes: Sizes) -> tuple[int, ...]:
+def _zero(wanted: Wanted, sizes: Sizes) -> int:
     """ZeRO-1 costs no time in a plan, and saves bytes, so where there are replicas it is tried alone."""
-    return (int(sizes.data > 1),) if wanted.zero is None else (wanted.zero,)
+    return int(sizes.data > 1) if wanted.zero is None else wanted.zero
 
 
 def families(names: tuple[str, ...], ranks: int, layers: int) -> Iterator[Family]:
@@ -216,7 +211,7 @@ def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[flo
     step with it is shorter, in seconds.
     """
     found: dict[Placement, list[_Costs]] = {}
-    for family in families(wanted.schedules, cell.sizes.pipeline, wanted.model.layers):
+    for family in families(wanted.schedules, cell.pipeline, wanted.model.layers):
         if family.actions(cell.microbatches) > ACTIONS:
             continue
         if family.placement not in found:
@@ -240,9 +235,9 @@ class _Costs(NamedTuple):
 
 def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> Iterator[_Costs]:
     """With layers cut evenly, and by what they cost."""
-    model = wanted.model
-    setup, mesh = _setup(wanted, cell), Mesh(*cell.sizes, wanted.cluster.devices_per_node)
-    weights = _profile(wanted, cell.sizes.tensor, cell.microbatch_size, cell.checkpoint)
+    model, setup = wanted.model, cell.setup
+    mesh = Mesh(setup.tensor, cell.pipeline, setup.data, wanted.cluster.devices_per_node)
+    weights = _profile(wanted, _of_one_replica(setup))
     by_load = cut_by_load(model.layers, placement, weights.first, weights.last)
     for cut in dict.fromkeys((even_cut(model.layers, placement.num_stages), by_load)):
         state = state_bytes(model, setup, placement, cut)
@@ -264,26 +259,18 @@ def _of_one(cost: CostModel, placement: Placement) -> list[float]:
 
 
 @lru_cache(maxsize=4096)
-def _profile(wanted: Wanted, tensor: int, microbatch_size: int, checkpoint: Checkpoint) -> Profile:
-    setup = replace(wanted.setup, tensor=tensor, microbatch_size=microbatch_size, checkpoint=checkpoint)
+def _profile(wanted: Wanted, setup: Setup) -> Profile:
     return profile(wanted.model, setup, wanted.cluster)
+
+
+def _of_one_replica(setup: Setup) -> Setup:
+    """The key of `_profile`, which does not depend on the replicas."""
+    return replace(setup, data=1, zero=0)
 
 
 def least_seconds(wanted: Wanted, cell: Cell) -> float:
     """No step of any layout of the cell is shorter: its ranks have this much to compute on average."""
-    weights = _profile(wanted, cell.sizes.tensor, cell.microbatch_size, cell.checkpoint)
-    return weights.time * cell.microbatches / cell.sizes.pipeline
-
-
-def _setup(wanted: Wanted, cell: Cell) -> Setup:
-    return replace(
-        wanted.setup,
-        tensor=cell.sizes.tensor,
-        data=cell.sizes.data,
-        microbatch_size=cell.microbatch_size,
-        checkpoint=cell.checkpoint,
-        zero=cell.zero,
-    )
+    return _profile(wanted, _of_one_replica(cell.setup)).time * cell.microbatches / cell.pipeline
 
 
 def _sizes(cost: CostModel) -> dict[Content, tuple[float, ...]]:

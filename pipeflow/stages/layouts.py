@@ -119,25 +119,16 @@ def _tried(
             continue
         many = batch // (data * size)
         for checkpoint in CHECKPOINTS:
-            setup = replace(base, data=data, zero=int(data > 1), checkpoint=checkpoint)
+            setup = replace(base, data=data, microbatch_size=size, zero=int(data > 1), checkpoint=checkpoint)
             for family in families(schedules, ranks, len(counted.found)):
                 if family.actions(many) <= ACTIONS:
                     plan = counted.plan(family.make(many), setup, cluster)
-                    yield ModuleLayout(_layout(family, plan, size, many), plan)
+                    yield ModuleLayout(_layout(family, plan), plan)
 
 
-def _layout(family: Family, plan: ModulePlan, size: int, many: int) -> Layout:
-    setup, placement = plan.setup, plan.schedule.placement
+def _layout(family: Family, plan: ModulePlan) -> Layout:
+    schedule = plan.schedule
     cut = {stage: part for rank in plan.ranks for stage, part in zip(rank.stages, rank.parts, strict=True)}
-    return Layout(
-        1,
-        placement.num_ranks,
-        setup.data,
-        size,
-        many,
-        family.name,
-        dict(family.options),
-        "full" if setup.checkpoint == "full" else "none",
-        setup.zero,
-        tuple(cut[stage] for stage in range(placement.num_stages)),
-    )
+    parts = tuple(cut[stage] for stage in range(schedule.placement.num_stages))
+    options = dict(family.options)
+    return Layout(plan.setup, len(schedule.rows), schedule.num_microbatches, family.name, options, parts)

@@ -31,7 +31,7 @@ def wanted(devices: int = 4, batch: int = 8, **given: Any) -> Wanted:
 
 
 def planned(layout: Layout, task: Wanted) -> Plan:
-    return plan(MODEL, layout.make_schedule(), layout.setup(task.setup), cluster=CLUSTER, cut=layout.cut)
+    return plan(MODEL, layout.make_schedule(), layout.setup, cluster=CLUSTER, cut=layout.cut)
 
 
 def everything(task: Wanted) -> Iterator[tuple[float, Layout]]:
@@ -72,7 +72,7 @@ def test_bounds_are_below_what_they_bound_and_zero_1_costs_no_time() -> None:
             assert found.step_seconds is not None
             assert max(least, least_seconds(task, cell)) <= found.step_seconds * (1 + 1e-9)
             assert trial.least_bytes() <= trial.peak_bytes() == pytest.approx(found.peak_bytes)
-            whole = planned(replace(trial.layout, zero=0), task)
+            whole = planned(replace(trial.layout, setup=replace(trial.layout.setup, zero=0)), task)
             assert whole.step_seconds is not None
             assert (found.step_seconds, found.peak_bytes) <= (whole.step_seconds * (1 + 1e-9), whole.peak_bytes)
 
@@ -85,9 +85,9 @@ def test_all_sizes_that_fit_are_tried() -> None:
         if tensor * pipeline * data == 8 and 4 % tensor == 0 and pipeline <= 4
     }
     assert set(meshes(task)) == expected
-    sizes = {cell.microbatch_size for cell in cells(task) if cell.sizes == (1, 2, 4)}
+    sizes = {cell.setup.microbatch_size for cell in cells(task) if (cell.setup.tensor, cell.pipeline) == (1, 2)}
     assert sizes == {1, 2, 3, 6}
-    assert {cell.microbatches * cell.microbatch_size * cell.sizes.data for cell in cells(task)} == {24}
+    assert {cell.microbatches * cell.setup.microbatch_size * cell.setup.data for cell in cells(task)} == {24}
 
 
 @pytest.mark.parametrize("given", [{}, {"tensor": 1, "pipeline": 2}, {"checkpoint": "full", "zero": 0}])
@@ -132,7 +132,7 @@ def test_a_layout_that_recomputes_would_fit() -> None:
 
 def test_a_schedule_that_keeps_more_with_every_microbatch_is_counted_whole() -> None:
     task = wanted(devices=2, batch=32, tensor=1, pipeline=2, microbatch_size=1, schedules=("gpipe",))
-    [(_, trial)] = [each for cell in cells(task) for each in trials(task, cell) if cell.checkpoint == "none"]
+    [(_, trial)] = [each for cell in cells(task) for each in trials(task, cell) if cell.setup.checkpoint == "none"]
     needed = trial.peak_bytes()
     assert trial.least_bytes() < 0.9 * needed
     fixed = replace(task, checkpoint="none")
@@ -151,7 +151,7 @@ def test_families_know_whether_backwards_are_split(name: str) -> None:
 
 
 def layout(tensor: int, pipeline: int, checkpoint: Any) -> Layout:
-    return Layout(tensor, pipeline, 1, 1, 1, "1f1b", {}, checkpoint, 0, ((0, 4),))
+    return Layout(Setup(tensor=tensor, checkpoint=checkpoint), pipeline, 1, "1f1b", {}, ((0, 4),))
 
 
 def test_ties_are_broken_by_tensor_ranks_then_pipeline_ranks_then_recomputation() -> None:
@@ -270,6 +270,6 @@ def test_a_heavy_head_takes_layers_from_its_stage() -> None:
     before, after = (end - start for start, end in best.layout.cut)
     assert before > after
     even = replace(best.layout, cut=((0, 4), (4, 8)))
-    whole = plan(task.model, even.make_schedule(), even.setup(Setup()), cluster=CLUSTER, cut=even.cut)
+    whole = plan(task.model, even.make_schedule(), even.setup, cluster=CLUSTER, cut=even.cut)
     assert whole.step_seconds is not None
     assert best.step_seconds < 0.9 * whole.step_seconds

@@ -41,7 +41,7 @@ def test_the_search_finds_the_fastest_of_all_plans() -> None:
                     assert seconds is not None
                     least = min(least, seconds)
         assert least <= each.step_seconds <= least * (1 + TIE)
-        setup = replace(layout.setup(Setup()), microbatch_size=1)
+        setup = replace(layout.setup, microbatch_size=1)
         example = EXAMPLES[layout.microbatch_size]
         again = plan_module(
             module(), layout.make_schedule(), example, setup, cluster=CLUSTER, cuts=list(each.plan.cuts) or None
