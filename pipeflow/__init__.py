@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pipeflow.checkpoint.renames import Rename, Transform
     from pipeflow.checkpoint.safetensors import load_safetensors, save_safetensors
     from pipeflow.checkpoint.save import Saving, save_checkpoint
+    from pipeflow.core.partition import partition_balanced, partition_uniform
     from pipeflow.optim.clip import clip_grad_norm_, grad_norm
     from pipeflow.optim.masters import MasterWeights
     from pipeflow.optim.scaler import LossScaler
@@ -47,19 +48,18 @@ if TYPE_CHECKING:
     from pipeflow.planning.layer_costs import LayerCosts
     from pipeflow.planning.layout import Layout, Wanted
     from pipeflow.planning.layouts import Layouts, Ranked, find_layouts
-    from pipeflow.planning.partition import partition_balanced, partition_uniform
     from pipeflow.planning.replan import Candidate, Replan, replan
     from pipeflow.planning.setup import PRECISIONS, Precision, Setup
     from pipeflow.planning.transformer import GPT, GPT_PRESETS
     from pipeflow.planning.vit import VIT_PRESETS, ViT
+    from pipeflow.pricing.module_layouts import ModuleLayout, find_module_layouts
+    from pipeflow.pricing.module_plan import ModulePlan, plan_module
     from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
     from pipeflow.runtime.microbatch import Whole
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.step import Output
     from pipeflow.schedules.search import exact, search
     from pipeflow.soundness.schedule import Violation, verify
-    from pipeflow.stages.estimate import ModulePlan, plan_module
-    from pipeflow.stages.layouts import ModuleLayout, find_module_layouts
     from pipeflow.training.build import build_stages
     from pipeflow.training.data import get_dataloader
     from pipeflow.training.measure import measure_layers
@@ -84,8 +84,8 @@ _LATER = {
     "LossScaler": "optim.scaler",
     "MODELS": "planning.catalog",
     "MasterWeights": "optim.masters",
-    "ModuleLayout": "stages.layouts",
-    "ModulePlan": "stages.estimate",
+    "ModuleLayout": "pricing.module_layouts",
+    "ModulePlan": "pricing.module_plan",
     "Output": "runtime.step",
     "PRECISIONS": "planning.setup",
     "Pipeline": "runtime.pipeline",
@@ -115,7 +115,7 @@ _LATER = {
     "exact": "schedules.search",
     "execute_pipeline": "runtime.pipeline",
     "find_layouts": "planning.layouts",
-    "find_module_layouts": "stages.layouts",
+    "find_module_layouts": "pricing.module_layouts",
     "get_dataloader": "training.data",
     "grad_norm": "optim.clip",
     "latest_checkpoint": "checkpoint.newest",
@@ -126,10 +126,10 @@ _LATER = {
     "measure_layers": "training.measure",
     "measured_costs": "analysis.measured",
     "model_named": "planning.catalog",
-    "partition_balanced": "planning.partition",
-    "partition_uniform": "planning.partition",
+    "partition_balanced": "core.partition",
+    "partition_uniform": "core.partition",
     "plan": "planning.estimate",
-    "plan_module": "stages.estimate",
+    "plan_module": "pricing.module_plan",
     "replan": "planning.replan",
     "save_checkpoint": "checkpoint.save",
     "save_safetensors": "checkpoint.safetensors",

@@ -33,7 +33,8 @@ LAYERS: dict[str, set[str]] = {
     "parallel": {"core", "torch"},
     "deferral": {"core", "torch"},
     "tensor": {"core", "parallel", "deferral", "torch"},
-    "stages": {"core", "planning", "torch"},
+    "stages": {"core", "torch"},
+    "pricing": {"core", "planning", "stages", "torch"},
     "runtime": {"core", "analysis", "soundness", "parallel", "deferral", "stages", "tensor", "torch"},
     "optim": {"core", "parallel", "tensor", "runtime", "torch"},
     "checkpoint": {"core", "parallel", "tensor", "runtime", "optim", "torch", "safetensors", "numpy"},
@@ -53,7 +54,7 @@ LAYERS: dict[str, set[str]] = {
         "wandb",
         "mlflow",
     },
-    "models": {"core", "planning", "parallel", "tensor", "runtime", "torch"},
+    "models": {"core", "parallel", "tensor", "runtime", "torch"},
     "calibration": {"core", "planning", "schedules", "parallel", "runtime", "models", "torch", "numpy"},
     "huggingface": {
         "core",
@@ -67,10 +68,10 @@ LAYERS: dict[str, set[str]] = {
         "accelerate",
         "numpy",
     },
-    "colossalai": {"core", "planning", "schedules", "torch", "safetensors", "peft", "huggingface", *ENGINE},
-    "megatron": {"core", "planning", "schedules", "models", "torch", *ENGINE},
+    "colossalai": {"core", "schedules", "torch", "safetensors", "peft", "huggingface", *ENGINE},
+    "megatron": {"core", "schedules", "models", "torch", *ENGINE},
     "testing": {"pipeflow", "torch", *PLANS, *ENGINE},
-    "__init__": {"pipeflow", "huggingface", *PLANS, *ENGINE},
+    "__init__": {"pipeflow", "pricing", "huggingface", *PLANS, *ENGINE},
 }
 FOREIGN = {
     "accelerate",

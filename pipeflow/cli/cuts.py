@@ -6,10 +6,10 @@ import argparse
 from itertools import accumulate, pairwise
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.planning.catalog import Model
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.partition import Cut
 from pipeflow.planning.profiles import cut_by_cost
 from pipeflow.planning.setup import Setup
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeflow.core.partition import partition_uniform
 from pipeflow.core.placement import Placement
 from pipeflow.models.gpt import GPTStage
 from pipeflow.parallel.context import current_context
-from pipeflow.planning.partition import partition_uniform
 from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
 from pipeflow.tensor.initialize import initialize_
 

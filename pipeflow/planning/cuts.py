@@ -7,8 +7,8 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate
 
+from pipeflow.core.partition import Part, stage_parts
 from pipeflow.core.placement import Placement
-from pipeflow.planning.partition import Part, stage_parts
 
 
 @lru_cache(maxsize=4096)

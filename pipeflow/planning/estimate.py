@@ -14,13 +14,13 @@ from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Part, Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.partition import Cut
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
-from pipeflow.planning.partition import Part, stage_parts
+from pipeflow.core.partition import Part, stage_parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pipeflow.analysis.processors import simulate_shared
 from pipeflow.analysis.simulate import simulate
 from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
@@ -18,7 +19,6 @@ from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.partition import Cut
 from pipeflow.planning.rates import Group, Rates, Seconds
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
+from pipeflow.core.partition import Part
 from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.cuts import cut_by_load
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.partition import Part
 from pipeflow.planning.physical import physical_costs
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import stage_costs

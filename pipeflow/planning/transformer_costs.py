@@ -16,9 +16,9 @@ from typing import NamedTuple, TypeVar
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import Cut, stage_parts
 from pipeflow.core.placement import Placement
 from pipeflow.planning.blocks import Part, Transformer
-from pipeflow.planning.partition import Cut, stage_parts
 from pipeflow.planning.setup import Setup
 
 T = TypeVar("T")

@@ -14,6 +14,7 @@ from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import Part
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
@@ -23,7 +24,6 @@ from pipeflow.planning.estimate import ALLOCATOR, state_bytes
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.meshes import Sizes, meshes, microbatch_sizes
-from pipeflow.planning.partition import Part
 from pipeflow.planning.peaks import RankPeaks, peaks
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.profiles import Profile, profile

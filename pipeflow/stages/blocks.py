@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from pipeflow.core.errors import UsageError
-from pipeflow.planning.partition import partition_balanced
+from pipeflow.core.partition import partition_balanced
 from pipeflow.stages.trace import Call, Trace
 
 Blocks = str | type[nn.Module] | Sequence[str] | None

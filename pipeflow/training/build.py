@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import Cut, Part, stage_parts
 from pipeflow.core.placement import Placement
 from pipeflow.parallel.context import context_if_launched
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.planning.layer_costs import LayerCosts
-from pipeflow.planning.partition import Cut, Part, stage_parts
 from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
 from pipeflow.tensor.division import whole_shape
 from pipeflow.training.layers import Layer, Layers, drawing_from, make_layer, named_layers

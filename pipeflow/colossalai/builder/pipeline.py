@@ -9,9 +9,9 @@ from torch import nn
 
 from pipeflow.colossalai.registry import LAYERS, MODELS
 from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import partition_balanced, partition_uniform
 from pipeflow.core.placement import Placement
 from pipeflow.parallel.context import context_if_launched
-from pipeflow.planning.partition import partition_balanced, partition_uniform
 from pipeflow.training.build import build_stages, cut_layers
 from pipeflow.training.layers import Layers, named_layers
 from pipeflow.training.logging import get_dist_logger

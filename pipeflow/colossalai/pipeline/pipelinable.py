@@ -14,9 +14,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from pipeflow.colossalai.pipeline.listed import SPLIT, Listed
 from pipeflow.colossalai.pipeline.model import PipelinableModel
 from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import Part, partition_balanced, partition_uniform
 from pipeflow.core.placement import Placement
 from pipeflow.parallel.context import context_if_launched
-from pipeflow.planning.partition import Part, partition_balanced, partition_uniform
 from pipeflow.training.build import build_stages
 
 __all__ = ["PipelinableContext", "PipelinableModel"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import partition_uniform
 from pipeflow.core.placement import Placement
 from pipeflow.megatron.core.dist_checkpointing import ShardedStateDict
 from pipeflow.megatron.core.parallel_state import (
@@ -24,7 +25,6 @@ from pipeflow.megatron.core.transformer.transformer_config import TransformerCon
 from pipeflow.models.gpt import GPTBlock, GPTStage
 from pipeflow.models.gpt_stages import begin, tie
 from pipeflow.parallel.context import Context
-from pipeflow.planning.partition import partition_uniform
 from pipeflow.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from pipeflow.core.errors import UsageError
-from pipeflow.planning.partition import partition_balanced, partition_uniform
+from pipeflow.core.partition import partition_balanced, partition_uniform
 
 
 @pytest.mark.parametrize(

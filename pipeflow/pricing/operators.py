@@ -1,4 +1,4 @@
-"""Counted: the operations, and the bytes that are moved and saved, of one forward of a module on fake tensors, which
+"""Operators: the operations, and the bytes that are moved and saved, of one forward of a module on fake tensors, which
 takes neither memory nor arithmetic. Must not contain: rates of devices, or stages.
 """
 

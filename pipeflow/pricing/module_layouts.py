@@ -18,8 +18,8 @@ from pipeflow.planning.layouts import ranking
 from pipeflow.planning.meshes import divisors
 from pipeflow.planning.setup import Checkpoint, Setup
 from pipeflow.planning.trials import ACTIONS, Family, families
+from pipeflow.pricing.module_plan import CountedModule, ModulePlan
 from pipeflow.stages.blocks import Blocks
-from pipeflow.stages.estimate import CountedModule, ModulePlan
 
 CHECKPOINTS: tuple[Checkpoint, ...] = ("none", "full")
 

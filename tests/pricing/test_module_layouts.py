@@ -10,7 +10,7 @@ import torch
 
 from pipeflow import Cluster, Setup, UsageError, find_module_layouts, make_schedule, plan_module
 from pipeflow.planning.layouts import TIE
-from tests.stages.test_counted import Decoder
+from tests.pricing.test_operators import Decoder
 
 CLUSTER = Cluster.of("a100-40gb")
 EXAMPLES = {size: (torch.zeros(size, 64, dtype=torch.long), None) for size in (1, 2)}

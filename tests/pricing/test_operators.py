@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeflow import GPT, PRECISIONS, Cluster, Setup, UsageError, make_schedule, plan, plan_module
 from pipeflow.planning.work import layer_work
-from pipeflow.stages.estimate import ModulePlan
+from pipeflow.pricing.module_plan import ModulePlan
 
 A100 = Cluster.of("a100-80gb")
 FLOAT32 = Setup(precision=PRECISIONS["float32"])

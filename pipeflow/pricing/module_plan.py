@@ -22,9 +22,9 @@ from pipeflow.planning.estimate import StepPlan
 from pipeflow.planning.physical import rates_of
 from pipeflow.planning.rates import Rates
 from pipeflow.planning.setup import Setup
+from pipeflow.pricing.operators import Counter
 from pipeflow.stages.blocks import Blocks, Cuts, labels_of
 from pipeflow.stages.copies import Fakes, copied
-from pipeflow.stages.counted import Counter
 from pipeflow.stages.entries import LABELS
 from pipeflow.stages.flow import Flow
 from pipeflow.stages.loss import all_counted
