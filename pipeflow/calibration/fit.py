@@ -42,6 +42,22 @@ def fitted(measured: Measured) -> Cluster:
     than their operations, and whole steps longer than their layers. Between nodes, a cluster has its usual network if
     only one node was measured.
     """
+    cluster = _of_operations(measured)
+    efficiency = dict(cluster.efficiency)
+    launch, forward, backward = layers_longer(measured, cluster)
+    for name in COMPUTED:
+        efficiency[name] /= forward
+    efficiency |= {"forward_launch": launch[0], "backward_launch": launch[1], "backward": backward / forward}
+    longer = steps_longer(measured, replace(cluster, efficiency=efficiency))
+    for name in COMPUTED:
+        efficiency[name] /= longer
+    for name in ("forward_launch", "backward_launch"):
+        efficiency[name] *= longer
+    return replace(cluster, efficiency=efficiency)
+
+
+def _of_operations(measured: Measured) -> Cluster:
+    """The cluster as its operations tell, measured one by one."""
     flops = {
         precision: max(each.product.flops / each.seconds for each in measured.products if each.precision == precision)
         for precision in dict.fromkeys(each.precision for each in measured.products)
@@ -74,26 +90,15 @@ def fitted(measured: Measured) -> Cluster:
         "gradients": gradients.bandwidth / best,
         "optimizer": stepping / bandwidth,
     }
-    network = _network(measured, efficiency)
-    cluster = Cluster(
+    return Cluster(
         Device(measured.device, flops, measured.memory_bytes, bandwidth, measured.runs_ahead),
         devices_per_node=measured.devices_per_node,
         link_bandwidth=best,
         link_latency=latency,
-        **network,
+        **_network(measured, efficiency),
         efficiency=efficiency,
         sharing=measured.sharing,
     )
-    launch, forward, backward = layers_longer(measured, cluster)
-    for name in COMPUTED:
-        efficiency[name] /= forward
-    efficiency |= {"forward_launch": launch[0], "backward_launch": launch[1], "backward": backward / forward}
-    longer = steps_longer(measured, replace(cluster, efficiency=efficiency))
-    for name in COMPUTED:
-        efficiency[name] /= longer
-    for name in ("forward_launch", "backward_launch"):
-        efficiency[name] *= longer
-    return replace(cluster, efficiency=efficiency)
 
 
 def steps_longer(measured: Measured, cluster: Cluster) -> float:

@@ -81,18 +81,7 @@ def parts_of(
     Raises UsageError for a module that cannot be cut, for an example batch that cannot be split, and if the ranks were
     given different modules, examples or cuts.
     """
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"from_module takes an nn.Module, got {type(module).__name__}")
-    compiled = next((name or "the module" for name, each in module.named_modules() if is_compiled(each)), None)
-    if compiled is not None:
-        raise UsageError(
-            f"{compiled} is compiled, but its copies in stages would not be: compile the stages with Pipeline.compile"
-        )
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise UsageError(
-            f"the module is wrapped in {type(module).__name__}: pass the module inside, model.module; a Pipeline "
-            "averages the gradients of its replicas itself"
-        )
+    _require_plain(module)
     placement, device = schedule.placement, context.device
     planner = Planner(
         module,
@@ -122,6 +111,21 @@ def parts_of(
     other = cache(partial(_other_size, batch, planner, module))
     weigh, is_certain = weigh_by(plan.trace.loss, entries.get(LABELS), batch.sizes[0], other)
     return Parts(chunks, sized, planner.entries.of, own_loss, weigh, knows_weights=is_certain)
+
+
+def _require_plain(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"from_module takes an nn.Module, got {type(module).__name__}")
+    compiled = next((name or "the module" for name, each in module.named_modules() if is_compiled(each)), None)
+    if compiled is not None:
+        raise UsageError(
+            f"{compiled} is compiled, but its copies in stages would not be: compile the stages with Pipeline.compile"
+        )
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UsageError(
+            f"the module is wrapped in {type(module).__name__}: pass the module inside, model.module; a Pipeline "
+            "averages the gradients of its replicas itself"
+        )
 
 
 def _other_size(batch: Batch, planner: Planner, module: nn.Module) -> tuple[Made | None, int]:

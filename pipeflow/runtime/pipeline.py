@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, Self
 from weakref import WeakSet
@@ -150,9 +150,6 @@ class Pipeline(nn.Module):
             self.criterion = criterion if has_loss and isinstance(criterion, nn.Module) else None
             place(self, context.device)
             modules = dict(zip(own, self.chunks, strict=True))
-            owners: dict[int, nn.Module] = dict(modules)  # of parameters, by the stage that computes their gradients
-            if self.criterion is not None:
-                owners[own[-1]] = nn.ModuleList([modules[own[-1]], self.criterion])
             promise = promised(tensor_shape, tensor_dtype)
             ways = routed(self.chunks, routes, schedule, promise)
             taken_here = names_taken(modules, ways)
@@ -160,7 +157,7 @@ class Pipeline(nn.Module):
             everyone: list[Any] = all_gather_object(context.world, mine)
             with told_alike(context.world):
                 taken = compare(everyone)
-            self.gradients = Gradients(self, owners, schedule.placement, context, gradient_dtype)
+            self.gradients = Gradients(self, self._owners(modules), schedule.placement, context, gradient_dtype)
             watched = None if overlap is None else context.device
             prepared = {stage: Stage(stage, module, watched, ways) for stage, module in modules.items()}
             programs = Programs(schedule.placement, context, prepared, self.gradients, promise, overlap, cost, ways)
@@ -170,10 +167,20 @@ class Pipeline(nn.Module):
             )
             self.alarm.holders.add(self.runner)
             watch(self)
-            if any(action.kind is Kind.W for action in schedule.actions(context.pipeline_rank)):
-                for stage, deferral in self.deferrals.items():
-                    if deferral.remaining:
-                        LOG.info("stage %d: %s", stage, deferral)
+            self._log_deferrals()
+
+    def _owners(self, modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
+        """The owners of parameters, by the stage that computes their gradients."""
+        if self.criterion is None:
+            return dict(modules)
+        last = max(modules)
+        return {**modules, last: nn.ModuleList([modules[last], self.criterion])}
+
+    def _log_deferrals(self) -> None:
+        if any(action.kind is Kind.W for action in self.schedule.actions(self.context.pipeline_rank)):
+            for stage, deferral in self.deferrals.items():
+                if deferral.remaining:
+                    LOG.info("stage %d: %s", stage, deferral)
 
     @classmethod
     def from_module(

@@ -17,7 +17,7 @@ from pipeflow.parallel.context import Context
 from pipeflow.runtime.autocast import outside, region_of
 from pipeflow.runtime.call import Call
 from pipeflow.runtime.gradients.step_end import Gradients
-from pipeflow.runtime.loss import Told, agree, share_of
+from pipeflow.runtime.loss import Agreed, Told, agree, share_of
 from pipeflow.runtime.microbatch import Batch, as_pair, next_batch
 from pipeflow.runtime.outputs import merged
 from pipeflow.runtime.pace import Pace
@@ -175,41 +175,43 @@ class Runner:
             measured = Trace(compiled.operations, self.transport) if call.trace else None
             self._run(runnable, compiled.operations if measured is None else measured.operations, batch)
         self._pace.step()
+        # merging may fail, so it must come before the agreement
+        outputs = merged(results, self.transport, self._last_ranks, self._last_stage)
+        agreed = self._agree(call, runnable, batch)
+        timeline = None if measured is None else measured.timeline(call.schedule, self.gradients.writing)
+        losses = results.computed()
+        self._unload(compiled)
+        if call.training and agreed.loss is not None:
+            agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
+        return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
+
+    def _agree(self, call: Call, runnable: Runnable, batch: Batch) -> Agreed:
+        """The agreement of all ranks at the end of a step, after which gradients and buffers are as all ranks need."""
+        gradients = self.gradients
         told = Told(
             call.number,
             runnable.digest,
             sum(batch.sizes),
             batch.digest(),
-            change=self.gradients.change,
+            change=gradients.change,
             gradient_scale=call.gradient_scale,
-            buffers=call.training and self.gradients.buffers.are_changed,
+            buffers=call.training and gradients.buffers.are_changed,
         )
-        # merging may fail, so it must come before the agreement
-        outputs = merged(results, self.transport, self._last_ranks, self._last_stage)
         agreed = agree(
             told,
-            results,
+            runnable.compiled.results,
             self.context,
             self._last_ranks,
             microbatches=call.schedule.num_microbatches,
             everywhere=call.broadcast_loss,
         )
         if agreed.buffers:
-            self.gradients.buffers.share()
+            gradients.buffers.share()
         if agreed.change:
-            self.gradients.renew(agreed.change, reduce=call.reduce)
+            gradients.renew(agreed.change, reduce=call.reduce)
             for stage in self.stages.values():
                 stage.defer()
-        timeline = (
-            None
-            if measured is None
-            else measured.timeline(call.schedule.name, call.schedule.placement, self.gradients.writing)
-        )
-        losses = results.computed()
-        self._unload(compiled)
-        if call.training and agreed.loss is not None:
-            agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
-        return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
+        return agreed
 
     def _start(self, data_iter: Iterator[object], call: Call) -> tuple[Batch, Runnable]:
         schedule = call.schedule

@@ -16,7 +16,7 @@ import torch
 
 from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import DATAFLOW, Stream
-from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
@@ -104,7 +104,7 @@ class Trace:
             else None
         )
 
-    def timeline(self, name: str, placement: Placement, writing: Callable[[int], float]) -> Timeline:
+    def timeline(self, schedule: Schedule, writing: Callable[[int], float]) -> Timeline:
         """The spans of every rank in seconds since rank 0 started the step; the same on every rank. `writing` gives
         the seconds in which the sums of a stage were written into its gradients at the end of the step: the reduction
         lasts so much longer, since nobody can use its result before.
@@ -124,7 +124,7 @@ class Trace:
         first_host, first_zero, _ = everyone[0]
         shifts = [zero - first_zero if of == first_host else 0.0 for of, zero, _ in everyone]
         rows = [_shifted(spans, shift) for (_, _, spans), shift in zip(everyone, shifts, strict=True)]
-        return Timeline(name, placement, tuple(rows))
+        return Timeline(schedule.name, schedule.placement, tuple(rows))
 
     def _spans_beside(self, timed: list[TimedBeside], writing: Callable[[int], float]) -> list[Span]:
         spans: list[Span] = []
