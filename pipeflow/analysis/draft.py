@@ -62,9 +62,8 @@ def draft(schedule: Schedule, cost: CostModel) -> Draft:
         (*row, *_behind(schedule.rows[rank][stuck[rank].position :], rank, end, cost)) if rank in stuck else row
         for rank, row in enumerate(rows)
     )
-    memory = cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes
     places = tuple(tuple(_places(*each)) for each in zip(rows, schedule.rows, strict=True))
-    return Draft(Timeline(schedule.name, schedule.placement, rows, *memory), places, tuple(stuck.values()))
+    return Draft(Timeline.of(schedule, rows, cost), places, tuple(stuck.values()))
 
 
 def _own(schedule: Schedule, rank: int) -> Iterator[Entry]:

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from pipeflow.analysis.causes import pauses, waits
 from pipeflow.core.action import Kind
-from pipeflow.core.cost import CostModel
+from pipeflow.core.cost import TIMES, CostModel
 from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.timeline import Timeline
 
@@ -38,7 +38,7 @@ def measured_costs(timeline: Timeline) -> CostModel:
         return both * part, both * (1 - part)
 
     stages = range(timeline.placement.num_stages)
-    further = [kind for kind in Kind if not DATAFLOW[kind].takes and any(kind is ran for ran, _ in times)]
+    further = {kind for kind, _ in times if not DATAFLOW[kind].takes} - set(TIMES.values())
     backward_input, backward_weight = zip(*map(halves, stages), strict=True)
     reduces = any(kind is Kind.R for kind, _ in times)
     return CostModel(
@@ -47,5 +47,5 @@ def measured_costs(timeline: Timeline) -> CostModel:
         backward_weight=backward_weight,
         latency=latency,
         reduce=tuple(min(times.get((Kind.R, stage), [0.0])) for stage in stages) if reduces else (),
-        times={kind: tuple(mean(kind, stage) for stage in stages) for kind in further},
+        times={kind: tuple(mean(kind, stage) for stage in stages) for kind in sorted(further)},
     )

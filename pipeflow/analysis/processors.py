@@ -78,8 +78,7 @@ class _Run:
                 self._had = max(self._had, self._running[0].end)
                 self._end(heappop(self._running))
         rows = (sorted(row, key=attrgetter("start")) for row in self._spans)
-        memory = self._cost.saved_bytes, self._cost.deferred_bytes, self._cost.kept_bytes
-        return Timeline(self._schedule.name, self._schedule.placement, tuple(map(tuple, rows)), *memory)
+        return Timeline.of(self._schedule, tuple(map(tuple, rows)), self._cost)
 
     def _pass(self, now: float, share: float) -> None:
         self._had += (now - self._now) * share

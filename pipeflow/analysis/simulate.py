@@ -46,15 +46,13 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     require_costs(schedule, cost)
     rows, order = run(schedule, cost)
     require_end(schedule, order)
-    memory = cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes
-    return Timeline(schedule.name, schedule.placement, rows, *memory)
+    return Timeline.of(schedule, rows, cost)
 
 
 def run(schedule: Schedule, cost: CostModel) -> tuple[tuple[Row, ...], Order]:
     """Per rank its spans in the order of their starts, as far as `schedule` runs; and its order, which says where ranks
     are stuck. Raises ScheduleError as `Order` does.
     """
-    durations = {(kind, stage): cost.duration(kind, stage) for kind in Kind for stage in range(len(cost.forward))}
     order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
     moved = [each for end in order.ends for each in transfers(schedule, cost, end)]
     delays, holding = [each.latency for each in moved], [each if each.held else None for each in moved]
@@ -75,13 +73,13 @@ def run(schedule: Schedule, cost: CostModel) -> tuple[tuple[Row, ...], Order]:
             (action,) = actions
             stream = _BESIDE.get(action.kind)
             if stream is None:
-                end = free[rank] = start + durations[action.kind, action.stage]
+                end = free[rank] = start + cost.durations[action.kind][action.stage]
             elif DATAFLOW[action.kind].joint:
                 reached.append(_Reached(start, rank, action))
                 continue
             else:
                 start = max(start, beside[rank, stream])
-                end = beside[rank, stream] = start + durations[action.kind, action.stage]
+                end = beside[rank, stream] = start + cost.durations[action.kind][action.stage]
             spans[rank].append(Span(action, rank, start, end))
         else:
             pair = paired(actions[0], actions[1], rank, start, cost)

@@ -84,7 +84,7 @@ def cost_model(text: str) -> CostModel:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"this is not JSON: {error}") from None
-    known = [field.name for field in fields(CostModel)]
+    known = [field.name for field in fields(CostModel) if field.init]
     if not isinstance(given, dict):
         raise UsageError(f"costs must be an object with some of {', '.join(known)}")
     if unknown := [name for name in given if name not in known]:

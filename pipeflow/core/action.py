@@ -25,6 +25,8 @@ class Kind(StrEnum):
     W = "W"  # weight-gradient half
     R = "R"  # reduction of a stage's weight gradients; its microbatch is the last one it waits for
 
+    __hash__ = str.__hash__  # that of an Enum is computed in Python, and kinds are keys wherever schedules are followed
+
 
 _ACTION = re.compile(rf"(\d{{1,9}})([{''.join(Kind)}])(\d{{1,9}})", re.ASCII)
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B", re.ASCII)

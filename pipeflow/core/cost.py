@@ -10,11 +10,14 @@ from typing import NamedTuple
 from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import DATAFLOW, Content
 from pipeflow.core.errors import UsageError
+from pipeflow.core.liveness import sizes_of
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Route, routes_among
 
 LARGEST = 1e100  # largest cost: the sum over any number of actions stays finite
 SMALLEST = 1e-100  # smallest cost that is not 0: the quotient of two costs stays finite
+TIMES = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W, "reduce": Kind.R}
+"""The arguments of `CostModel` that are times, and the kind of action that takes each."""
 
 
 class Link(NamedTuple):
@@ -56,6 +59,8 @@ class CostModel:
         times: for kinds of action without an argument here, the time per stage.
         kept_bytes: for contents without an argument here, the bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that pass on it.
+        durations: per kind of action, the time per stage. All of the times above, with 0 for those that are not given.
+        sizes: per content that has a size, the bytes kept per stage. All of the kept bytes above.
 
     Raises UsageError for tuples of different lengths, for pairs of stages that cannot be routes, and for numbers that
     are negative, not finite, or outside `SMALLEST` to `LARGEST`.
@@ -75,6 +80,8 @@ class CostModel:
     times: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict, hash=False)
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
     route_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
+    durations: Mapping[Kind, tuple[float, ...]] = field(init=False, repr=False, compare=False)
+    sizes: Mapping[Content, tuple[float, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -92,6 +99,17 @@ class CostModel:
                 raise UsageError(f"bandwidth must be positive, at least {SMALLEST:g}, got {link.bandwidth}")
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is a share of the shorter half, from 0 to 1, got {self.overlap}")
+        object.__setattr__(self, "durations", self._durations())
+        object.__setattr__(self, "sizes", sizes_of(self.saved_bytes, self.deferred_bytes, self.kept_bytes))
+
+    def _durations(self) -> dict[Kind, tuple[float, ...]]:
+        times = {**self.times, **{kind: getattr(self, name) for name, kind in TIMES.items()}}
+        parts = {kind: [times.get(part) for part in flow.takes or (kind,)] for kind, flow in DATAFLOW.items()}
+        given = {kind: [numbers for numbers in lists if numbers] for kind, lists in parts.items()}
+        stages = range(len(self.forward))
+        return {
+            kind: tuple(sum((part[stage] for part in parts), 0.0) for stage in stages) for kind, parts in given.items()
+        }
 
     def _per_stage(self) -> Iterator[tuple[str, tuple[float, ...]]]:
         """The names and values of all fields that have one number per stage."""
@@ -153,8 +171,7 @@ class CostModel:
         """The time of an action of a `kind` on `stage`. Raises UsageError for a stage without a cost."""
         if stage >= len(self.forward):
             raise UsageError(f"the cost model has {len(self.forward)} stages; stage {stage} has no cost")
-        parts: list[tuple[float, ...]] = [getattr(self, name) for name in DATAFLOW[kind].takes]
-        return sum((part[stage] for part in parts or [self.times.get(kind, ())] if part), 0.0)
+        return self.durations[kind][stage]
 
     def pair(self, forward: int, backward: Kind, stage: int) -> float:
         """The time of a pair: a forward on stage `forward`, overlapped with a `backward` (B or I) on `stage`."""

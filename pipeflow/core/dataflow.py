@@ -81,7 +81,7 @@ class Flow(NamedTuple):
     Attributes:
         name: name of the kind of action, for people.
         needs, makes: values that it uses and makes, as (content, offset from its own stage).
-        takes: the fields of `CostModel` whose times it takes together. Empty: its time is in `CostModel.times`.
+        takes: the kinds of action whose times it takes together. Empty: it has a time of its own.
         stream: the stream it runs on. Only computations need or make values that pass between ranks.
         joint: whether all ranks that hold the stage run it at the same time, once for all microbatches. It makes no
             values then.
@@ -92,7 +92,7 @@ class Flow(NamedTuple):
     name: str
     needs: Ends
     makes: Ends
-    takes: tuple[str, ...] = ()
+    takes: tuple[Kind, ...] = ()
     stream: Stream = Stream.COMPUTE
     joint: bool = False
     in_place: bool = False
@@ -103,32 +103,28 @@ DATAFLOW: dict[Kind, Flow] = {
         "forward",
         needs=((Content.ACTIVATION, -1),),
         makes=((Content.ACTIVATION, 0), (Content.SAVED, 0)),
-        takes=("forward",),
     ),
     Kind.B: Flow(
         "backward",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
         makes=((Content.GRADIENT, 0), (Content.WEIGHT_GRADIENT, 0)),
-        takes=("backward_input", "backward_weight"),
+        takes=(Kind.I, Kind.W),
     ),
     Kind.I: Flow(
         "input gradient",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
         makes=((Content.GRADIENT, 0), (Content.DEFERRED, 0)),
-        takes=("backward_input",),
         in_place=True,
     ),
     Kind.W: Flow(
         "weight gradient",
         needs=((Content.DEFERRED, 0),),
         makes=((Content.WEIGHT_GRADIENT, 0),),
-        takes=("backward_weight",),
     ),
     Kind.R: Flow(
         "gradient reduction",
         needs=((Content.WEIGHT_GRADIENT, 0),),
         makes=(),
-        takes=("reduce",),
         stream=Stream.REDUCE,
         joint=True,
     ),

@@ -43,6 +43,14 @@ ACTIVATIONS = {kind: change.net(Content.SAVED) for kind, change in CHANGES.items
 """Per kind of action, by how much it changes the number of activations that a rank keeps."""
 
 
+def sizes_of(
+    saved: tuple[float, ...], deferred: tuple[float, ...], further: Mapping[Content, tuple[float, ...]]
+) -> dict[Content, tuple[float, ...]]:
+    """Per content, the bytes per stage: of those that have any."""
+    given = {Content.SAVED: saved, Content.DEFERRED: deferred, **further}
+    return {content: sizes for content, sizes in given.items() if sizes}
+
+
 def kept(row: Row, sizes: Mapping[Content, Sequence[float]]) -> Curve:
     """The amount that a rank keeps while it runs `row`. `sizes` has the amount per content and stage. Values that no
     action of the row uses, such as activations without backwards, are kept only while the action that makes them runs.

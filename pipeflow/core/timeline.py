@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import DATAFLOW, Content, Stream
 from pipeflow.core.errors import UsageError
-from pipeflow.core.liveness import Curve, kept
+from pipeflow.core.liveness import Curve, kept, sizes_of
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Row, Span
 from pipeflow.core.text import number
 
@@ -40,6 +42,11 @@ class Timeline(Shown):
     saved_bytes: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of(cls, schedule: Schedule, rows: tuple[Row, ...], cost: CostModel) -> Timeline:
+        """The timeline of `schedule` with these spans, which keeps the bytes of `cost`."""
+        return cls(schedule.name, schedule.placement, rows, cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes)
 
     def __repr__(self) -> str:
         sizes = f"{len(self.rows)} ranks, {sum(map(len, self.rows))} spans, makespan {number(self.makespan)}"
@@ -140,16 +147,14 @@ class Timeline(Shown):
 
     @cached_property
     def _bytes(self) -> tuple[Curve, ...]:
-        known = {Content.SAVED: self.saved_bytes, Content.DEFERRED: self.deferred_bytes, **self.kept_bytes}
-        sizes = {content: sizes for content, sizes in known.items() if sizes}
+        sizes = sizes_of(self.saved_bytes, self.deferred_bytes, self.kept_bytes)
         return tuple(kept(row, sizes) for row in self.rows)
 
     def to_json(self) -> str:
         """The timeline as JSON. `Timeline.from_json` reads it back."""
         from pipeflow.core.timeline_json import Fields, to_json  # loads json only when needed
 
-        memory = self.saved_bytes, self.deferred_bytes, self.kept_bytes
-        return to_json(Fields(self.name, self.placement, self.rows, *memory))
+        return to_json(Fields(**{name: getattr(self, name) for name in Fields._fields}))
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:

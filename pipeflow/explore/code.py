@@ -92,7 +92,7 @@ def _even(state: State) -> Iterator[str]:
 
 def _per_stage(cost: CostModel) -> Iterator[str]:
     """The arguments that make a cost model."""
-    for number, field in enumerate(fields_of(cost)):
+    for number, field in enumerate(each for each in fields_of(cost) if each.init):
         value = getattr(cost, field.name)
         if number < 3 or (value and value != field.default):
             yield f"{field.name}={_written(value)}"

@@ -24,7 +24,7 @@ from pipeflow.core.timeline import Timeline
 Objective = Literal["makespan", "span"]
 HALVES = (Kind.F, Kind.I, Kind.W)
 PARTS = {  # what a kind of action is made of; nothing, if it holds up no rank
-    kind: [half for half, part in enumerate(HALVES) if set(DATAFLOW[part].takes) <= set(flow.takes)]
+    kind: [half for half, part in enumerate(HALVES) if part in (flow.takes or (kind,))]
     for kind, flow in DATAFLOW.items()
 }
 ROUNDING = 1e-9  # by which a cap of, say, 2/3 of a share of 3 chunks may miss a whole number
@@ -126,12 +126,11 @@ def _memory(placement: Placement, cost: CostModel, memory_cap: MemoryCap | None,
         return _within("memory_cap", memory_cap, placement, sizes, placement.chunks_per_rank)
     if memory_cap is not None:
         raise UsageError("memory_cap counts activations and bytes_cap bytes: give one of them")
-    if not cost.saved_bytes:
+    if Content.SAVED not in cost.sizes:
         raise UsageError(
             "bytes_cap needs costs with saved_bytes, and deferred_bytes if weight-gradient halves hold any"
         )
-    known = {Content.SAVED: cost.saved_bytes, Content.DEFERRED: cost.deferred_bytes, **cost.kept_bytes}
-    return _within("bytes_cap", bytes_cap, placement, {what: sizes for what, sizes in known.items() if sizes}, None)
+    return _within("bytes_cap", bytes_cap, placement, cost.sizes, None)
 
 
 def _within(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import inf
 
+from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.placement import Placement
 
@@ -20,8 +21,8 @@ def least_makespan(cost: CostModel, placement: Placement, microbatches: int, *, 
     may be a weight-gradient half, which nobody waits for. A reduction follows the last weight gradient of its stage.
     With whole backwards and free transfers this is the makespan of 1F1B, interleaved 1F1B and GPipe with equal stages.
     """
-    backward = [sum(halves) for halves in zip(cost.backward_input, cost.backward_weight, strict=True)]
-    gradient = cost.backward_input if split else backward  # what a stage before waits for
+    forward, backward = cost.durations[Kind.F], cost.durations[Kind.B]
+    gradient = cost.durations[Kind.I] if split else backward  # what a stage before waits for
     work = [0.0] * placement.num_ranks
     start, end = [inf] * placement.num_ranks, [inf] * placement.num_ranks
     through = 0.0
@@ -29,14 +30,13 @@ def least_makespan(cost: CostModel, placement: Placement, microbatches: int, *, 
         links = [(stage, one, other) for stage, (one, other) in enumerate(pairwise(path))]
         down = [0.0 if one == other else cost.transfer(stage, one, other) for stage, one, other in links]
         up = [0.0 if one == other else cost.transfer(stage, other, one) for stage, one, other in links]
-        first, after = _before(cost.forward, down), _before(gradient, up)
+        first, after = _before(forward, down), _before(gradient, up)
         many = len(range(number, microbatches, len(placement.paths)))
         for stage, rank in enumerate(path):
-            work[rank] += many * (cost.forward[stage] + backward[stage])
+            work[rank] += many * (forward[stage] + backward[stage])
             start[rank] = min(start[rank], first[stage])
-            reduction = cost.reduce[stage] if cost.reduce else 0.0
-            end[rank] = min(end[rank], max(0.0 if split else after[stage], reduction))
-        alone = first[-1] + cost.forward[-1] + gradient[-1] + after[-1] + (cost.backward_weight[0] if split else 0.0)
+            end[rank] = min(end[rank], max(0.0 if split else after[stage], cost.durations[Kind.R][stage]))
+        alone = first[-1] + forward[-1] + gradient[-1] + after[-1] + (cost.durations[Kind.W][0] if split else 0.0)
         through = max(through, alone)
     return max(through, *map(sum, zip(start, work, end, strict=True)))
 

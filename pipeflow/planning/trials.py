@@ -137,7 +137,7 @@ class Trial:
         return self._peak_bytes(self.cell.microbatches)
 
     def _peak_bytes(self, microbatches: int) -> float:
-        sizes = _sizes(self.physical.cost)
+        sizes = self.physical.cost.sizes
         return self._fullest(each.bytes(sizes) for each in self.family.peaks(microbatches))
 
     def _fullest(self, kept: Iterable[float]) -> float:
@@ -254,7 +254,7 @@ def _of_one(cost: CostModel, placement: Placement) -> list[float]:
     """Per rank, the bytes that one microbatch takes: each rank keeps as much before its first backward."""
     kept = [0.0] * placement.num_ranks
     for stage, rank in enumerate(placement.paths[0]):
-        kept[rank] += (1 + ALLOCATOR) * cost.saved_bytes[stage]
+        kept[rank] += (1 + ALLOCATOR) * cost.sizes[Content.SAVED][stage]
     return kept
 
 
@@ -271,8 +271,3 @@ def _of_one_replica(setup: Setup) -> Setup:
 def least_seconds(wanted: Wanted, cell: Cell) -> float:
     """No step of any layout of the cell is shorter: its ranks have this much to compute on average."""
     return _profile(wanted, _of_one_replica(cell.setup)).time * cell.microbatches / cell.pipeline
-
-
-def _sizes(cost: CostModel) -> dict[Content, tuple[float, ...]]:
-    known = {Content.SAVED: cost.saved_bytes, Content.DEFERRED: cost.deferred_bytes, **cost.kept_bytes}
-    return {content: sizes for content, sizes in known.items() if sizes}
