@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import final
 
-from pipeflow.analysis.order import Stuck
-from pipeflow.analysis.simulate import paired, require_costs, run
+from pipeflow.analysis.loop import loop, unlimited
+from pipeflow.analysis.order import Stuck, Turn
+from pipeflow.analysis.simulate import require_costs, run
 from pipeflow.core.action import Action, Entry, actions_of
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.span import Row, Span
+from pipeflow.core.span import Row
 from pipeflow.core.timeline import Timeline
 
 
@@ -58,10 +57,8 @@ def draft(schedule: Schedule, cost: CostModel) -> Draft:
     }
     stuck = dict(sorted((foreign | waiting).items()))
     end = max((span.end for row in rows for span in row), default=0.0)
-    rows = tuple(
-        (*row, *_behind(schedule.rows[rank][stuck[rank].position :], rank, end, cost)) if rank in stuck else row
-        for rank, row in enumerate(rows)
-    )
+    behind = _behind(schedule, {each.rank: each.position for each in stuck.values()}, end, cost)
+    rows = tuple((*row, *more) for row, more in zip(rows, behind, strict=True))
     places = tuple(tuple(_places(*each)) for each in zip(rows, schedule.rows, strict=True))
     return Draft(Timeline.of(schedule, rows, cost), places, tuple(stuck.values()))
 
@@ -78,25 +75,19 @@ def _own(schedule: Schedule, rank: int) -> Iterator[Entry]:
         yield entry
 
 
-def _behind(entries: Sequence[Entry], rank: int, time: float, cost: CostModel) -> list[Span]:
-    """The spans of entries from `time` on, each as soon as its stream is free."""
-    last = len(cost.forward) - 1
-    spans: list[Span] = []
-    free: defaultdict[Stream, float] = defaultdict(lambda: time)
-    for entry in entries:
-        # an action of a stage that does not exist takes the time of the last stage
-        known = [Action(each.kind, min(each.stage, last), each.microbatch) for each in actions_of(entry)]
-        if len(known) > 1:
-            one, other = paired(known[0], known[1], rank, free[Stream.COMPUTE], cost)
-            first, second = actions_of(entry)
-            spans += replace(one, action=first, partner=second), replace(other, action=second, partner=first)
-            free[Stream.COMPUTE] = other.end
-            continue
-        stream = DATAFLOW[known[0].kind].stream
-        start = max(free[stream], free[Stream.COMPUTE])
-        free[stream] = start + cost.duration(known[0].kind, known[0].stage)
-        spans.append(Span(actions_of(entry)[0], rank, start, free[stream]))
-    return sorted(spans, key=attrgetter("start"))
+def _behind(schedule: Schedule, positions: Mapping[int, int], time: float, cost: CostModel) -> tuple[Row, ...]:
+    """Per rank the spans of its entries from its position on: they begin at `time`, wait for no values and for no other
+    ranks. An action of a stage that does not exist takes the time of the last stage.
+    """
+    turns = [
+        Turn(rank, actions_of(entry), [], [])
+        for rank, position in positions.items()
+        for entry in schedule.rows[rank][position:]
+    ]
+    stages, last = {action.stage for turn in turns for action in turn.actions}, len(cost.forward) - 1
+    durations = {kind: {stage: times[min(stage, last)] for stage in stages} for kind, times in cost.durations.items()}
+    clock = unlimited(turns, [], durations, cost.overlap, joint=False, begin=time)
+    return loop(clock, [], [], len(schedule.rows))
 
 
 def _places(spans: Row, row: tuple[Entry, ...]) -> Iterator[int]:

@@ -52,8 +52,9 @@ class Order:
         self.ends: list[End] = list(dict.fromkeys(end for flow in table.values() for end in flow.makes))
         self._many = schedule.num_microbatches
         first = {end: index * self._many for index, end in enumerate(self.ends)}
-        self._needs = {key: [first[end] for end in flow.needs] for key, flow in table.items()}
-        self._makes = {key: [first[end] for end in flow.makes] for key, flow in table.items()}
+        self._numbers = {
+            key: ([first[end] for end in flow.needs], [first[end] for end in flow.makes]) for key, flow in table.items()
+        }
         self._rows = schedule.rows
         self._paths = schedule.placement.paths
         self._positions = [0] * len(self._rows)
@@ -97,14 +98,15 @@ class Order:
         return self._numbered(rank, entry)
 
     def _numbered(self, rank: int, action: Action) -> Turn:
-        key, microbatch = (action.kind, action.stage), action.microbatch
-        if key not in self._needs or microbatch >= self._many:
+        stage, microbatch = action.stage, action.microbatch
+        numbers = self._numbers.get((action.kind, stage))
+        if numbers is None or microbatch >= self._many:
             raise ScheduleError(f"rank {rank}: there is no {action} in this schedule; see verify()")
-        holder = self._paths[microbatch % len(self._paths)][action.stage]
+        holder = self._paths[microbatch % len(self._paths)][stage]
         if holder != rank:
             raise ScheduleError(f"rank {rank}: {action} belongs on rank {holder}, which holds its stage; see verify()")
-        needs = [first + microbatch for first in self._needs[key]]
-        return Turn(rank, (action,), needs, [first + microbatch for first in self._makes[key]])
+        needs, makes = numbers
+        return Turn(rank, (action,), [first + microbatch for first in needs], [first + microbatch for first in makes])
 
     @property
     def stuck(self) -> list[tuple[int, int]]:
