@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any, final
 
 from pipeflow.cli.files import read
-from pipeflow.cli.options import EVEN_COSTS, flag
+from pipeflow.cli.options import flag
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
+from pipeflow.core.even_costs import EVEN_COSTS, even_model
 from pipeflow.core.placement import Placement
 
 NUMBERS = ("latency", "bandwidth", "overlap")
@@ -25,7 +26,7 @@ class Costs:
     """The given costs.
 
     Attributes:
-        even: even costs, by the names of the arguments of `CostModel.even`.
+        even: even costs, by their names in `EVEN_COSTS`.
         file: path of a JSON file with per-stage costs.
         measured: measured costs, used if none are given.
     """
@@ -60,7 +61,7 @@ class Costs:
                 raise UsageError(f"{fits}: give costs, as in --forward 1")
             return self.measured
         if self.file is None:
-            return CostModel.even(placement, **self.even)
+            return even_model(placement, self.even)
         model = self._read(self.file)
         if len(model.forward) != placement.num_stages:
             message = f"costs are per stage: the file has {len(model.forward)}, not {placement.num_stages}"

@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def fields(arguments: argparse.Namespace) -> dict[str, str]:
     """The fields of the link that opens. Raises UsageError for what a link cannot have."""
-    from pipeflow.explore.state import EVEN, State
+    from pipeflow.explore.fields import EVEN
+    from pipeflow.explore.state import State
 
     for name in arguments.schedules:
         if name.endswith((".csv", ".json")):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeflow.core.cost import LARGEST, SMALLEST
 from pipeflow.core.errors import UsageError
+from pipeflow.core.even_costs import EVEN_COSTS
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.options import Option, family_options
 
@@ -19,16 +20,6 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
 
 PLACEMENTS = ("linear", "looped", "vee", "bidirectional")
-EVEN_COSTS = {  # help for the arguments of CostModel.even
-    "forward": "time of a forward (default: 1)",
-    "backward_input": "time of a backward's input-gradient half (default: 1)",
-    "backward_weight": "time of a backward's weight-gradient half (default: 1)",
-    "transfer": "time of a transfer between two ranks (default: 0)",
-    "overlap": "share of a pair's shorter half that is hidden, from 0 to 1 (default: 0)",
-    "saved_bytes": "bytes that a forward keeps for its backward",
-    "deferred_bytes": "bytes of those that the weight-gradient half still needs",
-    "reduce": "time to reduce a rank's weight gradients over the replicas (default: no reductions)",
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -126,9 +117,10 @@ def cost_options() -> Parser:
 
 def _add_even_costs(parser: Parser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("costs", "time per microbatch for all layers of one rank, in any unit")
-    for option, meaning in EVEN_COSTS.items():
-        metavar = "BYTES" if option.endswith("bytes") else "T"
-        group.add_argument(flag(option), type=_cost, metavar=metavar, help=meaning)
+    for option, cost in EVEN_COSTS.items():
+        metavar = "BYTES" if cost.unit == "bytes" else "T"
+        help_ = f"{cost.meaning} (default: {cost.absent or cost.default})"
+        group.add_argument(flag(option), type=_cost, metavar=metavar, help=help_)
     return group
 
 

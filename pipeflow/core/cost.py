@@ -18,6 +18,8 @@ LARGEST = 1e100  # largest cost: the sum over any number of actions stays finite
 SMALLEST = 1e-100  # smallest cost that is not 0: the quotient of two costs stays finite
 TIMES = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W, "reduce": Kind.R}
 """The arguments of `CostModel` that are times, and the kind of action that takes each."""
+BYTES = {"saved_bytes": Content.SAVED, "deferred_bytes": Content.DEFERRED}
+"""Those that are bytes that a rank keeps, and the content that has each."""
 
 
 class Link(NamedTuple):

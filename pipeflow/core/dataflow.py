@@ -23,6 +23,8 @@ class Content(StrEnum):
     DEFERRED = "deferred"  # what an input-gradient half keeps for its weight-gradient half
     WEIGHT_GRADIENT = "weight gradient"  # a microbatch's part of its stage's weight gradients, for a reduction
 
+    __hash__ = str.__hash__  # as that of `Kind`
+
 
 VALUE = "{content} of stage {stage}, microbatch {microbatch}"
 

@@ -9,14 +9,17 @@ from contextlib import suppress
 from dataclasses import fields as fields_of
 from typing import Any
 
+from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel, Link
+from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
+from pipeflow.core.even_costs import EVEN_COSTS
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.explore.fields import CUSTOM, FIELDS
+from pipeflow.explore.fields import CUSTOM, EVEN, FIELDS
 from pipeflow.explore.made import schedule
 from pipeflow.explore.names import file_of, split
-from pipeflow.explore.state import EVEN, State
+from pipeflow.explore.state import State
 from pipeflow.schedules.registry import is_searched
 
 
@@ -28,7 +31,7 @@ def python(state: State, name: str) -> str:
         raise UsageError("there is no code for a measured timeline: save its times")
     made = schedule(state, name)
     searched = is_searched(split(name)[0])  # its costs come first
-    if searched or _by_stage(state):
+    if searched or _by_stage(state) or any(EVEN_COSTS[cost].of for _, cost in _given(state)):
         cost = _call("pipeflow.CostModel", [*_per_stage(state.cost_model(made.placement))])
     else:
         cost = _call("pipeflow.CostModel.even", ["schedule.placement", *_even(state)])
@@ -79,7 +82,7 @@ def _by_stage(state: State) -> bool:
 
 
 def _given(state: State) -> Iterator[tuple[str, str]]:
-    """The costs that differ from their defaults: their fields, and the arguments of `CostModel.even`."""
+    """The costs that differ from their defaults: their fields, and their names in `EVEN_COSTS`."""
     for field, argument in EVEN.items():
         if state.costs[field] != float(FIELDS[field].default):
             yield field, argument
@@ -111,6 +114,8 @@ def _written(value: object) -> str:
             return f"({', '.join(map(_written, value))}{',' * (len(value) == 1)})"
         case Mapping():
             return f"{{{', '.join(f'{_written(key)}: {_written(each)}' for key, each in value.items())}}}"
+        case Kind() | Content():
+            return repr(str(value))
         case float() if math.isinf(value):
             return 'float("inf")'
     return repr(value)

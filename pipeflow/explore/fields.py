@@ -4,9 +4,10 @@ from this table, and `State` reads a link with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
+from pipeflow.core.even_costs import EVEN_COSTS, EvenCost
 from pipeflow.core.placement import Placement
 from pipeflow.draw.page.palettes import MODES
 from pipeflow.planning.catalog import MODELS
@@ -52,12 +53,27 @@ class Field(NamedTuple):
     shown: bool = False
 
 
+EVEN = {"latency" if cost == "transfer" else cost: cost for cost in EVEN_COSTS}
+"""The fields that are costs of stages that are all equal, and the names of these costs."""
+
 RANGES = {  # of the sliders of options: least, most, step
     "chunks": (1, 8, 1),
     "extra_warmup": (0, 16, 1),
     "group": (1, 32, 1),
     "memory_cap": (0.5, 16, 0.5),
     "waves": (1, 4, 1),
+}
+MOST = {"latency": 2, "overlap": 1, "reduce": 8}  # of the sliders of costs that are no bytes; of the others 4
+COST_LABELS = {
+    "forward": "forward (F)",
+    "backward_input": "input half (I)",
+    "backward_weight": "weight half (W)",
+    "overlap": "pair overlap",
+    "reduce": "reduction",
+}
+SENT = {  # what is sent, in bytes; the command has only the latency
+    "activation_bytes": EvenCost("bytes of a microbatch's activation between ranks", unit="bytes"),
+    "bandwidth": EvenCost("bytes per unit of time between two ranks", absent="unlimited", unit="bytes"),
 }
 LABELS = {"extra_warmup": "extra warm-up", "memory_cap": "memory cap", "bytes_cap": "memory cap in bytes"}
 
@@ -79,8 +95,18 @@ def _schedule_size(name: str, help_: str, default: str, most: float) -> Field:
     return Field(name, "whole", "Schedule", name, help_, default, 1, most, takers=tuple(SCHEDULES))
 
 
-def _cost(name: str, label: str, help_: str, default: str = "0", most: float = 4, step: float = 0.05) -> Field:
-    return Field(name, "number", "Costs", label, help_, default, 0, most, step, model=False)
+def _costs() -> Iterator[Field]:
+    for name, cost in EVEN.items():
+        yield _cost(name, EVEN_COSTS[cost])
+        if name == "latency":
+            yield from (_cost(name, cost) for name, cost in SENT.items())
+
+
+def _cost(name: str, cost: EvenCost) -> Field:
+    most, step = (MOST.get(name, 4), 0.05) if cost.unit != "bytes" else (64, 1)
+    help_ = f"{cost.meaning}; 0: {cost.absent}" if cost.absent else cost.meaning
+    label = COST_LABELS.get(name, name.replace("_", " "))
+    return Field(name, "number", "Costs", label, help_, str(cost.default), 0, most, step, model=False)
 
 
 def _size(name: str, label: str, help_: str, default: str, most: float) -> Field:
@@ -138,23 +164,7 @@ ALL: tuple[Field, ...] = (
     _schedule_size("microbatches", "number of microbatches per step", "8", 128),
     *map(_option, family_options()),
     *MODEL,
-    _cost("forward", "forward (F)", "time of a forward for all layers of a rank", "1"),
-    _cost("backward_input", "input half (I)", "time of a backward's input-gradient half", "1"),
-    _cost("backward_weight", "weight half (W)", "time of a backward's weight-gradient half", "1"),
-    _cost("latency", "latency", "time from when a value leaves its rank until it arrives", "0", 2),
-    _cost("activation_bytes", "activation bytes", "bytes of a microbatch's activation between ranks", "0", 64, 1),
-    _cost("bandwidth", "bandwidth", "bytes per unit of time between two ranks; 0: unlimited", "0", 64, 1),
-    _cost("overlap", "pair overlap", "share of a pair's shorter half that the longer half hides", "0", 1),
-    _cost("reduce", "reduction", "time to sum a rank's weight gradients over the replicas; 0: no reductions", "0", 8),
-    _cost(
-        "saved_bytes",
-        "saved bytes",
-        "bytes that a forward keeps for its backward; 0: memory in activations",
-        "0",
-        64,
-        1,
-    ),
-    _cost("deferred_bytes", "deferred bytes", "bytes of those that the weight half still needs", "0", 64, 1),
+    *_costs(),
     Field(
         "factors",
         "numbers",

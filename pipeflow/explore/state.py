@@ -12,21 +12,17 @@ from typing import Any, final
 
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError, UsageError, unknown
+from pipeflow.core.even_costs import even_model
 from pipeflow.core.placement import Placement
 from pipeflow.draw.times import Unit
 from pipeflow.explore.depth import mean
-from pipeflow.explore.fields import CUSTOM, FIELDS, Field
+from pipeflow.explore.fields import CUSTOM, EVEN, FIELDS, Field
 from pipeflow.explore.limits import require_length, require_size, require_table
 from pipeflow.explore.modelled import Modelled
 from pipeflow.explore.names import FILE, file_of, joined, split
 from pipeflow.explore.opened import Opened, opened
 from pipeflow.schedules import SCHEDULES, options_of
 
-EVEN = {  # fields that are arguments of CostModel.even, and what it calls them
-    **{name: name for name in ("forward", "backward_input", "backward_weight")},
-    "latency": "transfer",
-    **{name: name for name in ("overlap", "reduce", "saved_bytes", "deferred_bytes")},
-}
 MOST_SHOWN = 8  # schedules side by side
 
 
@@ -153,7 +149,7 @@ class State:
 
     def _by_hand(self, placement: Placement) -> CostModel:
         costs = self.costs
-        model = CostModel.even(placement, **{argument: costs[name] for name, argument in EVEN.items()})
+        model = even_model(placement, {cost: costs[name] for name, cost in EVEN.items()})
         if not (costs["activation_bytes"] and costs["bandwidth"]):
             return model
         size = (costs["activation_bytes"],) * placement.num_stages

@@ -19,10 +19,9 @@ import pytest
 
 from pipeflow.cli import explore
 from pipeflow.cli.command import parser
-from pipeflow.cli.options import EVEN_COSTS
+from pipeflow.core.even_costs import EVEN_COSTS
 from pipeflow.explore.answers.export import code
-from pipeflow.explore.fields import FIELDS
-from pipeflow.explore.state import EVEN
+from pipeflow.explore.fields import EVEN, FIELDS
 from tests.cli.run import error, out
 
 DEADLINE = 30.0  # seconds

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from rich.console import Console
 
@@ -36,7 +38,10 @@ from pipeflow.analysis.measured import measured_costs
 from pipeflow.cli.command import main
 from pipeflow.core.action import Entry
 from pipeflow.core.dataflow import Content, Stream
+from pipeflow.core.even_costs import even_model
 from pipeflow.draw import CriticalPath, Gantt, html, perfetto, svg
+from pipeflow.explore.code import python
+from pipeflow.explore.state import State
 from pipeflow.soundness.programs import verify_programs
 
 OFFLOAD, FETCH, COPIES, HOST = Kind("D"), Kind("U"), Stream("copies"), Content("on the host")
@@ -153,6 +158,25 @@ def written() -> None:
         csv.write_text(SCHEDULE.to_csv())
         for file in (kept, csv):
             assert main(["verify", str(file)]) == main(["simulate", str(file)]) == main(["draw", str(file)]) == 0
+
+
+def priced() -> None:
+    prices = {"offload": 0.5, "fetch": 0.25, "saved_bytes": 8, "on_the_host_bytes": 1}
+    timeline = simulate(SCHEDULE, COST)
+    assert simulate(SCHEDULE, even_model(PLAIN.placement, prices)) == timeline
+    with TemporaryDirectory() as folder:
+        csv = Path(folder) / "schedule.csv"
+        csv.write_text(SCHEDULE.to_csv())
+        options = [word for name, price in prices.items() for word in (f"--{name.replace('_', '-')}", str(price))]
+        with redirect_stdout(StringIO()) as shown:
+            assert main(["simulate", str(csv), *options, "--json"]) == 0
+    measures = json.loads(shown.getvalue())
+    assert (measures["makespan"], measures["peak_bytes"]) == (timeline.makespan, [*timeline.peak_bytes])
+    state = State.of({"schedule": "gpipe", "ranks": "2", **{name: str(price) for name, price in prices.items()}})
+    assert state.cost_model(PLAIN.placement) == COST
+    said: dict[str, Any] = {}
+    exec(python(state, "gpipe"), said)
+    assert said["cost"] == COST
 
 
 def searched() -> None:

@@ -17,13 +17,13 @@ from tests.families import make_near
 
 
 def test_every_kind_has_a_row() -> None:
-    assert list(DATAFLOW) == list(Kind)
+    assert set(DATAFLOW) == set(Kind)
 
 
 def test_contents_pass_or_are_kept() -> None:
     assert {Content.ACTIVATION: 1, Content.GRADIENT: -1} == PASSING
-    assert {Content.SAVED, Content.DEFERRED} == KEPT
-    assert set(chain.from_iterable(MAKERS.values())) == set(Kind) - {Kind.R}
+    assert {Content.SAVED, Content.DEFERRED} <= KEPT
+    assert set(chain.from_iterable(MAKERS.values())) == {kind for kind, flow in DATAFLOW.items() if not flow.joint}
 
 
 def test_only_computations_pass_values_on_and_what_is_joint_makes_nothing() -> None:
@@ -34,7 +34,8 @@ def test_only_computations_pass_values_on_and_what_is_joint_makes_nothing() -> N
 
 
 def test_a_backward_is_whole_or_in_two_halves() -> None:
-    assert WHOLE == ((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W))
+    passes = {Kind.F, Kind.B, Kind.I, Kind.W}
+    assert [way for way in WHOLE if passes.issuperset(way)] == [(Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W)]
     for number in range(1, 5):
         for kinds in combinations((Kind.F, Kind.B, Kind.I, Kind.W), number):
             text = ",".join(f"0{kind}0" for kind in kinds)

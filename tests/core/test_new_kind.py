@@ -102,7 +102,7 @@ def test_at_most_three_files_are_touched() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "check", ["verified", "simulated", "counted", "drawn", "written", "searched", "lowered", "ran"]
+    "check", ["verified", "simulated", "counted", "drawn", "written", "priced", "searched", "lowered", "ran"]
 )
 def test_a_new_kind_is(check: str, extended: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(extended), "OMP_NUM_THREADS": "1"}
@@ -110,3 +110,21 @@ def test_a_new_kind_is(check: str, extended: Path) -> None:
         [sys.executable, str(CHECKS), check], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_no_other_test_fails_for_it(extended: Path) -> None:
+    tests = [str(CHECKS.parent / "test_dataflow.py"), str(CHECKS.parent / "test_cost.py")]
+    tests += [str(CHECKS.parents[1] / "soundness" / name) for name in ("test_schedule.py", "test_brute_force.py")]
+    run = f"import sys, pipeflow, pytest; sys.exit(pytest.main(['-q', '-x', '-m', 'not slow', *{tests}]))"
+    environment = os.environ | {"PYTHONPATH": str(extended), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", run],
+        env=environment,
+        cwd=extended,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

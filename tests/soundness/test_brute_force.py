@@ -308,4 +308,4 @@ def test_random_plans_have_all_that_there_is() -> None:
     entries = [entry for schedule in schedules for row in schedule.rows for entry in row]
     assert sum(isinstance(entry, Pair) for entry in entries) > 30
     assert any(ran(seed)[1].exposed == 0 for seed in range(40))
-    assert {action.kind for entry in entries for action in actions_of(entry)} == set(Kind)
+    assert {action.kind for entry in entries for action in actions_of(entry)} == {*"FBIWR"}
