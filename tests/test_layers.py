@@ -306,8 +306,8 @@ def function():
     assert found == {None, "torch", "runtime", "pipeflow", "a relative import", "rich", "numpy"}
 
 
-BY_TEXT = {  # names of a package, those of a script, and those of a user's policies
-    *("__init__.py", "draw/__init__.py", "colossalai/__main__.py"),
+BY_TEXT = {  # names of a package, subcommands, names of a script, and those of a user's policies
+    *("__init__.py", "draw/__init__.py", "cli/command.py", "colossalai/__main__.py"),
     "colossalai/shardformer/policies/auto_policy.py",
 }
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from pipeflow import __version__
@@ -93,53 +94,7 @@ NAMES = (
     "explore",
     "completion",
 )
-
-
-def _command(name: str) -> Command:  # loads only the module of one command, so that it starts fast
-    match name:
-        case "list":
-            from pipeflow.cli import list as list_
-
-            return list_
-        case "draw":
-            from pipeflow.cli import draw
-
-            return draw
-        case "simulate":
-            from pipeflow.cli import simulate
-
-            return simulate
-        case "compare":
-            from pipeflow.cli import compare
-
-            return compare
-        case "diff":
-            from pipeflow.cli import diff
-
-            return diff
-        case "plan":
-            from pipeflow.cli import plan
-
-            return plan
-        case "calibrate":
-            from pipeflow.cli import calibrate
-
-            return calibrate
-        case "verify":
-            from pipeflow.cli import verify
-
-            return verify
-        case "export":
-            from pipeflow.cli import export
-
-            return export
-        case "explore":
-            from pipeflow.cli import explore
-
-            return explore
-    from pipeflow.cli import completion
-
-    return completion
+"""The subcommands, each a module of this package."""
 
 
 @cache
@@ -155,5 +110,6 @@ def parser(name: str | None = None) -> Parser:
     parser.set_defaults(run=partial(_help, parser))
     commands = parser.add_subparsers(metavar="COMMAND")
     for each in [name] if name in NAMES else NAMES:
-        _command(each).add_to(commands)
+        command: Command = import_module(f"pipeflow.cli.{each}")  # only those that are needed: it starts fast
+        command.add_to(commands)
     return parser
