@@ -18,6 +18,15 @@ from pipeflow.core.route import Routes
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 
+# Theory of operation
+#
+# A schedule says what each rank computes and in which order, and nothing of transfers. They follow from the table of
+# actions: a value that is made on one rank and used on another is sent. What is left to decide is when. A send comes
+# directly after the action that makes the value. A receive is posted as early as the simulation says that it helps,
+# and no earlier, because each receive that is posted occupies a buffer. On a channel (an ordered pair of ranks and a
+# kind of value) sends and receives have the same order, so messages need no numbers, and no program waits for a
+# message behind one that comes later.
+
 
 def lower(schedule: Schedule, cost: CostModel | None = None, routes: Routes = ()) -> tuple[Program, ...]:
     """One program per rank. A value that is made and used on different ranks becomes a Send directly after the action

@@ -25,6 +25,15 @@ from pipeflow.orders.neighbours import critical_blocks, fits, neighbour, run_tim
 from pipeflow.orders.problem import Objective, Problem, keeps_within, to_schedule, to_sequences, with_hidden
 from pipeflow.orders.rules import plain_rules, varied
 
+# Theory of operation
+#
+# A list schedule goes forward in time: whenever a rank is free, rules choose its next action among those that can
+# start. Rules are a few numbers, so the search varies these numbers rather than orders: first on a grid, then at
+# random around the best ones. That finds good orders fast, but no rules may lead to the best one. So moves change the
+# best order itself. They exchange actions on its longest path, since no other exchange can make it shorter. A bound
+# that no order undercuts ends the search early and says how good the result is. The generator of random numbers has a
+# fixed seed: with a number of candidates instead of a deadline, the result is always the same.
+
 ROUND = 100  # candidates, of rules and of moves each, after which moves start anew from the best order
 PROPOSALS = 50  # of a move, until one is sound
 NEAR = 1.01  # how many times the best objective the one may be that a climb by rules begins with

@@ -24,6 +24,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeflow.stages.reductions import Reductions
 
+# Theory of operation
+#
+# A stage runs the module's own forward, in which calls of other stages are replaced. So it must be known beforehand
+# on which parameters, buffers and received tensors each tensor of the forward depends. Each of these is a source and
+# has a bit, and a forward on fake tensors tells: an operator's output depends on the sources of its arguments. It is
+# more than a union of bits, for three reasons:
+#
+# - Views share memory, so sources belong to storages. An operator that writes in place adds its sources to a storage.
+# - A forward may branch on values of the batch, such as a mask. So tensors that depend on the batch alone have
+#   values. All others are fake; where a value of one is needed it is guessed, and the guess is noted. The planner
+#   runs the forward again with the opposite guess: if other modules are called, the forward cannot be cut there.
+# - Random numbers are a source, too: two stages that both compute a tensor with dropout would drop other entries.
+
 RANDOM = 1
 """The source of random numbers."""
 
