@@ -101,8 +101,12 @@ def _describe(failure: Failure) -> str:
 
 def unknown(what: str, name: str, known: Collection[str]) -> UsageError:
     """The error for a `name` that is not among `known`. It suggests the nearest known name, or lists all of them."""
+    return UsageError(f"unknown {what} {name!r}; {nearest(name, known)}")
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """Words for an error: the known name nearest to `name`, or all of them if none is near."""
     from difflib import get_close_matches  # slow to load, and rarely needed
 
     near = get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return UsageError(f"unknown {what} {name!r}; {hint}")
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from pipeflow.megatron.core import parallel_state
+from pipeflow.megatron import parallel_state
 from pipeflow.megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from pipeflow.megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from pipeflow.megatron.core.models.gpt.gpt_model import GPTModel

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipeflow.core.errors import UsageError
-from pipeflow.megatron.core import parallel_state
+from pipeflow.megatron import parallel_state
 from pipeflow.parallel.context import keep
 from pipeflow.parallel.launch import launch
 from pipeflow.tensor import current_tracker

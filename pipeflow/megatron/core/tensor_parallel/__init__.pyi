@@ -1,0 +1,5 @@
+# Written by `make stubs` from the table of the package.
+from pipeflow.megatron.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region, scatter_to_sequence_parallel_region, scatter_to_tensor_model_parallel_region, vocab_parallel_cross_entropy
+from pipeflow.megatron.random_states import CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+__all__ = ["ColumnParallelLinear", "CudaRNGStatesTracker", "RowParallelLinear", "VocabParallelEmbedding", "checkpoint", "copy_to_tensor_model_parallel_region", "gather_from_sequence_parallel_region", "gather_from_tensor_model_parallel_region", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed", "reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region", "scatter_to_sequence_parallel_region", "scatter_to_tensor_model_parallel_region", "vocab_parallel_cross_entropy"]

@@ -1,0 +1,4 @@
+# Written by `make stubs` from the table of the package.
+from pipeflow.megatron.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region, scatter_to_sequence_parallel_region, scatter_to_tensor_model_parallel_region
+
+__all__ = ["copy_to_tensor_model_parallel_region", "gather_from_sequence_parallel_region", "gather_from_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region", "scatter_to_sequence_parallel_region", "scatter_to_tensor_model_parallel_region"]

@@ -1,0 +1,62 @@
+"""The module paths of Megatron-LM, the names that each of them has, and the modules that define these names."""
+
+from __future__ import annotations
+
+from pipeflow.core.face import Face
+
+NAMES = {
+    "core": {"core": "parallel_state, parallel_state as mpu, tensor_parallel"},
+    "core.datasets.blended_megatron_dataset_builder": {"datasets": "BlendedMegatronDatasetBuilder"},
+    "core.datasets.gpt_dataset": {"datasets": "GPTDatasetConfig, MockGPTDataset"},
+    "core.datasets.utils": {"datasets": "compile_helpers"},
+    "core.dist_checkpointing": {"dist_checkpointing": "load, save"},
+    "core.distributed": {"data_parallel": "DistributedDataParallel, DistributedDataParallelConfig"},
+    "core.distributed.distributed_data_parallel": {
+        "data_parallel": "DistributedDataParallel, DistributedDataParallelConfig",
+    },
+    "core.distributed.finalize_model_grads": {"data_parallel": "finalize_model_grads"},
+    "core.enums": {"config": "ModelType"},
+    "core.models.gpt.gpt_layer_specs": {"gpt_model": "get_gpt_layer_local_spec"},
+    "core.models.gpt.gpt_model": {"gpt_model": "GPTModel"},
+    "core.parallel_state": {
+        "parallel_state": "destroy_model_parallel, get_data_parallel_group, get_data_parallel_rank, "
+        "get_data_parallel_world_size, get_pipeline_model_parallel_first_rank, get_pipeline_model_parallel_group, "
+        "get_pipeline_model_parallel_last_rank, get_pipeline_model_parallel_rank, "
+        "get_pipeline_model_parallel_world_size, get_tensor_model_parallel_group, get_tensor_model_parallel_rank, "
+        "get_tensor_model_parallel_src_rank, get_tensor_model_parallel_world_size, "
+        "get_virtual_pipeline_model_parallel_rank, get_virtual_pipeline_model_parallel_world_size, "
+        "initialize_model_parallel, is_initialized, is_pipeline_first_stage, is_pipeline_last_stage, "
+        "model_parallel_is_initialized, set_virtual_pipeline_model_parallel_rank",
+    },
+    "core.pipeline_parallel": {"schedules": "get_forward_backward_func"},
+    "core.pipeline_parallel.schedules": {
+        "schedules": "forward_backward_no_pipelining, forward_backward_pipelining_with_interleaving, "
+        "forward_backward_pipelining_without_interleaving, get_forward_backward_func",
+    },
+    "core.tensor_parallel": {
+        "tensor_parallel": "ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, "
+        "copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region, "
+        "gather_from_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region, "
+        "reduce_scatter_to_sequence_parallel_region, scatter_to_sequence_parallel_region, "
+        "scatter_to_tensor_model_parallel_region, vocab_parallel_cross_entropy",
+        "random_states": "CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed",
+    },
+    "core.tensor_parallel.cross_entropy": {"tensor_parallel": "vocab_parallel_cross_entropy"},
+    "core.tensor_parallel.layers": {
+        "tensor_parallel": "ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding",
+    },
+    "core.tensor_parallel.mappings": {
+        "tensor_parallel": "copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region, "
+        "gather_from_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region, "
+        "reduce_scatter_to_sequence_parallel_region, scatter_to_sequence_parallel_region, "
+        "scatter_to_tensor_model_parallel_region",
+    },
+    "core.tensor_parallel.random": {
+        "random_states": "CudaRNGStatesTracker, checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed",
+    },
+    "core.transformer.spec_utils": {"config": "ModuleSpec"},
+    "core.transformer.transformer_config": {"config": "TransformerConfig"},
+    "training.tokenizer.tokenizer": {"datasets": "_NullTokenizer"},
+}
+
+FACE = Face("pipeflow.megatron", __file__, NAMES, {})
