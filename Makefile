@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test matrices test-all drill wheel-test fuzz check bench gallery others pictures docs clean
+.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test matrices test-all drill wheel-test fuzz check bench stubs gallery others pictures docs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -61,6 +61,9 @@ check: .venv/installed          ## check lint of Python and JavaScript, types, l
 
 bench: .venv/installed          ## run every benchmark, side by side with other libraries
 	$(PY) -m benchmarks $(ARGS)
+
+stubs: .venv/installed          ## write the stubs of pipeflow.colossalai and pipeflow.megatron from their tables
+	$(PY) -m tests.stubs
 
 gallery: .venv/installed        ## write docs/schedules.md, its figures and those of docs/migration.md, and the list in docs/models.md
 	$(PY) docs/gallery.py

@@ -311,8 +311,8 @@ def function():
 
 
 BY_TEXT = {  # names of a package, subcommands, those of a table (whose stubs are guarded), of a script, and of policies
-    *("__init__.py", "draw/__init__.py", "core/face.py", "cli/command.py", "colossalai/__main__.py"),
-    "colossalai/shardformer/policies/auto_policy.py",
+    *("__init__.py", "draw/__init__.py", "core/face.py", "cli/command.py"),
+    *("colossalai/__main__.py", "colossalai/policies.py"),
 }
 
 

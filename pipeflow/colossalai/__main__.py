@@ -10,9 +10,10 @@ pipeflow's examples, if they are next to the package. On a machine without a GPU
 from __future__ import annotations
 
 import argparse
+import re
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -20,10 +21,10 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
-
-from pipeflow.colossalai.without_gpu import WithoutGpu
+from torch.overrides import TorchFunctionMode
 
 PACKAGE = Path(__file__).parents[1]
 LED_HERE = ("colossalai", "megatron")
@@ -50,6 +51,29 @@ class Leading(MetaPathFinder, Loader):
 
 def _here(name: str) -> str:
     return f"{PACKAGE.name}.{name}"
+
+
+class WithoutGpu(TorchFunctionMode):
+    """Inside the `with` block, torch's functions use the CPU wherever the code says "cuda"."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        return func(*map(_there, args), **{name: _there(value) for name, value in (kwargs or {}).items()})
+
+
+def _there(argument: Any) -> Any:
+    if isinstance(argument, torch.device) and argument.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(argument, str) and re.fullmatch(r"cuda(:\d+)?", argument):
+        return "cpu"
+    return argument
 
 
 def main(argv: Sequence[str] | None = None) -> None:

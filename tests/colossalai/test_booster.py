@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pipeflow.colossalai.booster import Booster
 from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
-from pipeflow.colossalai.booster.plugin.fitting import require_fits
+from pipeflow.colossalai.plugin_settings import require_fits
 from pipeflow.core.errors import PipelineError, UsageError
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.testing import run_processes, run_threads

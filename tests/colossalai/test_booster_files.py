@@ -215,7 +215,7 @@ def test_a_rank_that_reads_slowly_finds_its_file(tmp_path: Path, monkeypatch: py
         time.sleep(0.5 if current_context().rank else 0.0)
         load_safetensors(*arguments)
 
-    monkeypatch.setattr("pipeflow.colossalai.booster.checkpoints.load_safetensors", slowly)
+    monkeypatch.setattr("pipeflow.colossalai.boosters.load_safetensors", slowly)
 
     def rank() -> None:
         training = Training(STAGES)

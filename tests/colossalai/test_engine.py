@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from pipeflow import PipelineError, UsageError, execute_pipeline, get_dataloader, make_schedule
 from pipeflow.colossalai import initialize
 from pipeflow.colossalai.engine import Engine
-from pipeflow.colossalai.engine.criterion import Called
 from pipeflow.colossalai.engine.schedule import InterleavedPipelineSchedule, NonPipelineSchedule, PipelineSchedule
+from pipeflow.colossalai.initialization import Called
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 from tests.colossalai.work import MODEL, initialized, samples

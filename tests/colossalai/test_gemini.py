@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from pipeflow.colossalai.nn import parallel
+from pipeflow.colossalai import gemini
 from pipeflow.colossalai.nn.parallel import GeminiDDP
 from pipeflow.colossalai.utils import get_current_device
 from pipeflow.core.errors import UsageError
@@ -96,8 +96,8 @@ def test_only_cpu_keeps_shards_in_the_memory_of_the_host(
 ) -> None:
     """Shown on a second device; nothing is copied there."""
     told: list[Any] = []
-    monkeypatch.setattr(parallel, "_mesh", lambda group, device: device)
-    monkeypatch.setattr(parallel, "spread", lambda module, mesh, offload_policy: told.append(offload_policy))
+    monkeypatch.setattr(gemini, "_mesh", lambda group, device: device)
+    monkeypatch.setattr(gemini, "spread", lambda module, mesh, offload_policy: told.append(offload_policy))
 
     def rank() -> None:
         GeminiDDP(model(), device="meta", placement_policy=policy, pin_memory=pins)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeflow.colossalai.booster.plugin import HybridParallelPlugin, elsewhere
+from pipeflow.colossalai import plugin_settings, shard_config
+from pipeflow.colossalai.booster.plugin import HybridParallelPlugin
 from pipeflow.colossalai.options import Elsewhere
 from pipeflow.colossalai.shardformer import ShardConfig
-from pipeflow.colossalai.shardformer.shard import shard_config
 from pipeflow.core.errors import UsageError
 from pipeflow.testing import run_threads
 
@@ -26,7 +26,7 @@ def test_the_size_of_sequences_may_be_left_open() -> None:
 
 EACH: list[tuple[Callable[..., Any], str, Elsewhere]] = [
     (make, name, option)
-    for make, options in ((plugin, elsewhere.ELSEWHERE), (ShardConfig, shard_config.ELSEWHERE))
+    for make, options in ((plugin, plugin_settings.ELSEWHERE), (ShardConfig, shard_config.ELSEWHERE))
     for name, option in options.items()
 ]
 

@@ -127,4 +127,4 @@ def test_the_package_keeps_one_state() -> None:
             if isinstance(value, ast.Dict | ast.List) and not ast.unparse(value).strip("[]{}"):
                 found.append((str(path.relative_to(PACKAGE)), ast.unparse(statement)))
     table = "_POLICY_LIST: dict[str, PolicyLocation] = {}"  # users fill it, under ColossalAI's name
-    assert found == [("colossalai/shardformer/policies/auto_policy.py", table), ("parallel/context.py", "ContextVar")]
+    assert found == [("colossalai/policies.py", table), ("parallel/context.py", "ContextVar")]

@@ -1,0 +1,264 @@
+"""ColossalAI's Booster, which trains, saves and loads. Weights are Hugging Face or torch files, optimizers pipeflow's
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipeflow.checkpoint.manifest import find
+from pipeflow.checkpoint.safetensors import load_safetensors, save_safetensors
+from pipeflow.checkpoint.save import save_checkpoint
+from pipeflow.checkpoint.task import Task
+from pipeflow.colossalai import checkpoint_files
+from pipeflow.colossalai.batches import Criterion, samples_of
+from pipeflow.colossalai.boosted_model import BoostedModel, BoostedOptimizer
+from pipeflow.colossalai.plugins import HybridParallelPlugin, TorchDDPPlugin
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.runtime.pipeline import execute_pipeline
+
+
+class Adapters:
+    """The methods of a Booster that add adapters to a model before it is boosted."""
+
+    def enable_lora(
+        self, model: nn.Module, pretrained_dir: str | os.PathLike[str] | None = None, lora_config: Any = None
+    ) -> Any:
+        """Returns the model with LoRA adapters. Make the optimizer from its parameters, then boost both. All ranks get
+        the same initial weights if they were seeded alike.
+
+        Args:
+            model: the model.
+            pretrained_dir: folder of trained adapters.
+            lora_config: a peft.LoraConfig for new adapters.
+
+        Raises UsageError if neither is given, or if peft is not installed.
+        """
+        if (pretrained_dir is None) == (lora_config is None):
+            raise UsageError("enable_lora needs a lora_config for new adapters, or the pretrained_dir of trained ones")
+        try:
+            import peft
+        except ImportError as error:
+            raise UsageError("this needs the package peft: pip install peft") from error
+        if pretrained_dir is not None:
+            return peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True)
+        return peft.get_peft_model(model, lora_config)
+
+
+StrPath = str | os.PathLike[str]
+
+
+class Checkpoints:
+    """The methods of a Booster that save and load. All ranks call them together, and share the files."""
+
+    plugin: HybridParallelPlugin
+
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: StrPath,
+        shard: bool = False,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,
+    ) -> None:
+        """Saves all weights, whole, by their names in the module.
+
+        Args:
+            model: the model that `boost` returned.
+            checkpoint: a folder with `shard`, else a file.
+            shard: write several safetensors files with an index; otherwise one file.
+            size_per_shard: maximum size of such a file in MiB.
+            use_safetensors: write the single file in safetensors format, instead of a state_dict with torch.save.
+
+        Raises UsageError if the package safetensors is not installed.
+        """
+        path, boosted = Path(checkpoint), boosted_model(model)
+        if shard:
+            save_safetensors(path, boosted.inner, shard_bytes=size_per_shard * 2**20)
+            return
+        parts = checkpoint_files.beside(path)
+        save_safetensors(parts, boosted.inner)
+        self._on_rank_0(lambda: checkpoint_files.join(parts, path, use_safetensors=use_safetensors))
+
+    def load_model(self, model: nn.Module, checkpoint: StrPath) -> None:
+        """Loads all weights from files that `save_model` wrote under any layout, or from a folder of safetensors files,
+        such as one of transformers' save_pretrained. A model from a LazyInitContext with several pipeline ranks is
+        loaded when the first batch runs.
+
+        Raises UsageError, before anything is changed, if a weight is missing or has another shape.
+        """
+        path, boosted = Path(checkpoint), boosted_model(model)
+        is_of_torch = not path.is_dir() and checkpoint_files.is_of_torch(path)
+        boosted.when_real(lambda: self._load(path, boosted, is_of_torch=is_of_torch))
+
+    def _load(self, path: Path, boosted: BoostedModel, *, is_of_torch: bool) -> None:
+        source = checkpoint_files.beside(path) if is_of_torch else path
+        if is_of_torch:
+            self._on_rank_0(lambda: checkpoint_files.divide(path, source))
+        try:
+            with self.plugin.context.alarm.raised_everywhere():
+                rename = checkpoint_files.renames(source, boosted.names.values())
+            load_safetensors(source, boosted.inner, rename)
+        finally:
+            if is_of_torch:
+                self._on_rank_0(lambda: shutil.rmtree(source))
+
+    def save_optimizer(self, optimizer: Optimizer, checkpoint: StrPath, shard: bool = False) -> None:
+        """Saves the optimizer's states, together with the weights, as pipeflow's checkpoint in the folder `checkpoint`;
+        `shard` has no effect. Raises UsageError before the first batch, and as `pipeflow.save_checkpoint` does.
+        """
+        boosted = boosted_optimizer(optimizer)
+        save_checkpoint(checkpoint, boosted.model.pipeline, boosted.inner)
+
+    def load_optimizer(self, optimizer: Optimizer, checkpoint: StrPath) -> None:
+        """Loads states and weights that `save_optimizer` wrote under any layout. With several pipeline ranks they are
+        loaded when the first batch runs. Raises UsageError as `pipeflow.load_checkpoint` does.
+        """
+        path, boosted = Path(checkpoint), boosted_optimizer(optimizer)
+        find(path)
+        boosted.model.when_made(lambda _: boosted.load(path))
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
+        """Saves the state of rank 0's learning-rate scheduler to the file `checkpoint`."""
+        state = lr_scheduler.state_dict()
+        self._on_rank_0(lambda: checkpoint_files.write(Path(checkpoint), lambda file: torch.save(state, file)))
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: StrPath) -> None:
+        """Loads a file of `save_lr_scheduler`. Raises UsageError if it is missing or damaged."""
+        lr_scheduler.load_state_dict(checkpoint_files.read(Path(checkpoint)))
+
+    def _on_rank_0(self, function: Callable[[], None]) -> None:
+        """Calls `function` on rank 0, once all ranks have come here: another one may still read what it removes."""
+        context = self.plugin.context
+        with context.alarm.raised_everywhere():
+            all_gather(context.world, [0.0])
+            Task(context, function if context.rank == 0 else lambda: None).wait()
+
+
+def boosted_model(model: nn.Module) -> BoostedModel:
+    """Returns the model. Raises UsageError if it is not boosted."""
+    if not isinstance(model, BoostedModel):
+        raise UsageError(f"this needs the model that boost returned, got {type(model).__name__}")
+    return model
+
+
+def boosted_optimizer(optimizer: Optimizer) -> BoostedOptimizer:
+    """Returns the optimizer. Raises UsageError if it is not boosted."""
+    if not isinstance(optimizer, BoostedOptimizer):
+        raise UsageError(f"this needs the optimizer that boost returned, got {type(optimizer).__name__}")
+    return optimizer
+
+
+class Booster(Checkpoints, Adapters):
+    """Trains a model as its plugin says. All ranks make the same calls.
+
+    Args:
+        device: must be None; the launch chooses the device.
+        mixed_precision: "fp16" or "bf16"; only without a plugin or for a TorchDDPPlugin. By default the model's own
+            dtype.
+        plugin: a HybridParallelPlugin; by default a TorchDDPPlugin, which has only replicas.
+
+    Raises UsageError for another plugin, for a device, and for a precision besides another plugin.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        mixed_precision: Literal["fp16", "bf16"] | None = None,
+        plugin: HybridParallelPlugin | None = None,
+    ) -> None:
+        if device or (mixed_precision and not isinstance(plugin, TorchDDPPlugin | None)):
+            raise UsageError("remove device, since the launch chooses it, and pass the precision to the plugin")
+        if plugin is None or mixed_precision:
+            plugin = TorchDDPPlugin(precision=mixed_precision or "fp32")
+        if not isinstance(plugin, HybridParallelPlugin):
+            raise UsageError(f"plugin must be a HybridParallelPlugin, got {type(plugin).__name__}")
+        self.plugin = plugin
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Criterion | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Returns its arguments ready for training: the model as a BoostedModel, the optimizer as a BoostedOptimizer,
+        the others unchanged. The model must be alike on every rank, the optimizer made from all of its parameters.
+
+        Raises UsageError if the model is not a module or was boosted before.
+        """
+        if not isinstance(model, nn.Module) or isinstance(model, BoostedModel):
+            raise UsageError(f"boost takes an nn.Module that is not boosted yet, got {type(model).__name__}")
+        made = BoostedModel(model, self.plugin)
+        made.loss.criterion = criterion
+        return made, optimizer and BoostedOptimizer(optimizer, made), criterion, dataloader, lr_scheduler
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Criterion | None = None,
+        optimizer: Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Runs the next batch of `data_iter`; under torch.no_grad() it computes no gradients. Returns a dict with
+        "loss", the mean loss over all replicas, and "outputs". Both are None on ranks without the last stage, and if
+        they are not asked for.
+
+        If the model computes the loss from labels itself, microbatches are weighted by their number of labels other
+        than -100; otherwise by their number of samples.
+
+        Args:
+            data_iter: iterator of batches. A batch is a dict of the forward's arguments, a tuple of all of them, or the
+                first one.
+            model: the model that `boost` returned.
+            criterion: `criterion(outputs, inputs)` returns a microbatch's mean loss from the model's output and the
+                whole microbatch; by default the one passed to `boost`.
+            optimizer: the optimizer that `boost` returned; needed for training.
+            return_loss: return the loss.
+            return_outputs: return the outputs.
+
+        Raises UsageError if the model or optimizer is not boosted, for an empty iterator, and as
+        `pipeflow.execute_pipeline` does.
+        """
+        boosted, trains = boosted_model(model), torch.is_grad_enabled()
+        if trains and not isinstance(optimizer, BoostedOptimizer):
+            raise UsageError(
+                "training needs the optimizer that boost returned: pass it, or evaluate under torch.no_grad()"
+            )
+        if criterion is None and boosted.loss.criterion is None:
+            raise UsageError("there is no criterion: pass one to execute_pipeline or to boost")
+        batch = next(data_iter, None) if isinstance(data_iter, Iterator) else None
+        if batch is None:
+            raise UsageError("data_iter has no batch left: make a new one, iter(dataloader), for every epoch")
+        boosted.prepare(batch)
+        with boosted.loss.by(criterion):
+            output = execute_pipeline(
+                iter([batch]),
+                boosted.pipeline,
+                forward_only=not trains,
+                return_outputs=return_outputs,
+                reduce=boosted.reduces,
+                schedule=self.plugin.schedule(samples_of(batch)),
+            )
+        return {"loss": output.loss if return_loss else None, "outputs": output.outputs}
+
+    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+        """Computes the gradients of a loss of the called model. Raises UsageError with several pipeline ranks."""
+        boosted_optimizer(optimizer).backward(loss)
+
+    def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> AbstractContextManager[None]:
+        """Only accumulates gradients inside the `with` block; the next batch after it averages them over replicas."""
+        return (boosted_optimizer(optimizer).model if model is None else boosted_model(model)).no_sync()

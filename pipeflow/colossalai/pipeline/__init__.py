@@ -1,3 +1,0 @@
-"""ColossalAI's `colossalai.pipeline`."""
-
-from __future__ import annotations

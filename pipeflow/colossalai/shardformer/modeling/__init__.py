@@ -1,1 +1,0 @@
-"""ColossalAI's `colossalai.shardformer.modeling`: models under its names."""

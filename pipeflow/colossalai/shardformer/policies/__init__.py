@@ -1,1 +1,0 @@
-"""ColossalAI's `colossalai.shardformer.policies`: policies that say which layers of a model are replaced."""

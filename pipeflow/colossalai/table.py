@@ -1,0 +1,147 @@
+"""The module paths of ColossalAI, the names that each of them has, and the modules that define these names."""
+
+from __future__ import annotations
+
+from pipeflow.core.face import Face
+
+NAMES = {
+    "": {
+        "initialization": "initialize",
+        "launchers": "get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch",
+    },
+    "accelerator": {"global_context": "get_accelerator"},
+    "amp": {"optimizers": "AMP_TYPE"},
+    "booster": {"boosters": "Booster"},
+    "booster.booster": {"boosters": "Booster"},
+    "booster.plugin": {"plugins": "GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin"},
+    "booster.plugin.dp_plugin_base": {"plugins": "HybridParallelPlugin as DPPluginBase"},
+    "booster.plugin.hybrid_parallel_plugin": {"plugins": "HybridParallelPlugin"},
+    "builder": {"registries": "build_pipeline_model, build_pipeline_model_from_cfg"},
+    "builder.pipeline": {
+        "registries": "build_pipeline_model, build_pipeline_model_from_cfg",
+        "pipeflow.core.partition": "partition_balanced, partition_uniform",
+    },
+    "cluster": {"global_context": "DistCoordinator", "process_group_mesh": "ProcessGroupMesh"},
+    "cluster.dist_coordinator": {"global_context": "DistCoordinator"},
+    "cluster.process_group_mesh": {"process_group_mesh": "ProcessGroupMesh"},
+    "context": {"global_context": "ParallelMode", "pipeflow.training": "Config"},
+    "context.parallel_mode": {"global_context": "ParallelMode"},
+    "core": {"global_context": "global_context"},
+    "engine": {"engines": "Engine"},
+    "engine.schedule": {"engines": "InterleavedPipelineSchedule, NonPipelineSchedule, PipelineSchedule"},
+    "lazy": {"lazy_init": "LazyInitContext"},
+    "lazy.lazy_init": {"lazy_init": "LazyInitContext"},
+    "logging": {"pipeflow.training": "DistributedLogger, disable_existing_loggers, get_dist_logger"},
+    "nn": {
+        "layers": "Classifier, CrossEntropyLoss, Embedding, Linear",
+        "pipeflow.tensor": "Dropout, LayerNorm, PatchEmbedding",
+        "pipeflow.optim": "Lamb",
+    },
+    "nn.layer.parallel_1d": {
+        "pipeflow.tensor": "Classifier as Classifier1D, ColumnParallelLinear as Linear1D_Col, Dropout as Dropout1D, "
+        "HiddenParallelEmbedding as Embedding1D, LayerNorm as LayerNorm1D, PatchEmbedding as PatchEmbedding1D, "
+        "RowParallelLinear as Linear1D_Row, VocabParallelClassifier as VocabParallelClassifier1D, "
+        "VocabParallelCrossEntropy as VocabParallelCrossEntropyLoss1D, "
+        "VocabParallelEmbedding as VocabParallelEmbedding1D",
+    },
+    "nn.layer.wrapper": {"pipeflow.runtime.gradients.ties": "PipelineSharedModuleWrapper"},
+    "nn.lr_scheduler": {
+        "optimizers": "CosineAnnealingLR, ExponentialLR, LambdaLR, MultiStepLR, MultiplicativeLR, OneCycleLR, "
+        "PolynomialLR, StepLR",
+        "pipeflow.optim": "CosineAnnealingWarmupLR, FlatAnnealingLR, FlatAnnealingWarmupLR, LinearWarmupLR, "
+        "MultiStepWarmupLR, PolynomialWarmupLR",
+    },
+    "nn.metric": {"layers": "Accuracy"},
+    "nn.optimizer": {"optimizers": "HybridAdam", "pipeflow.optim": "Lamb"},
+    "nn.parallel": {"gemini": "GeminiDDP"},
+    "pipeline.pipelinable": {"layer_list": "PipelinableContext, PipelinableModel"},
+    "registry": {
+        "registries": "DATASETS, HOOKS, LAYERS, LOSSES, MODELS, OPTIMIZERS",
+        "pipeflow.training": "Registry",
+    },
+    "shardformer": {"shard_config": "ShardConfig", "sharders": "ModelSharder, ShardFormer"},
+    "shardformer.layer": {
+        "shard_layers": "Classifier1D, Dropout1D, Embedding1D, LayerNorm1D, Linear1D_Col, Linear1D_Row, "
+        "PatchEmbedding1D, VocabParallelClassifier1D, VocabParallelCrossEntropyLoss1D, VocabParallelEmbedding1D, "
+        "gather_forward_split_backward, split_forward_gather_backward",
+    },
+    "shardformer.modeling.chatglm2_6b.configuration_chatglm": {"chatglm": "ChatGLMConfig"},
+    "shardformer.modeling.chatglm2_6b.modeling_chatglm": {"chatglm": "ChatGLMForConditionalGeneration, ChatGLMModel"},
+    "shardformer.policies.auto_policy": {"policies": "PolicyLocation, _POLICY_LIST, get_autopolicy, import_policy"},
+    "shardformer.policies.base_policy": {
+        "policies": "ModulePolicyDescription, Policy, SubModuleReplacementDescription",
+    },
+    "shardformer.shard": {"shard_config": "ShardConfig", "sharders": "ModelSharder, ShardFormer"},
+    "shardformer.shard.shard_config": {"shard_config": "ShardConfig"},
+    "shardformer.shard.sharder": {"sharders": "ModelSharder"},
+    "shardformer.shard.shardformer": {"sharders": "ShardFormer"},
+    "tensor": {
+        "tensor_specs": "ColoTensorSpec, ComputePattern, ComputeSpec, ProcessGroup, ReplicaSpec, ShardSpec",
+        "tensors": "ColoParameter, ColoTensor",
+    },
+    "tensor.process_group": {"tensor_specs": "ProcessGroup"},
+    "trainer": {"trainers": "Trainer", "trainer": "hooks"},
+    "trainer.hooks": {
+        "trainers": "BaseHook",
+        "hooks": "AccuracyHook, LRSchedulerHook, LogMemoryByEpochHook, LogMetricByEpochHook, LogMetricByStepHook, "
+        "LogTimingByEpochHook, LossHook, SaveCheckpointHook, TensorboardHook, ThroughputHook",
+    },
+    "utils": {
+        "global_context": "get_current_device, is_using_pp",
+        "pipeflow.training": "MultiTimer, get_dataloader",
+    },
+    "utils.model.colo_init_context": {"gemini": "ColoInitContext"},
+    "utils.timer": {"pipeflow.training": "MultiTimer, Timer"},
+}
+
+HOMES = {
+    "booster.adapters": "boosters",
+    "booster.batches": "batches",
+    "booster.boosted": "boosted_model",
+    "booster.checkpoints": "boosters",
+    "booster.files": "checkpoint_files",
+    "booster.held": "stages",
+    "booster.making": "stages",
+    "booster.optimizer": "boosted_model",
+    "booster.plugin.elsewhere": "plugin_settings",
+    "booster.plugin.fitting": "plugin_settings",
+    "booster.plugin.groups": "stage_manager",
+    "booster.plugin.replicated": "plugins",
+    "booster.plugin.settings": "plugin_settings",
+    "engine.accumulation": "engines",
+    "engine.criterion": "initialization",
+    "initializing": "initialization",
+    "launching": "launchers",
+    "lazy.values": "lazy_init",
+    "parser": "launchers",
+    "pipeline.listed": "layer_list",
+    "pipeline.model": "layer_list",
+    "shardformer.policies.descriptions": "policies",
+    "shardformer.shard.optimizations": "sharders",
+    "shardformer.shard.places": "sharders",
+    "shardformer.shard.sequences": "shard_config",
+    "tensor.lying": "tensor_specs",
+    "tensor.operators": "tensors",
+    "tensor.products": "tensors",
+    "tensor.specs": "tensor_specs",
+    "tensor.tensors": "tensors",
+    "trainer.hooks.base": "trainers",
+    "trainer.hooks.by_epoch": "hooks",
+    "trainer.hooks.checkpoints": "hooks",
+    "trainer.hooks.logs": "hooks",
+    "trainer.hooks.metrics": "hooks",
+    "trainer.hooks.rates": "hooks",
+    "trainer.hooks.tensorboard": "hooks",
+    "trainer.hooks.timing": "hooks",
+    "trainer.iterations": "trainers",
+    "trainer.states": "metrics",
+    "trainer.timed": "metrics",
+    "trainer.training": "trainers",
+    "variables": "launchers",
+    "without_gpu": "__main__",
+}
+"""Paths that ColossalAI lacks, of the time when each module here was a file: values may have been pickled by them.
+Each with the file that has its definitions now.
+"""
+
+FACE = Face("pipeflow.colossalai", __file__, NAMES, HOMES)

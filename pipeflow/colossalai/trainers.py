@@ -1,0 +1,271 @@
+"""ColossalAI's `colossalai.trainer`: pipeflow's Trainer with its signatures, which calls its hooks for every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pipeflow.training as native
+from pipeflow.colossalai.engines import Engine, has_last_stage, unwrapped
+from pipeflow.colossalai.metrics import Timed, states_of
+from pipeflow.core.errors import UsageError
+from pipeflow.runtime.step import Output
+from pipeflow.training import Hook, MultiTimer, Step
+from pipeflow.training.launch import current_config
+
+
+class BaseHook(Hook):
+    """pipeflow's Hook with ColossalAI's methods, which do nothing here. They are called on every rank::
+
+        after_hook_is_attached
+        before_train
+            before_train_epoch
+                before_train_iter, after_train_iter                 for every batch
+            after_train_epoch
+            before_test, before_test_epoch
+                before_test_iter, after_test_iter                   for every batch
+            after_test_epoch, after_test
+        after_train
+
+    `output`, `label` and `loss` are None on ranks without the last stage; output and label also with
+    `return_output_label=False`.
+
+    Args:
+        priority: hooks are called in ascending order of priority; hooks of equal priority in the order given.
+    """
+
+    iterations: Iterations
+
+    def __init__(self, priority: int = 10) -> None:
+        self.priority = priority
+
+    def attach(self, iterations: Iterations) -> None:
+        """Attaches the hook to a trainer, before it trains or evaluates."""
+        self.iterations = iterations
+        told = {"train": "after_train_iter", "test": "after_test_iter"}
+        wanted = {when for when, name in told.items() if getattr(type(self), name) is not getattr(BaseHook, name)}
+        self.needs_outputs = frozenset(wanted) if iterations.keeps_outputs else frozenset()
+
+    def init_runner_states(self, trainer: Trainer, key: str, val: Any) -> None:
+        """Sets a state of the trainer unless it exists."""
+        trainer.states.setdefault(key, val)
+
+    def after_hook_is_attached(self, trainer: Trainer) -> None: ...
+
+    def before_train(self, trainer: Trainer) -> None: ...
+
+    def after_train(self, trainer: Trainer) -> None: ...
+
+    def before_train_iter(self, trainer: Trainer) -> None: ...
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None: ...
+
+    def before_train_epoch(self, trainer: Trainer) -> None: ...
+
+    def after_train_epoch(self, trainer: Trainer) -> None: ...
+
+    def before_test(self, trainer: Trainer) -> None: ...
+
+    def after_test(self, trainer: Trainer) -> None: ...
+
+    def before_test_epoch(self, trainer: Trainer) -> None: ...
+
+    def after_test_epoch(self, trainer: Trainer) -> None: ...
+
+    def before_test_iter(self, trainer: Trainer) -> None: ...
+
+    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None: ...
+
+    def before_fit(self, trainer: native.Trainer) -> None:
+        self.before_train(self.iterations.trainer)
+
+    def before_epoch(self, trainer: native.Trainer) -> None:
+        self.before_train_epoch(self.iterations.trainer)
+
+    def before_step(self, trainer: native.Trainer) -> None:
+        self.before_train_iter(self.iterations.trainer)
+
+    def after_step(self, trainer: native.Trainer, step: Step) -> None:
+        self.iterations.tell(self)
+
+    def after_training(self, trainer: native.Trainer) -> None:
+        self.after_train_epoch(self.iterations.trainer)
+
+    def before_evaluation(self, trainer: native.Trainer) -> None:
+        self.before_test(self.iterations.trainer)
+        self.before_test_epoch(self.iterations.trainer)
+
+    def after_batch(self, trainer: native.Trainer, output: Output, labels: object) -> None:
+        self.iterations.tell_of_test(self)
+
+    def after_evaluation(self, trainer: native.Trainer) -> None:
+        self.after_test_epoch(self.iterations.trainer)
+        self.after_test(self.iterations.trainer)
+
+    def after_fit(self, trainer: native.Trainer) -> None:
+        self.after_train(self.iterations.trainer)
+
+
+class Iterations:
+    """Listens to the engine and calls hooks between two batches of a step. Before the first and after the last batch of
+    a step, pipeflow's trainer calls them, in the order of all hooks.
+
+    Args:
+        trainer: the trainer whose hooks are called.
+        keeps_outputs: True if hooks get outputs and labels.
+
+    Attributes:
+        uncounted: 1 while hooks are called for a batch that `cur_step` does not count yet; else 0.
+    """
+
+    def __init__(self, trainer: Trainer, *, keeps_outputs: bool) -> None:
+        self.trainer = trainer
+        self.hooks: list[BaseHook] = []
+        self.keeps_outputs = keeps_outputs
+        self.uncounted = 0
+        self._last: tuple[Any, Any, Any] = (None, None, None)
+
+    @contextmanager
+    def attached(self, hooks: list[Hook]) -> Iterator[None]:
+        """Attaches the hooks to the trainer inside the `with` block. Raises UsageError for a hook that needs outputs if
+        none are kept.
+        """
+        self.hooks = [hook for hook in hooks if isinstance(hook, BaseHook)]
+        for hook in self.hooks:
+            hook.attach(self)
+            hook.after_hook_is_attached(self.trainer)
+        needing = [type(hook).__name__ for hook in hooks if hook.needs_outputs]
+        if needing and not self.keeps_outputs:
+            raise UsageError(f"{needing[0]} needs outputs, and return_output_label=False drops them: leave one out")
+        self.trainer.trainer.hooks, self.engine.listener = hooks, self
+        try:
+            yield
+        finally:
+            self.trainer.trainer.hooks, self.engine.listener = [], None
+
+    @property
+    def engine(self) -> Engine:
+        return self.trainer.engine
+
+    def before_batch(self, *, is_training: bool) -> None:
+        for hook in self.hooks:
+            if not is_training:
+                hook.before_test_iter(self.trainer)
+            elif self.engine.batches_of_step:
+                hook.before_train_iter(self.trainer)
+
+    def after_batch(self, output: Output, labels: object, *, is_training: bool) -> None:
+        is_here = has_last_stage(self.engine)
+        kept = labels if is_here and self.keeps_outputs else None
+        self._last = (output.outputs, kept, output.loss if is_here else None)
+        if is_training and self.engine.batches_of_step < self.engine.gradient_accumulation:
+            for hook in self.hooks:
+                self.tell(hook)
+
+    def tell(self, hook: BaseHook) -> None:
+        """Calls a hook for the last batch of training."""
+        self.uncounted = 1
+        try:
+            hook.after_train_iter(self.trainer, *self._last)
+        finally:
+            self.uncounted = 0
+
+    def tell_of_test(self, hook: BaseHook) -> None:
+        """Calls a hook for the last batch of an evaluation."""
+        hook.after_test_iter(self.trainer, *self._last)
+
+
+class Trainer:
+    """A `pipeflow.training.Trainer` with ColossalAI's names. An iteration is a batch.
+
+    Args:
+        engine: the engine that `initialize` returned.
+        timer: a MultiTimer that measures "Train-epoch", "Train-step", "Test-epoch" and "Test-step".
+        logger: a logger for hooks; it is only stored.
+
+    Attributes:
+        trainer: pipeflow's Trainer.
+        states: states that hooks share; see `states_of`.
+    """
+
+    def __init__(self, engine: Engine, timer: MultiTimer | None = None, logger: Any = None) -> None:
+        if not isinstance(engine, Engine):
+            raise UsageError(f"a Trainer needs the engine that initialize returned, got {type(engine).__name__}")
+        self.engine = engine
+        self.timer = timer
+        self.logger = logger
+        self.trainer = native.Trainer(engine)
+        self.states = states_of(self.trainer)
+        self._iterations = Iterations(self, keeps_outputs=False)
+
+    @property
+    def cur_epoch(self) -> int:
+        """Number of complete epochs; set it to start at a later one."""
+        return self.trainer.epoch
+
+    @cur_epoch.setter
+    def cur_epoch(self, epoch: int) -> None:
+        self.trainer.epoch = epoch
+
+    @property
+    def cur_step(self) -> int:
+        """Number of batches trained so far, without the one that hooks are being called for."""
+        steps = self.engine.steps * self.engine.gradient_accumulation
+        return steps + self.engine.batches_of_step - self._iterations.uncounted
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any],
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        test_dataloader: Iterable[Any] | None = None,
+        test_interval: int = 1,
+        hooks: Sequence[Hook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        """Trains until `epochs` epochs are complete.
+
+        Args:
+            train_dataloader: batches `(inputs, labels)`.
+            epochs: total number of epochs; by default NUM_EPOCHS.
+            max_steps: number of batches after which to stop, rounded up to a whole step of the optimizer.
+            test_dataloader: batches to evaluate after every `test_interval` epochs.
+            test_interval: number of epochs between evaluations.
+            hooks: hooks of this package, or of pipeflow.
+            display_progress: show progress, once for the whole job.
+            return_output_label: pass outputs and labels to hooks.
+
+        Raises UsageError for a hook that needs outputs without them, without a number of epochs, and as
+        `pipeflow.training.Trainer.fit` does.
+        """
+        if (epochs := getattr(current_config(), "num_epochs", None) if epochs is None else epochs) is None:
+            raise UsageError("fit needs a number of epochs: pass epochs, or set NUM_EPOCHS in the configuration")
+        steps = None if max_steps is None else -(-max_steps // self.engine.gradient_accumulation)
+        test = None if test_dataloader is None else unwrapped(test_dataloader)
+        with self._attached(hooks, display_progress, return_output_label):
+            self.trainer.fit(
+                unwrapped(train_dataloader), epochs, test_loader=test, test_interval=test_interval, max_steps=steps
+            )
+
+    def evaluate(
+        self,
+        test_dataloader: Iterable[Any],
+        hooks: Sequence[Hook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        """Evaluates all batches; `states["metrics"]["test"]` has the results. Arguments and errors are as in `fit`."""
+        with self._attached(hooks, display_progress, return_output_label):
+            self.trainer.evaluate(unwrapped(test_dataloader))
+
+    def predict(self, data: object) -> object:
+        """Returns the last stage's outputs for a batch of inputs on the ranks that have it, None on the others."""
+        return self.trainer.predict(data)
+
+    def _attached(self, hooks: Sequence[Hook] | None, shows: bool, keeps_outputs: bool) -> AbstractContextManager[None]:
+        """Attaches these hooks to the trainer inside the `with` block."""
+        hooks = [*(hooks or ()), *([] if self.timer is None else [Timed(self.timer)])]
+        self._iterations = Iterations(self, keeps_outputs=keeps_outputs)
+        return self._iterations.attached(native.Trainer(self.engine, hooks, progress=shows).hooks)

@@ -1,0 +1,204 @@
+"""The faces, `pipeflow.colossalai` and `pipeflow.megatron`: modules that are in a table alone. Scripts, type checkers
+and pickles find all of their names.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pickle
+import pydoc
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import pipeflow.colossalai.booster.plugin
+import pipeflow.megatron.core
+from pipeflow.colossalai.boosters import Booster
+from pipeflow.core.face import Face
+from tests.stubs import FACES, ROOT, file_of, stubs
+
+HERE = Path(__file__).parent
+OF_TRANSFORMERS = "shardformer.modeling.chatglm2_6b."
+"""Modules that need the package transformers."""
+
+
+def folder(face: Face) -> Path:
+    return ROOT.joinpath(*face.package.split("."))
+
+
+def module(face: Face, path: str) -> ModuleType:
+    return importlib.import_module(face.full(path))
+
+
+def earlier(face: Face) -> Iterator[tuple[str, list[str]]]:
+    """The paths and names of the last version in which each module was a file."""
+    for line in (HERE / face.package.rpartition(".")[2] / "names.txt").read_text().splitlines():
+        path, *names = line.split()
+        yield path.strip("."), names
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.package)
+def test_every_earlier_path_has_its_names(face: Face) -> None:
+    lost = [
+        f"{path}: {name}" for path, names in earlier(face) for name in names if not hasattr(module(face, path), name)
+    ]
+    assert lost == []
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.package)
+def test_each_name_is_what_the_table_says(face: Face) -> None:
+    """Also in the stubs, which are those of the table."""
+    for path in face.modules():
+        made = module(face, path)
+        for source, name, alias in face.names(path):
+            assert vars(made)[alias] is getattr(importlib.import_module(source), name), (path, alias)
+        told: dict[str, Any] = {}
+        exec(file_of(face, path).read_text(), told)
+        listed = told.pop("__all__")
+        assert listed == made.__all__ == sorted(set(listed))
+        assert all(value is getattr(made, name) for name, value in told.items() if not name.startswith("__"))
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.package)
+def test_stubs_are_those_of_the_table(face: Face) -> None:
+    there = {path: path.read_text() for path in folder(face).rglob("*.pyi")}
+    assert there == stubs(face), "run make stubs"
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.package)
+def test_no_module_of_the_table_hides_a_file(face: Face) -> None:
+    files = {path.stem for path in folder(face).glob("*.py")}
+    names = {each.alias for each in face.names("")}
+    assert not (files & {path.partition(".")[0] for path in face.modules()})
+    assert not (names & (files | set(face.modules())))
+    assert list(folder(face).glob("*/*.py")) == []
+
+
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports anything from, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{name.name}" for name in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return found
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.package)
+def test_files_import_no_module_of_the_table_and_make_no_circle(face: Face) -> None:
+    files = {face.full(path.stem): path for path in folder(face).glob("*.py")}
+    graph = {name: imports(path) & set(files) for name, path in files.items()}
+    assert list(TopologicalSorter(graph).static_order())
+    of_table = {face.full(path) for path in face.modules()} - {face.package}
+    assert {name: found for name, path in files.items() if (found := imports(path) & of_table)} == {}
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.package)
+def test_a_face_is_thin(face: Face) -> None:
+    """A file is one adapter, or some that belong together. Longer code belongs to the packages below."""
+    for path in folder(face).glob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 350, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                documented = len((ast.get_docstring(node) or "").splitlines())
+                assert (node.end_lineno or 0) - node.lineno + 1 - documented <= 50, (path, node.name)
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("import pipeflow.colossalai.boster", "pipeflow.colossalai has no 'boster'; did you mean 'booster'?"),
+        ("import pipeflow.colossalai.nn.metrics", "pipeflow.colossalai.nn has no 'metrics'; did you mean 'metric'?"),
+        ("from pipeflow.colossalai import lunch", "pipeflow.colossalai has no 'lunch'; did you mean 'launch'?"),
+        ("from pipeflow.colossalai.cluster import X", "has no 'X'; known: DistCoordinator, ProcessGroupMesh, dist_"),
+        ("from pipeflow.megatron.core import mpv", "pipeflow.megatron.core has no 'mpv'; did you mean 'mpu'?"),
+        ("import pipeflow.megatron.cores.models", "pipeflow.megatron has no 'cores'; did you mean 'core'?"),
+        ("from pipeflow.megatron.core.enums import Model", "has no 'Model'; did you mean 'ModelType'?"),
+    ],
+)
+def test_what_does_not_exist_is_one_error_with_the_nearest_name(statement: str, said: str) -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        exec(statement)
+    assert said in str(caught.value)
+
+
+def test_an_unknown_attribute() -> None:
+    assert not hasattr(pipeflow.colossalai.booster, "Boster")
+    assert not hasattr(pipeflow.colossalai.booster, "__wrapped__")
+    with pytest.raises(AttributeError, match=r"module 'pipeflow\.megatron\.core' has no attribute 'x'"):
+        _ = pipeflow.megatron.core.x  # type: ignore[attr-defined]  # on purpose
+    assert find_spec("pipeflow.megatron.__main__") is None
+
+
+def test_modules_are_like_those_of_files() -> None:
+    plugin = importlib.import_module("pipeflow.colossalai.booster.plugin")
+    assert plugin is sys.modules[plugin.__name__] is pipeflow.colossalai.booster.plugin
+    assert inspect.getsourcefile(plugin) == inspect.getsourcefile(pipeflow.colossalai.table)
+    assert "class TorchDDPPlugin(HybridParallelPlugin)" in pydoc.plain(pydoc.render_doc(plugin))
+    assert importlib.reload(plugin) is plugin
+    names: dict[str, Any] = {}
+    exec("from pipeflow.colossalai.booster.plugin import *", names)
+    assert set(names) - {"__builtins__"} == set(plugin.__all__)
+
+
+def test_classes_are_pickled_by_the_file_that_defines_them_and_found_by_every_earlier_path() -> None:
+    assert pickle.loads(pickle.dumps(Booster)) is Booster
+    assert inspect.getmodule(Booster) is pipeflow.colossalai.boosters
+    for path in ("booster", "booster.booster", "booster.checkpoints"):
+        assert pickle.loads(f"cpipeflow.colossalai.{path}\nBooster\n.".encode()) is Booster
+
+
+LAZILY = """
+import sys
+import pipeflow.colossalai, pipeflow.megatron
+
+def loaded():
+    return {name for name in sys.modules if name.startswith(("pipeflow.colossalai.", "pipeflow.megatron."))}
+
+assert not {"transformers", "peft", "safetensors"} & set(sys.modules)
+assert loaded() == {"pipeflow.megatron.table", *("pipeflow.colossalai." + name for name in OURS)}, loaded()
+pipeflow.colossalai.nn.metric.Accuracy
+assert "pipeflow.colossalai.layers" in sys.modules and "pipeflow.colossalai.boosters" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+def test_a_module_is_made_when_it_is_first_used() -> None:
+    ours = ("table", "initialization", "launchers", "engines")
+    done = subprocess.run(
+        [sys.executable, "-c", f"OURS = {ours!r}\n{LAZILY}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_no_other_package_is_needed() -> None:
+    """For the names of both libraries, except for ChatGLM, whose classes are those of transformers."""
+    optional = ("transformers", "peft", "safetensors", "tensorboard", "torchvision", "timm")
+    paths = [face.full(path) for face in FACES for path in face.modules() if not path.startswith(OF_TRANSFORMERS)]
+    source = f"""
+import sys
+sys.modules.update(dict.fromkeys({optional!r}))
+from importlib import import_module
+import pipeflow
+for path in {paths!r}:
+    import_module(path)
+try:
+    import pipeflow.colossalai.shardformer.modeling.chatglm2_6b.modeling_chatglm
+except pipeflow.UsageError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "this needs the package transformers: pip install" in done.stdout
