@@ -34,20 +34,15 @@ class Face(MetaPathFinder, Loader):
         names: by the path of a module in the package ("" is the package itself) and by the module that defines them,
             the names that it has, as in an import statement: "A, B as C". The defining module is one of the package, or
             has its full name. A package of such modules needs no entry of its own.
-        homes: paths that the other library lacks, of modules that this package had before, by which values may have
-            been pickled; each with the module of the package that has its definitions now.
     """
 
-    def __init__(
-        self, package: str, file: str, names: Mapping[str, Mapping[str, str]], homes: Mapping[str, str]
-    ) -> None:
+    def __init__(self, package: str, file: str, names: Mapping[str, Mapping[str, str]]) -> None:
         self.package = package
         self.file = file
         self._names = {
             path: [name for each in entry.items() for name in self._read(*each)] for path, entry in names.items()
         }
-        self._homes = homes
-        self._modules = _with_packages([*names, *homes])
+        self._modules = _with_packages(names)
 
     def _read(self, source: str, names: str) -> list[Name]:
         known = source.startswith(f"{self.package.partition('.')[0]}.")
@@ -60,7 +55,7 @@ class Face(MetaPathFinder, Loader):
 
     def modules(self) -> list[str]:
         """Returns the paths of the other library's modules, in alphabetical order."""
-        return sorted(_with_packages(self._names))
+        return sorted(self._modules)
 
     def submodules(self, path: str) -> list[str]:
         """Returns the names of the modules in a package of the table."""
@@ -125,8 +120,6 @@ class Face(MetaPathFinder, Loader):
 
     def _sources(self, path: str) -> list[str]:
         """The files of the package that have the definitions of a module."""
-        if path in self._homes:
-            return [self.full(self._homes[path])]
         own = (each.source for each in self.names(path) if each.source.startswith(f"{self.package}."))
         return [source for source in dict.fromkeys(own) if self._path(source) not in self._modules]
 

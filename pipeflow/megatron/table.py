@@ -59,4 +59,4 @@ NAMES = {
     "training.tokenizer.tokenizer": {"datasets": "_NullTokenizer"},
 }
 
-FACE = Face("pipeflow.megatron", __file__, NAMES, {})
+FACE = Face("pipeflow.megatron", __file__, NAMES)
