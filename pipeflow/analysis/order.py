@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from pipeflow.core.action import Action, Pair
+from pipeflow.core.action import Action
 from pipeflow.core.dataflow import End, Value, flows
 from pipeflow.core.errors import ScheduleError
 from pipeflow.core.route import Routes
@@ -48,15 +48,14 @@ class Order:
     """
 
     def __init__(self, schedule: Schedule, routes: Routes = (), given: Iterable[Value] = ()) -> None:
-        table = flows(schedule.placement.num_stages, routes)
+        num_stages = schedule.placement.num_stages
+        table = flows(num_stages, routes)
         self.ends: list[End] = list(dict.fromkeys(end for flow in table.values() for end in flow.makes))
         self._many = schedule.num_microbatches
         first = {end: index * self._many for index, end in enumerate(self.ends)}
-        self._numbers = {
-            key: ([first[end] for end in flow.needs], [first[end] for end in flow.makes]) for key, flow in table.items()
-        }
+        self._numbers = {key: [[first[end] for end in ends] for ends in flow] for key, flow in table.items()}
+        self._holders = [[path[stage] for path in schedule.placement.paths] for stage in range(num_stages)]
         self._rows = schedule.rows
-        self._paths = schedule.placement.paths
         self._positions = [0] * len(self._rows)
         self._made = bytearray(len(self.ends) * self._many)
         for content, stage, microbatch, to in given:
@@ -91,19 +90,19 @@ class Order:
         if position == len(self._rows[rank]):
             return None
         entry = self._rows[rank][position]
-        if isinstance(entry, Pair):
-            forward, backward = self._numbered(rank, entry.forward), self._numbered(rank, entry.backward)
-            actions = forward.actions + backward.actions
-            return Turn(rank, actions, forward.needs + backward.needs, forward.makes + backward.makes)
-        return self._numbered(rank, entry)
+        if isinstance(entry, Action):
+            return self._numbered(rank, entry)
+        forward, backward = self._numbered(rank, entry.forward), self._numbered(rank, entry.backward)
+        actions = forward.actions + backward.actions
+        return Turn(rank, actions, forward.needs + backward.needs, forward.makes + backward.makes)
 
     def _numbered(self, rank: int, action: Action) -> Turn:
         stage, microbatch = action.stage, action.microbatch
         numbers = self._numbers.get((action.kind, stage))
         if numbers is None or microbatch >= self._many:
             raise ScheduleError(f"rank {rank}: there is no {action} in this schedule; see verify()")
-        holder = self._paths[microbatch % len(self._paths)][stage]
-        if holder != rank:
+        holders = self._holders[stage]
+        if (holder := holders[microbatch % len(holders)]) != rank:
             raise ScheduleError(f"rank {rank}: {action} belongs on rank {holder}, which holds its stage; see verify()")
         needs, makes = numbers
         return Turn(rank, (action,), [first + microbatch for first in needs], [first + microbatch for first in makes])

@@ -105,13 +105,15 @@ class CostModel:
         object.__setattr__(self, "sizes", sizes_of(self.saved_bytes, self.deferred_bytes, self.kept_bytes))
 
     def _durations(self) -> dict[Kind, tuple[float, ...]]:
-        times = {**self.times, **{kind: getattr(self, name) for name, kind in TIMES.items()}}
-        parts = {kind: [times.get(part) for part in flow.takes or (kind,)] for kind, flow in DATAFLOW.items()}
-        given = {kind: [numbers for numbers in lists if numbers] for kind, lists in parts.items()}
-        stages = range(len(self.forward))
-        return {
-            kind: tuple(sum((part[stage] for part in parts), 0.0) for stage in stages) for kind, parts in given.items()
+        given = {**self.times, **{kind: getattr(self, name) for name, kind in TIMES.items()}}
+        free = (0.0,) * len(self.forward)
+        own = {kind: tuple(map(float, given.get(kind, ()))) or free for kind in DATAFLOW}
+        together = {
+            kind: tuple(map(sum, zip(*(own[part] for part in flow.takes), strict=True)))
+            for kind, flow in DATAFLOW.items()
+            if flow.takes
         }
+        return own | together
 
     def _per_stage(self) -> Iterator[tuple[str, tuple[float, ...]]]:
         """The names and values of all fields that have one number per stage."""
