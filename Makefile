@@ -29,7 +29,7 @@ lab: .venv/installed            ## run the Megatron lab: 2 tensor ranks, mock da
 JOBS ?= 2
 SPREAD := --numprocesses $(JOBS) --dist worksteal
 test: .venv/installed           ## run the test suite without the exhaustive matrices
-	$(PY) -m pytest $(SPREAD) -m "not exhaustive and not drill" $(ARGS)
+	$(PY) -m pytest $(SPREAD) -m "not exhaustive and not drill and not lint" $(ARGS)
 
 matrices: .venv/installed       ## run the exhaustive matrices, or a part of them: make matrices ARGS="--share 0/6"
 	$(PY) -m pytest $(SPREAD) -m exhaustive $(ARGS)
@@ -40,24 +40,25 @@ drill: .venv/installed          ## try for an hour what may fail rarely: scripts
 	$(PY) -m pytest $(SPREAD) -m drill $(ARGS)
 
 WHEEL := build/wheel
-wheel-test: .venv/installed     ## run the quick tests against the built wheel, outside of the source tree
+wheel-test: .venv/installed     ## the built wheel has the files of the package, and passes quick tests outside of the source tree
 	rm -rf build
 	$(PY) -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
 	$(PY) -m pip install --quiet --no-deps --target $(WHEEL)/site $(WHEEL)/*.whl
+	diff --recursive --exclude=__pycache__ pipeflow $(WHEEL)/site/pipeflow
 	mkdir $(WHEEL)/outside
 	cp -r *.md pyproject.toml benchmarks docs examples tests $(WHEEL)/outside
 	cd $(WHEEL)/outside && export PYTHONPATH=$(abspath $(WHEEL))/site && \
 	$(abspath $(PY)) -c 'import pipeflow; assert pipeflow.__file__.startswith("$(abspath $(WHEEL))/site/"), pipeflow' && \
-	$(abspath $(PY)) -m pytest $(SPREAD) -m "not slow" tests/core tests/draw tests/cli tests/explore tests/runtime tests/test_*.py $(abspath $(WHEEL))/site/pipeflow $(ARGS)
+	$(abspath $(PY)) -m pytest $(SPREAD) -m "not slow and not lint" tests/core tests/draw tests/cli tests/explore tests/test_*.py $(abspath $(WHEEL))/site/pipeflow $(ARGS)
 
 fuzz: .venv/installed           ## compare random configurations with plain torch: make fuzz ARGS=0:1000
 	$(PY) -m tests.fuzz $(ARGS)
 
-check: .venv/installed          ## check lint of Python and JavaScript, types, layers and style
+check: .venv/installed          ## check lint of Python and JavaScript, types, layers, style, names and links in documents
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q tests/test_layers.py tests/test_style.py tests/test_javascript.py
+	$(PY) -m pytest -q -m lint tests/test_*.py
 
 bench: .venv/installed          ## run every benchmark, side by side with other libraries
 	$(PY) -m benchmarks $(ARGS)

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from pipeflow import Timeline
 from pipeflow.schedules import SCHEDULES
+from tests.sources import Fault, Source, documents, line_of, require, require_none
 
 ROOT = Path(__file__).parent.parent
 OWN = (ROOT / "docs" / "own-schedule.md").read_text()
@@ -93,16 +95,17 @@ def test_a_schedule_as_a_function_runs_and_is_compared(tmp_path: Path) -> None:
 PUBLIC = ("", "draw", "huggingface", "models", "optim", "schedules", "tensor", "testing", "training")
 
 
-@pytest.mark.parametrize("package", PUBLIC)
-def test_the_reference_has_every_public_name(package: str) -> None:
+@pytest.mark.lint
+def test_the_reference_has_every_public_name() -> None:
     """Under one of the names that it is imported by."""
     shown = set[int]()
     for page in (ROOT / "docs" / "reference").glob("*.md"):
         for name in re.findall(r"^\.\. auto\w+:: pipeflow\.(\S+)$", page.read_text(), re.MULTILINE):
             owner, _, leaf = name.rpartition(".")
             shown.add(id(getattr(import_module(f"pipeflow.{owner}".rstrip(".")), leaf)))
-    module = import_module(f"pipeflow.{package}".rstrip("."))
-    assert [name for name in module.__all__ if id(getattr(module, name)) not in shown] == []
+    modules = [import_module(f"pipeflow.{package}".rstrip(".")) for package in PUBLIC]
+    names = [(module, name) for module in modules for name in module.__all__]
+    require_none(f"{module.__name__}.{name}" for module, name in names if id(getattr(module, name)) not in shown)
 
 
 @pytest.mark.slow
@@ -115,11 +118,18 @@ def test_the_comparisons_and_pictures_of_choosing_are_the_commands(tmp_path: Pat
         assert run("-m", "pipeflow", *shlex.split(command), cwd=tmp_path).startswith(table)
 
 
-DOCUMENTS = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md")))]
+def dead_links(source: Source) -> Iterator[Fault]:
+    for found in re.finditer(r"\]\((?!https?:)([^)#]+)", source.text):
+        if not ((ROOT / source.name).parent / found[1]).exists():
+            yield line_of(source.text, found.start()), f"there is no {found[1]}"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS)
-def test_links_between_documents_lead_somewhere(path: str) -> None:
-    document = ROOT / path
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
-    assert [target for target in targets if not (document.parent / target).exists()] == []
+@pytest.mark.lint
+def test_links_between_documents_lead_somewhere() -> None:
+    require(dead_links, documents())
+
+
+@pytest.mark.lint
+def test_the_guard_sees_dead_links() -> None:
+    text = "[a](schedules.md)\n[b](never.md#c)\n[d](https://never)\n[e](#f) [g](../README.md)\n"
+    assert list(dead_links(Source("docs/one.md", text))) == [(2, "there is no never.md")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
@@ -11,8 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.sources import require_none
 from tests.test_docs import PUBLIC
 
+pytestmark = pytest.mark.lint
 OURS = ("pipeflow.", __name__)
 ENTRY = re.compile(r"    (\*{0,2}\w+(?:, \*{0,2}\w+)*):(?: |$)")
 
@@ -51,19 +54,24 @@ def public(package: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in module.__all__}
 
 
-@pytest.mark.parametrize("package", PUBLIC)
-def test_every_argument_of_a_public_class_is_described(package: str) -> None:
-    classes = {name: found for name, found in public(package).items() if inspect.isclass(found)}
-    assert {name: missing for name, kind in classes.items() if (missing := undescribed(kind))} == {}
+def unhelpful(name: str, value: Any) -> Iterator[str]:
+    """What `help()` of a public name lacks."""
+    if inspect.isclass(value):
+        yield from (f"{name}: nothing about the argument {missing}" for missing in undescribed(value))
+    if not callable(value):
+        return
+    if not inspect.isclass(value) or has_constructor(value):
+        try:
+            inspect.signature(value)
+        except ValueError:
+            yield f"{name}: no signature"
+    if not (value.__doc__ or "").strip():
+        yield f"{name}: no docstring"
 
 
-@pytest.mark.parametrize("package", PUBLIC)
-def test_every_public_class_and_function_has_a_signature_and_a_docstring(package: str) -> None:
-    callables = {name: found for name, found in public(package).items() if callable(found)}
-    for found in callables.values():
-        assert not inspect.isclass(found) or not has_constructor(found) or inspect.signature(found)
-        assert inspect.isclass(found) or inspect.signature(found)
-    assert [name for name, found in callables.items() if not (found.__doc__ or "").strip()] == []
+def test_every_public_name_is_described() -> None:
+    names = {f"{package}.{name}": value for package in PUBLIC for name, value in public(package).items()}
+    require_none(fault for name, value in names.items() for fault in unhelpful(name, value))
 
 
 class Described:
@@ -128,3 +136,9 @@ class Colour(Enum):
 )
 def test_an_argument_without_an_entry_is_found(kind: type, missing: list[str]) -> None:
     assert undescribed(kind) == missing
+
+
+def test_the_guard_sees_what_is_not_described() -> None:
+    assert list(unhelpful("Fields", Fields)) == ["Fields: nothing about the argument second"]
+    assert list(unhelpful("bare", lambda: None)) == ["bare: no docstring"]
+    assert list(unhelpful("pop", dict.pop)) == ["pop: no signature"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import pipeflow
+from tests.sources import DOCS, PACKAGE, Fault, Source, documents, line_of, require, sources
 
-PACKAGE = Path(pipeflow.__file__).parent
-
+pytestmark = pytest.mark.lint
 PLANS = {"core", "analysis", "soundness", "orders", "planning", "schedules", "draw"}
 ENGINE = {"parallel", "deferral", "tensor", "stages", "runtime", "optim", "checkpoint", "training"}
 LAYERS: dict[str, set[str]] = {
@@ -91,28 +90,20 @@ SPLIT_STAGES = {"runtime/from_module.py", "runtime/pipeline.py"}
 """The files of the engine that know tensor-parallel layers: they make stages; the engine sees modules."""
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+def layer_of(source: Source) -> str:
+    return source.name.removesuffix(".py").partition("/")[0]
 
 
-def stubs() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.pyi"))
-
-
-def layer_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
-
-
-def imported(path: Path) -> Iterator[str]:
-    """The full name of every module that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(source: Source) -> Iterator[tuple[int, str]]:
+    """The full name of every module that a file imports, wherever in it, and the line."""
+    for node in ast.walk(source.tree):
         match node:
             case ast.Import(names):
-                yield from (name.name for name in names)
+                yield from ((node.lineno, name.name) for name in names)
             case ast.ImportFrom(module, _, 0):
-                yield module or ""
+                yield node.lineno, module or ""
             case ast.ImportFrom():
-                yield "a relative import"
+                yield node.lineno, "a relative import"
             case _:
                 pass
 
@@ -125,26 +116,24 @@ def target(name: str) -> str | None:
     return rest[0] if first == "pipeflow" and rest else first
 
 
-def violations(path: Path) -> list[str]:
-    layer = layer_of(path)
-    allowed = LAYERS[layer] | {layer}
-    targets = {target(name) for name in imported(path)} - {None}
-    return sorted(str(found) for found in targets if found not in allowed)
+def foreign_imports(source: Source) -> Iterator[Fault]:
+    """What a file imports from elsewhere than its own layer and those below."""
+    layer = layer_of(source)
+    if layer not in LAYERS:
+        yield 1, f"the new folder {layer} needs its layer"
+        return
+    for line, name in imported(source):
+        if target(name) not in LAYERS[layer] | {layer, None}:
+            yield line, f"{layer} may not import {name}"
 
 
-@pytest.mark.parametrize("path", [*modules(), *stubs()], ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_imports_from_its_own_layer_and_those_below(path: Path) -> None:
-    assert layer_of(path) in LAYERS, "a new folder needs its layer"
-    assert violations(path) == []
+def test_a_file_imports_from_its_own_layer_and_those_below() -> None:
+    require(foreign_imports, [*sources(), *sources("*.pyi")])
 
 
 def test_the_engine_knows_no_tensor_parallel_layer() -> None:
-    files = {
-        str(path.relative_to(PACKAGE))
-        for path in modules()
-        if layer_of(path) == "runtime" and "tensor" in set(map(target, imported(path)))
-    }
-    assert files == SPLIT_STAGES
+    engine = [source for source in sources() if layer_of(source) == "runtime"]
+    assert {each.name for each in engine if "tensor" in {target(name) for _, name in imported(each)}} == SPLIT_STAGES
 
 
 def reach(layer: str) -> set[str]:
@@ -167,9 +156,16 @@ def is_module(layer: str, name: str) -> bool:
     return (PACKAGE / layer / f"{name}.py").exists() or (PACKAGE / layer / name / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_file_names_its_own_layer_and_those_below(path: Path) -> None:
-    assert named(path.read_text()) - reach(layer_of(path)) == set()
+def foreign_names(source: Source) -> Iterator[Fault]:
+    """What a file names of elsewhere than its own layer and those below."""
+    layer = layer_of(source)
+    known = reach(layer)
+    for line, text in enumerate(source.text.splitlines(), 1):
+        yield from ((line, f"{layer} may not name {name}") for name in sorted(named(text) - known))
+
+
+def test_a_file_names_its_own_layer_and_those_below() -> None:
+    require(foreign_names, sources())
 
 
 @pytest.mark.parametrize(
@@ -185,7 +181,7 @@ def test_a_file_names_its_own_layer_and_those_below(path: Path) -> None:
 )
 def test_the_guard_sees_every_form_of_a_name(text: str) -> None:
     assert named(text) == {"optim"}
-    assert not named(text) <= reach("runtime")
+    assert list(foreign_names(Source("runtime/step.py", f"\n{text}"))) == [(2, "runtime may not name optim")]
 
 
 @pytest.mark.parametrize(
@@ -222,21 +218,30 @@ def test_a_layer_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch)
         test_every_layer_exists()
 
 
-@pytest.mark.parametrize(
-    "path", [*modules(), *sorted((PACKAGE.parent / "docs").glob("*.md"))], ids=lambda path: path.name
-)
-def test_every_module_that_is_named_exists(path: Path) -> None:
-    """In code and in docs, as `runtime/step.py` or as `pipeflow.runtime.step`."""
-    text = path.read_text()
-    files = re.findall(r"(?<![\w./])(?:pipeflow/)?((\w+)/[\w/]+\.py)\b", text)
-    assert [file for file, layer in files if layer in LAYERS and not (PACKAGE / file).exists()] == []
-    tops = set(re.findall(r"(?<![\w./-])pipeflow\.([a-z]\w*)", text)) - {"py", "json", "html", "svg", "css"}
-    assert tops - set(LAYERS) - set(dir(pipeflow)) == set()
+def unknown_modules(source: Source) -> Iterator[Fault]:
+    """Modules that are named, as `runtime/step.py` or as `pipeflow.runtime.step`, and do not exist."""
+    for found in re.finditer(r"(?<![\w./])(?:pipeflow/)?((\w+)/[\w/]+\.py)\b", source.text):
+        if found[2] in LAYERS and not (PACKAGE / found[1]).exists():
+            yield line_of(source.text, found.start()), f"there is no {found[1]}"
+    there = {*LAYERS, *dir(pipeflow), "py", "json", "html", "svg", "css"}
+    for found in re.finditer(r"(?<![\w./-])pipeflow\.([a-z]\w*)", source.text):
+        if found[1] not in there:
+            yield line_of(source.text, found.start()), f"there is no {found[0]}"
+
+
+def test_every_module_that_is_named_exists() -> None:
+    """In code and in documents."""
+    require(unknown_modules, (*sources(), *documents()))
+
+
+def test_the_guard_sees_modules_that_do_not_exist() -> None:
+    text = "pipeflow/core/cost.py\ncore/never.py\nother/never.py\npipeflow.core\npipeflow.never\npipeflow.json\n"
+    assert [line for line, _ in unknown_modules(Source("docs/one.md", text))] == [2, 5]
 
 
 def test_the_design_has_the_table() -> None:
     """That of this file; `core`, torch and the root are not repeated in each of its lines."""
-    design = (PACKAGE.parent / "docs" / "design.md").read_text()
+    design = (DOCS / "design.md").read_text()
     groups = {"plans": PLANS, "engine": ENGINE}
     shown = {
         package: set[str]().union(*(groups.get(name, {name}) for name in names.split(", ") if name))
@@ -258,31 +263,40 @@ def test_layers_have_no_cycle() -> None:
         order += ready
 
 
-def shadowing(package: Path) -> set[str]:
-    """The names of a package that hide a module of it: after `import a.b`, `a.b` would be something else."""
+def shadowing(package: Path) -> dict[str, int]:
+    """The names of a package that hide a module of it, and their lines: after `import a.b`, `a.b` would be something
+    else.
+    """
     modules = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     own = ".".join(package.relative_to(PACKAGE.parent).parts)
-    bound: set[str] = set()
+    bound: dict[str, int] = {}
     for node in ast.parse((package / "__init__.py").read_text()).body:
+        names: set[str] = set()
         match node:
-            case ast.ImportFrom(module, names):
-                modules -= {name.name for name in names if module == own}  # the modules themselves
-                bound |= {name.asname or name.name for name in names}
+            case ast.ImportFrom(module, aliases):
+                modules -= {alias.name for alias in aliases if module == own}  # the modules themselves
+                names = {alias.asname or alias.name for alias in aliases}
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
-                bound.add(name)
-            case ast.Assign(targets, ast.List(elements)):
-                bound |= {target.id for target in targets if isinstance(target, ast.Name)}
-                bound |= {str(each.value) for each in elements if isinstance(each, ast.Constant)}  # those of __all__
-            case ast.Assign(targets):
-                bound |= {target.id for target in targets if isinstance(target, ast.Name)}
+                names = {name}
+            case ast.Assign(targets, value):
+                names = {target.id for target in targets if isinstance(target, ast.Name)}
+                elements = value.elts if isinstance(value, ast.List) else []  # those of __all__
+                names |= {str(each.value) for each in elements if isinstance(each, ast.Constant)}
             case _:
                 pass
-    return bound & modules
+        bound |= dict.fromkeys(names, node.lineno)
+    return {name: line for name, line in bound.items() if name in modules}
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: str(path.parent.name))
-def test_no_name_of_a_package_hides_a_module_of_it(path: Path) -> None:
-    assert shadowing(path.parent) == set()
+def hidden_modules(source: Source) -> Iterator[Fault]:
+    """Of the packages: names that hide a module."""
+    if source.name.endswith("__init__.py"):
+        for name, line in shadowing((PACKAGE / source.name).parent).items():
+            yield line, f"{name} hides the module of this name"
+
+
+def test_no_name_of_a_package_hides_a_module_of_it() -> None:
+    require(hidden_modules, sources())
 
 
 def test_the_guard_sees_what_hides_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,11 +305,11 @@ def test_the_guard_sees_what_hides_a_module(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / f"{name}.py").touch()
     source = "from .made import made\ndef defined(): ...\nsaid: int = 1\nlisted = [1]\n__all__ = ['listed', 'own']\n"
     (tmp_path / "__init__.py").write_text(source + f"from {tmp_path.name} import own\n")
-    assert shadowing(tmp_path) == {"made", "defined", "said", "listed"}
+    assert shadowing(tmp_path) == {"made": 1, "defined": 2, "said": 3, "listed": 5}
 
 
-def test_the_guard_sees_every_form_of_import(tmp_path: Path) -> None:
-    source = """
+def test_the_guard_sees_every_form_of_import() -> None:
+    text = """
 import os.path, torch.nn
 from pipeflow.runtime.stage import Stage
 from pipeflow import verify
@@ -305,9 +319,11 @@ if TYPE_CHECKING:
 def function():
     import numpy
 """
-    (tmp_path / "module.py").write_text(source)
-    found = {target(name) for name in imported(tmp_path / "module.py")}
+    source = Source("core/module.py", text)
+    found = {target(name) for _, name in imported(source)}
     assert found == {None, "torch", "runtime", "pipeflow", "a relative import", "rich", "numpy"}
+    assert [line for line, _ in foreign_imports(source)] == [2, 3, 4, 5, 7, 9]
+    assert list(foreign_imports(Source("never/module.py", ""))) == [(1, "the new folder never needs its layer")]
 
 
 BY_TEXT = {  # names of a package, subcommands, those of a table (whose stubs are guarded), of a script, and of policies
@@ -316,54 +332,19 @@ BY_TEXT = {  # names of a package, subcommands, those of a table (whose stubs ar
 }
 
 
-def test_modules_are_imported_by_a_text_there_alone() -> None:
+def imports_by_a_text(source: Source) -> Iterator[Fault]:
     """What is imported through a text cannot be guarded."""
-    for path in modules():
-        called = {
-            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Call)
-        }
-        if str(path.relative_to(PACKAGE)) not in BY_TEXT:
-            assert not called & {"import_module", "__import__"}, path
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in {"import_module", "__import__"}:
+                yield node.lineno, f"imports by {called}"
 
 
-WITHOUT_TORCH = """
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ImportError("torch is not there")
-
-sys.meta_path.insert(0, Refuse())
-
-from pipeflow.cli import main
-
-assert main(["list"]) == 0
-heavy = {"networkx", "rich", "json", "pipeflow.analysis", "pipeflow.planning", "pipeflow.soundness"} & set(sys.modules)
-assert not heavy, heavy
-for command in ("draw", "simulate", "compare", "verify", "export"):
-    assert main([command, "interleaved-1f1b", *(["--csv", "-"] if command == "export" else [])]) == 0
-assert main(["diff", "interleaved-1f1b", "zb-v"]) == 0
-assert main(["plan", "tiny"]) == 0
-
-import pipeflow
-for name in pipeflow.__all__:
-    try:
-        getattr(pipeflow, name)
-    except ImportError as error:
-        assert "torch is not there" in str(error)
-        print("needs torch:", name)
-"""
+def test_modules_are_imported_by_a_text_there_alone() -> None:
+    require(imports_by_a_text, (source for source in sources() if source.name not in BY_TEXT))
 
 
-@pytest.mark.slow
-def test_plans_and_the_command_need_no_torch() -> None:
-    """And the command starts without what only some of its parts need."""
-    argv = [sys.executable, "-W", "error", "-c", WITHOUT_TORCH]
-    result = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    need_torch = {line.split()[-1] for line in result.stdout.splitlines() if line.startswith("needs torch:")}
-    assert {"Pipeline", "execute_pipeline", "launch"} <= need_torch
-    assert not need_torch & {"make_schedule", "Schedule", "Timeline", "simulate", "verify", "lower", "SCHEDULES"}
+def test_the_guard_sees_imports_by_a_text() -> None:
+    source = Source("core/one.py", "importlib.import_module('a')\n__import__('b')\nimport c\n")
+    assert [line for line, _ in imports_by_a_text(source)] == [1, 2]

@@ -6,22 +6,24 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import pipeflow
 from pipeflow.core.extras import DISTRIBUTION
+from tests.sources import PACKAGE, Fault, Source, require
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = Path(pipeflow.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
+@pytest.mark.lint
 def test_numpy_is_installed_with_pipeflow() -> None:
     assert "numpy" in {re.split(r"[^\w.-]", requirement)[0] for requirement in PROJECT["dependencies"]}
 
 
+@pytest.mark.lint
 def test_what_errors_tell_to_install_is_there() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     texts = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
@@ -29,13 +31,25 @@ def test_what_errors_tell_to_install_is_there() -> None:
     assert "exact" in named <= set(PROJECT["optional-dependencies"])
 
 
-@pytest.mark.parametrize("folder", ["docs", "examples", "README.md", "CONTRIBUTING.md", PACKAGE])
-def test_nobody_is_told_to_install_the_package_of_another_project(folder: str | Path) -> None:
+def installs_of_another_project(source: Source) -> Iterator[Fault]:
     """Which has the name on the public index that this one is imported by."""
-    root = ROOT / folder
-    files = [root] if root.is_file() else [path for kind in ("*.py", "*.md", "*.js") for path in root.rglob(kind)]
-    told = re.compile(r"pip install [^\n`]*\bpipeflow(?![\w.-])")
-    assert [str(path) for path in files if told.search(path.read_text(encoding="utf-8"))] == []
+    for number, line in enumerate(source.text.splitlines(), 1):
+        if re.search(r"pip install [^\n`]*\bpipeflow(?![\w.-])", line):
+            yield number, line.strip()
+
+
+@pytest.mark.lint
+def test_nobody_is_told_to_install_the_package_of_another_project() -> None:
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for folder in (ROOT / "docs", ROOT / "examples", PACKAGE):
+        files += [path for path in folder.rglob("*") if path.suffix in {".py", ".md", ".js"}]
+    require(installs_of_another_project, (Source.read(path, ROOT) for path in files))
+
+
+@pytest.mark.lint
+def test_the_guard_sees_who_tells_it() -> None:
+    text = "pip install pipeflow-torch\npip install 'pipeflow[exact]'\nimport pipeflow\npip install -U pipeflow\n"
+    assert [line for line, _ in installs_of_another_project(Source("one.md", text))] == [2, 4]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,8 +28,6 @@ from pipeflow.tensor import (
 )
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.training import get_dataloader, get_dist_logger
-
-PACKAGE = Path(pipeflow.__file__).parent
 
 
 def elsewhere(function: Callable[[], Any]) -> Any:
@@ -110,21 +107,3 @@ def test_before_any_launch_a_process_is_a_world_of_one() -> None:
     assert ColumnParallelLinear(4, 4).group.size == 1
     with pytest.raises(UsageError, match="there is no context"):
         current_context()
-
-
-def test_the_package_keeps_one_state() -> None:
-    """Context variables, thread-local values, globals that functions assign, and containers that start empty."""
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            name = node.func if isinstance(node, ast.Call) else None
-            called = name.id if isinstance(name, ast.Name) else name.attr if isinstance(name, ast.Attribute) else ""
-            if called in ("ContextVar", "local") or isinstance(node, ast.Global):
-                found.append((str(path.relative_to(PACKAGE)), called or "global"))
-        for statement in tree.body:
-            value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
-            if isinstance(value, ast.Dict | ast.List) and not ast.unparse(value).strip("[]{}"):
-                found.append((str(path.relative_to(PACKAGE)), ast.unparse(statement)))
-    table = "_POLICY_LIST: dict[str, PolicyLocation] = {}"  # users fill it, under ColossalAI's name
-    assert found == [("colossalai/policies.py", table), ("parallel/context.py", "ContextVar")]
