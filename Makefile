@@ -36,7 +36,7 @@ matrices: .venv/installed       ## run the exhaustive matrices, or a part of the
 
 test-all: test matrices         ## run the test suite, then the exhaustive matrices
 
-drill: .venv/installed          ## try for an hour what may fail rarely: scripts that end early, all programs under NCCL's rules
+drill: .venv/installed          ## try for an hour what may fail rarely: kills, stops, damaged checkpoints, programs under NCCL's rules
 	$(PY) -m pytest $(SPREAD) -m drill $(ARGS)
 
 WHEEL := build/wheel

@@ -1,4 +1,4 @@
-"""What is slow follows where it can: exhaustive tests are, those in a browser, and what is run by processes."""
+"""What is slow follows where it can: exhaustive tests and drills, those in a browser, and what is run by processes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ collect_ignore = ["core/offloading.py"]  # a program, for a package with more ki
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="I/N", help="run one of N shares of the exhaustive tests: 0/N to N-1/N")
+    parser.addoption("--turns", metavar="N", type=int, default=3, help="turns of each drill, with other random choices")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "turn" in metafunc.fixturenames:
+        metafunc.parametrize("turn", range(metafunc.config.getoption("--turns")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,7 +38,7 @@ def _mark_slow(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         by_processes = any(getattr(value, "__name__", "") == "run_processes" for value in parameters.values())
-        if by_processes or any(item.get_closest_marker(name) for name in ("exhaustive", "browser")):
+        if by_processes or any(item.get_closest_marker(name) for name in ("exhaustive", "drill", "browser")):
             item.add_marker(pytest.mark.slow)
 
 

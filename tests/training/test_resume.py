@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from benchmarks.resume import halve_once, kill_once, restart_once
 from pipeflow import Pipeline, UsageError, get_dataloader, make_schedule, save_checkpoint
 from pipeflow.optim import MasterWeights
 from pipeflow.parallel.context import current_context
@@ -463,27 +461,3 @@ def test_loaders_of_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         assert run_threads(shuffled, 1, tmp_path) == [[0, 1]]
     assert f"continues from {tmp_path / 'step-00000001'}: 0 epochs and 1 steps" in caplog.text
     assert "a DataLoader that shuffles has another order each time" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_while_it_saves_beside_training() -> None:
-    """`python -m benchmarks resume` does it more often."""
-    found = kill_once(random.Random(1), 1)
-    assert found["killed"]
-    assert found["same"]
-    assert found["once"]
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_and_half_the_replicas() -> None:
-    found = halve_once(random.Random(2), 0)
-    assert found["killed"]
-    assert found["once"]
-    assert found["difference"] < 1e-12
-
-
-@pytest.mark.slow
-def test_torchrun_starts_all_again() -> None:
-    found = restart_once(random.Random(3), 0)
-    assert found["killed"]
-    assert found["same"]

@@ -1,10 +1,9 @@
 """One rank of a drill: it trains, writes down what it was told and when, and goes on where nobody died. Started by
-`drills`, as a function of a process or as a script under torchrun.
+`test_drills`, as a function of a process or as a program on another host.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from pipeflow import Pipeline
 
 RANKS, MICROBATCHES, WIDTH, TIMEOUT = 4, 4, 16, 5.0
-KILLED = 20  # the step in which a rank of a restarted job is killed
 
 
 @dataclass
@@ -118,39 +116,6 @@ def write(folder: Path, name: str, value: object) -> None:
     partial.rename(folder / name)
 
 
-def train(folder: Path, steps: int, victim: int) -> None:
-    """Under torchrun: goes on from the newest checkpoint; one rank kills itself in one step of the first life."""
-    import torch
-
-    import pipeflow
-
-    torch.set_num_threads(1)
-    context = pipeflow.launch(pipeline=RANKS, timeout=TIMEOUT, device="cpu")
-    model = build(context.rank)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    newest = pipeflow.latest_checkpoint(folder / "checkpoints")
-
-    def names(stage: int, name: str) -> str:
-        return f"{stage}.{name}"
-
-    done = 0 if newest is None else pipeflow.load_checkpoint(newest, model, optimizer, names=names).step
-    for step in range(done, steps):
-        if step == KILLED and context.rank == victim and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), 9)
-        optimizer.zero_grad()
-        pipeflow.execute_pipeline(iter([batch(step)]), model)
-        optimizer.step()
-        if step % 5 == 4:
-            path = folder / "checkpoints" / f"step-{step + 1}"
-            pipeflow.save_checkpoint(path, model, optimizer, step=step + 1, keep=2, names=names)
-    digest = hashlib.sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
-    write(folder, f"weights-{context.rank}", digest.hexdigest())
-
-
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["train", folder, steps, victim]:
-            train(Path(folder), int(steps), int(victim))
-        case ["drill", folder, rank, port, steps, address]:
-            drill(folder, int(rank), int(port), int(steps), address)
+    folder, rank, port, steps, address = sys.argv[1:]
+    drill(folder, int(rank), int(port), int(steps), address)

@@ -1,5 +1,5 @@
 """One rank of a run that is killed and continued: it trains with a Trainer and a CheckpointHook, and writes down which
-samples each step read. Started by `resume`, as a function of a process or as a script under torchrun.
+samples each step read. Started by `test_killed`, as a function of a process or as a script under torchrun.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def main(run: Run) -> None:
 
 def arguments(run: Run) -> list[str]:
     """Of the script."""
-    return ["-m", "benchmarks.resume_rank", json.dumps(asdict(run))]
+    return ["-m", "tests.training.killed_rank", json.dumps(asdict(run))]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Damaged and forged checkpoints: is each refused in words, with nothing of the run changed and no code run, or loaded
+"""Damages and forges checkpoints: is each refused in words, with nothing of the run changed and no code run, or loaded
 with the values that were saved? And does `latest_checkpoint` then find the newest that is whole?
 """
 
@@ -11,41 +11,17 @@ import os
 import pickle
 import random
 import shutil
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.report import Report
+import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    import torch
+from pipeflow import PipelineError, UsageError, latest_checkpoint, load_checkpoint, save_checkpoint
 
 MANIFEST, INDEX, DATA, TORCHS = "checkpoint.json", "index.json", "__0_0.distcp", ".metadata"
-
-
-def run(rounds: int | None = None) -> Report:
-    rounds = rounds or 200
-    report = Report("corrupt", f"corrupt: {rounds} damaged or forged checkpoints", ["", "tries", *COLUMNS])
-    counts: dict[str, Counter[str]] = {}
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as name:
-        ground = Ground(Path(name))
-        for seed in range(rounds):
-            kind, outcome = ground.trial(seed)
-            counts.setdefault(kind, Counter()).update([outcome])
-    for kind, found in sorted(counts.items()):
-        report.rows.append([kind, str(found.total()), *(str(found[column]) for column in COLUMNS)])
-    total = sum(counts.values(), Counter())
-    report.data = {"rounds": rounds, **total}
-    report.notes.append(f"{time.perf_counter() - start:.1f} s; refused: in words, with nothing changed and no code run")
-    return report
-
-
-COLUMNS = ("refused", "right values", "wrong")
 
 
 class Evil:
@@ -148,8 +124,6 @@ class Forger:
 
     def forge_data(self) -> None:
         """Something else in the place of a tensor or a value, with digests that fit."""
-        import torch
-
         other = self.choice([torch.zeros(3, 5), "text", {"step": "x"}, torch.zeros(2, dtype=torch.int8), None])
         self.put(_saved(other) if self.choices.random() < 0.7 else self.choices.randbytes(50))
 
@@ -198,8 +172,6 @@ class Forger:
 
 
 def _saved(value: object) -> bytes:
-    import torch
-
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -233,8 +205,6 @@ class Ground:
     """Two checkpoints of a run in `folder`, of which trials corrupt copies of the newer one."""
 
     def __init__(self, folder: Path) -> None:
-        from pipeflow import save_checkpoint
-
         self.folder = folder
         self.good = folder / "good"
         self.saved = []
@@ -244,7 +214,7 @@ class Ground:
             save_checkpoint(self.good / f"step-{step}", subject.model, subject.optimizer, step=step, data={"sample": 9})
 
     def trial(self, seed: int) -> tuple[str, str]:
-        """The kind of corruption and what came of it, one of COLUMNS."""
+        """The kind of corruption and what came of it: "refused", "right values" or "wrong"."""
         corrupt = KINDS[seed % len(KINDS)]
         runs = self.folder / f"trial-{seed}"
         forger = self.copy(runs, seed)
@@ -261,8 +231,6 @@ class Ground:
         return Forger(runs / "step-2", self.folder / f"canary-{seed}", random.Random(seed))
 
     def outcome(self, runs: Path, *, whole_is_found: bool) -> str:
-        from pipeflow import PipelineError, UsageError, latest_checkpoint, load_checkpoint
-
         subject = Subject(7)
         before = subject.everything()
         newest = latest_checkpoint(runs)
@@ -287,9 +255,6 @@ class Subject:
     """A model, its optimizer and the random state, told as bytes."""
 
     def __init__(self, seed: int) -> None:
-        import torch
-        from torch import nn
-
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=seed / 100)
@@ -301,8 +266,6 @@ class Subject:
         return [_bytes(value) for value in self.model.state_dict().values()]
 
     def everything(self) -> list[object]:
-        import torch
-
         states = self.optimizer.state_dict()
         moments = [_bytes(value) for state in states["state"].values() for value in state.values()]
         return [*self.weights(), *moments, str(states["param_groups"]), _bytes(torch.get_rng_state())]
