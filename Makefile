@@ -1,6 +1,8 @@
 # Needs python3 (3.11 or newer), pip and make; everything else goes into .venv.
 PYTHON ?= python3
 PY := .venv/bin/python
+# Where bytecode is not written, each process of the tests compiles pipeflow and the tests anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo demo-hybrid demo-vit demo-huggingface lab test matrices test-all drill wheel-test fuzz check bench stubs gallery others pictures docs clean
 .DELETE_ON_ERROR:

@@ -52,6 +52,7 @@ def test_draw_forward_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert "B backward" not in drawing
 
 
+@pytest.mark.slow
 def test_what_a_search_is_for_and_may_keep_are_options(capsys: pytest.CaptureFixture[str]) -> None:
     costs = ["--forward", 3, "--backward-input", 4, "--backward-weight", 2, "--transfer", 0.5]
     costs += ["--saved-bytes", 3, "--deferred-bytes", 1]

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
-from random import Random
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
 from pipeflow.schedules import SCHEDULES
 from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear
 from pipeflow.testing.models import WIDTH
+from tests.covering import covering
 from tests.families import accepts
 from tests.nccl.device import moved
 from tests.nccl.recorder import recorded
@@ -148,33 +147,10 @@ CHOICES: dict[str, Sequence[Any]] = {
 }
 
 
-def covering(seed: int = 0) -> list[Case]:
-    """Cases in which any two choices that are possible together stand together; few, not the fewest."""
-    random, missing = Random(seed), {pair for case in _every() for pair in _pairs(case)}
-    found: list[Case] = []
-    while missing:
-        first = min(missing, key=str)
-        tried = [case for _ in range(60) if (case := _drawn(random, dict(first))).is_possible]
-        best = max(tried, key=lambda case: (len(_pairs(case) & missing), -case.ranks), default=None)
-        if best is not None:
-            missing -= _pairs(best)
-            found.append(best)
-    return sorted(found, key=str)
-
-
-def _drawn(random: Random, given: dict[str, Any]) -> Case:
-    return Case(**({name: random.choice(choices) for name, choices in CHOICES.items()} | given))
-
-
-def _pairs(case: Case) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
-    return set(combinations(((name, getattr(case, name)) for name in CHOICES), 2))
-
-
-def _every() -> Iterator[Case]:
-    for values in product(*CHOICES.values()):
-        case = Case(*values)
-        if case.is_possible:
-            yield case
+def pairwise() -> list[Case]:
+    """Cases in which any two choices that are possible together stand together."""
+    rows = covering(*CHOICES.values(), possible=lambda *choices: Case(*choices).is_possible)
+    return sorted((Case(*row) for row in rows), key=str)
 
 
 def whole(name: str, ranks: int) -> list[Case]:

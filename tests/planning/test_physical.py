@@ -35,6 +35,7 @@ TABLE_5 = {
 
 @pytest.mark.parametrize("checkpoint", ["full", "selective"])
 @pytest.mark.parametrize("name", TABLE_5)
+@pytest.mark.slow
 def test_the_steps_of_a_paper_are_planned_within_8_percent(name: str, checkpoint: Checkpoint) -> None:
     model, (ranks, chunks, size, batch), seconds = TABLE_5[name]
     family, options = ("interleaved-1f1b", {"chunks": chunks}) if chunks > 1 else ("1f1b", {})

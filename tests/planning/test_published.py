@@ -38,6 +38,7 @@ def test_the_regret_is_that_of_the_layout_which_the_search_lists_first() -> None
         assert plain == [0.0]
 
 
+@pytest.mark.slow
 def test_every_published_step_is_planned_to_fit() -> None:
     usable = Cluster.of("a100-80gb").usable_bytes
     largest: dict[object, Row] = {}
@@ -51,6 +52,7 @@ def test_every_published_step_is_planned_to_fit() -> None:
         assert plan(each.model, schedule, each.setup).peak_bytes <= usable
 
 
+@pytest.mark.slow
 def test_the_memory_of_published_layouts_is_planned_within_10_percent() -> None:
     errors = [each.planned / 2**30 / each.gib - 1 for each in memory_rows()]
     assert len(errors) == 8

@@ -1,0 +1,42 @@
+"""Fewer rows of a matrix: those in which any two values of different columns that may stand together do so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
+from random import Random
+from typing import Any
+
+import pytest
+
+Row = tuple[Any, ...]
+TRIES = 60
+"""Rows among which the best is taken, where more would do."""
+
+
+def covering(*columns: Sequence[Any], possible: Callable[..., bool] = lambda *_: True) -> list[Row]:
+    """Rows of the matrix that have every pair of values of two columns that a possible row has; few, not the fewest.
+    Always the same ones, in the order of the matrix; rather those with the first values of the columns.
+    """
+    every = [row for row in product(*map(_numbered, columns)) if possible(*(value for _, value in row))]
+    pairs = [set(combinations(((column, place) for column, (place, _) in enumerate(row)), 2)) for row in every]
+    missing, random, found = set[Any]().union(*pairs), Random(0), set[int]()
+    while missing:
+        pair = min(missing)
+        having = [number for number, its in enumerate(pairs) if pair in its]
+        tried = sorted(random.sample(having, min(TRIES, len(having))))
+        best = max(tried, key=lambda number: len(pairs[number] & missing))
+        missing -= pairs[best]
+        found.add(best)
+    return [tuple(value for _, value in every[number]) for number in sorted(found)]
+
+
+def _numbered(column: Sequence[Any]) -> list[tuple[int, Any]]:
+    return list(enumerate(column))
+
+
+def thinned(*columns: Sequence[Any], possible: Callable[..., bool] = lambda *_: True) -> list[Any]:
+    """The possible rows of the matrix as parameters of a test, of which those outside of a covering are exhaustive."""
+    chosen = covering(*columns, possible=possible)
+    rows = [row for row in product(*columns) if possible(*row)]
+    return [pytest.param(*row, marks=[] if row in chosen else [pytest.mark.exhaustive]) for row in rows]

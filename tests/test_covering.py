@@ -1,0 +1,41 @@
+"""What `make test` leaves out of a matrix has no pair of values that it does not try."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+from tests.covering import Row, covering, thinned
+
+COLUMNS = ("abcd", (1, 2, 3), ({"x": 1}, {"x": 2}), (True, False))
+
+
+def possible(letter: str, number: int, *_: object) -> bool:
+    return (letter, number) != ("a", 3)
+
+
+def pairs(rows: list[Row]) -> set[Any]:
+    return {
+        pair for row in rows for pair in combinations([(column, str(value)) for column, value in enumerate(row)], 2)
+    }
+
+
+def test_every_pair_that_is_possible_is_there() -> None:
+    every = [row for row in product(*COLUMNS) if possible(*row)]
+    found = covering(*COLUMNS, possible=possible)
+    assert pairs(found) == pairs(every)
+    assert all(row in every for row in found)
+    assert len(found) < len(every) / 2
+
+
+def test_two_columns_are_tried_whole() -> None:
+    assert covering("ab", "cd") == list(product("ab", "cd"))
+
+
+def test_the_rest_is_exhaustive() -> None:
+    parameters = thinned(*COLUMNS, possible=possible)
+    assert [each.values for each in parameters] == [row for row in product(*COLUMNS) if possible(*row)]
+    kept = [each.values for each in parameters if pytest.mark.exhaustive not in each.marks]
+    assert kept == covering(*COLUMNS, possible=possible)
