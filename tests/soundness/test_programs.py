@@ -19,6 +19,7 @@ from pipeflow.core.route import Route, Routes, routes_among
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.schedule import verify_programs
+from tests.covering import thinned
 
 Steps = tuple[Instruction, ...]
 Rows = tuple[Steps, ...]
@@ -218,22 +219,35 @@ ROUTES = {
 }
 
 
-def subjects() -> Iterator[Schedule]:
-    for name in SCHEDULES:
-        yield make_schedule(name, ranks=2, microbatches=3)
-        yield make_schedule(name, ranks=4, microbatches=2)
-        yield make_schedule(name, ranks=2, microbatches=3).with_reductions()
-    yield make_schedule("interleaved-1f1b", ranks=2, microbatches=2).forward_only()
-    yield from (PAIRED, CROSSED)
-    yield from (schedule.with_reductions() for schedule in (PAIRED, CROSSED))
-    yield from ROUTES
+FORMS: dict[str, Callable[[str], Schedule]] = {
+    "2 ranks": lambda name: make_schedule(name, ranks=2, microbatches=3),
+    "4 ranks": lambda name: make_schedule(name, ranks=4, microbatches=2),
+    "reductions": lambda name: make_schedule(name, ranks=2, microbatches=3).with_reductions(),
+}
+MORE = [
+    make_schedule("interleaved-1f1b", ranks=2, microbatches=2).forward_only(),
+    *(PAIRED, CROSSED),
+    *(schedule.with_reductions() for schedule in (PAIRED, CROSSED)),
+    *ROUTES,
+]
+MUTATIONS: list[Mutation] = [dropped, duplicated, swapped, moved, retargeted, revalued]
 
 
-@pytest.mark.parametrize("mutate", [dropped, duplicated, swapped, moved, retargeted, revalued])
-@pytest.mark.parametrize("schedule", list(subjects()), ids=lambda schedule: f"{schedule.name} {len(schedule.rows)}")
+@pytest.mark.parametrize(("name", "form", "mutate"), thinned(tuple(SCHEDULES), tuple(FORMS), MUTATIONS))
 @pytest.mark.slow
-def test_programs_are_verified_as_they_run(schedule: Schedule, mutate: Mutation) -> None:
-    """All mutants of those by hand, and at most 100 of every kind of the others."""
+def test_programs_are_verified_as_they_run(name: str, form: str, mutate: Mutation) -> None:
+    require_agreement(FORMS[form](name), mutate)
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS)
+@pytest.mark.parametrize("schedule", MORE, ids=lambda schedule: f"{schedule.name} {len(schedule.rows)}")
+@pytest.mark.slow
+def test_programs_by_hand_and_with_routes_are_verified_as_they_run(schedule: Schedule, mutate: Mutation) -> None:
+    require_agreement(schedule, mutate)
+
+
+def require_agreement(schedule: Schedule, mutate: Mutation) -> None:
+    """Over all mutants of those by hand, and at most 100 of every kind of the others."""
     routes = ROUTES.get(schedule, ())
     rows = tuple(program.instructions for program in lower(schedule, routes=routes))
     assert Oracle(rows, routes).sound()

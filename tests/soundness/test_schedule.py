@@ -16,6 +16,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.schedule import Violation, verify
+from tests.covering import thinned
 from tests.families import make_near
 
 Rows = tuple[tuple[Entry, ...], ...]
@@ -157,20 +158,30 @@ def replaced(rows: Rows) -> Iterator[Rows]:
                         yield changed(rows, rank, (*row[:position], other, *row[position + 1 :]))
 
 
-def subjects() -> Iterator[Schedule]:
-    for name in SCHEDULES:
-        yield make_near(name, ranks=2, microbatches=3)
-        yield make_near(name, ranks=3, microbatches=2)
-        yield make_near(name, ranks=2, microbatches=4).forward_only()
-        yield make_near(name, ranks=2, microbatches=3).with_reductions()
-    yield from BY_HAND
-    yield from (schedule.with_reductions() for schedule in BY_HAND)
+FORMS: dict[str, Callable[[str], Schedule]] = {
+    "2 ranks": lambda name: make_near(name, ranks=2, microbatches=3),
+    "3 ranks": lambda name: make_near(name, ranks=3, microbatches=2),
+    "forwards": lambda name: make_near(name, ranks=2, microbatches=4).forward_only(),
+    "reductions": lambda name: make_near(name, ranks=2, microbatches=3).with_reductions(),
+}
+MUTATIONS: list[Mutation] = [dropped, duplicated, swapped, moved, replaced]
 
 
-@pytest.mark.parametrize("mutate", [dropped, duplicated, swapped, moved, replaced])
-@pytest.mark.parametrize("schedule", list(subjects()), ids=lambda schedule: f"{schedule.name} {len(schedule.rows)}")
+@pytest.mark.parametrize(("name", "form", "mutate"), thinned(tuple(SCHEDULES), tuple(FORMS), MUTATIONS))
 @pytest.mark.slow
-def test_verify_agrees_with_the_definition(schedule: Schedule, mutate: Mutation) -> None:
+def test_verify_agrees_with_the_definition(name: str, form: str, mutate: Mutation) -> None:
+    require_agreement(FORMS[form](name), mutate)
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS)
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("schedule", BY_HAND, ids=lambda schedule: schedule.name)
+@pytest.mark.slow
+def test_verify_agrees_with_the_definition_by_hand(schedule: Schedule, reduces: bool, mutate: Mutation) -> None:
+    require_agreement(schedule.with_reductions() if reduces else schedule, mutate)
+
+
+def require_agreement(schedule: Schedule, mutate: Mutation) -> None:
     assert sound(schedule)
     assert verify(schedule) == []
     refused = 0
