@@ -30,6 +30,8 @@ lab: .venv/installed            ## run the Megatron lab: 2 tensor ranks, mock da
 # Number of processes that run the tests.
 JOBS ?= 2
 SPREAD := --numprocesses $(JOBS) --dist worksteal
+# Ranks are threads and processes: if each used all cores again, they would wait for one another.
+test matrices drill wheel-test: export OMP_NUM_THREADS ?= 1
 test: .venv/installed           ## run the test suite without the exhaustive matrices
 	$(PY) -m pytest $(SPREAD) -m "not exhaustive and not drill and not lint" $(ARGS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from random import Random
 from typing import Any
@@ -14,12 +14,15 @@ TRIES = 60
 """Rows among which the best is taken, where more would do."""
 
 
-def covering(*columns: Sequence[Any], possible: Callable[..., bool] = lambda *_: True) -> list[Row]:
+def covering(
+    *columns: Sequence[Any], possible: Callable[..., bool] = lambda *_: True, singly: Collection[int] = ()
+) -> list[Row]:
     """Rows of the matrix that have every pair of values of two columns that a possible row has; few, not the fewest.
-    Always the same ones, in the order of the matrix; rather those with the first values of the columns.
+    Always the same ones, in the order of the matrix; rather those with the first values of the columns. The values of
+    the columns `singly` are each in a row, in pairs with others only by chance.
     """
     every = [row for row in product(*map(_numbered, columns)) if possible(*(value for _, value in row))]
-    pairs = [set(combinations(((column, place) for column, (place, _) in enumerate(row)), 2)) for row in every]
+    pairs = [set(_pairs([place for place, _ in row], singly)) for row in every]
     missing, random, found = set[Any]().union(*pairs), Random(0), set[int]()
     while missing:
         pair = min(missing)
@@ -31,12 +34,27 @@ def covering(*columns: Sequence[Any], possible: Callable[..., bool] = lambda *_:
     return [tuple(value for _, value in every[number]) for number in sorted(found)]
 
 
+def _pairs(places: Sequence[int], singly: Collection[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Of (column, place in it)."""
+    entries = list(enumerate(places))
+    yield from ((entry,) for entry in entries)
+    yield from combinations([entry for entry in entries if entry[0] not in singly], 2)
+
+
 def _numbered(column: Sequence[Any]) -> list[tuple[int, Any]]:
     return list(enumerate(column))
 
 
 def thinned(*columns: Sequence[Any], possible: Callable[..., bool] = lambda *_: True) -> list[Any]:
     """The possible rows of the matrix as parameters of a test, of which those outside of a covering are exhaustive."""
-    chosen = covering(*columns, possible=possible)
-    rows = [row for row in product(*columns) if possible(*row)]
-    return [pytest.param(*row, marks=[] if row in chosen else [pytest.mark.exhaustive]) for row in rows]
+    return some_rows([row for row in product(*columns) if possible(*row)], covering(*columns, possible=possible))
+
+
+def some_rows(every: Iterable[Row], kept: Collection[Row]) -> list[Any]:
+    """Rows as parameters of a test, of which those that are not kept are exhaustive."""
+    return [pytest.param(*row, marks=[] if row in kept else [pytest.mark.exhaustive]) for row in every]
+
+
+def some(every: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """Values as parameters of a test, of which those that are not kept are exhaustive."""
+    return [pytest.param(value, marks=[] if value in kept else [pytest.mark.exhaustive]) for value in every]

@@ -30,6 +30,13 @@ def test_every_pair_that_is_possible_is_there() -> None:
     assert len(found) < len(every) / 2
 
 
+def test_a_column_may_be_tried_singly() -> None:
+    found = covering(*COLUMNS, possible=possible, singly=[0])
+    assert pairs([row[1:] for row in found]) == pairs(list(product(*COLUMNS[1:])))
+    assert {row[0] for row in found} == set(COLUMNS[0])
+    assert len(found) < len(covering(*COLUMNS, possible=possible))
+
+
 def test_two_columns_are_tried_whole() -> None:
     assert covering("ab", "cd") == list(product("ab", "cd"))
 

@@ -17,6 +17,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.explore.answers.plan import plan
 from pipeflow.soundness.schedule import verify
 from tests.browser import DEADLINE, MARKS
+from tests.covering import some
 from tests.explore.explorer import Explorer
 
 pytestmark = MARKS
@@ -233,9 +234,9 @@ def edits(editing: Editing, seed: int, count: int) -> Iterator[Rows]:
             yield inserted(rows, rank, gap, entry)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_200_random_edits_agree_with_verify_and_nothing_is_lost(explorer: Explorer, seed: int) -> None:
-    """40 edits for each of 5 seeds, since browsers keep 50 steps that can be undone."""
+@pytest.mark.parametrize("seed", some(range(5), [0]))
+def test_random_edits_agree_with_verify_and_nothing_is_lost(explorer: Explorer, seed: int) -> None:
+    """40 edits for each seed, since browsers keep 50 steps that can be undone."""
     editing = Editing(explorer, ranks=2, microbatches=3)
     editing.require_truth()
     first = explorer.fields

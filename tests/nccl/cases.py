@@ -147,9 +147,12 @@ CHOICES: dict[str, Sequence[Any]] = {
 }
 
 
-def pairwise() -> list[Case]:
-    """Cases in which any two choices that are possible together stand together."""
-    rows = covering(*CHOICES.values(), possible=lambda *choices: Case(*choices).is_possible)
+def pairwise(*, by_schedule: bool) -> list[Case]:
+    """Cases in which any two choices that are possible together stand together; if not `by_schedule`, any two besides
+    that of the schedule, and each schedule in one.
+    """
+    singly = [] if by_schedule else [list(CHOICES).index("schedule")]
+    rows = covering(*CHOICES.values(), possible=lambda *choices: Case(*choices).is_possible, singly=singly)
     return sorted((Case(*row) for row in rows), key=str)
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.covering import some_rows
 from tests.parallel.two_hosts import ADDRESSES, NAMES, available, environment, hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not available(), reason="needs root and network namespaces")]
 
 
-@pytest.mark.parametrize("initialized", [False, True])
-@pytest.mark.parametrize("master", [ADDRESSES[0], NAMES[0]])
+@pytest.mark.parametrize(
+    ("master", "initialized"),
+    some_rows(product([ADDRESSES[0], NAMES[0]], [False, True]), [(NAMES[0], False), (ADDRESSES[0], True)]),
+)
 def test_hosts_whose_names_are_loopback_addresses(tmp_path: Path, master: str, initialized: bool) -> None:
     said = ["initialized"] if initialized else []
     program = [sys.executable, "-m", "tests.parallel.two_hosts", *said]

@@ -20,6 +20,7 @@ from pipeflow import Pipeline, PipelineError, clip_grad_norm_, execute_pipeline
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import TiedModel
+from tests.covering import some_rows
 from tests.runtime.work import schedule_of
 
 SOON = 1.0  # seconds
@@ -135,7 +136,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("rank", "when"), CASES)
+@pytest.mark.parametrize(
+    ("rank", "when"),
+    some_rows(
+        CASES, [*enumerate(("forward", "backward", "between steps", "forward")), (0, "tied exchange"), CASES[-1]]
+    ),
+)
 @pytest.mark.slow
 def test_a_killed_rank_is_named(rank: int, when: str, tmp_path: Path) -> None:
     note = tmp_path / "killed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from torch.utils._pytree import tree_leaves
 from pipeflow import Schedule
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, KeywordModel, PlainModel, TiedModel, TinyModel, TreeModel
-from tests.runtime.work import Stepped, each_once, plain, require_step, run_steps, schedule_of, variants
+from tests.covering import covering, some_rows
+from tests.runtime.work import Stepped, each_once, largest, plain, require_step, run_steps, schedule_of, variants
 
 MODELS = {"plain": PlainModel(), "tied": TiedModel(), "keywords": KeywordModel(), "trees": TreeModel()}
 MICROBATCHES = range(1, 10)
+SHARES = tuple(tuple(MICROBATCHES[first::4]) for first in range(4))
 
 
 @cache
@@ -30,10 +33,12 @@ def sized(kind: str, schedule: Schedule) -> TinyModel:
     return replace(MODELS[kind], layers=max(2, schedule.placement.num_stages))
 
 
-@pytest.mark.parametrize("variant", each_once(variants()))
-@pytest.mark.parametrize("kind", MODELS)
-def test_threads(kind: str, variant: tuple[str, int, int]) -> None:
-    for microbatches in MICROBATCHES:
+@pytest.mark.parametrize(
+    ("variant", "kind", "share"),
+    some_rows(product(variants(), MODELS, SHARES), covering(largest(variants()), tuple(MODELS), SHARES)),
+)
+def test_threads(variant: tuple[str, int, int], kind: str, share: tuple[int, ...]) -> None:
+    for microbatches in share:
         schedule = schedule_of(variant, microbatches)
         model, samples = sized(kind, schedule), 2 * microbatches + 1  # the first microbatch is larger
         results = run_threads(run_steps, variant[1], model, schedule, [model.batch(samples)])
@@ -81,10 +86,11 @@ def run_with_outputs(model: TinyModel, schedule: Schedule, batch: tuple[object, 
 @pytest.mark.slow
 def test_gloo(ranks: int, microbatches: int) -> None:
     every = [variant for variant in variants(max_chunks=2) if variant[1] == ranks]
+    kinds = list(MODELS)
     cases = [
         (sized(kind, schedule), schedule, 2 * microbatches + 1)
-        for variant in every
-        for kind in MODELS
+        for number, variant in enumerate(every)
+        for kind in kinds[number % 2 :: 2]  # two for each; threads try all
         for schedule in [schedule_of(variant, microbatches)]
     ]
     columns = run_processes(run_cases, ranks, cases)

@@ -43,11 +43,15 @@ def variants(max_ranks: int = 4, max_chunks: int = 3) -> list[tuple[str, int, in
 
 def each_once(variants: list[tuple[str, int, int]]) -> list[Any]:
     """The variants as parameters of a test: each schedule's largest one, and the others for the exhaustive tests."""
-    largest = {name: (name, ranks, chunks) for name, ranks, chunks in variants}
     return [
-        pytest.param(variant, id=str(variant), marks=[] if variant in largest.values() else [pytest.mark.exhaustive])
+        pytest.param(variant, id=str(variant), marks=[] if variant in largest(variants) else [pytest.mark.exhaustive])
         for variant in variants
     ]
+
+
+def largest(variants: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Each schedule's largest one."""
+    return list({variant[0]: variant for variant in variants}.values())
 
 
 def schedule_of(variant: tuple[str, int, int], microbatches: int) -> Schedule:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Pipeline, Schedule, execute_pipeline
+from tests.covering import some
 from tests.stages.families import EVERY, make
 from tests.stages.family import criterion
 from tests.tensor.ranks import gradients
@@ -23,7 +24,7 @@ SPLIT = [name for name in HERE if not EVERY[name].is_alone]
 
 def each_but(*quick: str, among: list[str] = HERE) -> list[Any]:
     """All families, of which the quick ones alone are not exhaustive."""
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.exhaustive]) for name in among]
+    return some(among, quick)
 
 
 class Step(NamedTuple):
