@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Where bytecode is not written, each process of the tests compiles pipeflow and the tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test matrices test-all drill wheel-test fuzz check bench stubs gallery others pictures docs clean
+.PHONY: demo demo-hybrid demo-vit demo-huggingface lab test quick matrices test-all drill wheel-test fuzz check bench stubs gallery others pictures docs clean
 .DELETE_ON_ERROR:
 
 .venv/installed: pyproject.toml constraints.txt
@@ -31,9 +31,13 @@ lab: .venv/installed            ## run the Megatron lab: 2 tensor ranks, mock da
 JOBS ?= 2
 SPREAD := --numprocesses $(JOBS) --dist worksteal
 # Ranks are threads and processes: if each used all cores again, they would wait for one another.
-test matrices drill wheel-test: export OMP_NUM_THREADS ?= 1
+test quick matrices drill wheel-test: export OMP_NUM_THREADS ?= 1
 test: .venv/installed           ## run the test suite without the exhaustive matrices
 	$(PY) -m pytest $(SPREAD) -m "not exhaustive and not drill and not lint" $(ARGS)
+
+PLANS := $(addprefix tests/,core analysis soundness orders schedules planning draw cli)
+quick: .venv/installed          ## run the quick tests of what needs no torch, in a quarter of a minute
+	$(PY) -m pytest $(SPREAD) -m "not slow and not lint" $(PLANS) $(ARGS)
 
 matrices: .venv/installed       ## run the exhaustive matrices, or a part of them: make matrices ARGS="--share 0/6"
 	$(PY) -m pytest $(SPREAD) -m exhaustive $(ARGS)

@@ -57,6 +57,7 @@ def least_transfers(maker: int, users: tuple[int, ...], path: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.slow
 def test_no_way_takes_fewer_transfers(name: str) -> None:
     placement = PLACEMENTS[name]
     for maker, users in cases(placement):

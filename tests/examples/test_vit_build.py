@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.sharding import Split, splits_of
 from pipeflow.testing import run_threads
 from pipeflow.training import Hook, Step, Trainer, make_engine
+from tests.covering import some_rows
 from tests.examples.test_gpt3_build import at, whole_sizes
 from vit.build import build_pipeline_vit, build_stage, vit_base_patch16_224
 from vit.model import PipelineVisionTransformer
@@ -137,8 +139,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("options", [{}, {"init_method": "jax", "checkpoint": True, "representation_size": 8}], ids=str)
+OPTIONS = [{}, {"init_method": "jax", "checkpoint": True, "representation_size": 8}]
+FEWER = [*((name, OPTIONS[0]) for name in LAYOUTS), *((name, OPTIONS[1]) for name in [*LAYOUTS][-2:])]
+
+
+@pytest.mark.parametrize(("name", "options"), some_rows(product(LAYOUTS, OPTIONS), FEWER), ids=str)
 @pytest.mark.slow
 def test_every_layout_trains_the_same_model(name: str, options: dict[str, Any]) -> None:
     """Losses and weights over 20 steps of a Trainer, against plain torch."""

@@ -17,6 +17,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES
 from pipeflow.soundness.schedule import verify
 from tests.browser import DEADLINE, MARKS
+from tests.covering import some
 from tests.explore.explorer import Explorer
 
 pytestmark = MARKS
@@ -90,7 +91,7 @@ def exported(capsys: pytest.CaptureFixture[str], name: str, **options: Any) -> s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", some(SCHEDULES, ["1f1b", "interleaved-1f1b", "zb-v", "zb-auto", "dualpipe"]))
 def test_the_table_of_every_schedule_is_that_of_pipeflow_export(
     name: str, menu: Menu, capsys: pytest.CaptureFixture[str]
 ) -> None:

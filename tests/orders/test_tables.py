@@ -78,6 +78,7 @@ def test_zero_bubble_rates(row: Measured, rates: dict[str, float]) -> None:
     [(ONE_24, 0.1055), (ONE_64, 0.0443), (SIX_24, 0.0808), (SIX_64, 0.0320)],
     ids=lambda value: f"{value.model} {value.microbatches}" if isinstance(value, Measured) else "",
 )
+@pytest.mark.slow
 def test_interleaved_rates_as_published(row: Measured, rate: float) -> None:
     """arXiv 2401.10241, table 5, column 1F1B-I."""
     assert bubble_rate(row, relaxed_span(*measured_schedule(row, "interleaved-1f1b"))) == rate

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +188,10 @@ def run_hanging(rank: int, seconds: float) -> tuple[int, int | None, str, float,
     return error.rank, error.died, str(error), took, float(loss)
 
 
-@pytest.mark.parametrize("start", [run_threads, run_processes])
-@pytest.mark.parametrize("hanging", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("start", "hanging"),
+    some_rows(product([run_threads, run_processes], range(3)), [*product([run_threads], range(3)), (run_processes, 0)]),
+)
 def test_who_takes_too_long_is_named_and_the_next_step_works(start: Any, hanging: int) -> None:
     timeout, sleep = (0.7, 1.2) if start is run_threads else (2.0, 3.5)
     results = start(run_hanging, 3, hanging, sleep, timeout=timeout)
