@@ -14,9 +14,9 @@ from urllib.parse import urlencode
 from pipeflow.cli import explore
 from pipeflow.cli.command import parser
 from pipeflow.core.errors import UsageError
-from pipeflow.explore.made import timeline
-from pipeflow.explore.prebuilt import Fields, Range, name, prebuilt
+from pipeflow.explore.schedule_cache import timeline
 from pipeflow.explore.state import State
+from pipeflow.explore.static_page import Fields, Range, name, prebuilt
 from pipeflow.explore.tour import STEPS
 from pipeflow.schedules import SCHEDULES, options_of
 

@@ -21,12 +21,12 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 
 if TYPE_CHECKING:
     from pipeflow import huggingface as huggingface
-    from pipeflow.analysis.causes import Cause, causes, critical_path
     from pipeflow.analysis.graph import dependency_graph
-    from pipeflow.analysis.lower import lower
-    from pipeflow.analysis.measured import measured_costs
-    from pipeflow.analysis.simulate import simulate
+    from pipeflow.analysis.idle_time import Cause, causes, critical_path
+    from pipeflow.analysis.lowering import lower
+    from pipeflow.analysis.simulation import simulate
     from pipeflow.analysis.step import step_time
+    from pipeflow.analysis.trace_costs import measured_costs
     from pipeflow.checkpoint.load import Loaded, load_checkpoint
     from pipeflow.checkpoint.newest import latest_checkpoint
     from pipeflow.checkpoint.renames import Rename, Transform
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pipeflow.optim.zero import Zero
     from pipeflow.orders.search import Found
     from pipeflow.parallel.context import Context, current_context
-    from pipeflow.parallel.launch import launch
+    from pipeflow.parallel.launcher import launch
     from pipeflow.planning.catalog import MODELS, model_named
     from pipeflow.planning.cluster import Cluster
     from pipeflow.planning.device import DEVICES, Device
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pipeflow.planning.layer_costs import LayerCosts
     from pipeflow.planning.layout import Layout, Wanted
     from pipeflow.planning.layouts import Layouts, Ranked, find_layouts
-    from pipeflow.planning.replan import Candidate, Replan, replan
+    from pipeflow.planning.replanning import Candidate, Replan, replan
     from pipeflow.planning.setup import PRECISIONS, Precision, Setup
     from pipeflow.planning.transformer import GPT, GPT_PRESETS
     from pipeflow.planning.vit import VIT_PRESETS, ViT
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from pipeflow.runtime.microbatch import Whole
     from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
     from pipeflow.runtime.step import Output
-    from pipeflow.schedules.search import exact, search
+    from pipeflow.schedules.order_search import exact, search
     from pipeflow.soundness.schedule import Violation, verify
     from pipeflow.training.build import build_stages
     from pipeflow.training.data import get_dataloader
@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
-    "Candidate": "planning.replan",
-    "Cause": "analysis.causes",
+    "Candidate": "planning.replanning",
+    "Cause": "analysis.idle_time",
     "Cluster": "planning.cluster",
     "Context": "parallel.context",
     "DEVICES": "planning.device",
@@ -95,7 +95,7 @@ _LATER = {
     "RankPlan": "planning.estimate",
     "Ranked": "planning.layouts",
     "Rename": "checkpoint.renames",
-    "Replan": "planning.replan",
+    "Replan": "planning.replanning",
     "Saving": "checkpoint.save",
     "Setup": "planning.setup",
     "StepParts": "planning.estimate",
@@ -107,34 +107,34 @@ _LATER = {
     "Whole": "runtime.microbatch",
     "Zero": "optim.zero",
     "build_stages": "training.build",
-    "causes": "analysis.causes",
+    "causes": "analysis.idle_time",
     "clip_grad_norm_": "optim.clip",
-    "critical_path": "analysis.causes",
+    "critical_path": "analysis.idle_time",
     "current_context": "parallel.context",
     "dependency_graph": "analysis.graph",
-    "exact": "schedules.search",
+    "exact": "schedules.order_search",
     "execute_pipeline": "runtime.pipeline",
     "find_layouts": "planning.layouts",
     "find_module_layouts": "pricing.module_layouts",
     "get_dataloader": "training.data",
     "grad_norm": "optim.clip",
     "latest_checkpoint": "checkpoint.newest",
-    "launch": "parallel.launch",
+    "launch": "parallel.launcher",
     "load_checkpoint": "checkpoint.load",
     "load_safetensors": "checkpoint.safetensors",
-    "lower": "analysis.lower",
+    "lower": "analysis.lowering",
     "measure_layers": "training.measure",
-    "measured_costs": "analysis.measured",
+    "measured_costs": "analysis.trace_costs",
     "model_named": "planning.catalog",
     "partition_balanced": "core.partition",
     "partition_uniform": "core.partition",
     "plan": "planning.estimate",
     "plan_module": "pricing.module_plan",
-    "replan": "planning.replan",
+    "replan": "planning.replanning",
     "save_checkpoint": "checkpoint.save",
     "save_safetensors": "checkpoint.safetensors",
-    "search": "schedules.search",
-    "simulate": "analysis.simulate",
+    "search": "schedules.order_search",
+    "simulate": "analysis.simulation",
     "step_time": "analysis.step",
     "verify": "soundness.schedule",
 }
@@ -238,7 +238,7 @@ def _drawn(timeline: Timeline) -> str:
 @draw_as(Schedule)
 def _drawn_as_planned(schedule: Schedule) -> str | None:
     """An SVG of the simulated schedule. None if it cannot run: a notebook then shows its text."""
-    from pipeflow.analysis.simulate import simulate
+    from pipeflow.analysis.simulation import simulate
 
     try:
         return _drawn(simulate(schedule))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from pipeflow.analysis.causes import critical_path
+from pipeflow.analysis.idle_time import critical_path
 from pipeflow.core.dataflow import Stream, needs
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline

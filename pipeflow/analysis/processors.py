@@ -10,9 +10,9 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from pipeflow.analysis.loop import Ran, Transfer, loop, transfers
+from pipeflow.analysis.event_loop import Ran, Transfer, loop, transfers
 from pipeflow.analysis.order import Order, Turn
-from pipeflow.analysis.simulate import require_costs, require_end
+from pipeflow.analysis.simulation import require_costs, require_end
 from pipeflow.core.action import Action
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import DATAFLOW, Stream

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pipeflow.core.bruck import rounds
 from pipeflow.core.cost import CostModel
-from pipeflow.core.rounds import rounds
 from pipeflow.core.timeline import Timeline
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeflow.calibration.machine import DTYPES, products_in
-from pipeflow.calibration.measured import AttentionTime, LayerTime, MovedTime, OptimizerTime, ProductTime
+from pipeflow.calibration.machine_times import AttentionTime, LayerTime, MovedTime, OptimizerTime, ProductTime
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.models.gpt import GPTBlock
 from pipeflow.planning.setup import PRECISIONS, Precision, Setup

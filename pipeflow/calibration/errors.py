@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from pipeflow.calibration.fit import OPTIMIZED, step_seconds
-from pipeflow.calibration.measured import Measured
+from pipeflow.calibration.machine_times import Measured
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.physical import layer_times

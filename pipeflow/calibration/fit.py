@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipeflow.calibration.measured import Measured, ProductTime, StepTime, SumTime
+from pipeflow.calibration.machine_times import Measured, ProductTime, StepTime, SumTime
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipeflow.calibration.machine import runs_ahead
-from pipeflow.calibration.measured import SumTime, TransferTime
+from pipeflow.calibration.machine_times import SumTime, TransferTime
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.parallel.transport.agreement import finish, start
 from pipeflow.parallel.transport.group import Group

@@ -17,10 +17,10 @@ import torch
 import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessException
 
-from pipeflow.calibration.measure import measure, require_ranks
-from pipeflow.calibration.measured import Measured
+from pipeflow.calibration.machine_times import Measured
+from pipeflow.calibration.measurement import measure, require_ranks
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.launch import launch
+from pipeflow.parallel.launcher import launch
 
 CPU_RANKS = 4  # unless it is said how many
 SLOWEST = 10.0  # times the seconds to measure for, so many seconds may pass

@@ -44,7 +44,7 @@ class Beside:
             raise UsageError(f"{request.costs.given} is for schedules; a timeline has its own times")
         costs = request.costs
         if measured and costs.given is None:
-            from pipeflow.analysis.measured import measured_costs
+            from pipeflow.analysis.trace_costs import measured_costs
 
             costs = replace(costs, measured=measured_costs(measured[0]))
         sized = {name: replace(_sized(part, files.values()), costs=costs) for name, part in parts.items()}

@@ -13,7 +13,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.text import number, percent, printable
 
 if TYPE_CHECKING:
-    from pipeflow.calibration.measured import Measured
+    from pipeflow.calibration.machine_times import Measured
     from pipeflow.cli.options import Commands
     from pipeflow.draw import Table
     from pipeflow.planning.cluster import Cluster

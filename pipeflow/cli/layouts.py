@@ -19,8 +19,8 @@ from pipeflow.planning.catalog import Model
 from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layouts import TIE, Layouts, Ranked, find_layouts
+from pipeflow.planning.omissions import uncounted
 from pipeflow.planning.setup import PRECISIONS, Setup
-from pipeflow.planning.uncounted import uncounted
 from pipeflow.schedules.options import family_options
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.estimate import Plan, RankPlan, plan
+from pipeflow.planning.omissions import uncounted
 from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS, Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import head_forward, layer_forward, stage_costs
-from pipeflow.planning.uncounted import uncounted
 from pipeflow.planning.vit import ViT
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.options import family_options

@@ -12,7 +12,7 @@ from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import number, percent
 from pipeflow.core.timeline import Timeline
-from pipeflow.planning.replan import Candidate, Replan, replan
+from pipeflow.planning.replanning import Candidate, Replan, replan
 
 if TYPE_CHECKING:
     from pipeflow.draw import Table

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.lower import lower
+from pipeflow.analysis.lowering import lower
 from pipeflow.analysis.memory_cap import MemoryCap
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.files import read
 from pipeflow.cli.limits import require_size

@@ -19,7 +19,7 @@ from pipeflow.colossalai.stages import make_stages, make_whole
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.clip import clip_grad_norm_
 from pipeflow.optim.zero import Zero
-from pipeflow.runtime.backward import backward
+from pipeflow.runtime.custom_backward import backward
 from pipeflow.runtime.names import plain_name
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.stage import ModuleStage

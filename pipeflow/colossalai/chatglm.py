@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 
 NAMES = {
     "num_layers": "num_hidden_layers",

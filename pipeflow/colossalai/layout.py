@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context, current_context, is_launched
-from pipeflow.parallel.launch import launch
+from pipeflow.parallel.launcher import launch
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.parallel.transport.group import Group

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.owned import fill, make_owned
+from pipeflow.huggingface.rank_parameters import fill, make_owned
 from pipeflow.huggingface.skeleton import Blueprint
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.runtime.pipeline import Pipeline

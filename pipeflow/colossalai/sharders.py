@@ -24,7 +24,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.parallel.sharding import partial_in
 from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.stages.blocks import listed
-from pipeflow.tensor.sharded import shard
+from pipeflow.tensor.module_sharding import shard
 
 
 class Place(NamedTuple):

@@ -21,7 +21,7 @@ from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.blocks import listed
 from pipeflow.stages.stage import ModuleStage
-from pipeflow.tensor.sharded import shard
+from pipeflow.tensor.module_sharding import shard
 from pipeflow.tensor.table import DEFAULT_RULES
 
 

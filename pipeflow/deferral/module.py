@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipeflow.deferral.compiled import CompiledCall, Opaque, is_compiled
+from pipeflow.deferral.compile_backend import CompiledCall, Opaque, is_compiled
 from pipeflow.deferral.layers import DeferringConv1d, DeferringConv2d, DeferringEmbedding, DeferringLinear
 from pipeflow.deferral.products import Deferral, has_hooks
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeflow.draw.files.perfetto import perfetto
-    from pipeflow.draw.files.scatter_svg import scatter_svg
-    from pipeflow.draw.files.svg import svg
-    from pipeflow.draw.page.html import html
+    from pipeflow.draw.files.svg_scatter import scatter_svg
+    from pipeflow.draw.files.svg_timeline import svg
+    from pipeflow.draw.files.trace_events import perfetto
+    from pipeflow.draw.page.timeline_page import html
     from pipeflow.draw.plane import Axis, Point
     from pipeflow.draw.terminal.comparison import Comparison
     from pipeflow.draw.terminal.gantt import Gantt
@@ -30,11 +30,11 @@ _LATER = {
     "Point": "plane",
     "Scatter": "terminal.scatter",
     "Table": "terminal.table",
-    "html": "page.html",
-    "perfetto": "files.perfetto",
+    "html": "page.timeline_page",
+    "perfetto": "files.trace_events",
     "picture": "terminal.text",
-    "scatter_svg": "files.scatter_svg",
-    "svg": "files.svg",
+    "scatter_svg": "files.svg_scatter",
+    "svg": "files.svg_timeline",
 }
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeflow.analysis.measures import stream_times
 from pipeflow.core.text import percent
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.lanes import num_chunks
+from pipeflow.draw.lane_rows import num_chunks
 from pipeflow.draw.times import Unit
 
 

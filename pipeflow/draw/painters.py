@@ -11,8 +11,8 @@ from typing import ClassVar, Protocol, final
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.draw.colours import INK, RGB, average, between, css, hue, shade
+from pipeflow.draw.column_pieces import Line, Mixture, Piece
 from pipeflow.draw.memory import Memory
-from pipeflow.draw.pieces import Line, Mixture, Piece
 
 Painted = tuple[str, str]
 

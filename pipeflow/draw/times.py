@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from pipeflow.core.text import number
-from pipeflow.draw.pieces import round_half_up
+from pipeflow.draw.column_pieces import round_half_up
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from pipeflow.core.even_costs import EVEN_COSTS
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.explore.fields import CUSTOM, EVEN, FIELDS
-from pipeflow.explore.made import schedule
 from pipeflow.explore.names import file_of, split
+from pipeflow.explore.schedule_cache import schedule
 from pipeflow.explore.state import State
 from pipeflow.schedules.registry import is_searched
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from pipeflow.core.even_costs import EVEN_COSTS, EvenCost
 from pipeflow.core.placement import Placement
-from pipeflow.draw.page.palettes import MODES
+from pipeflow.draw.page.block_colours import MODES
 from pipeflow.planning.catalog import MODELS
 from pipeflow.planning.device import DEVICES
 from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS

@@ -8,7 +8,7 @@ from pipeflow.core.action import Action, Kind, actions_of
 from pipeflow.core.dataflow import MAKERS, Content, Value, makes
 from pipeflow.core.schedule import Schedule
 from pipeflow.soundness.deadlock import Place
-from pipeflow.soundness.waits import Wait
+from pipeflow.soundness.deadlocks import Wait
 
 THINGS = {  # what an action of another place made
     Content.SAVED: "what {maker} saves",

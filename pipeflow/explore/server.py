@@ -14,8 +14,8 @@ from threading import Lock, Semaphore
 from typing import Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.explore.document import files
 from pipeflow.explore.handler import ADDRESS, Handler, report
+from pipeflow.explore.page_files import files
 
 MOST_CONNECTIONS = 64
 PATIENCE = 30.0

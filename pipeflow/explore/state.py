@@ -18,9 +18,9 @@ from pipeflow.draw.times import Unit
 from pipeflow.explore.depth import mean
 from pipeflow.explore.fields import CUSTOM, EVEN, FIELDS, Field
 from pipeflow.explore.limits import require_length, require_size, require_table
-from pipeflow.explore.modelled import Modelled
+from pipeflow.explore.model_costs import Modelled
 from pipeflow.explore.names import FILE, file_of, joined, split
-from pipeflow.explore.opened import Opened, opened
+from pipeflow.explore.reader_file import Opened, opened
 from pipeflow.schedules import SCHEDULES, options_of
 
 MOST_SHOWN = 8  # schedules side by side

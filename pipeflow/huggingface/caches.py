@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from pipeflow.stages.entries import Stateful
 
 Told = tuple[str, list[Any], int]

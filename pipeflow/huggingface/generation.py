@@ -25,7 +25,7 @@ from pipeflow.huggingface.caches import (
     ledger_of,
     require_known,
 )
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.parallel.transport.telling import hear, tell
 from pipeflow.runtime.microbatch import Whole

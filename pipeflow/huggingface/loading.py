@@ -17,11 +17,11 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.huggingface.example import example_for
 from pipeflow.huggingface.kinds import Kind, model_class, read_config
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from pipeflow.huggingface.model import Model
-from pipeflow.huggingface.owned import fill, make_owned, owned_names
+from pipeflow.huggingface.rank_parameters import fill, make_owned, owned_names
 from pipeflow.huggingface.skeleton import Blueprint
-from pipeflow.huggingface.stored import Stored, dtype_in, files_in
+from pipeflow.huggingface.weight_files import Stored, dtype_in, files_in
 from pipeflow.parallel.context import Context, current_context
 from pipeflow.parallel.transport.agreement import all_gather
 

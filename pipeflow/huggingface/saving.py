@@ -14,7 +14,7 @@ from pipeflow.checkpoint.tensor_files import Output, write_together
 from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.adapters import is_adapted, save_adapters
 from pipeflow.huggingface.keys import targets_of
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from pipeflow.huggingface.skeleton import Blueprint
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.pipeline import Pipeline

@@ -17,7 +17,7 @@ from pipeflow.checkpoint.load import load_checkpoint
 from pipeflow.checkpoint.save import save_checkpoint
 from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.adapters import LOADED, has_adapters
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from pipeflow.huggingface.saving import save_pretrained
 from pipeflow.huggingface.trainer_accelerator import Accelerator, World
 from pipeflow.huggingface.trainer_random import DataRandom, Reading, seed_layers

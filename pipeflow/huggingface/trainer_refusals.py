@@ -11,7 +11,7 @@ import torch
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.extras import install
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.stage import ModuleStage
 

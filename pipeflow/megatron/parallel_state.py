@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context, current_context, is_launched, keep, kept
-from pipeflow.parallel.launch import launch
+from pipeflow.parallel.launcher import launch
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.tensor.random import current_tracker, manual_seed
 

@@ -9,11 +9,11 @@ from math import ceil, floor, isinf
 from time import perf_counter
 from typing import Any
 
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.extras import install
-from pipeflow.orders.bounds import Bounds, bounds
+from pipeflow.orders.lower_bounds import Bounds, bounds
 from pipeflow.orders.neighbours import fits, run_times
 from pipeflow.orders.problem import Operations, Problem, to_schedule, to_sequences
 from pipeflow.orders.search import Found, has_pairs, measured

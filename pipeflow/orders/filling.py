@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from pipeflow.orders.bounds import Bounds
 from pipeflow.orders.list_scheduling import Candidate, Rules, arrival_times, list_schedule
+from pipeflow.orders.lower_bounds import Bounds
 from pipeflow.orders.problem import Operations, Problem
 
 

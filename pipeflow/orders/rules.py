@@ -7,8 +7,8 @@ from itertools import chain, product, zip_longest
 from math import ceil
 from random import Random
 
-from pipeflow.orders.bounds import Times
 from pipeflow.orders.list_scheduling import Rules
+from pipeflow.orders.lower_bounds import Times
 from pipeflow.orders.problem import Problem
 
 NEARLY = 0.999  # of a duration; the whole of it might not fit a gap as long, for rounding

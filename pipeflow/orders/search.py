@@ -11,16 +11,16 @@ from math import inf
 from random import Random
 from time import perf_counter
 
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Pair
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.orders.bounds import bounds
 from pipeflow.orders.filling import Builder
 from pipeflow.orders.list_scheduling import Candidate, Rules
+from pipeflow.orders.lower_bounds import bounds
 from pipeflow.orders.neighbours import critical_blocks, fits, neighbour, run_times
 from pipeflow.orders.problem import Objective, Problem, keeps_within, to_schedule, to_sequences, with_hidden
 from pipeflow.orders.rules import plain_rules, varied

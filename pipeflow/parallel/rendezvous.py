@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeflow.core.errors import Failure, PipelineError, UsageError
-from pipeflow.parallel.aside import aside
 from pipeflow.parallel.network import is_loopback, reachable, resolve
+from pipeflow.parallel.side_thread import aside
 
 _PAUSE = 0.01  # seconds between two checks
 _MARGIN = 1.0  # seconds by which rank 0 decides earlier than the others

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from pipeflow.core.errors import ScheduleError
 from pipeflow.planning.estimate import Plan, StepParts, plan
 from pipeflow.planning.layout import Layout, Wanted
+from pipeflow.planning.layout_trials import Cell, Trial, cells, least_seconds, trials
 from pipeflow.planning.misfits import no_room
-from pipeflow.planning.trials import Cell, Trial, cells, least_seconds, trials
 from pipeflow.soundness.schedule import verify
 
 TIE = 0.02

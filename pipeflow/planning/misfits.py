@@ -13,7 +13,7 @@ from typing import Any
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import bytes_text
 from pipeflow.planning.layout import Layout, Wanted
-from pipeflow.planning.trials import Cell, Trial, cells, trials
+from pipeflow.planning.layout_trials import Cell, Trial, cells, trials
 
 MORE = (2, 4, 8, 16, 32, 64)  # times as many devices are tried
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pipeflow.analysis.processors import simulate_shared
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement

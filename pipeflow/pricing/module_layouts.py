@@ -14,10 +14,10 @@ from pipeflow.core.placement import require_positive
 from pipeflow.core.text import bytes_text
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.layout import SEARCHED, Layout
+from pipeflow.planning.layout_trials import ACTIONS, Family, families
 from pipeflow.planning.layouts import ranking
-from pipeflow.planning.meshes import divisors
+from pipeflow.planning.mesh_sizes import divisors
 from pipeflow.planning.setup import Checkpoint, Setup
-from pipeflow.planning.trials import ACTIONS, Family, families
 from pipeflow.pricing.module_plan import CountedModule, ModulePlan
 from pipeflow.stages.blocks import Blocks
 

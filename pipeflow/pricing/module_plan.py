@@ -17,8 +17,8 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.counted import CountedStage, Piece, counted_plan, piece_seconds
 from pipeflow.planning.estimate import StepPlan
+from pipeflow.planning.module_costs import CountedStage, Piece, counted_plan, piece_seconds
 from pipeflow.planning.physical import rates_of
 from pipeflow.planning.rates import Rates
 from pipeflow.planning.setup import Setup

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipeflow.planning.counted import Piece
+from pipeflow.planning.module_costs import Piece
 from pipeflow.planning.work import ATTENTION_AGAIN, Product, Work
 from pipeflow.stages.flow import Flow
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipeflow.core.errors import UsageError
-from pipeflow.deferral.compiled import CompiledCall, Opaque, deferring_backend, is_compiled
+from pipeflow.deferral.compile_backend import CompiledCall, Opaque, deferring_backend, is_compiled
 from pipeflow.deferral.compilers import COMPILERS
 from pipeflow.runtime.stage import Stage
 from pipeflow.stages.blocks import listed

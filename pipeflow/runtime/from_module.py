@@ -17,7 +17,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.deferral.compiled import is_compiled
+from pipeflow.deferral.compile_backend import is_compiled
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.parallel.transport.group import Unconnected
@@ -29,9 +29,9 @@ from pipeflow.stages.loss import Made, all_counted, own_loss, weigh_by
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.stage import ModuleStage
+from pipeflow.tensor.module_sharding import shard
 from pipeflow.tensor.random import share_default_state
 from pipeflow.tensor.rules import Rule
-from pipeflow.tensor.sharded import shard
 
 
 @dataclass(frozen=True, slots=True)

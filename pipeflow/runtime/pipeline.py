@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from pipeflow.analysis.simulate import require_costs
+from pipeflow.analysis.simulation import require_costs
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError

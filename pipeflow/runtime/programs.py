@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipeflow.analysis.lower import lower
+from pipeflow.analysis.lowering import lower
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement

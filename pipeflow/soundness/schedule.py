@@ -14,7 +14,7 @@ from pipeflow.core.violation import Violation
 from pipeflow.soundness.deadlock import Place
 from pipeflow.soundness.joint import wrong_joint
 from pipeflow.soundness.memory import over_cap
-from pipeflow.soundness.missing import nearest, ways_of
+from pipeflow.soundness.missing_actions import nearest, ways_of
 from pipeflow.soundness.programs import verify_programs
 from pipeflow.soundness.stuck import deadlocks_besides, deadlocks_of
 

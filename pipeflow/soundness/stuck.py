@@ -11,8 +11,8 @@ from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.dataflow import DATAFLOW, Value, makes, needs
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
-from pipeflow.soundness.missing import nearest, ways_of
-from pipeflow.soundness.waits import cycles, waits
+from pipeflow.soundness.deadlocks import cycles, waits
+from pipeflow.soundness.missing_actions import nearest, ways_of
 
 
 def deadlocks_of(schedule: Schedule) -> Iterator[Violation]:

@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import TreeSpec
 
 from pipeflow.core.errors import UsageError
+from pipeflow.stages.call_stack import surroundings
 from pipeflow.stages.calls import watched
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.flow import LEAST, Flow
 from pipeflow.stages.loss import Made, loss_in
 from pipeflow.stages.reductions import Reductions
-from pipeflow.stages.surroundings import surroundings
 from pipeflow.stages.trees import flattened
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]

@@ -10,6 +10,7 @@ from pipeflow.tensor.embedding import HiddenParallelEmbedding, VocabParallelEmbe
 from pipeflow.tensor.initialize import draw_part_, initialize_
 from pipeflow.tensor.layer import group_of
 from pipeflow.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from pipeflow.tensor.module_sharding import shard
 from pipeflow.tensor.norm import LayerNorm
 from pipeflow.tensor.patches import PatchEmbedding
 from pipeflow.tensor.random import RandomTracker, current_tracker, manual_seed, set_tracker
@@ -25,7 +26,6 @@ from pipeflow.tensor.regions import (
     scatter_to_tensor_region,
 )
 from pipeflow.tensor.rules import Rule
-from pipeflow.tensor.sharded import shard
 from pipeflow.tensor.table import DEFAULT_RULES
 
 __all__ = [

@@ -22,9 +22,9 @@ import torch
 import pipeflow
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.device import DEFAULTS
-from pipeflow.parallel.launch import launch
+from pipeflow.parallel.launcher import launch
 from pipeflow.parallel.transport.agreement import all_gather_object
-from pipeflow.testing.checks import Check, checks
+from pipeflow.testing.machine_checks import Check, checks
 from pipeflow.testing.ranks import run_threads
 
 RANKS = 4  # on a CPU, and of threads

@@ -28,7 +28,7 @@ import torch
 
 from pipeflow.core.errors import Failure, UsageError
 from pipeflow.parallel.context import Context, set_context
-from pipeflow.parallel.launch import launch
+from pipeflow.parallel.launcher import launch
 from pipeflow.parallel.layout import Layout
 from pipeflow.parallel.transport.local import Hub, LocalTransport
 

@@ -20,7 +20,7 @@ from pipeflow.optim.clip import clip_grad_norm_
 from pipeflow.optim.masters import MasterWeights
 from pipeflow.optim.optimizer import Wrapper, innermost, require_parameters_of
 from pipeflow.parallel.transport.agreement import all_gather
-from pipeflow.runtime.backward import backward
+from pipeflow.runtime.custom_backward import backward
 from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.runtime.step import Output
 from pipeflow.tensor.trial import needs_closure

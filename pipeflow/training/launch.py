@@ -13,7 +13,7 @@ import rich.style  # noqa: F401  # draws from Python's generator when it is load
 import torch
 
 from pipeflow.parallel.context import Context, current_context, keep, kept
-from pipeflow.parallel.launch import launch
+from pipeflow.parallel.launcher import launch
 from pipeflow.tensor.random import manual_seed
 from pipeflow.training.config import Config, read_config
 from pipeflow.training.logging import get_dist_logger

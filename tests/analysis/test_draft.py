@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeflow.analysis.draft import draft
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.partial_timeline import draft
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content, Value

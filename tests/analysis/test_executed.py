@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule

@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from pipeflow.analysis.lower import lower
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.lowering import lower
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Kind, actions_of
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeflow.analysis.processors import simulate_shared
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError
 from pipeflow.core.schedule import Schedule

@@ -6,9 +6,9 @@ from math import isclose
 
 import pytest
 
-from pipeflow.analysis.causes import causes
 from pipeflow.analysis.graph import dependency_graph
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.idle_time import causes
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream

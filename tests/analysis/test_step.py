@@ -4,12 +4,12 @@ from math import ceil, log2
 
 import pytest
 
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.analysis.step import step_time
 from pipeflow.core.action import Action, Kind
+from pipeflow.core.bruck import rounds
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.placement import Placement
-from pipeflow.core.rounds import rounds
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import make_schedule

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.lower import lower
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.lowering import lower
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content
 from pipeflow.core.placement import Placement

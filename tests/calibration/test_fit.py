@@ -10,7 +10,7 @@ import pytest
 from pipeflow.calibration.computing import ATTENTIONS, PRODUCTS, Sized
 from pipeflow.calibration.errors import mean_errors
 from pipeflow.calibration.fit import OPTIMIZED, fitted, line, nonnegative, product_coefficients, step_seconds
-from pipeflow.calibration.measured import (
+from pipeflow.calibration.machine_times import (
     AttentionTime,
     LayerTime,
     Measured,

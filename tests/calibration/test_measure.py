@@ -15,9 +15,9 @@ from pipeflow.calibration import computing, links
 from pipeflow.calibration.errors import mean_errors
 from pipeflow.calibration.fit import fitted
 from pipeflow.calibration.machine import device_name, memory_bytes, precisions, products_in
-from pipeflow.calibration.measure import measure
-from pipeflow.calibration.measured import Measured, StepTime, SumTime, TransferTime
-from pipeflow.calibration.steps import steps
+from pipeflow.calibration.machine_times import Measured, StepTime, SumTime, TransferTime
+from pipeflow.calibration.measurement import measure
+from pipeflow.calibration.step_times import steps
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.parallel.context import current_context
 from pipeflow.planning.efficiency import Efficiency

@@ -7,10 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeflow.analysis.lower import lower
-from pipeflow.analysis.measured import measured_costs
+from pipeflow.analysis.lowering import lower
 from pipeflow.analysis.measures import Measures
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
+from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.cli import main
 from pipeflow.core.cost import CostModel
 from pipeflow.core.program import Send

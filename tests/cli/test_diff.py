@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.cli.differences import difference_lines
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule

@@ -34,7 +34,7 @@ from pipeflow import (
     verify,
 )
 from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.measured import measured_costs
+from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.cli.command import main
 from pipeflow.core.action import Entry
 from pipeflow.core.dataflow import Content, Stream

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.measured import measured_costs
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
+from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.dataflow import Content

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Kind, Pair, actions_of
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import ScheduleError, UsageError

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from pipeflow.analysis.causes import causes, critical_path
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.idle_time import causes, critical_path
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream

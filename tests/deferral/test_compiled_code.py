@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeflow.deferral.compiled import (
+from pipeflow.deferral.compile_backend import (
     _LATE,
     CompiledCall,
     CompiledProduct,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.causes import causes
+from pipeflow.analysis.idle_time import causes
 from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from rich.console import Console, RenderableType
 
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule

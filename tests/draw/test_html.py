@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 import pipeflow
-from pipeflow.analysis.causes import causes, critical_path
+from pipeflow.analysis.idle_time import causes, critical_path
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import html
-from pipeflow.draw.page.bundle import EXPORT, IMPORT
+from pipeflow.draw.page.script_bundle import EXPORT, IMPORT
 from tests.draw.samples import HOSTILE, SAMPLES, measured, paired, planned, reducing, with_bytes, with_transfers
 
 PAGE = Path(pipeflow.__file__).parent / "draw" / "page"

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pipeflow.analysis.measures import path_times
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import CriticalPath

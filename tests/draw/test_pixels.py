@@ -8,8 +8,8 @@ from pipeflow import CostModel, UsageError, make_schedule, simulate
 from pipeflow.core.action import Kind
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.colours import LIGHT, shade
-from pipeflow.draw.files.pixels import GAP, Pixels, pixels
-from pipeflow.draw.heights import heights
+from pipeflow.draw.files.image import GAP, Pixels, pixels
+from pipeflow.draw.lane_heights import heights
 
 
 def planned(name: str = "1f1b", ranks: int = 2, microbatches: int = 4, *, reductions: bool = False) -> Timeline:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeflow.analysis.causes import causes
-from pipeflow.analysis.window import utilisations
+from pipeflow.analysis.idle_time import causes
+from pipeflow.analysis.time_window import utilisations
 from pipeflow.core.action import Kind
 from pipeflow.core.errors import UsageError
 from pipeflow.draw import html
-from pipeflow.draw.page.palettes import palettes
+from pipeflow.draw.page.block_colours import palettes
 from tests.browser import MARKS, webdriver
 from tests.draw.opened import Page
 from tests.draw.samples import SAMPLES, planned, reducing, with_bytes

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.draw.page.data import page_data
 from pipeflow.draw.times import Unit
-from pipeflow.explore.answers.plan import plan
+from pipeflow.explore.answers.timelines import plan
 from pipeflow.explore.state import State
 from pipeflow.schedules import SCHEDULES, make_schedule
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from pipeflow.analysis.difference import moved_actions
-from pipeflow.analysis.measured import measured_costs
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
+from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.explore.answers.compare import compare
+from pipeflow.explore.answers.comparison import compare
 from pipeflow.explore.answers.export import code
-from pipeflow.explore.answers.file import file
-from pipeflow.explore.answers.plan import plan
-from pipeflow.explore.made import timeline
+from pipeflow.explore.answers.opened_file import file
+from pipeflow.explore.answers.timelines import plan
 from pipeflow.explore.names import title
+from pipeflow.explore.schedule_cache import timeline
 from pipeflow.explore.state import State
 from pipeflow.explore.turns import Turns
 from pipeflow.schedules import SCHEDULES, make_schedule

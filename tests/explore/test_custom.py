@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import actions_of, parse_entry
 from pipeflow.core.dataflow import makes, needs
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.explore.answers.plan import plan
-from pipeflow.explore.answers.start import start
+from pipeflow.explore.answers.edit_fields import start
+from pipeflow.explore.answers.timelines import plan
 from pipeflow.explore.fields import placement_text
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.soundness.schedule import verify

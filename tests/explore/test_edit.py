@@ -14,7 +14,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from pipeflow.core.action import actions_of, parse_entry
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.explore.answers.plan import plan
+from pipeflow.explore.answers.timelines import plan
 from pipeflow.soundness.schedule import verify
 from tests.browser import DEADLINE, MARKS
 from tests.covering import some

@@ -12,7 +12,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import svg as drawn
 from pipeflow.explore.answers.export import code, csv, json, svg
-from pipeflow.explore.made import timeline
+from pipeflow.explore.schedule_cache import timeline
 from pipeflow.explore.state import State
 from pipeflow.schedules import SCHEDULES, options_of
 from pipeflow.schedules.options import family_options

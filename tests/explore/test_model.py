@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeflow.core.errors import UsageError
-from pipeflow.explore.answers.model import model
-from pipeflow.explore.answers.plan import plan
+from pipeflow.explore.answers.model_step import model
+from pipeflow.explore.answers.timelines import plan
 from pipeflow.planning.catalog import MODELS, model_named
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.estimate import plan as estimate

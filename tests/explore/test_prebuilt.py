@@ -20,9 +20,9 @@ from pipeflow.cli.command import parser
 from pipeflow.core.errors import UsageError
 from pipeflow.draw.captions import heading
 from pipeflow.explore.fields import FIELDS
-from pipeflow.explore.made import timeline
-from pipeflow.explore.prebuilt import name, prebuilt
+from pipeflow.explore.schedule_cache import timeline
 from pipeflow.explore.state import State
+from pipeflow.explore.static_page import name, prebuilt
 from pipeflow.explore.tour import STEPS
 from pipeflow.schedules import SCHEDULES
 from tests.browser import MARKS

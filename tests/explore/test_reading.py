@@ -7,11 +7,11 @@ import re
 import pytest
 from selenium.webdriver.support.wait import WebDriverWait
 
-from pipeflow.analysis.window import window as ranks_in
+from pipeflow.analysis.time_window import window as ranks_in
 from pipeflow.core.errors import UsageError
-from pipeflow.explore.answers.plan import plan
-from pipeflow.explore.answers.window import window
-from pipeflow.explore.made import timeline
+from pipeflow.explore.answers.time_range import window
+from pipeflow.explore.answers.timelines import plan
+from pipeflow.explore.schedule_cache import timeline
 from pipeflow.explore.state import State
 from pipeflow.schedules import SCHEDULES
 from tests.browser import DEADLINE, MARKS, webdriver

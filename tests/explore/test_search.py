@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipeflow.core.errors import UsageError
-from pipeflow.explore.answers import search as answers
-from pipeflow.explore.answers.plan import plan
-from pipeflow.explore.answers.search import search
+from pipeflow.explore.answers import better_order as answers
+from pipeflow.explore.answers.better_order import search
+from pipeflow.explore.answers.timelines import plan
 
 BY_HAND = {"schedule": "custom", "placement": "0.1"}
 

@@ -14,8 +14,8 @@ from pipeflow.cli import explore
 from pipeflow.cli.command import parser
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import number, percent
-from pipeflow.explore.answers.tour import tour
-from pipeflow.explore.made import schedule, timeline
+from pipeflow.explore.answers.tour_steps import tour
+from pipeflow.explore.schedule_cache import schedule, timeline
 from pipeflow.explore.state import State
 from pipeflow.explore.tour import STEPS, Step
 from pipeflow.schedules import SCHEDULES

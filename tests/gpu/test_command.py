@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.schedules import SCHEDULES
-from pipeflow.testing import checks, gpu
+from pipeflow.testing import gpu, machine_checks
 from pipeflow.testing.models import TiedModel
 
 
@@ -66,7 +66,7 @@ def test_processes_report() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in names}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    named = [check.name for check in checks.checks(2)]
+    named = [check.name for check in machine_checks.checks(2)]
     assert [line[8:44].rstrip() for line in done.stdout.splitlines() if line.startswith("ok  ")] == named
     assert f"{len(named)} of {len(named)} checks passed" in done.stdout
     assert {f"{name}, headers" for name in SCHEDULES} | {"2 tensor ranks", "an error on one rank"} < set(named)

@@ -11,7 +11,7 @@ import torch
 
 from pipeflow import Pipeline, UsageError
 from pipeflow.huggingface import from_pretrained
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from pipeflow.testing import run_threads
 from tests.huggingface.trainers import BATCH, given, make_arguments, make_data, make_module, make_trainer, schedule_here
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeflow import UsageError
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from pipeflow.testing import run_threads
 from tests.covering import some
 from tests.huggingface.trainers import make_data, make_trainer

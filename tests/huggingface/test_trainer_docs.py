@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from tests.huggingface.trainers import make_module
 from tests.scripts import run_ranks
 

@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="not installed", exc_type=ImportError
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 from pipeflow.huggingface import Trainer  # noqa: E402  # after the skip
-from pipeflow.huggingface.library import library  # noqa: E402  # after the skip
+from pipeflow.huggingface.lazy_import import library  # noqa: E402  # after the skip
 from pipeflow.huggingface.trainer_part import Part  # noqa: E402  # after the skip
 from pipeflow.huggingface.trainer_random import DataRandom  # noqa: E402  # after the skip
 from pipeflow.huggingface.trainer_replicas import gathered, padded, shared_outputs  # noqa: E402  # after the skip

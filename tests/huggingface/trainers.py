@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeflow import Pipeline, Schedule, make_schedule
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from pipeflow.parallel.context import current_context
 
 BATCH = 8  # of all replicas

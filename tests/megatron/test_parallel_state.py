@@ -9,7 +9,7 @@ import pytest
 from pipeflow.core.errors import UsageError
 from pipeflow.megatron import parallel_state
 from pipeflow.parallel.context import keep
-from pipeflow.parallel.launch import launch
+from pipeflow.parallel.launcher import launch
 from pipeflow.tensor import current_tracker
 from pipeflow.testing import run_threads
 

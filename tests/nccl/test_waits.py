@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from pipeflow import Pipeline, make_schedule
 from pipeflow.huggingface import Trainer as HuggingFaceTrainer
-from pipeflow.huggingface.library import library
+from pipeflow.huggingface.lazy_import import library
 from pipeflow.optim import MasterWeights, Zero
 from pipeflow.parallel.context import current_context
 from pipeflow.testing.models import WIDTH, WORDS, Layer, Words

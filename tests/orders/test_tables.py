@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 
 from pipeflow.analysis.graph import dependency_graph
-from pipeflow.analysis.lower import lower
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.lowering import lower
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action
 from pipeflow.core.cost import CostModel
 from pipeflow.core.program import Send

@@ -18,7 +18,7 @@ from pipeflow import PipelineError, launch
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.control.store import MonitorStore
-from pipeflow.parallel.transport.abort import abort
+from pipeflow.parallel.transport.gloo_abort import abort
 from pipeflow.parallel.transport.protocol import Channel, Tag
 from pipeflow.parallel.transport.work import Exchange, LinkError
 from pipeflow.testing import run_processes
@@ -143,7 +143,7 @@ def die_between_groups(victim: int, port: int) -> int:
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == victim:
-        die = "pipeflow.parallel.launch._told_by_rank_0"
+        die = "pipeflow.parallel.launcher._told_by_rank_0"
         pytest.MonkeyPatch().setattr(die, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(PipelineError) as caught:
         launch(timeout=2.0)

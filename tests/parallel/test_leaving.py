@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from pipeflow.core.errors import Failure
-from pipeflow.parallel.aside import aside
 from pipeflow.parallel.control.coordinator import Coordinator
 from pipeflow.parallel.control.monitor import Monitor
+from pipeflow.parallel.side_thread import aside
 from pipeflow.parallel.transport.work import LinkError
 from tests.parallel.leaving import WAYS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeflow import CostModel, Schedule, Timeline, UsageError, make_schedule, simulate, verify
-from pipeflow.planning.replan import replan
+from pipeflow.planning.replanning import replan
 from tests.cli.run import error, out
 
 SLOW_STAGE = (1.0, 1.5, 1.0, 1.0)

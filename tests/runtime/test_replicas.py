@@ -23,10 +23,10 @@ from pipeflow import (
     make_schedule,
     simulate,
 )
-from pipeflow.analysis.measured import measured_costs
+from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
-from pipeflow.runtime.backward import backward
+from pipeflow.runtime.custom_backward import backward
 from pipeflow.runtime.gradients.bucket import Bucket
 from pipeflow.runtime.gradients.buffers import ReplicatedBuffers
 from pipeflow.testing import run_processes, run_threads

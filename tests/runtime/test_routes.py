@@ -12,7 +12,7 @@ from torch.nn import functional
 from pipeflow import Pipeline, PipelineError, Placement, Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.protocol import Tag
-from pipeflow.runtime.program.routed import FromPayloads, GradientsOfAll, Shares, ToPayloads
+from pipeflow.runtime.program.route_values import FromPayloads, GradientsOfAll, Shares, ToPayloads
 from pipeflow.schedules import SCHEDULES
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import WIDTH, PlainModel

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import Kind, Pipeline, Timeline, execute_pipeline, simulate
-from pipeflow.analysis.measured import measured_costs
+from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.core.dataflow import Stream
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeflow.analysis.lower import lower
+from pipeflow.analysis.lowering import lower
 from pipeflow.core.action import Action, Kind, actions_of
 from pipeflow.core.dataflow import Content, Value
 from pipeflow.core.program import Compute, Program, Recv, Release, Send

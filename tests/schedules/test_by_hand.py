@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from pipeflow.analysis.lower import lower
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.lowering import lower
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.placement import Placement
 from pipeflow.core.program import Recv, Send

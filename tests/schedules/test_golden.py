@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import pytest
 
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel
 from pipeflow.core.timeline import Timeline

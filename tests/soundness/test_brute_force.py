@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeflow.analysis.causes import critical_path
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.idle_time import critical_path
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Entry, Kind, Pair, actions_of
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.dataflow import Stream

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from pipeflow.analysis.lower import lower
+from pipeflow.analysis.lowering import lower
 from pipeflow.core.action import Action, Kind, actions_of
 from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Content, Value

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipeflow.analysis.graph import dependency_graph
-from pipeflow.analysis.lower import lower
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.lowering import lower
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.placement import Placement

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from pipeflow.core.span import Span
-from pipeflow.draw.files.frame import Frame
+from pipeflow.draw.files.lane_frame import Frame
 
 
 def path_marks(path: Sequence[Span], at: Frame, *, blocks: bool, finest: float) -> Iterator[str]:

@@ -8,19 +8,19 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from pipeflow.analysis.causes import IDLE, SENTENCES, Cause, causes, critical_path
-from pipeflow.analysis.window import utilisations
+from pipeflow.analysis.idle_time import IDLE, SENTENCES, Cause, causes, critical_path
+from pipeflow.analysis.time_window import utilisations
 from pipeflow.core.action import Kind
 from pipeflow.core.dataflow import DATAFLOW, PASSING, VALUE, Content, Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.span import Row, Span
 from pipeflow.core.text import percent
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.heights import heights
-from pipeflow.draw.lanes import all_lanes, num_chunks
+from pipeflow.draw.column_pieces import shortest
+from pipeflow.draw.lane_heights import heights
+from pipeflow.draw.lane_rows import all_lanes, num_chunks
 from pipeflow.draw.memory import amount_text, peaks, unit_of
-from pipeflow.draw.page.palettes import palettes
-from pipeflow.draw.pieces import shortest
+from pipeflow.draw.page.block_colours import palettes
 from pipeflow.draw.times import Unit
 
 CONTENTS = list(Content)

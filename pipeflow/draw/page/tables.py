@@ -8,7 +8,7 @@ from pipeflow.core.span import Row
 from pipeflow.core.text import percent
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import heading
-from pipeflow.draw.lanes import Lane, all_lanes
+from pipeflow.draw.lane_rows import Lane, all_lanes
 from pipeflow.draw.markup import escaped
 from pipeflow.draw.memory import amount_text, peaks, unit_of
 from pipeflow.draw.times import Unit

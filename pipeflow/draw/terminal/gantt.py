@@ -12,11 +12,11 @@ from rich.text import Text
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import heading, summary
-from pipeflow.draw.files.svg import svg
-from pipeflow.draw.lanes import kinds, lanes, num_chunks
+from pipeflow.draw.column_pieces import Mixture, by_column, fit, pieces, round_half_up
+from pipeflow.draw.files.svg_timeline import svg
+from pipeflow.draw.lane_rows import kinds, lanes, num_chunks
 from pipeflow.draw.memory import Memory, memory_of, same_memory
 from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
-from pipeflow.draw.pieces import Mixture, by_column, fit, pieces, round_half_up
 from pipeflow.draw.times import Unit, axis
 
 

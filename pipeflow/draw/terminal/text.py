@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.lanes import lanes, num_chunks
+from pipeflow.draw.column_pieces import Piece, pieces, round_half_up, shortest
+from pipeflow.draw.lane_rows import lanes, num_chunks
 from pipeflow.draw.painters import Letters, paint
-from pipeflow.draw.pieces import Piece, pieces, round_half_up, shortest
 
 
 def picture(timeline: Timeline) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.draw.files.svg import svg as drawn
+from pipeflow.draw.files.svg_timeline import svg as drawn
 from pipeflow.explore.code import command, python
-from pipeflow.explore.made import schedule, timeline
+from pipeflow.explore.schedule_cache import schedule, timeline
 from pipeflow.explore.state import State
 
 

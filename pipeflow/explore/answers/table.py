@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipeflow.explore.answers.compare import compare
+from pipeflow.explore.answers.better_order import search
+from pipeflow.explore.answers.comparison import compare
+from pipeflow.explore.answers.edit_fields import start
 from pipeflow.explore.answers.export import code, csv, json, svg
-from pipeflow.explore.answers.file import file
-from pipeflow.explore.answers.model import model
-from pipeflow.explore.answers.plan import plan
-from pipeflow.explore.answers.search import search
-from pipeflow.explore.answers.start import start
-from pipeflow.explore.answers.tour import tour
-from pipeflow.explore.answers.window import window
+from pipeflow.explore.answers.model_step import model
+from pipeflow.explore.answers.opened_file import file
+from pipeflow.explore.answers.time_range import window
+from pipeflow.explore.answers.timelines import plan
+from pipeflow.explore.answers.tour_steps import tour
 
 Answer = Callable[[Mapping[str, str]], dict[str, Any]]
 

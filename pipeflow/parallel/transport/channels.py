@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeflow.parallel.aside import aside
 from pipeflow.parallel.control.monitor import Monitor
 from pipeflow.parallel.control.store import MonitorStore
+from pipeflow.parallel.side_thread import aside
 from pipeflow.parallel.transport import nccl
-from pipeflow.parallel.transport.abort import abort
+from pipeflow.parallel.transport.gloo_abort import abort
 from pipeflow.parallel.transport.protocol import Channel, Start, Tag, to_connect
 from pipeflow.parallel.transport.work import LinkError
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeflow.parallel.aside import aside
+from pipeflow.parallel.side_thread import aside
 
 DEVICE = "cuda"  # the type of devices that NCCL serves
 _BLOCKS = 4  # multiprocessors that a transfer occupies while it waits for its peer; several may wait at once

@@ -16,7 +16,7 @@ from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program import operations as ops
 from pipeflow.runtime.program.payload import BackwardState, Payload
 from pipeflow.runtime.program.results import Results
-from pipeflow.runtime.program.routed import FromPayloads, GradientsOfAll, Pairing, Shares, ToPayloads
+from pipeflow.runtime.program.route_values import FromPayloads, GradientsOfAll, Pairing, Shares, ToPayloads
 from pipeflow.runtime.stage import Stage
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeflow.analysis.executed import executed_schedule
-from pipeflow.analysis.measured import measured_costs
-from pipeflow.analysis.simulate import simulate
+from pipeflow.analysis.simulation import simulate
+from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.training.engine import Step

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.extras import install
-from pipeflow.draw.files.pixels import pixels
+from pipeflow.draw.files.image import pixels
 from pipeflow.training.engine import Step
 from pipeflow.training.hook import Hook
 from pipeflow.training.hooks.bubble import planned

@@ -21,7 +21,7 @@ from pipeflow.stages.blocks import blocks_of, labels_of
 from pipeflow.stages.loss import loss_in
 from pipeflow.stages.plan import Plan
 from pipeflow.stages.planner import Planner
-from pipeflow.tensor.sharded import shard
+from pipeflow.tensor.module_sharding import shard
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError
 from tests.stages.others.form import Form

@@ -1,0 +1,73 @@
+"""Simulate: when every action would run. An action starts when its values are there and its stream is free. Must not
+contain: costs, and the order in which actions can run.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from pipeflow.analysis.event_loop import loop, transfers, unlimited
+from pipeflow.analysis.order import Order
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import ScheduleError, UsageError
+from pipeflow.core.route import routes_among
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.span import Row
+from pipeflow.core.timeline import Timeline
+
+
+def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
+    """The timeline of `schedule` under `cost`.
+
+    Transfers: a value from another rank arrives one transfer after the action that made it ends. Transfers overlap with
+    computation, and with transfers on other links. On one link, values occupy the link one after the other, and each
+    one's latency runs beside the next. Values on a route are waited for only if the costs have their size.
+
+    Backwards and pairs: another rank sees the gradient of a full backward only when the whole backward has ended. A
+    pair starts when both of its actions have their values, takes the time of `CostModel.pair`, and is seen by others
+    when both have ended. To run pairs one action after the other, simulate `schedule.without_pairs()`.
+
+    Reductions, which run beside computations, start when their rank reaches them, their values are there and their
+    stream is free, on all ranks that hold the stage. They do not hold up their rank. The step ends when everything has
+    ended.
+
+    Args:
+        schedule: the schedule.
+        cost: the costs. None: 1 for F, 1 for each half of a backward, and free transfers.
+
+    Raises ScheduleError if the schedule cannot run to its end (`verify` says why), and UsageError for costs with
+    another number of stages.
+    """
+    cost = CostModel.even(schedule.placement) if cost is None else cost
+    require_costs(schedule, cost)
+    rows, order = run(schedule, cost)
+    require_end(schedule, order)
+    return Timeline.of(schedule, rows, cost)
+
+
+def run(schedule: Schedule, cost: CostModel) -> tuple[tuple[Row, ...], Order]:
+    """Per rank its spans in the order of their starts, as far as `schedule` runs; and its order, which says where ranks
+    are stuck. Raises ScheduleError as `Order` does.
+    """
+    order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
+    moved = transfers(schedule, cost, order)
+    there = [inf] * len(moved)
+    clock = unlimited(order, there, cost.durations, cost.overlap)
+    return loop(clock, there, moved, len(schedule.rows)), order
+
+
+def require_costs(schedule: Schedule, cost: CostModel) -> None:
+    """Raises UsageError for costs with another number of stages than the schedule."""
+    stages = schedule.placement.num_stages
+    if len(cost.forward) != stages:
+        raise UsageError(
+            f"the cost model has {len(cost.forward)} stages, schedule {schedule.name!r} has {stages}: give one cost "
+            "per stage, as CostModel.even(schedule.placement) does"
+        )
+
+
+def require_end(schedule: Schedule, order: Order) -> None:
+    """Raises ScheduleError if the iteration over `order` ended before the rows of the schedule."""
+    if order.stuck:
+        entries = ", ".join(f"rank {rank} at {schedule.rows[rank][position]}" for rank, position in order.stuck[:8])
+        raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end: stuck are {entries}; see verify()")

@@ -1,0 +1,51 @@
+"""Measured: the costs that a timeline shows. Must not contain: measuring, which the engine does."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from pipeflow.analysis.idle_time import pauses, waits
+from pipeflow.core.action import Kind
+from pipeflow.core.cost import TIMES, CostModel
+from pipeflow.core.dataflow import DATAFLOW
+from pipeflow.core.timeline import Timeline
+
+
+def measured_costs(timeline: Timeline) -> CostModel:
+    """The costs that a timeline shows. The time of an action is the mean over the actions of its kind and stage, plus
+    what its rank takes before it although nothing is missing, which is the engine's own work. The latency is the mean
+    time that an idle rank waited for a value after it was made. The time of a whole backward is
+    divided between its halves in the proportion of the backwards that ran in halves, or equally if there are none. Of
+    the ranks that reduce a stage together, the last one to start waits least, so its time is the cost of the reduction.
+    """
+    times: dict[tuple[Kind, int], list[float]] = {}
+    for span in timeline:
+        times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+
+    latency = fmean(waits(timeline) or [0.0])
+    between = {kind: fmean(gaps) for kind, gaps in pauses(timeline, latency).items()}
+
+    def mean(kind: Kind, stage: int) -> float:
+        found = times.get((kind, stage))
+        return fmean(found) + between.get(kind, 0.0) if found else 0.0
+
+    def halves(stage: int) -> tuple[float, float]:
+        """The times of the two halves of the mean backward on `stage`."""
+        whole, apart = len(times.get((Kind.B, stage), ())), len(times.get((Kind.I, stage), ()))
+        first, second = mean(Kind.I, stage), mean(Kind.W, stage)
+        both = (whole * mean(Kind.B, stage) + apart * (first + second)) / max(whole + apart, 1)
+        part = first / (first + second) if first + second else 0.5
+        return both * part, both * (1 - part)
+
+    stages = range(timeline.placement.num_stages)
+    further = {kind for kind, _ in times if not DATAFLOW[kind].takes} - set(TIMES.values())
+    backward_input, backward_weight = zip(*map(halves, stages), strict=True)
+    reduces = any(kind is Kind.R for kind, _ in times)
+    return CostModel(
+        forward=tuple(mean(Kind.F, stage) for stage in stages),
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        latency=latency,
+        reduce=tuple(min(times.get((Kind.R, stage), [0.0])) for stage in stages) if reduces else (),
+        times={kind: tuple(mean(kind, stage) for stage in stages) for kind in sorted(further)},
+    )

@@ -1,0 +1,65 @@
+"""Model: what a step of a model takes on its devices, under each schedule that is shown: the parts of its time, and the
+memory of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipeflow.core.text import bytes_text, number, percent
+from pipeflow.draw.captions import heading
+from pipeflow.draw.page.tables import table
+from pipeflow.explore.schedule_cache import schedule
+from pipeflow.explore.state import State
+from pipeflow.planning.estimate import Plan, RankPlan
+from pipeflow.planning.omissions import EXPERTS
+
+PARTS = ("compute", "tensor", "bubble", "transfer", "reduction", "optimizer")
+
+
+def model(fields: Mapping[str, str]) -> dict[str, Any]:
+    """Tables of step times and of memory, as HTML; no tables without a model.
+
+    Raises UsageError for fields that are wrong, and for a schedule that cannot be made or cannot run.
+    """
+    state = State.of(fields)
+    if state.modelled is None:
+        return {"tables": ""}
+    plans = [state.modelled.plan(schedule(state, name).without_reductions()) for name in state.schedules]
+    memory = state.modelled.cluster.usable_bytes
+    tables = [_times(plans, state.modelled.cluster.device.name), *(_memory(each, memory) for each in plans)]
+    return {"tables": "".join(tables)}
+
+
+def _times(plans: list[Plan], device: str) -> str:
+    head = ("step", "seconds", *PARTS, "tokens/s")
+    caption = f"Time of a step on {plans[0].devices} x {device}, by what it is made of"
+    if plans[0].model.experts > 1:
+        caption += f"; not counted: {EXPERTS}"
+    return table(caption, head, [[*_time(each)] for each in plans])
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    parts, seconds = plan.step_parts, plan.step_seconds or 0.0
+    yield heading(plan.timeline)
+    yield number(seconds)
+    for part in PARTS:
+        yield percent(getattr(parts, part) / seconds)
+    yield f"{plan.tokens_per_second or 0.0:,.0f}"
+
+
+def _memory(plan: Plan, memory: float) -> str:
+    parts = ("weights", "gradients", "optimizer", "activations", "allocator")
+    head = ("rank", "layers", *parts, "sum", f"of {bytes_text(memory)}")
+    caption = f"Memory of a device, {heading(plan.timeline)}"
+    return table(caption, head, [[*_rank(each, memory)] for each in plan.ranks])
+
+
+def _rank(rank: RankPlan, memory: float) -> Iterator[str]:
+    yield f"rank {rank.rank}"
+    yield str(rank.layers)
+    activations = rank.activation_bytes + rank.recomputed_bytes + rank.transfer_bytes
+    yield from map(bytes_text, (rank.weight_bytes, rank.gradient_bytes, rank.optimizer_bytes, activations))
+    yield from map(bytes_text, (rank.allocator_bytes, rank.peak_bytes))
+    yield "fits" if rank.peak_bytes <= memory else f"{bytes_text(rank.peak_bytes - memory)} too much"

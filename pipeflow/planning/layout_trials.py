@@ -1,0 +1,273 @@
+"""Trials: the layouts that a search may try, and what each of them costs: bounds first, then exactly. Must not contain:
+in which order they are tried, and which are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf
+from typing import Any, NamedTuple
+
+from pipeflow.core.action import Kind
+from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import Content
+from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import Part
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
+from pipeflow.planning.bounds import least_makespan
+from pipeflow.planning.cuts import cut_by_load, even_cut
+from pipeflow.planning.estimate import ALLOCATOR, state_bytes
+from pipeflow.planning.layout import Layout, Wanted
+from pipeflow.planning.mesh import Mesh
+from pipeflow.planning.mesh_sizes import Sizes, meshes, microbatch_sizes
+from pipeflow.planning.physical import Physical, physical_costs
+from pipeflow.planning.profiles import Profile, profile
+from pipeflow.planning.schedule_peaks import RankPeaks, peaks
+from pipeflow.planning.setup import Setup
+from pipeflow.schedules import make_schedule, options_of
+
+CHUNKS = (2, 3, 4, 6, 8, 12)  # stages per rank that are tried
+ACTIONS = 2_000_000  # of one schedule at most; larger ones are not tried
+ENOUGH = 8  # microbatches with which every schedule that ever splits backwards does so
+
+Cut = tuple[Part, ...]
+
+
+class Cell(NamedTuple):
+    """All of a layout but its schedule and its cut."""
+
+    setup: Setup
+    pipeline: int
+    microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A schedule with its options, for a number of ranks.
+
+    Attributes:
+        name, options: as in `Layout`.
+        placement: of its stages.
+        split: whether some of its backwards come in two halves.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    placement: Placement
+    split: bool
+
+    def under(self, cost: CostModel) -> Family:
+        """The family under these costs, for one that is made for its costs; else itself."""
+        return replace(self, options=(*self.options, ("cost", cost))) if "cost" in options_of(self.name) else self
+
+    def make(self, microbatches: int) -> Schedule:
+        """The schedule."""
+        return _made(self.name, self.placement.num_ranks, microbatches, self.options)
+
+    def actions(self, microbatches: int) -> int:
+        """How many it has at most."""
+        return self.placement.num_stages * microbatches * (3 if self.split else 2)
+
+    def peaks(self, microbatches: int) -> tuple[RankPeaks, ...]:
+        """The most that its ranks keep."""
+        return _peaks(self.name, self.placement.num_ranks, microbatches, self.options)
+
+
+@lru_cache(maxsize=8)
+def _made(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Schedule:
+    return make_schedule(name, ranks=ranks, microbatches=microbatches, **dict(options))
+
+
+@lru_cache(maxsize=2048)
+def _peaks(name: str, ranks: int, microbatches: int, options: tuple[tuple[str, Any], ...]) -> tuple[RankPeaks, ...]:
+    return peaks(_made(name, ranks, microbatches, options))
+
+
+@lru_cache(maxsize=4096)
+def _family(name: str, ranks: int, options: tuple[tuple[str, Any], ...]) -> Family | None:
+    """None where the schedule cannot have so many ranks."""
+    try:
+        schedule = make_schedule(name, ranks=ranks, microbatches=ENOUGH, **dict(options))
+    except UsageError:
+        return None
+    split = any(action.kind is Kind.W for rank in range(ranks) for action in schedule.actions(rank))
+    return Family(name, options, schedule.placement, split)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A layout before it is simulated, with its costs.
+
+    Attributes:
+        cell, family, cut: the layout.
+        physical: its costs in seconds.
+        state: per rank, the bytes that it holds without activations.
+    """
+
+    cell: Cell
+    family: Family
+    cut: Cut
+    physical: Physical
+    state: tuple[float, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """As a value."""
+        return Layout(*self.cell, self.family.name, dict(self.family.options), self.cut)
+
+    @property
+    def actions(self) -> int:
+        """How many its schedule has."""
+        return self.family.actions(self.cell.microbatches)
+
+    def least_bytes(self) -> float:
+        """Bytes that its fullest device needs at least: those that it keeps with few microbatches, which for no
+        schedule of the registry are more than with many.
+        """
+        ranks, many = self.cell.pipeline, self.cell.microbatches
+        odd = many % len(self.family.placement.paths)  # two directions keep other amounts for odd numbers
+        return self._peak_bytes(min(many, 2 * ranks + odd))
+
+    def peak_bytes(self) -> float:
+        """Bytes of its fullest device."""
+        return self._peak_bytes(self.cell.microbatches)
+
+    def _peak_bytes(self, microbatches: int) -> float:
+        sizes = self.physical.cost.sizes
+        return self._fullest(each.bytes(sizes) for each in self.family.peaks(microbatches))
+
+    def _fullest(self, kept: Iterable[float]) -> float:
+        return max(state + (1 + ALLOCATOR) * most for state, most in zip(self.state, kept, strict=True))
+
+    def simulated(self) -> tuple[float, float]:
+        """The seconds of one step, and the bytes of the fullest device."""
+        timeline = self._timeline(self.cell.microbatches)
+        return timeline.makespan + self.physical.after, self._fullest(timeline.peak_bytes)
+
+    def estimated_seconds(self) -> float | None:
+        """Of one step, from two steps with fewer microbatches, on the assumption that each group of microbatches adds
+        the same time; None where these are not much shorter. An estimate may be wrong either way.
+        """
+        ranks, many = self.cell.pipeline, self.cell.microbatches
+        few = 2 * ranks + many % ranks
+        if 2 * few + ranks > many // 2 or "cost" in options_of(self.family.name):
+            return None
+        one, other = (self._timeline(number).makespan for number in (few, few + ranks))
+        return one + (many - few) / ranks * (other - one) + self.physical.after
+
+    def _timeline(self, microbatches: int) -> Timeline:
+        return self.physical.timeline(self.family.make(microbatches).with_reductions())
+
+
+def cells(wanted: Wanted) -> Iterator[Cell]:
+    """All of them."""
+    for sizes in meshes(wanted):
+        for size in microbatch_sizes(wanted, sizes):
+            many = wanted.batch // (sizes.data * size)
+            for checkpoint in wanted.checkpoints:
+                setup = replace(
+                    wanted.setup,
+                    tensor=sizes.tensor,
+                    data=sizes.data,
+                    microbatch_size=size,
+                    checkpoint=checkpoint,
+                    zero=_zero(wanted, sizes),
+                )
+                yield Cell(setup, sizes.pipeline, many)
+
+
+def _zero(wanted: Wanted, sizes: Sizes) -> int:
+    """ZeRO-1 costs no time in a plan, and saves bytes, so where there are replicas it is tried alone."""
+    return int(sizes.data > 1) if wanted.zero is None else wanted.zero
+
+
+def families(names: tuple[str, ...], ranks: int, layers: int) -> Iterator[Family]:
+    """Of these schedules, those to try on so many ranks. One rank has nothing to order: one schedule stands for all."""
+    if ranks == 1:
+        names = ("1f1b",) if "1f1b" in names else names[:1]
+    for name in names:
+        for options in _options(name, ranks, layers):
+            found = _family(name, ranks, options)
+            if found is not None and found.placement.num_stages <= layers:
+                yield found
+
+
+def _options(name: str, ranks: int, layers: int) -> Iterator[tuple[tuple[str, int], ...]]:
+    known = options_of(name)
+    if "chunks" in known:
+        yield from ((("chunks", chunks),) for chunks in CHUNKS if chunks == 2 or layers % (ranks * chunks) == 0)
+    elif "waves" in known:
+        yield from ((("waves", waves),) for waves in (1, 2, 3) if waves == 1 or layers % (2 * ranks * waves) == 0)
+    else:
+        yield ()
+
+
+def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[float, Trial]]:
+    """The layouts of a cell whose devices have no more than `limit` bytes without activations, each with a bound: no
+    step with it is shorter, in seconds.
+    """
+    found: dict[Placement, list[_Costs]] = {}
+    for family in families(wanted.schedules, cell.pipeline, wanted.model.layers):
+        if family.actions(cell.microbatches) > ACTIONS:
+            continue
+        if family.placement not in found:
+            found[family.placement] = list(_costs(wanted, cell, family.placement, limit))
+        for each in found[family.placement]:
+            least = each.split if family.split else each.whole
+            yield least + each.physical.after, Trial(cell, family.under(each.physical.cost), *each[:3])
+
+
+class _Costs(NamedTuple):
+    """The costs of all layouts of a cell that share a placement and a cut; `whole` and `split` are the least makespans
+    with backwards in one and in two.
+    """
+
+    cut: Cut
+    physical: Physical
+    state: tuple[float, ...]
+    whole: float
+    split: float
+
+
+def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> Iterator[_Costs]:
+    """With layers cut evenly, and by what they cost."""
+    model, setup = wanted.model, cell.setup
+    mesh = Mesh(setup.tensor, cell.pipeline, setup.data, wanted.cluster.devices_per_node)
+    weights = _profile(wanted, _of_one_replica(setup))
+    by_load = cut_by_load(model.layers, placement, weights.first, weights.last)
+    for cut in dict.fromkeys((even_cut(model.layers, placement.num_stages), by_load)):
+        state = state_bytes(model, setup, placement, cut)
+        if max(state) > limit:
+            continue
+        physical = physical_costs(model, placement, setup, mesh, wanted.cluster, cut=cut)
+        if max(map(sum, zip(state, _of_one(physical.cost, placement), strict=True))) > limit:
+            continue
+        least = (least_makespan(physical.cost, placement, cell.microbatches, split=split) for split in (False, True))
+        yield _Costs(cut, physical, state, *least)
+
+
+def _of_one(cost: CostModel, placement: Placement) -> list[float]:
+    """Per rank, the bytes that one microbatch takes: each rank keeps as much before its first backward."""
+    kept = [0.0] * placement.num_ranks
+    for stage, rank in enumerate(placement.paths[0]):
+        kept[rank] += (1 + ALLOCATOR) * cost.sizes[Content.SAVED][stage]
+    return kept
+
+
+@lru_cache(maxsize=4096)
+def _profile(wanted: Wanted, setup: Setup) -> Profile:
+    return profile(wanted.model, setup, wanted.cluster)
+
+
+def _of_one_replica(setup: Setup) -> Setup:
+    """The key of `_profile`, which does not depend on the replicas."""
+    return replace(setup, data=1, zero=0)
+
+
+def least_seconds(wanted: Wanted, cell: Cell) -> float:
+    """No step of any layout of the cell is shorter: its ranks have this much to compute on average."""
+    return _profile(wanted, _of_one_replica(cell.setup)).time * cell.microbatches / cell.pipeline

@@ -1,0 +1,100 @@
+"""Replanning: schedules under the costs that a measured step shows. Must not contain: measuring, or how the result is
+shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeflow.analysis.executed import executed_schedule
+from pipeflow.analysis.simulation import simulate
+from pipeflow.analysis.trace_costs import measured_costs
+from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import Stream
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
+from pipeflow.schedules.order_search import search
+from pipeflow.schedules.registry import schedules_on
+
+CANDIDATES = 1000  # orders that the search tries
+MARGIN = 1e-9  # by which activations may differ and be the same
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule under measured costs.
+
+    Attributes:
+        schedule: has the measured step's placement and microbatches.
+        timeline: its simulation, in the unit of the measured step.
+        fits: whether each rank keeps at most as many activations as in the measured step.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replan:
+    """The result of `replan`.
+
+    Attributes:
+        measured: the step that was measured.
+        cost: the costs that it shows.
+        now: the schedule that ran, simulated under them.
+        candidates: the others, the fastest first; of those that keep no more activations and of the rest.
+    """
+
+    measured: Timeline
+    cost: CostModel
+    now: Candidate
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest schedule that keeps no more activations; the one that ran, where no other is faster."""
+        fitting = [each for each in self.candidates if each.fits]
+        return min([self.now, *fitting], key=lambda each: each.timeline.makespan)
+
+    def gain(self, candidate: Candidate) -> float:
+        """The part of a step that the candidate saves, both as planned."""
+        return 1 - candidate.timeline.makespan / self.now.timeline.makespan
+
+
+def replan(measured: Timeline, *, candidates: int = CANDIDATES) -> Replan:
+    """Plans a step again from its measured timeline: with every named schedule that has its placement, and with the
+    best order that a search finds within the activations that it kept.
+
+    Args:
+        measured: a timeline of `execute_pipeline(..., trace=True)`.
+        candidates: how many orders the search tries.
+
+    Raises UsageError for a timeline without backwards.
+    """
+    ran = executed_schedule(measured)
+    if ran.is_forward_only:
+        raise UsageError("the measured step has no backwards: trace a step of training")
+    cost = measured_costs(measured)
+    reduces = Stream.REDUCE in measured.streams
+    now = _candidate(ran, cost, None)
+    named = schedules_on(ran.placement, ran.num_microbatches)
+    found = [_candidate(_like(each, reduces), cost, now.timeline) for each in named]
+    if len(ran.placement.paths) == 1:
+        cap = now.timeline.peak_activations
+        order = search(ran.placement, ran.num_microbatches, cost, memory_cap=cap, candidates=candidates)
+        found.append(_candidate(_like(order.schedule, reduces), cost, now.timeline))
+    found.sort(key=lambda each: (not each.fits, each.timeline.makespan))
+    return Replan(measured, cost, now, tuple(found))
+
+
+def _like(schedule: Schedule, reduces: bool) -> Schedule:
+    return schedule.with_reductions() if reduces else schedule
+
+
+def _candidate(schedule: Schedule, cost: CostModel, now: Timeline | None) -> Candidate:
+    timeline = simulate(schedule, cost)
+    kept = timeline.peak_activations
+    fits = now is None or all(mine <= theirs + MARGIN for mine, theirs in zip(kept, now.peak_activations, strict=True))
+    return Candidate(schedule, timeline, fits)

@@ -1,0 +1,102 @@
+"""Sharding of any module: finds and checks what the rules say, then changes the layers in place. Must not contain: the
+computations of layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeflow.core.errors import UsageError
+from pipeflow.parallel.sharding import splits_of
+from pipeflow.parallel.transport.group import Group
+from pipeflow.tensor.converted import become_embedding, become_linear
+from pipeflow.tensor.division import cut
+from pipeflow.tensor.layer import group_of
+from pipeflow.tensor.rule_matches import Found
+from pipeflow.tensor.rules import Rule
+from pipeflow.tensor.split_modules import become_crossing, become_told
+from pipeflow.tensor.stepping import watch
+from pipeflow.tensor.table import DEFAULT_RULES
+
+LOG = logging.getLogger("pipeflow")
+
+
+def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Group | None = None) -> None:
+    r"""Splits the parameters of any module over the tensor ranks, in place.
+
+    Each rank keeps its part of the weights, which must be the same on every rank before, and computes with that part.
+    Inputs and outputs of the module stay whole and the same on every rank. Names do not change, and shared parameters
+    stay shared.
+
+    Args:
+        modules: all modules that share parameters, such as this rank's stages.
+        rules: which layers are split, and how. Put your own rules first, as in
+            `rules=[Rule("attention", r"attn\.qkv", parts=3), *DEFAULT_RULES]`.
+        group: the tensor ranks; by default the tensor group of the context, or a group of one without a launch.
+
+    An embedding, and a head that shares its weight, can be split for any vocabulary size. If there are fewer heads of
+    key and value than ranks, several ranks share a head. Layers stay whole if a rule matches their name but cannot
+    split their class, such as convolutions, and within nn.MultiheadAttention. An attention stays whole unless it is
+    certain that its parts compute the same, that is, unless rules cover all its parameters and counts of heads; so does
+    a layer that a default rule splits by columns, unless a layer after it takes its outputs in parts and the modules
+    between the two compute each output by itself. The logger "pipeflow" reports which layers stay whole, and why.
+
+    Raises UsageError, and changes nothing, for a rule of your own that matches nothing, and for a tensor size that does
+    not divide the heads or a width; the error lists sizes that do.
+    """
+    group = group_of(group)
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise UsageError(f"rules are pipeflow.tensor.Rule objects, got {rule!r}")
+    found = Found(modules, rules, group.size)
+    if group.size == 1:
+        return
+    _carry_out(found, group)
+    for module in modules:
+        watch(module)
+    if rules and not found.layers and group.rank == 0:
+        LOG.warning(
+            "no rule matches a layer of %s, so all %d tensor ranks compute the same: see pipeflow.tensor.Rule",
+            ", ".join(sorted({type(module).__name__ for module in modules})),
+            group.size,
+        )
+
+
+def _carry_out(found: Found, group: Group) -> None:
+    for change in found.layers:
+        if any(isinstance(value, Tensor) for value in vars(change.layer).values()):
+            continue  # another stage has its parameters; here they are plain tensors
+        if change.rule.kind == "vocabulary":
+            become_embedding(change.layer, group)
+        else:
+            become_linear(change.layer, change.rule.kind, change.parts, change.shared, group)
+    for place, leaf, split in found.parameters:
+        become_told(place.module, {} if split is None else {leaf: split}, (leaf,) if split is None else ())
+    for module, arguments, sums in found.crossings:
+        become_crossing(module, arguments, sums, group)
+    for module, name, value in found.integers:
+        vars(module)[name] = value
+    for module, values in found.configs:
+        module.config = copy.copy(module.config)
+        for name, value in values.items():
+            setattr(module.config, name, value)
+    done = {id(change.layer) for change in found.layers} | {id(place.module) for place, _, _ in found.parameters}
+    _cut(nn.ModuleList(found.modules), done, group)
+
+
+@torch.no_grad()
+def _cut(whole: nn.ModuleList, done: set[int], group: Group) -> None:
+    """Cuts each split parameter once, in the modules with these ids."""
+    splits = splits_of(whole)
+    seen: set[int] = set()
+    for layer in (module for module in whole.modules() if id(module) in done):
+        for parameter in layer._parameters.values():
+            if parameter is not None and id(parameter) in splits and id(parameter) not in seen:
+                seen.add(id(parameter))
+                parameter.data = cut(parameter, splits[id(parameter)], group)
+                parameter.grad = None
