@@ -9,21 +9,19 @@ import re
 import secrets
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BufferedReader, RawIOBase
 from socket import SHUT_WR, socket
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 from pipeflow.core.errors import UsageError
 from pipeflow.explore.answers.table import ANSWERS
-
-if TYPE_CHECKING:
-    from pipeflow.explore.server import Server
 
 ADDRESS = "127.0.0.1"
 LARGEST = 4_000_000  # bytes of a request's body
@@ -88,10 +86,25 @@ class Reader(RawIOBase):
         return size
 
 
+class Host(Protocol):
+    """The server, as a connection sees it; `pipeflow.explore.server` describes the attributes."""
+
+    server_port: int
+    patience: float
+    token: str
+    files: Mapping[str, tuple[str, bytes]]
+    zipped: Mapping[str, bytes]
+    turns: AbstractContextManager[Any]
+
+    def wait(self, connection: socket) -> None: ...
+
+    def work(self, connection: socket) -> None: ...
+
+
 class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
-    server: Server
+    server: Host  # type: ignore[assignment]  # a TCPServer with more
     protocol_version = "HTTP/1.1"
     default_request_version = "HTTP/1.0"  # of an answer to a request that cannot be read
     disable_nagle_algorithm = True  # without it, an answer waits 40 ms for the browser's acknowledgement of its head

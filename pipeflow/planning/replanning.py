@@ -14,8 +14,8 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
+from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.order_search import search
-from pipeflow.schedules.registry import schedules_on
 
 CANDIDATES = 1000  # orders that the search tries
 MARGIN = 1e-9  # by which activations may differ and be the same

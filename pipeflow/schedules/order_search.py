@@ -11,7 +11,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.orders.exact import proved, require_solver
 from pipeflow.orders.problem import Objective, make_problem
 from pipeflow.orders.search import Found, improved
-from pipeflow.schedules.registry import schedules_on
+from pipeflow.schedules.families import schedules_on
 
 CANDIDATES = 1000  # of the search that the solver starts from
 
@@ -31,7 +31,7 @@ def search(
 ) -> Found:
     """Searches for a good order with split backwards, and proves how good it is.
 
-    It starts from every named schedule of the placement (`schedules.registry.schedules_on`), so the result is never
+    It starts from every named schedule of the placement (`schedules.families.schedules_on`), so the result is never
     worse than one of them that keeps within the cap, however small the budget. With `candidates` the result is
     reproducible; otherwise it depends on how fast the machine is.
 

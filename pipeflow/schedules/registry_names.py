@@ -9,7 +9,8 @@ from pipeflow.core.action import Kind, actions_of
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
-from pipeflow.schedules.registry import SCHEDULES, is_searched, make_schedule, options_of, sizes_on
+from pipeflow.schedules.families import sizes_on
+from pipeflow.schedules.registry import SCHEDULES, is_searched, make_schedule, options_of
 
 LARGEST = 4096  # stages times microbatches, so that comparing takes no second
 KINDS = list(Kind)
@@ -83,7 +84,7 @@ def _rows(name: str, placement: Placement, microbatches: int, options: Options) 
 def _variants(name: str, placement: Placement, microbatches: int) -> Iterator[Options]:
     """Options that a schedule on `placement` may have, those that it needs not first."""
     known, ranks = options_of(name), placement.num_ranks
-    sizes = list(sizes_on(name, placement))
+    sizes = list(sizes_on(SCHEDULES[name], placement))
     yield from sizes
     more: list[Options] = []
     if "extra_warmup" in known:

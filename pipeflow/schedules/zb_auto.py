@@ -50,7 +50,7 @@ def zb_auto(
     rank 2  .  .  F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3 .
     rank 3  .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
     """
-    from pipeflow.schedules.order_search import search  # its start is the registry, which has this function
+    from pipeflow.schedules.order_search import search  # which a command that only lists schedules does not need
 
     if cost is not None and not isinstance(cost, CostModel):
         raise UsageError(f"cost must be a CostModel, got {cost!r}")

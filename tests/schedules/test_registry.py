@@ -16,7 +16,8 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
-from pipeflow.schedules.registry import COMPARED, is_searched, schedules_on
+from pipeflow.schedules.families import schedules_on
+from pipeflow.schedules.registry import COMPARED, is_searched
 from tests.families import accepts
 
 
