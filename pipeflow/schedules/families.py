@@ -1,0 +1,77 @@
+"""Families: the schedules whose order follows from their sizes alone. Must not contain: those that are searched for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placement import Placement
+from pipeflow.core.schedule import Schedule
+from pipeflow.schedules.controllable import v_half, v_min
+from pipeflow.schedules.dualpipe import dualpipe, dualpipe_v
+from pipeflow.schedules.gis import gis, gis_h
+from pipeflow.schedules.gpipe import gpipe
+from pipeflow.schedules.interleaved import interleaved_one_f_one_b
+from pipeflow.schedules.interleaved_zb import interleaved_zb
+from pipeflow.schedules.looped_bfs import looped_bfs
+from pipeflow.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from pipeflow.schedules.waves import chimera, hanayo
+from pipeflow.schedules.zb_v import zb_v
+from pipeflow.schedules.zero_bubble import zb_h1, zb_h2
+
+FAMILIES: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+    {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "eager-1f1b": eager_one_f_one_b,
+        "interleaved-1f1b": interleaved_one_f_one_b,
+        "looped-bfs": looped_bfs,
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "zb-v": zb_v,
+        "v-half": v_half,
+        "v-min": v_min,
+        "interleaved-zb": interleaved_zb,
+        "gis": gis,
+        "gis-h": gis_h,
+        "chimera": chimera,
+        "hanayo": hanayo,
+        "dualpipe": dualpipe,
+        "dualpipe-v": dualpipe_v,
+    }
+)
+"""The functions that make these schedules, by the schedules' names."""
+
+
+@cache
+def keywords(function: Callable[..., Schedule]) -> tuple[str, ...]:
+    """The names of the options of a function that makes schedules."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+
+
+def schedules_on(placement: Placement, microbatches: int) -> Iterator[Schedule]:
+    """The schedules of all families with this placement, one of each name: with the chunks or waves of the placement,
+    and otherwise default options.
+    """
+    for make in FAMILIES.values():
+        for options in sizes_on(make, placement):
+            try:
+                if make(placement.num_ranks, 1, **options).placement == placement:
+                    yield make(placement.num_ranks, microbatches, **options)
+                    break
+            except UsageError:  # it has no such size
+                continue
+
+
+def sizes_on(make: Callable[..., Schedule], placement: Placement) -> Iterator[dict[str, int]]:
+    """The options under which a family may have a placement; those that it needs not first."""
+    known, per_rank = keywords(make), placement.num_stages // placement.num_ranks
+    yield {}
+    if "chunks" in known:
+        yield {"chunks": per_rank}
+    if "waves" in known:
+        yield {"waves": max(per_rank // 2, 1)}
