@@ -7,9 +7,11 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.sharding import splits_of
@@ -24,6 +26,7 @@ from pipeflow.tensor.stepping import watch
 from pipeflow.tensor.table import DEFAULT_RULES
 
 LOG = logging.getLogger("pipeflow")
+_KEY = "pipeflow: known before"
 
 
 def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Group | None = None) -> None:
@@ -46,8 +49,8 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
     a layer that a default rule splits by columns, unless a layer after it takes its outputs in parts and the modules
     between the two compute each output by itself. The logger "pipeflow" reports which layers stay whole, and why.
 
-    Raises UsageError, and changes nothing, for a rule of your own that matches nothing, and for a tensor size that does
-    not divide the heads or a width; the error lists sizes that do.
+    Raises UsageError, and changes nothing, for a rule of your own that matches nothing, for a tensor size that does not
+    divide the heads or a width, with sizes that do, and if a graph of an earlier forward needs a whole parameter.
     """
     group = group_of(group)
     for rule in rules:
@@ -56,6 +59,7 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
     found = Found(modules, rules, group.size)
     if group.size == 1:
         return
+    _require_no_graphs(found)
     _carry_out(found, group)
     for module in modules:
         watch(module)
@@ -65,6 +69,27 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
             ", ".join(sorted({type(module).__name__ for module in modules})),
             group.size,
         )
+
+
+def _require_no_graphs(found: Found) -> None:
+    """A graph computes gradients of the size that a parameter had when it was made."""
+    split = {id(each) for change in found.layers for each in change.layer._parameters.values()}
+    split |= {id(place.module._parameters.get(leaf)) for place, leaf, _ in found.parameters}
+    for name, parameter in nn.ModuleList(found.modules).named_parameters():
+        if id(parameter) in split and parameter.requires_grad:
+            _notes(parameter)[_KEY] = True  # forgotten with the node, unless a graph has it
+            if _KEY in _notes(parameter):
+                raise UsageError(
+                    f"{name.partition('.')[2]} is split, but a loss or an output that was computed before still has a "
+                    "graph with the whole of it: compute it under torch.no_grad(), or delete it before"
+                )
+
+
+def _notes(parameter: nn.Parameter) -> dict[str, Any]:
+    """What is noted at the node of autograd that adds up the parameter's gradient."""
+    node: Any = get_gradient_edge(parameter).node
+    notes: dict[str, Any] = node.metadata
+    return notes
 
 
 def _carry_out(found: Found, group: Group) -> None:

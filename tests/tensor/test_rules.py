@@ -26,6 +26,7 @@ from pipeflow import (
 )
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.sharding import partial_in, splits_of
+from pipeflow.parallel.transport.group import Unconnected
 from pipeflow.tensor import DEFAULT_RULES, Rule, shard
 from pipeflow.tensor.division import cut
 from pipeflow.testing import RankError, run_threads
@@ -326,6 +327,18 @@ def test_packed_attention_needs_its_split_size() -> None:
 def test_rules_are_rules() -> None:
     with pytest.raises(UsageError, match=r"rules are pipeflow.tensor.Rule objects, got 'qkv'"):
         shard(make("gpt2"), rules=["qkv"])  # type: ignore[list-item]  # what is refused
+
+
+def test_a_graph_of_whole_parameters_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    rules = [Rule("column", "0"), Rule("row", "1")]
+    kept = module(torch.ones(2, 4))
+    with pytest.raises(UsageError, match=r"0\.weight is split, but a loss or an output that was computed before still"):
+        shard(module, rules=rules, group=Unconnected(0, 2))
+    assert module[0].weight.shape == (4, 4)
+    del kept
+    shard(module, rules=rules, group=Unconnected(0, 2))
+    assert module[0].weight.shape == (2, 4)
 
 
 def test_nothing_to_split_is_logged(caplog: pytest.LogCaptureFixture) -> None:
