@@ -61,14 +61,14 @@ def by_hand(frame: FrameType) -> str | None:
 
 def of_pipeflow(frame: FrameType) -> str | None:
     from pipeflow.runtime.program.operations import Compute
-    from pipeflow.runtime.program.transfers import Transfer
+    from pipeflow.runtime.program.transfers import ChannelOperation
 
     if frame.f_code.co_name != "__call__" or "/pipeflow/runtime/" not in frame.f_code.co_filename:
         return None
     match frame.f_locals.get("self"):
         case Compute(action=action):
             return action.kind.value
-        case Transfer():
+        case ChannelOperation():
             return "P2P"
         case _:
             return None

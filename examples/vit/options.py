@@ -13,7 +13,7 @@ from torch import nn
 
 import pipeflow
 from pipeflow.optim import CosineAnnealingWarmupLR
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.training import Config
 from pipeflow.training.mixup import Mixup
 from vit.build import build_stage
@@ -48,15 +48,15 @@ def require_keys(config: Config) -> None:
     build_stage(device="meta", **model_options(config))
 
 
-def layout_of(config: Config, world_size: int | None = None) -> Layout:
+def layout_of(config: Config, world_size: int | None = None) -> WorldLayout:
     """The layout of the processes. Their number is torchrun's, else `world_size`, else the configuration's WORLD_SIZE,
     else that of one replica. Raises UsageError for a number that does not divide into replicas.
     """
     given = os.environ.get("WORLD_SIZE") or world_size or config.given.get("WORLD_SIZE")
-    return Layout.of(int(given or config.pipeline * config.tensor), config.pipeline, config.tensor)
+    return WorldLayout.of(int(given or config.pipeline * config.tensor), config.pipeline, config.tensor)
 
 
-def validate(config: Config, layout: Layout, images: Images) -> None:
+def validate(config: Config, layout: WorldLayout, images: Images) -> None:
     """Raises UsageError if model, batches, images and layout do not fit together."""
     Mixup(config.given.get("MIXUP_ALPHA", 0.0))  # checks its argument
     batch, microbatches = config.BATCH_SIZE, config.num_microbatches or 1

@@ -19,7 +19,7 @@ from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.models.gpt import GPTBlock
 from pipeflow.planning.setup import PRECISIONS, Precision, Setup
 from pipeflow.planning.transformer import GPT
-from pipeflow.planning.work import ATTENTION_AGAIN, Product, layer_work
+from pipeflow.planning.work import ATTENTION_AGAIN, MatrixProduct, layer_work
 
 ROWS = (32, 128, 512, 2048, 8192)
 DIMENSIONS = (128, 512, 2048, 8192)
@@ -27,7 +27,7 @@ NARROW = 4  # the dimensions of a weight differ by at most this factor, as in a 
 PRODUCTS = tuple(
     sorted(
         (
-            Product(rows, columns, depth)
+            MatrixProduct(rows, columns, depth)
             for rows, columns, depth in product(ROWS, DIMENSIONS, DIMENSIONS)
             if max(columns, depth) <= NARROW * min(columns, depth)
         ),
@@ -79,7 +79,7 @@ def _kept(precision: str) -> Precision:
 
 
 def products(
-    watch: Stopwatch, precisions: Sequence[str], budget: float, sizes: Sequence[Product] = PRODUCTS
+    watch: Stopwatch, precisions: Sequence[str], budget: float, sizes: Sequence[MatrixProduct] = PRODUCTS
 ) -> Iterator[ProductTime]:
     """Yields times of products, of growing `sizes` in the first precision and of some of them in others, as long
     as they are short enough to be measured in `budget` seconds. Each time is the mean of a product in a forward and of
@@ -101,7 +101,7 @@ def products(
 class _Products:
     """The product of a forward with weights, and those of its backward."""
 
-    def __init__(self, size: Product, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: MatrixProduct, dtype: torch.dtype, device: torch.device) -> None:
         rows, columns, depth = int(size.rows), int(size.columns), int(size.depth)
         numbers = rows * depth + columns * depth + rows * columns
         self._turns = count()

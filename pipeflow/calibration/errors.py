@@ -15,7 +15,7 @@ from pipeflow.planning.rates import Rates
 from pipeflow.planning.work import layer_work
 
 
-class Pair(NamedTuple):
+class TimePair(NamedTuple):
     """A predicted and a measured time of one kind, in seconds."""
 
     kind: str
@@ -28,37 +28,37 @@ class Pair(NamedTuple):
         return abs(self.predicted / self.measured - 1)
 
 
-def pairs(measured: Measured, cluster: Cluster) -> Iterator[Pair]:
+def pairs(measured: Measured, cluster: Cluster) -> Iterator[TimePair]:
     """Yields every measured time beside what the cost model says under `cluster`."""
     known = Efficiency.of(cluster.efficiency)
     rates = Rates(cluster, known, measured.precision)
     for each in measured.products:
         seconds = Rates(cluster, known, each.precision).product(each.product)
-        yield Pair(f"products in {each.precision}", seconds, each.seconds)
+        yield TimePair(f"products in {each.precision}", seconds, each.seconds)
     for moving in measured.moved:
         if moving.of == "layer":
-            yield Pair("elementwise", rates.moving(moving.size), moving.seconds)
+            yield TimePair("elementwise", rates.moving(moving.size), moving.seconds)
     for attended in measured.attention:
-        yield Pair("attention", attended.flops / (rates.peak * known.attention), attended.seconds)
+        yield TimePair("attention", attended.flops / (rates.peak * known.attention), attended.seconds)
     for layer in measured.layers:
         forward, backward, _ = layer_times(rates.seconds(layer_work(layer.model, layer.setup)), rates, "none")
-        yield Pair("layers, forward", forward, layer.forward)
-        yield Pair("layers, backward", backward, layer.backward)
+        yield TimePair("layers, forward", forward, layer.forward)
+        yield TimePair("layers, backward", backward, layer.backward)
     for step in measured.optimizer:
-        yield Pair("optimizer", rates.stepping(OPTIMIZED * step.parameters), step.seconds)
+        yield TimePair("optimizer", rates.stepping(OPTIMIZED * step.parameters), step.seconds)
     for whole in measured.steps:
-        yield Pair("steps", step_seconds(whole, cluster), whole.seconds)
+        yield TimePair("steps", step_seconds(whole, cluster), whole.seconds)
     for summed in measured.sums:
         crosses = summed.group.ranks > summed.group.in_node
         predict = rates.gradient_sum if summed.of == "gradient" else rates.tensor_sum
         kind = {"tensor": "sums", "gradient": "gradient sums"}[summed.of] + " between nodes" * crosses
-        yield Pair(kind, predict(summed.group, summed.size), summed.seconds)
+        yield TimePair(kind, predict(summed.group, summed.size), summed.seconds)
     near = cluster.link_bandwidth * known.transfer
     for sent in measured.transfers:
         bandwidth = min(cluster.network_bandwidth * known.network, near) if sent.crosses else near
         latency = cluster.network_latency if sent.crosses else cluster.link_latency
         seconds = known.transfer_start + latency + sent.size / bandwidth
-        yield Pair("transfers" + " between nodes" * sent.crosses, seconds, sent.seconds)
+        yield TimePair("transfers" + " between nodes" * sent.crosses, seconds, sent.seconds)
 
 
 def mean_errors(measured: Measured, cluster: Cluster) -> dict[str, tuple[float, int]]:

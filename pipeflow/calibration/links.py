@@ -42,7 +42,7 @@ def sums(watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = 
     alone = 0.0 if before is None else watch.seconds(before, each)
     for ranks in each_group:
         group = _group(watch, _block(watch.context.rank, ranks))
-        shape = rates.Group(ranks, min(ranks, per_node))
+        shape = rates.RankGroup(ranks, min(ranks, per_node))
         for count, seconds in _growing(watch, sizes, each, partial(_sum_work, watch, group, before)):
             if before is not None:
                 by_itself = watch.seconds(_sum_work(watch, group, None, count), each / 2)
@@ -64,7 +64,7 @@ def gradient_sums(
     for ranks, in_node in groups:
         group = _group(watch, ranks)
         for count, seconds in _growing(watch, sizes, each, partial(_gradient_work, watch, group)):
-            yield SumTime("gradient", rates.Group(len(ranks), in_node), count, seconds)
+            yield SumTime("gradient", rates.RankGroup(len(ranks), in_node), count, seconds)
 
 
 def sync_seconds(watch: Stopwatch, per_node: int, budget: float) -> float:

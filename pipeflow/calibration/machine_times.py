@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pipeflow.core.schedule import Schedule
-from pipeflow.planning.rates import Group
+from pipeflow.planning.rates import RankGroup
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
-from pipeflow.planning.work import Product
+from pipeflow.planning.work import MatrixProduct
 
 
 class ProductTime(NamedTuple):
     """Seconds of one product, averaged over that of a forward and the two of its backward."""
 
     precision: str
-    product: Product
+    product: MatrixProduct
     seconds: float
 
 
@@ -70,7 +70,7 @@ class SumTime(NamedTuple):
     """
 
     of: Literal["tensor", "gradient"]
-    group: Group
+    group: RankGroup
     size: float
     seconds: float
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pipeflow.checkpoint.index import Index, Part, Sizes, Stored, Where, dtype_name, dtype_named
 from pipeflow.checkpoint.pieces import Piece, name_of_whole
-from pipeflow.checkpoint.storage import Content
+from pipeflow.checkpoint.storage import RankContent
 from pipeflow.core.errors import UsageError
 
 
@@ -26,7 +26,7 @@ class Offer(NamedTuple):
     sizes: Sizes = ()
 
 
-def offers_of(content: Content) -> list[tuple[Any, ...]]:
+def offers_of(content: RankContent) -> list[tuple[Any, ...]]:
     """The Offers of a rank as plain tuples."""
     values = [Offer(name, len(value)) for name, value in content.values.items()]
     pieces = [
@@ -64,11 +64,11 @@ class Division:
             loads[writer] += offers[key].bytes
         return cls(tuple(map(tuple, ranks)))
 
-    def share(self, rank: int, content: Content) -> Content:
+    def share(self, rank: int, content: RankContent) -> RankContent:
         """The part of its `content` that `rank` writes."""
         names = {offer.name for offer in self.ranks[rank]}
         pieces = {name: piece for name, piece in content.pieces.items() if name in names}
-        return Content(pieces, {name: value for name, value in content.values.items() if name in names})
+        return RankContent(pieces, {name: value for name, value in content.values.items() if name in names})
 
     def index(self, places: Sequence[Mapping[str, Where]]) -> Index:
         """The index of the checkpoint, from the `places` that each rank wrote to. Raises UsageError if the parts of a

@@ -18,10 +18,10 @@ from pipeflow.checkpoint.index import TORCHS, Where
 from pipeflow.checkpoint.manifest import INDEX, Digest, Manifest, read_json
 from pipeflow.checkpoint.newest import keep_newest, next_sequence
 from pipeflow.checkpoint.pieces import TensorSpec, whole_model
-from pipeflow.checkpoint.storage import Content, write
+from pipeflow.checkpoint.storage import RankContent, write
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.transport.agreement import all_gather_object
 
 StrPath = str | os.PathLike[str]
@@ -36,19 +36,19 @@ class Job:
     path: Path
     temporary: Path
     rank: int
-    layout: Layout
+    layout: WorldLayout
     step: int | None
     sequence: int
     keep: int | None
     division: Division
-    content: Content
+    content: RankContent
 
     @classmethod
     def agreed(
         cls,
         context: Context,
         path: StrPath,
-        content: Content,
+        content: RankContent,
         specs: list[TensorSpec],
         *,
         step: int | None,

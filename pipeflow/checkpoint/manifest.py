@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pipeflow.checkpoint.folders import previous, write_durably
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 
 FORMAT = 2  # increased when older versions could not read the new format
 MANIFEST = "checkpoint.json"
@@ -61,7 +61,7 @@ class Manifest:
 
     step: int | None
     sequence: int
-    layout: Layout
+    layout: WorldLayout
     files: Mapping[str, Digest]
 
     def write(self, folder: Path) -> None:
@@ -87,7 +87,7 @@ class Manifest:
         return cls(
             None if step is None else whole_number(step),
             whole_number(content["sequence"]),
-            Layout(*(whole_number(layout[name]) for name in ("pipeline", "tensor", "data"))),
+            WorldLayout(*(whole_number(layout[name]) for name in ("pipeline", "tensor", "data"))),
             files,
         )
 

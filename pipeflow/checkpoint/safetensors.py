@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeflow.checkpoint.pieces import LocalTensor, Names, context_of, local_tensors
 from pipeflow.checkpoint.renames import AS_IT_IS, Rename, Transform, renamed
 from pipeflow.checkpoint.task import Task
-from pipeflow.checkpoint.tensor_files import Output, TensorFiles, fill_piece, write_together
+from pipeflow.checkpoint.tensor_files import OutputTensor, TensorFiles, fill_piece, write_together
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather
@@ -123,6 +123,7 @@ def save_safetensors(
     path, context = Path(path), context_of(model)
     with context.alarm.raised_everywhere():
         outputs = [
-            Output(entry.local, (entry.theirs,), entry.stored) for entry in _entries(model, context, names, rename)
+            OutputTensor(entry.local, (entry.theirs,), entry.stored)
+            for entry in _entries(model, context, names, rename)
         ]
         write_together(path, outputs, context, shard_bytes=shard_bytes)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pipeflow.checkpoint import folders, state
 from pipeflow.checkpoint.job import Job
 from pipeflow.checkpoint.pieces import LocalTensor, Names, apart, context_of, local_tensors
-from pipeflow.checkpoint.storage import Content, to_bytes
+from pipeflow.checkpoint.storage import RankContent, to_bytes
 from pipeflow.checkpoint.task import Task
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.optim.optimizer import by_name
@@ -140,7 +140,7 @@ def _content(
     tensors: list[LocalTensor],
     optimizer: Optimizer | None,
     run: dict[str, Any],
-) -> Content:
+) -> RankContent:
     first_replica = context.data_rank == 0 and context.tensor_rank == 0
     pieces = state.weight_pieces([each for each in tensors if each.is_parameter or first_replica])
     values: dict[str, bytes] = {}
@@ -149,4 +149,4 @@ def _content(
         pieces |= states
     if context.rank == 0:
         values[state.RUN] = to_bytes("data, extra or the scheduler", run)
-    return Content(apart(pieces | state.random_pieces(context)), values)
+    return RankContent(apart(pieces | state.random_pieces(context)), values)

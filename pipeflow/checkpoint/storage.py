@@ -23,15 +23,15 @@ from pipeflow.core.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class RankContent:
     """The content that a rank has to write, by name: pieces of tensors, and plain values as bytes from `to_bytes`."""
 
     pieces: Mapping[str, Piece]
     values: Mapping[str, bytes]
 
-    def copied(self) -> Content:
+    def copied(self) -> RankContent:
         """A copy on the CPU. A GPU may still be writing it: a Task waits for that."""
-        return Content({name: piece.copied() for name, piece in self.pieces.items()}, self.values)
+        return RankContent({name: piece.copied() for name, piece in self.pieces.items()}, self.values)
 
 
 def to_bytes(name: str, value: object) -> bytes:
@@ -97,7 +97,7 @@ class _Sink:
         return Digest(self.bytes, self._hash.hexdigest())
 
 
-def write(file: Path, content: Content) -> tuple[dict[str, Where], Digest]:
+def write(file: Path, content: RankContent) -> tuple[dict[str, Where], Digest]:
     """Writes a rank's part to disk. Returns the place of each entry, and the file's digest. Raises OSError."""
     sink = _Sink(file)
     places = {name: sink.append(value) for name, value in content.values.items()}

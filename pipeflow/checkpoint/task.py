@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import torch
 
 from pipeflow.parallel.context import Context, context_if_launched
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.parallel.transport.local import Hub, LocalTransport
 
@@ -19,7 +19,7 @@ def context_here() -> Context:
     if (context := context_if_launched()) is not None:
         return context
     device = torch.device("cpu")
-    return Context(0, Layout(), device, LocalTransport(Hub(1), 0, device=device, timeout=60.0))
+    return Context(0, WorldLayout(), device, LocalTransport(Hub(1), 0, device=device, timeout=60.0))
 
 
 class Task:

@@ -102,7 +102,7 @@ def fill_piece(piece: Piece, whole: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputTensor:
     """A tensor of this rank with its `names` in the files; `stored` makes the tensors to store from the whole."""
 
     local: LocalTensor
@@ -112,7 +112,7 @@ class Output:
 
 def write_together(
     path: Path,
-    outputs: Sequence[Output],
+    outputs: Sequence[OutputTensor],
     context: Context,
     *,
     shard_bytes: int,
@@ -206,7 +206,7 @@ class _Part(NamedTuple):
 
 def _write(
     path: Path,
-    outputs: Sequence[Output],
+    outputs: Sequence[OutputTensor],
     writers: Mapping[tuple[str, ...], int],
     context: Context,
     shard_bytes: int,

@@ -1,5 +1,5 @@
-"""Beside: several SCHEDULE arguments that are compared, with the size that a file among them gives and under the same
-costs. Must not contain: what is compared.
+"""ComparedSchedules: several SCHEDULE arguments that are compared, with the size that a file among them gives and under
+the same costs. Must not contain: what is compared.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from pipeflow.cli.request import Request, is_file
-from pipeflow.cli.sources import Source, sound_source
+from pipeflow.cli.sources import ScheduleSource, sound_source
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
@@ -17,7 +17,7 @@ from pipeflow.core.timeline import Timeline
 
 @final
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ComparedSchedules:
     """The schedules to compare.
 
     Attributes:
@@ -26,12 +26,12 @@ class Beside:
         reduces: whether named schedules get reductions, because a file has them.
     """
 
-    files: dict[str, Source]
+    files: dict[str, ScheduleSource]
     parts: dict[str, Request]
     reduces: bool
 
     @classmethod
-    def of(cls, names: Sequence[str], request: Request) -> Beside:
+    def of(cls, names: Sequence[str], request: Request) -> ComparedSchedules:
         """The schedules with these names. A named schedule takes the sizes of the first file, unless sizes are given,
         and the costs of the first measured file, unless costs are given.
 
@@ -50,21 +50,21 @@ class Beside:
         sized = {name: replace(_sized(part, files.values()), costs=costs) for name, part in parts.items()}
         return cls(files, sized, any(Stream.REDUCE in file.schedule.streams for file in files.values()))
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> ScheduleSource:
         """The schedule with this name. Raises UsageError if it cannot be made in the given size."""
         if name in self.files:
             return self.files[name]
         schedule = sound_source(name, self.parts[name]).schedule
-        return Source(schedule.with_reductions() if self.reduces else schedule)
+        return ScheduleSource(schedule.with_reductions() if self.reduces else schedule)
 
-    def timeline(self, name: str, source: Source) -> Timeline:
+    def timeline(self, name: str, source: ScheduleSource) -> Timeline:
         """The timeline of a schedule: the measured one, otherwise a simulation under the costs. Raises UsageError for
         costs that do not fit.
         """
         return source.measured or source.timeline(self.parts[name].costs)
 
 
-def _sized(part: Request, files: Iterable[Source]) -> Request:
+def _sized(part: Request, files: Iterable[ScheduleSource]) -> Request:
     """The request with the sizes of the first file, unless sizes are given."""
     for schedule in (file.schedule for file in files):
         ranks = schedule.placement.num_ranks if part.ranks is None else part.ranks

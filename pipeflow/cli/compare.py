@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pipeflow.analysis.measures import Measures
-from pipeflow.cli.beside import Beside
+from pipeflow.cli.beside import ComparedSchedules
 from pipeflow.cli.files import write
 from pipeflow.cli.options import cost_options, schedule_name, schedule_options
 from pipeflow.cli.outputs import show
@@ -75,7 +75,7 @@ def _measured(names: list[str], request: Request) -> tuple[Found, dict[str, str]
     that is unknown, or a file that does not fit, is an error.
     """
     found, refused = {}, {}
-    beside = Beside.of(names, request)
+    beside = ComparedSchedules.of(names, request)
     for name in names:
         try:
             source = beside.source(name)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeflow.analysis.measures import Measures
-from pipeflow.cli.beside import Beside
+from pipeflow.cli.beside import ComparedSchedules
 from pipeflow.cli.differences import difference_lines
 from pipeflow.cli.options import cost_options, schedule_name, schedule_options, unit_options
 from pipeflow.cli.outputs import add_outputs, files_named, show, write_drawings
 from pipeflow.cli.request import Request
-from pipeflow.cli.sources import Source
+from pipeflow.cli.sources import ScheduleSource
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.columns import changes
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     paths = files_named(arguments, *FORMATS)
     names = [arguments.first, arguments.second]
     request = Request.of(arguments)
-    beside = Beside.of(names, request)
+    beside = ComparedSchedules.of(names, request)
     sources = [beside.source(name) for name in names]
     timelines = [beside.timeline(name, source) for name, source in zip(names, sources, strict=True)]
     measured = [source.measured is not None for source in sources]
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _table(names: list[str], sources: list[Source], timelines: list[Timeline], unit: Unit) -> Table:
+def _table(names: list[str], sources: list[ScheduleSource], timelines: list[Timeline], unit: Unit) -> Table:
     from pipeflow.draw import Table
 
     both = zip(sources, timelines, strict=True)

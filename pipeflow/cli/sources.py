@@ -36,7 +36,7 @@ MAKE_PLACEMENT: dict[str, Callable[[int, int], Placement]] = {  # from the numbe
 
 @final
 @dataclass(frozen=True, slots=True)
-class Source:
+class ScheduleSource:
     """The schedule behind an argument.
 
     Attributes:
@@ -59,7 +59,7 @@ class Source:
         return self.measured
 
 
-def sound_source(name: str, request: Request) -> Source:
+def sound_source(name: str, request: Request) -> ScheduleSource:
     """Like `source`, but raises UsageError for a file whose schedule is unsound."""
     found = source(name, request)
     if name not in SCHEDULES and (violations := violations_of(found.schedule)):
@@ -75,9 +75,9 @@ def violations_of(schedule: Schedule, memory_cap: MemoryCap | None = None) -> li
         return verify(schedule, **options) or verify_programs(lower(schedule))
 
 
-def source(name: str, request: Request) -> Source:
+def source(name: str, request: Request) -> ScheduleSource:
     """The schedule behind an argument. Raises UsageError with the part of the request that does not fit it."""
-    found = _from_file(name, request) if is_file(name) else Source(_from_name(name, request))
+    found = _from_file(name, request) if is_file(name) else ScheduleSource(_from_name(name, request))
     if request.costs.reduce and found.measured is None:
         found = replace(found, schedule=found.schedule.with_reductions())
     return replace(found, schedule=found.schedule.forward_only()) if request.forward_only else found
@@ -96,7 +96,7 @@ def _from_name(name: str, request: Request) -> Schedule:
         return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
 
 
-def _from_file(name: str, request: Request) -> Source:
+def _from_file(name: str, request: Request) -> ScheduleSource:
     for option, value in (("ranks", request.ranks), *request.options):
         if value is not None:
             raise UsageError(f"{flag(option)} is for named schedules; {name} has its own")
@@ -105,7 +105,7 @@ def _from_file(name: str, request: Request) -> Source:
         if name.endswith(".json") or text.lstrip().startswith("{"):
             return _from_timeline(Timeline.from_json(text), request)
         schedule = Schedule.from_csv(text, None, request.microbatches, name=name)
-        return Source(schedule if request.placement is None else _placed(schedule, request.placement))
+        return ScheduleSource(schedule if request.placement is None else _placed(schedule, request.placement))
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from None
 
@@ -117,7 +117,7 @@ def _placed(schedule: Schedule, placement: str) -> Schedule:
     return replace(schedule, placement=MAKE_PLACEMENT[placement](ranks, stages))
 
 
-def _from_timeline(timeline: Timeline, request: Request) -> Source:
+def _from_timeline(timeline: Timeline, request: Request) -> ScheduleSource:
     given = {
         "microbatches": request.microbatches,
         "placement": request.placement,
@@ -126,4 +126,4 @@ def _from_timeline(timeline: Timeline, request: Request) -> Source:
     for option, value in given.items():
         if value is not None:
             raise UsageError(f"{flag(option)} is for schedules; a timeline has its own")
-    return Source(executed_schedule(timeline), timeline)
+    return ScheduleSource(executed_schedule(timeline), timeline)

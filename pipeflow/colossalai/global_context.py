@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipeflow.parallel.context import current_context, is_launched
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.training.launch import current_config, keep_config
 
@@ -98,12 +98,12 @@ class GlobalContext:
             current_context().close()
 
 
-_RANKS: Mapping[ParallelMode, Callable[[Layout, int], Sequence[int]]] = {
+_RANKS: Mapping[ParallelMode, Callable[[WorldLayout, int], Sequence[int]]] = {
     ParallelMode.GLOBAL: lambda layout, _: range(layout.world_size),
-    ParallelMode.DATA: Layout.data_ranks,
-    ParallelMode.PIPELINE: Layout.pipeline_ranks,
-    ParallelMode.TENSOR: Layout.tensor_ranks,
-    ParallelMode.MODEL: Layout.replica_ranks,
+    ParallelMode.DATA: WorldLayout.data_ranks,
+    ParallelMode.PIPELINE: WorldLayout.pipeline_ranks,
+    ParallelMode.TENSOR: WorldLayout.tensor_ranks,
+    ParallelMode.MODEL: WorldLayout.replica_ranks,
 }
 
 global_context = GlobalContext()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context, current_context, is_launched
 from pipeflow.parallel.launcher import launch
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.random import manual_seed
@@ -31,7 +31,7 @@ def lay_out(pipeline: int, tensor: int) -> Context:
     context = current_context()
     if (context.pipeline_size, context.tensor_size) == (pipeline, tensor):
         return context
-    Layout.of(context.world_size, pipeline, tensor)
+    WorldLayout.of(context.world_size, pipeline, tensor)
     with context.alarm.raised_everywhere():
         everyone: list[Any] = all_gather_object(context.world, (pipeline, tensor, torch.initial_seed()))
         if any(each[:2] != everyone[0][:2] for each in everyone):
@@ -63,6 +63,6 @@ def tensor_group(process_group: Any) -> Group:
     if process_group is not None:
         group: Group = process_group
         return group
-    if is_launched() and current_context().layout == Layout(data=current_context().world_size):
+    if is_launched() and current_context().layout == WorldLayout(data=current_context().world_size):
         return lay_out(1, current_context().world_size).tensor
     return lay_out(current_context().pipeline_size, current_context().tensor_size).tensor

@@ -27,7 +27,7 @@ from pipeflow.stages.blocks import listed
 from pipeflow.tensor.module_sharding import shard
 
 
-class Place(NamedTuple):
+class Replacement(NamedTuple):
     """The place of a submodule, and its replacement."""
 
     parent: nn.Module
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     description: SubModuleReplacementDescription
 
 
-def places_in(module: nn.Module, description: ModulePolicyDescription) -> Iterator[Place]:
+def places_in(module: nn.Module, description: ModulePolicyDescription) -> Iterator[Replacement]:
     """The places of the submodules to replace, without those that already have their new class.
 
     Raises UsageError for a suffix that matches no submodule, unless `ignore_if_not_exist`.
@@ -46,7 +46,7 @@ def places_in(module: nn.Module, description: ModulePolicyDescription) -> Iterat
         native = _step(parent, key)
         if isinstance(parent, nn.Module) and isinstance(native, nn.Module):
             if not isinstance(each.target_module, type) or not isinstance(native, each.target_module):
-                yield Place(parent, key, native, each)
+                yield Replacement(parent, key, native, each)
         elif not each.ignore_if_not_exist:
             raise UsageError(
                 f"suffix {each.suffix!r} of the policy is not a submodule of {type(module).__name__}, which has "
@@ -137,7 +137,7 @@ class ModelSharder:
             )
         return matches
 
-    def _made(self, place: Place) -> nn.Module:
+    def _made(self, place: Replacement) -> nn.Module:
         make: Any = place.description.target_module.from_native_module
         group = self.shard_config.tensor_parallel_process_group
         names = signature(make).parameters

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context, current_context
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.regions import gather_from_tensor_region, scatter_to_tensor_region
 
@@ -40,7 +40,7 @@ class ProcessGroup:
         tensor = tp_degree if tp_degree is not None else 1 if dp_degree is None else world // dp_degree
         if dp_degree is not None and tensor * dp_degree != world:
             raise UsageError(f"tp_degree={tp_degree} x dp_degree={dp_degree} is not the world of {world} ranks")
-        self.layout = Layout(pipeline=1, tensor=tensor, data=world // tensor)
+        self.layout = WorldLayout(pipeline=1, tensor=tensor, data=world // tensor)
         self._context = context
 
     def __eq__(self, other: object) -> bool:

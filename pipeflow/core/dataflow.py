@@ -77,7 +77,7 @@ class Stream(StrEnum):
 Ends = tuple[tuple[Content, int], ...]
 
 
-class Flow(NamedTuple):
+class DataflowRow(NamedTuple):
     """A row of the dataflow table.
 
     Attributes:
@@ -100,30 +100,30 @@ class Flow(NamedTuple):
     in_place: bool = False
 
 
-DATAFLOW: dict[Kind, Flow] = {
-    Kind.F: Flow(
+DATAFLOW: dict[Kind, DataflowRow] = {
+    Kind.F: DataflowRow(
         "forward",
         needs=((Content.ACTIVATION, -1),),
         makes=((Content.ACTIVATION, 0), (Content.SAVED, 0)),
     ),
-    Kind.B: Flow(
+    Kind.B: DataflowRow(
         "backward",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
         makes=((Content.GRADIENT, 0), (Content.WEIGHT_GRADIENT, 0)),
         takes=(Kind.I, Kind.W),
     ),
-    Kind.I: Flow(
+    Kind.I: DataflowRow(
         "input gradient",
         needs=((Content.GRADIENT, +1), (Content.SAVED, 0)),
         makes=((Content.GRADIENT, 0), (Content.DEFERRED, 0)),
         in_place=True,
     ),
-    Kind.W: Flow(
+    Kind.W: DataflowRow(
         "weight gradient",
         needs=((Content.DEFERRED, 0),),
         makes=((Content.WEIGHT_GRADIENT, 0),),
     ),
-    Kind.R: Flow(
+    Kind.R: DataflowRow(
         "gradient reduction",
         needs=((Content.WEIGHT_GRADIENT, 0),),
         makes=(),
@@ -181,12 +181,12 @@ def flows(num_stages: int, routes: Routes = ()) -> dict[tuple[Kind, int], AtStag
     stages = frozenset(range(num_stages))
     ways = [(content, *(route if step > 0 else route[::-1])) for content, step in PASSING.items() for route in routes]
 
-    def needed(stage: int, flow: Flow) -> tuple[End, ...]:
+    def needed(stage: int, flow: DataflowRow) -> tuple[End, ...]:
         found = (End(content, stage + offset) for content, offset in flow.needs)
         passing = {content for content, offset in flow.needs if offset}
         return (*filter(exists, found), *(End(*each) for each in ways if each[0] in passing and each[2] == stage))
 
-    def made(stage: int, flow: Flow) -> tuple[End, ...]:
+    def made(stage: int, flow: DataflowRow) -> tuple[End, ...]:
         found = (End(content, stage + offset) for content, offset in flow.makes)
         contents = {content for content, _ in flow.makes}
         return (*filter(exists, found), *(End(*each) for each in ways if each[0] in contents and each[1] == stage))

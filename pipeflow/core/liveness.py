@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from pipeflow.core.dataflow import DATAFLOW, KEPT, Content, Flow
+from pipeflow.core.dataflow import DATAFLOW, KEPT, Content, DataflowRow
 from pipeflow.core.span import Row
 
 Curve = tuple[tuple[float, float], ...]  # (time, amount from that time on), in order of time
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """The change of memory by a kind of action.
 
     Attributes:
@@ -28,7 +28,7 @@ class Change(NamedTuple):
     frees: tuple[Content, ...]
 
     @classmethod
-    def of(cls, flow: Flow) -> Change:
+    def of(cls, flow: DataflowRow) -> MemoryChange:
         made = tuple(content for content, _ in flow.makes if content in KEPT)
         used = tuple(content for content, _ in flow.needs if content in KEPT)
         return cls((), made, used) if flow.in_place else cls(made, (), used)
@@ -38,7 +38,7 @@ class Change(NamedTuple):
         return (self.from_start + self.from_end).count(content) - self.frees.count(content)
 
 
-CHANGES = {kind: Change.of(flow) for kind, flow in DATAFLOW.items()}
+CHANGES = {kind: MemoryChange.of(flow) for kind, flow in DATAFLOW.items()}
 ACTIVATIONS = {kind: change.net(Content.SAVED) for kind, change in CHANGES.items()}
 """Per kind of action, by how much it changes the number of activations that a rank keeps."""
 
@@ -70,7 +70,7 @@ def kept(row: Row, sizes: Mapping[Content, Sequence[float]]) -> Curve:
 
 
 def _amounts(
-    change: Change, used: frozenset[Content], sizes: Mapping[Content, Sequence[float]]
+    change: MemoryChange, used: frozenset[Content], sizes: Mapping[Content, Sequence[float]]
 ) -> tuple[Mapping[int, float], Mapping[int, float]]:
     """Per stage, the change at an action's start and at its end. Empty if nothing changes."""
     frees = (*change.frees, *(content for content in change.from_start if content not in used))

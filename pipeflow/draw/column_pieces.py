@@ -16,7 +16,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw.lane_rows import Lane
 
 
-class Piece(NamedTuple):
+class ColumnPiece(NamedTuple):
     """One action in the columns of a lane.
 
     Attributes:
@@ -62,7 +62,7 @@ class Mixture(NamedTuple):
         return self.first + 1
 
 
-Line = list[Piece | Mixture]  # from left to right
+Line = list[ColumnPiece | Mixture]  # from left to right
 
 
 def fit(timelines: Iterable[Timeline], width: int) -> float:
@@ -113,7 +113,7 @@ def _blocks(lane: Lane, scale: float) -> Line:
         first = max(first, blocks[-1].end if blocks else 0)
         if first < end:
             joined = following.action == span.partner
-            blocks.append(Piece(span.action.kind, lane.chunk(span), first, end, span.action, joined))
+            blocks.append(ColumnPiece(span.action.kind, lane.chunk(span), first, end, span.action, joined))
     return blocks
 
 

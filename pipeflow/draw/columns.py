@@ -55,7 +55,7 @@ COLUMNS = {  # by their names on a command line
 }
 
 
-class Change(NamedTuple):
+class MeasureChange(NamedTuple):
     """A measure before and after, as texts.
 
     Attributes:
@@ -69,14 +69,14 @@ class Change(NamedTuple):
     part: str
 
 
-def changes(first: Measures, second: Measures, unit: Unit) -> dict[str, Change]:
+def changes(first: Measures, second: Measures, unit: Unit) -> dict[str, MeasureChange]:
     """By the titles of their columns, the measures that both have, and by how much they differ."""
     found = {}
     for name, column in COLUMNS.items():
         before, after = column.of(first), column.of(second)
         if before is not None and after is not None:
             text = unit.text if name in TIMES else column.text
-            found[" ".join(column.title.split())] = Change(
+            found[" ".join(column.title.split())] = MeasureChange(
                 text(before), text(after), *_change(name, before, after, text)
             )
     return found

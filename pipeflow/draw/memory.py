@@ -1,4 +1,4 @@
-"""Memory: the unit of a drawing's memory lines, and the scale of their bars and digits."""
+"""MemoryScale: the unit of a drawing's memory lines, and the scale of their bars and digits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeflow.core.timeline import Timeline
 
 @final
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryScale:
     """The scale of the memory lines of several timelines.
 
     Attributes:
@@ -81,9 +81,9 @@ def same_memory(timelines: Sequence[Timeline]) -> list[Timeline]:
     return [replace(timeline, saved_bytes=(), deferred_bytes=()) for timeline in timelines]
 
 
-def memory_of(timelines: Sequence[Timeline]) -> Memory:
+def memory_of(timelines: Sequence[Timeline]) -> MemoryScale:
     """The scale for timelines whose memory has one unit."""
     curves = [timeline.memory(rank) for timeline in timelines for rank in range(len(timeline.rows))]
     amounts = [amount for curve in curves for _, amount in curve]
     whole = all(amount == int(amount) for amount in amounts)
-    return Memory(max(amounts, default=0.0), bool(timelines[0].saved_bytes), whole)
+    return MemoryScale(max(amounts, default=0.0), bool(timelines[0].saved_bytes), whole)

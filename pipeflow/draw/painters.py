@@ -11,8 +11,8 @@ from typing import ClassVar, Protocol, final
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import DATAFLOW, Stream
 from pipeflow.draw.colours import INK, RGB, average, between, css, hue, shade
-from pipeflow.draw.column_pieces import Line, Mixture, Piece
-from pipeflow.draw.memory import Memory
+from pipeflow.draw.column_pieces import ColumnPiece, Line, Mixture
+from pipeflow.draw.memory import MemoryScale
 
 Painted = tuple[str, str]
 
@@ -26,7 +26,7 @@ class Painter(Protocol):
 
     space: ClassVar[int]
 
-    def piece(self, piece: Piece) -> Iterator[Painted]:
+    def piece(self, piece: ColumnPiece) -> Iterator[Painted]:
         """A piece, exactly `piece.width` columns wide."""
 
     @property
@@ -39,10 +39,10 @@ class Painter(Protocol):
     def idle(self, first: int, end: int) -> Painted:
         """Idle time: the columns from `first` to `end`, excluded."""
 
-    def memory(self, amounts: list[float], memory: Memory) -> Painted:
+    def memory(self, amounts: list[float], memory: MemoryScale) -> Painted:
         """The memory line, one amount per column."""
 
-    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
+    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: MemoryScale | None) -> Iterator[list[Painted]]:
         """The entries of the legend."""
 
     def word(self, action: Action) -> Painted:
@@ -56,7 +56,7 @@ def paint(line: Line, width: int, painter: Painter, stream: Stream) -> Iterator[
     for piece in line:
         if column < piece.first:
             yield gap(column, piece.first)
-        yield from painter.piece(piece) if isinstance(piece, Piece) else [painter.mixture(piece, stream)]
+        yield from painter.piece(piece) if isinstance(piece, ColumnPiece) else [painter.mixture(piece, stream)]
         column = piece.end
     if column < width:
         yield gap(column, width)
@@ -85,7 +85,7 @@ class Letters:
     grid: int = 1
     joint: str = "+"
 
-    def piece(self, piece: Piece) -> Iterator[Painted]:
+    def piece(self, piece: ColumnPiece) -> Iterator[Painted]:
         text, room = self.label(piece), piece.width - piece.joined
         if len(text) > room > 0:
             yield self._letter(piece.kind, piece.chunk).ljust(room, "-") + self.joint * piece.joined, ""
@@ -103,19 +103,19 @@ class Letters:
     def idle(self, first: int, end: int) -> Painted:
         return "".join(" " if column % self.grid else "." for column in range(first, end)), ""
 
-    def label(self, piece: Piece) -> str:
+    def label(self, piece: ColumnPiece) -> str:
         """The full text of a piece, whatever its width."""
         if self.chunks > 2:
             return str(piece.action)
         return f"{self._letter(piece.kind, piece.chunk)}{piece.action.microbatch}"
 
-    def memory(self, amounts: list[float], memory: Memory) -> Painted:
+    def memory(self, amounts: list[float], memory: MemoryScale) -> Painted:
         """A digit in each column in which the amount changes."""
         digits = [str(memory.digit(amount)) for amount in amounts]
         before = ["0", *digits]
         return "".join(" " if digit == last else digit for digit, last in zip(digits, before, strict=False)), ""
 
-    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
+    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: MemoryScale | None) -> Iterator[list[Painted]]:
         texts = [f"{kind.value} {DATAFLOW[kind].name}" for kind in kinds]
         texts += ["lower case: chunk 1"] if self.chunks == 2 else []
         texts += ["4F0: stage 4, microbatch 0"] if self.chunks > 2 else []
@@ -152,7 +152,7 @@ class Colours:
     chunks: int
     few: bool = False
 
-    def piece(self, piece: Piece) -> Iterator[Painted]:
+    def piece(self, piece: ColumnPiece) -> Iterator[Painted]:
         colour = self._colour(piece.kind, piece.chunk)
         if not piece.is_computation:
             yield BAR * piece.width, colour
@@ -183,11 +183,11 @@ class Colours:
     def idle(self, first: int, end: int) -> Painted:
         return "\u00b7" * (end - first), "bright_black"
 
-    def memory(self, amounts: list[float], memory: Memory) -> Painted:
+    def memory(self, amounts: list[float], memory: MemoryScale) -> Painted:
         """A bar in every column, in eighths of a line."""
         return "".join(EIGHTHS[memory.eighth(amount)] for amount in amounts), self._memory()
 
-    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: Memory | None) -> Iterator[list[Painted]]:
+    def legend(self, kinds: Iterable[Kind], *, pairs: bool, memory: MemoryScale | None) -> Iterator[list[Painted]]:
         for kind in kinds:
             colours = [self._colour(kind, chunk) for chunk in range(self.chunks)]
             computes = DATAFLOW[kind].stream is Stream.COMPUTE

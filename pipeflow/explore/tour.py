@@ -13,7 +13,7 @@ from pipeflow.explore.state import State
 Fields = Mapping[str, str]
 
 
-class Step(NamedTuple):
+class TourStep(NamedTuple):
     """One step of the tour.
 
     Attributes:
@@ -67,7 +67,7 @@ UNDER_TEN = 0.1 - 1e-9  # without rounding errors: exactly 10% is not under 10%
 BESIDE = "1f1b,interleaved-1f1b,eager-1f1b"
 
 STEPS = (
-    Step(
+    TourStep(
         title="A pipeline",
         question="Why is rank 3 idle at the start?",
         look=(
@@ -88,7 +88,7 @@ STEPS = (
         goal=_size("gpipe", 4),
         reached=lambda state, timeline: len(timeline.rows) >= 4 and timeline.num_microbatches >= 4,
     ),
-    Step(
+    TourStep(
         title="Fill it",
         question="How many microbatches until the bubble is under 10%?",
         look=(
@@ -112,7 +112,7 @@ STEPS = (
         ),
         more={"GPipe on 8 ranks with 64 microbatches": _size("gpipe", 64, 8)},
     ),
-    Step(
+    TourStep(
         title="1F1B",
         question="What does 1F1B save, if not time?",
         look=(
@@ -131,7 +131,7 @@ STEPS = (
         reached=_named("1f1b"),
         more={"GPipe and 1F1B side by side": _size("gpipe,1f1b")},
     ),
-    Step(
+    TourStep(
         title="More microbatches",
         question="Can the bubble get under 10% in the memory of 4 activations?",
         look="1f1b with 8 microbatches keeps 4 activations on rank 0.",
@@ -150,7 +150,7 @@ STEPS = (
             timeline.name == "1f1b" and len(timeline.rows) >= 4 and timeline.makespan_bubble_ratio < UNDER_TEN
         ),
     ),
-    Step(
+    TourStep(
         title="Interleaving",
         question="Why does it help to cut the model into smaller stages?",
         look="1f1b with 8 microbatches takes 33. Rank 3 waits for 3 forwards until it can start.",
@@ -169,7 +169,7 @@ STEPS = (
         goal=_size("interleaved-1f1b", chunks=4),
         reached=lambda state, timeline: timeline.name == "interleaved-1f1b" and timeline.placement.chunks_per_rank > 1,
     ),
-    Step(
+    TourStep(
         title="Transfers",
         question="What if transfers take time?",
         look=(
@@ -189,7 +189,7 @@ STEPS = (
         goal=_size(BESIDE, latency=0.5),
         reached=lambda state, timeline: state.costs["latency"] >= 0.5,
     ),
-    Step(
+    TourStep(
         title="Weight gradients",
         question="Where do the weight gradients go?",
         look=(
@@ -212,7 +212,7 @@ STEPS = (
         reached=_named("zb-h1"),
         more={"Both side by side": _size("1f1b,zb-h1")},
     ),
-    Step(
+    TourStep(
         title="No weight gradients",
         question="Is zb-h1 always faster than 1f1b?",
         look=(
@@ -237,7 +237,7 @@ STEPS = (
             "Both without W, side by side": _size("1f1b,zb-h1", backward_weight=0),
         },
     ),
-    Step(
+    TourStep(
         title="Zero bubble",
         question="Can the other gaps be closed, too?",
         look="zb-h1 has 3 of idle time left. Before, smaller stages helped.",
@@ -257,7 +257,7 @@ STEPS = (
         reached=_named("zb-v"),
         more={"zb-v with a W of 0.5": _size("zb-v", backward_weight=0.5)},
     ),
-    Step(
+    TourStep(
         title="Less memory",
         question="How fast is a step in half of the memory?",
         look=(

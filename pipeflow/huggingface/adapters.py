@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeflow.checkpoint.pieces import local_tensors
-from pipeflow.checkpoint.tensor_files import Output, TensorFiles, write_together
+from pipeflow.checkpoint.tensor_files import OutputTensor, TensorFiles, write_together
 from pipeflow.runtime.pipeline import Pipeline
 
 _PARTS = ".adapters-in-parts"
@@ -39,7 +39,7 @@ def save_adapters(model: Pipeline, root: Any, folder: Path) -> None:
     them as one file.
     """
     tensors = [each for each in local_tensors(model, model.context, None) if each.tensor.requires_grad]
-    outputs = [Output(each, (each.name,), partial(_as_it_is, each.name)) for each in tensors]
+    outputs = [OutputTensor(each, (each.name,), partial(_as_it_is, each.name)) for each in tensors]
     write_together(folder / _PARTS, outputs, model.context, shard_bytes=5 * 10**9)
     if model.context.rank == 0:
         stored = TensorFiles(folder / _PARTS)

@@ -21,7 +21,7 @@ from pipeflow.huggingface.lazy_import import library
 from pipeflow.huggingface.model import Model
 from pipeflow.huggingface.rank_parameters import fill, make_owned, owned_names
 from pipeflow.huggingface.skeleton import Blueprint
-from pipeflow.huggingface.weight_files import Stored, dtype_in, files_in
+from pipeflow.huggingface.weight_files import StoredWeights, dtype_in, files_in
 from pipeflow.parallel.context import Context, current_context
 from pipeflow.parallel.transport.agreement import all_gather
 
@@ -110,7 +110,7 @@ def from_pretrained(
         blueprint = Blueprint(kind, config, _dtype(dtype, config, files))
         skeleton = blueprint.skeleton()
         _read_generation_config(skeleton, path)
-        stored = Stored(skeleton, path, files)
+        stored = StoredWeights(skeleton, path, files)
         first = stored.new_names(new, context)
     example = example_for(skeleton, schedule.num_microbatches) if example is None else example
     model = Model.from_module(skeleton, schedule, example, **options)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeflow.checkpoint.pieces import local_tensors
-from pipeflow.checkpoint.tensor_files import Output, write_together
+from pipeflow.checkpoint.tensor_files import OutputTensor, write_together
 from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.adapters import is_adapted, save_adapters
 from pipeflow.huggingface.keys import targets_of
@@ -53,7 +53,7 @@ def save_pretrained(model: Pipeline, folder: str | os.PathLike[str], *, shard_by
                 f"the model has {others[0]}, which a {type(root).__name__} with its configuration lacks: merge or "
                 "remove added modules, or save with pipeflow.save_safetensors"
             )
-        outputs = [Output(each, targets[each.name].keys, targets[each.name].stored) for each in tensors]
+        outputs = [OutputTensor(each, targets[each.name].keys, targets[each.name].stored) for each in tensors]
 
         def beside(part: Path) -> None:
             config.save_pretrained(part)

@@ -19,7 +19,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.huggingface.adapters import LOADED, has_adapters
 from pipeflow.huggingface.lazy_import import library
 from pipeflow.huggingface.saving import save_pretrained
-from pipeflow.huggingface.trainer_accelerator import Accelerator, World
+from pipeflow.huggingface.trainer_accelerator import PipelineAccelerator, World
 from pipeflow.huggingface.trainer_random import DataRandom, Reading, seed_layers
 from pipeflow.huggingface.trainer_refusals import require_pipeline, require_possible
 from pipeflow.huggingface.trainer_replicas import shared_outputs
@@ -105,7 +105,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # as above
         config, seed = self.args.accelerator_config, self.args.data_seed
         seed = self.args.seed if seed is None else seed
         state = self.args.distributed_state
-        self.accelerator = Accelerator(self.model, state, seed, split_batches=bool(config.split_batches))
+        self.accelerator = PipelineAccelerator(self.model, state, seed, split_batches=bool(config.split_batches))
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.is_fsdp_enabled = self.is_tp_enabled = False
 

@@ -1,6 +1,6 @@
-"""Accelerator: the object that transformers' Trainer uses instead of accelerate's. accelerate would wrap the model in
-DistributedDataParallel and give each process other data; this one gives each replica its part of the data and leaves
-the model and its gradients to the Pipeline. Must not contain: the training loop.
+"""PipelineAccelerator: the object that transformers' Trainer uses instead of accelerate's. accelerate would wrap the
+model in DistributedDataParallel and give each process other data; this one gives each replica its part of the data and
+leaves the model and its gradients to the Pipeline. Must not contain: the training loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
 
-from pipeflow.huggingface.trainer_part import Part
+from pipeflow.huggingface.trainer_part import ReplicaBatchSampler
 from pipeflow.huggingface.trainer_replicas import gathered, padded
 from pipeflow.optim.clip import clip_grad_norm_
 from pipeflow.parallel.context import Context
@@ -70,7 +70,7 @@ class _Gradients:
         return bool(self.loader is not None and self.loader.end_of_dataloader)
 
 
-class Accelerator:
+class PipelineAccelerator:
     """Replaces accelerate's Accelerator, with the methods that the Trainer uses.
 
     Args:
@@ -130,7 +130,7 @@ class Accelerator:
         if dividing and isinstance(loader.batch_sampler, BatchSampler):
             whole = loader.batch_sampler
             samples = whole.batch_size if self._split else whole.batch_size * self.num_processes
-            part = Part(whole.sampler, samples, whole.drop_last, self.num_processes, index)
+            part = ReplicaBatchSampler(whole.sampler, samples, whole.drop_last, self.num_processes, index)
             vars(loader)["batch_sampler"], dividing = part, False  # a loader does not let it be assigned
         return prepare_data_loader(
             loader,

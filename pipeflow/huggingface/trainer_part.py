@@ -1,4 +1,4 @@
-"""Part: the samples of each batch that a replica reads. Must not contain: the order of the samples."""
+"""ReplicaBatchSampler: the samples of each batch that a replica reads. Must not contain: the order of the samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 from torch.utils.data import BatchSampler
 
 
-class Part(BatchSampler):
+class ReplicaBatchSampler(BatchSampler):
     """One replica's part of each batch. A batch is cut into consecutive parts, one per replica, whose sizes differ by
     at most one, so all replicas together read the batches of a single process. A last batch with fewer samples than
     replicas is filled up with its first samples.

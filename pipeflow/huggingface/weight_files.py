@@ -1,4 +1,4 @@
-"""Stored: the weights in a folder, how they differ from a model's, and how a rank reads its own weights."""
+"""StoredWeights: the weights in a folder, how they differ from a model's, and how a rank reads its own weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def dtype_in(files: TensorFiles) -> torch.dtype | None:
     return next((found for name in files.files if (found := _DTYPES.get(files[name].get_dtype()))), None)
 
 
-class Stored:
+class StoredWeights:
     """The weights in a folder, seen as weights of a model.
 
     Args:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from pipeflow.orders.list_scheduling import Candidate, Rules, arrival_times, list_schedule
+from pipeflow.orders.list_scheduling import Rules, ScoredOrder, arrival_times, list_schedule
 from pipeflow.orders.lower_bounds import Bounds
 from pipeflow.orders.problem import Operations, Problem
 
 
-class Step(NamedTuple):
+class SkeletonStep(NamedTuple):
     """One F or I of a skeleton."""
 
     rank: int
@@ -44,7 +44,7 @@ class Builder:
         begins = heads if problem.objective == "span" else (0.0,) * len(heads)
         return cls(problem, replace(problem, durations=durations), begins, proved.objective)
 
-    def candidate(self, rules: Rules, stop: float = inf) -> Candidate | None:
+    def candidate(self, rules: Rules, stop: float = inf) -> ScoredOrder | None:
         """The order that `rules` lead to; None when its objective is found to be more than `stop`."""
         if rules.slack is None:
             return list_schedule(self.problem, rules, stop)
@@ -54,7 +54,7 @@ class Builder:
         return filled(self.problem, found.sequences, [begin + target for begin in self.begins], stop)
 
 
-def filled(problem: Problem, skeleton: Sequence[Operations], ends: Sequence[float], stop: float) -> Candidate | None:
+def filled(problem: Problem, skeleton: Sequence[Operations], ends: Sequence[float], stop: float) -> ScoredOrder | None:
     """The order of F and I in `skeleton`, with every W where there is time for it; None when its objective is found to
     be more than `stop`.
 
@@ -100,10 +100,10 @@ def filled(problem: Problem, skeleton: Sequence[Operations], ends: Sequence[floa
     for rank, waiting in enumerate(deferred):
         while waiting:
             run(rank, waiting.popleft())
-    return Candidate.of(problem, begun, free, sequences)
+    return ScoredOrder.of(problem, begun, free, sequences)
 
 
-def _steps(problem: Problem, skeleton: Sequence[Operations]) -> list[Step]:
+def _steps(problem: Problem, skeleton: Sequence[Operations]) -> list[SkeletonStep]:
     """The F and I of `skeleton`, each after those that it waits for."""
     rows = [[operation for operation in sequence if operation % 3 < 2] for sequence in skeleton]
     followers = {source: operation for operation, source in enumerate(problem.source) if operation % 3 < 2}
@@ -117,14 +117,14 @@ def _steps(problem: Problem, skeleton: Sequence[Operations]) -> list[Step]:
             source, microbatch = problem.source[operation], done[operation]
             if source >= 0 and done[source] <= microbatch:
                 break
-            steps.append(Step(rank, operation, microbatch))
+            steps.append(SkeletonStep(rank, operation, microbatch))
             done[operation], places[rank] = microbatch + 1, place + 1
             if operation in followers and (other := problem.ranks[followers[operation] // 3]) != rank:
                 ready.append(other)
     return steps
 
 
-def _latest_starts(problem: Problem, steps: Sequence[Step], ends: Sequence[float]) -> list[float]:
+def _latest_starts(problem: Problem, steps: Sequence[SkeletonStep], ends: Sequence[float]) -> list[float]:
     """Per step, when it can begin at the latest so that every rank ends by its end, were all W run right after their I
     and those of other ranks wherever they fit.
     """

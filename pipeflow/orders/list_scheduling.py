@@ -31,7 +31,7 @@ class Rules:
     slack: float | None = None
 
 
-class Candidate(NamedTuple):
+class ScoredOrder(NamedTuple):
     """An order and its measures, the objective first; the smaller these, in their order, the better."""
 
     objective: float
@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
     @classmethod
     def of(
         cls, problem: Problem, begins: Sequence[float], ends: Sequence[float], sequences: list[Operations]
-    ) -> Candidate:
+    ) -> ScoredOrder:
         """The candidate whose ranks begin and end at these times."""
         span, makespan = max(end - begin for begin, end in zip(begins, ends, strict=True)), max(ends)
         return cls(span, makespan, sequences) if problem.objective == "span" else cls(makespan, span, sequences)
@@ -117,7 +117,7 @@ def _reaches(problem: Problem, stages: Sequence[int], most: float) -> list[float
     return [most - sum(saved[chunk:]) for chunk in range(len(stages) - 1)] + [inf]
 
 
-def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> Candidate | None:
+def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOrder | None:
     """The order that `rules` lead to, sound and within the memory; None when its objective is found to be more than
     `stop`. One pass, about a microsecond an action.
     """
@@ -176,4 +176,4 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> Candidat
             unfinished[rank] += state.begins[picked]
         elif half == 1:
             deferred[rank].append(picked + 1)
-    return Candidate.of(problem, begun, free, sequences)
+    return ScoredOrder.of(problem, begun, free, sequences)

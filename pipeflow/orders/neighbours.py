@@ -7,7 +7,7 @@ from itertools import islice
 from random import Random
 from typing import NamedTuple
 
-from pipeflow.orders.list_scheduling import Candidate, arrival_times
+from pipeflow.orders.list_scheduling import ScoredOrder, arrival_times
 from pipeflow.orders.problem import Operations, Problem
 
 
@@ -17,9 +17,9 @@ class RunTimes(NamedTuple):
     starts: list[list[float]]
     ends: list[float]
 
-    def candidate(self, problem: Problem, sequences: Sequence[Operations]) -> Candidate:
+    def candidate(self, problem: Problem, sequences: Sequence[Operations]) -> ScoredOrder:
         """`sequences` with their measures."""
-        return Candidate.of(problem, [row[0] for row in self.starts], self.ends, list(sequences))
+        return ScoredOrder.of(problem, [row[0] for row in self.starts], self.ends, list(sequences))
 
 
 def run_times(problem: Problem, sequences: Sequence[Operations]) -> RunTimes | None:

@@ -19,7 +19,7 @@ from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.orders.filling import Builder
-from pipeflow.orders.list_scheduling import Candidate, Rules
+from pipeflow.orders.list_scheduling import Rules, ScoredOrder
 from pipeflow.orders.lower_bounds import bounds
 from pipeflow.orders.neighbours import critical_blocks, fits, neighbour, run_times
 from pipeflow.orders.problem import Objective, Problem, keeps_within, to_schedule, to_sequences, with_hidden
@@ -129,7 +129,7 @@ class _Effort:
     enough: float
     tried: int = 0
 
-    def goes_on(self, best: Candidate) -> bool:
+    def goes_on(self, best: ScoredOrder) -> bool:
         self.tried += 1
         return (
             best.objective > self.enough * (1 + 1e-12)
@@ -138,7 +138,7 @@ class _Effort:
         )
 
 
-def _started(problem: Problem, schedule: Schedule) -> Candidate | None:
+def _started(problem: Problem, schedule: Schedule) -> ScoredOrder | None:
     """The candidate that `schedule` is; None when it does not keep within the memory."""
     if schedule.placement != problem.placement or schedule.num_microbatches != problem.num_microbatches:
         raise UsageError(f"start {schedule.name!r} has another placement or other microbatches than the search")
@@ -157,11 +157,11 @@ def _started(problem: Problem, schedule: Schedule) -> Candidate | None:
     return times.candidate(problem, sequences)
 
 
-def _better(one: Candidate, other: Candidate | None) -> Candidate:
+def _better(one: ScoredOrder, other: ScoredOrder | None) -> ScoredOrder:
     return one if other is None or one[:2] <= other[:2] else other
 
 
-def _searched(builder: Builder, grid: Iterator[Rules], begin: Iterable[Candidate], effort: _Effort) -> Candidate:
+def _searched(builder: Builder, grid: Iterator[Rules], begin: Iterable[ScoredOrder], effort: _Effort) -> ScoredOrder:
     first = next(grid)
     candidate = builder.candidate(first)
     assert candidate is not None  # it has nothing to stop at
@@ -186,18 +186,18 @@ def _searched(builder: Builder, grid: Iterator[Rules], begin: Iterable[Candidate
             best = _better(best, climb())
 
 
-def _longest(current: Candidate, random: Random) -> float:
+def _longest(current: ScoredOrder, random: Random) -> float:
     """The objective up to which a climb goes on from a candidate: mostly hardly longer, now and then much."""
     return current.objective * (1 + SLACK / 2 * random.expovariate(1) ** 2)
 
 
-Climb = Callable[[], Candidate | None]
+Climb = Callable[[], ScoredOrder | None]
 
 
-def _rule_climb(builder: Builder, current: Candidate, rules: Rules, random: Random) -> Climb:
+def _rule_climb(builder: Builder, current: ScoredOrder, rules: Rules, random: Random) -> Climb:
     """Varies rules, and goes on from those whose candidate is hardly worse."""
 
-    def climb() -> Candidate | None:
+    def climb() -> ScoredOrder | None:
         nonlocal current, rules
         tried = varied(rules, builder.problem, random)
         if random.random() < 0.3:
@@ -211,13 +211,13 @@ def _rule_climb(builder: Builder, current: Candidate, rules: Rules, random: Rand
     return climb
 
 
-def _move_climb(problem: Problem, current: Candidate, random: Random) -> Climb:
+def _move_climb(problem: Problem, current: ScoredOrder, random: Random) -> Climb:
     """Moves operations of an order, and goes on from orders that are hardly worse."""
     times = run_times(problem, current.sequences)
     assert times is not None  # it ran
     blocks = critical_blocks(problem, current.sequences, times)
 
-    def climb() -> Candidate | None:
+    def climb() -> ScoredOrder | None:
         nonlocal current, blocks
         for _ in range(PROPOSALS if blocks else 0):
             sequences = neighbour(problem, current.sequences, blocks, random)

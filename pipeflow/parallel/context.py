@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.failure import Alarm
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.transport.group import Group
 from pipeflow.parallel.transport.protocol import Transport
 from pipeflow.parallel.transport.subset import Subset
@@ -44,7 +44,7 @@ class Context:
     """
 
     rank: int
-    layout: Layout
+    layout: WorldLayout
     device: torch.device
     world: Transport
     transport: Transport = field(init=False)

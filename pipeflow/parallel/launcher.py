@@ -22,7 +22,7 @@ from pipeflow.parallel.control.coordinator import Coordinator
 from pipeflow.parallel.control.diagnosis import gone
 from pipeflow.parallel.control.monitor import HOST, Monitor, grace_of
 from pipeflow.parallel.device import own_device, prepare
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.network import address_towards, reachable, resolve, use_interface_of
 from pipeflow.parallel.rendezvous import come, did_not_come, find_each_other, missing
 from pipeflow.parallel.side_thread import aside
@@ -69,7 +69,7 @@ def launch(
     not all ranks launch in time.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    layout = Layout.of(world_size, pipeline, tensor)
+    layout = WorldLayout.of(world_size, pipeline, tensor)
     if world_size > 1:
         prepare(device)
     place = own_device(device)

@@ -1,5 +1,5 @@
-"""Layout: maps ranks of the world to places. Tensor ranks are neighbours, then come the ranks of a pipeline, then the
-replicas. Must not contain: connections between ranks.
+"""WorldLayout: maps ranks of the world to coordinates. Tensor ranks are neighbours, then come the ranks of a pipeline,
+then the replicas. Must not contain: connections between ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 
 
-class Place(NamedTuple):
+class Coordinates(NamedTuple):
     """One process's index along each dimension of a layout."""
 
     data: int
@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WorldLayout:
     """The sizes of a world: `data` replicas of a pipeline of `pipeline` ranks, each of which is `tensor` processes.
 
     Attributes:
@@ -28,8 +28,8 @@ class Layout:
         tensor: number of processes that share every layer.
         data: number of replicas.
 
-    >>> Layout(pipeline=2, tensor=2, data=2).place(5)
-    Place(data=1, pipeline=0, tensor=1)
+    >>> WorldLayout(pipeline=2, tensor=2, data=2).place(5)
+    Coordinates(data=1, pipeline=0, tensor=1)
     """
 
     pipeline: int = 1
@@ -40,7 +40,7 @@ class Layout:
         require_positive(pipeline=self.pipeline, tensor=self.tensor, data=self.data)
 
     @classmethod
-    def of(cls, world_size: int, pipeline: int | None = None, tensor: int = 1) -> Layout:
+    def of(cls, world_size: int, pipeline: int | None = None, tensor: int = 1) -> WorldLayout:
         """The layout of a world of `world_size` processes, with as many replicas as fit. By default there is one
         replica, a pipeline through all processes.
 
@@ -62,12 +62,12 @@ class Layout:
     def world_size(self) -> int:
         return self.pipeline * self.tensor * self.data
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> Coordinates:
         """The place of world rank `rank`."""
         replica, within = divmod(rank, self.pipeline * self.tensor)
-        return Place(replica, *divmod(within, self.tensor))
+        return Coordinates(replica, *divmod(within, self.tensor))
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: Coordinates) -> int:
         """The world rank at `place`."""
         return (place.data * self.pipeline + place.pipeline) * self.tensor + place.tensor
 

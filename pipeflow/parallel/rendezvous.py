@@ -27,14 +27,14 @@ _MARGIN = 1.0  # seconds by which rank 0 decides earlier than the others
 
 
 @dataclass(frozen=True)
-class Found:
+class Meeting:
     """The result of a rendezvous: a store for this start of the job, and the address of rank 0's machine."""
 
     store: dist.Store
     address: str
 
 
-def find_each_other(rank: int, size: int, timeout: float) -> Found:
+def find_each_other(rank: int, size: int, timeout: float) -> Meeting:
     """Waits until all ranks have joined.
 
     Raises PipelineError, naming the missing ranks, after `timeout` seconds, and UsageError if the environment does not
@@ -111,13 +111,13 @@ class _Meeting:
                 raise UsageError(f"rank 0 cannot serve a store at {host}:{port}: {error}") from None
             raise did_not_come([0], self.timeout) from None
 
-    def hold(self) -> Found:
+    def hold(self) -> Meeting:
         try:
             return self._call() if self.rank == 0 else self._answer()
         except dist.DistError:  # who serves the store is gone
             raise did_not_come([0], self.timeout) from None
 
-    def _call(self) -> Found:
+    def _call(self) -> Meeting:
         """Run on rank 0: names this start of the job, waits for the others, and publishes who is present."""
         life, absent = self.ticket, list(range(1, self.size))
         self.store.set("pipeflow/life", life)
@@ -136,7 +136,7 @@ class _Meeting:
             time.sleep(_PAUSE)
         return self._found(life, address, absent)
 
-    def _answer(self) -> Found:
+    def _answer(self) -> Meeting:
         """Run on all other ranks. Entries of an earlier start of the job may be in the store; they lack this rank's
         ticket.
         """
@@ -157,10 +157,10 @@ class _Meeting:
             time.sleep(_PAUSE)
         raise did_not_come([0], self.timeout)
 
-    def _found(self, life: str, address: str, absent: list[int]) -> Found:
+    def _found(self, life: str, address: str, absent: list[int]) -> Meeting:
         if absent:
             raise did_not_come(absent, self.timeout)
-        return Found(dist.PrefixStore(f"pipeflow/{life}", self.store), address)
+        return Meeting(dist.PrefixStore(f"pipeflow/{life}", self.store), address)
 
 
 def _absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_first_holder(tensor: Tensor, layout: Layout, rank: int, *, is_split: bool) -> bool:
+def is_first_holder(tensor: Tensor, layout: WorldLayout, rank: int, *, is_split: bool) -> bool:
     """Returns True if `rank`, which must be this rank, is the lowest of the ranks that hold the same part of a tensor.
 
     A tensor with `is_split` is split over the tensor ranks, a DTensor over the ranks of its mesh.

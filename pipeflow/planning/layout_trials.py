@@ -99,7 +99,7 @@ def _family(name: str, ranks: int, options: tuple[tuple[str, Any], ...]) -> Fami
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class LayoutTrial:
     """A layout before it is simulated, with its costs.
 
     Attributes:
@@ -206,7 +206,7 @@ def _options(name: str, ranks: int, layers: int) -> Iterator[tuple[tuple[str, in
         yield ()
 
 
-def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[float, Trial]]:
+def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[float, LayoutTrial]]:
     """The layouts of a cell whose devices have no more than `limit` bytes without activations, each with a bound: no
     step with it is shorter, in seconds.
     """
@@ -218,7 +218,7 @@ def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[flo
             found[family.placement] = list(_costs(wanted, cell, family.placement, limit))
         for each in found[family.placement]:
             least = each.split if family.split else each.whole
-            yield least + each.physical.after, Trial(cell, family.under(each.physical.cost), *each[:3])
+            yield least + each.physical.after, LayoutTrial(cell, family.under(each.physical.cost), *each[:3])
 
 
 class _Costs(NamedTuple):

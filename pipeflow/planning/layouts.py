@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pipeflow.core.errors import ScheduleError
 from pipeflow.planning.estimate import Plan, StepParts, plan
 from pipeflow.planning.layout import Layout, Wanted
-from pipeflow.planning.layout_trials import Cell, Trial, cells, least_seconds, trials
+from pipeflow.planning.layout_trials import Cell, LayoutTrial, cells, least_seconds, trials
 from pipeflow.planning.misfits import no_room
 from pipeflow.soundness.schedule import verify
 
@@ -162,7 +162,7 @@ class _Group:
 class _Checked(NamedTuple):
     """A trial that is within memory as far as is known, and whose time has been estimated where it takes long."""
 
-    trial: Trial
+    trial: LayoutTrial
 
 
 class _Search:
@@ -172,7 +172,7 @@ class _Search:
         self.groups: dict[tuple[object, ...], _Group] = {}
         self.simulated = 0
         self._wanted, self._top, self._number = wanted, top, count()
-        self._heap: list[tuple[float, int, Cell | Trial | _Checked]] = []
+        self._heap: list[tuple[float, int, Cell | LayoutTrial | _Checked]] = []
         for cell in cells(wanted):
             self._push(least_seconds(wanted, cell), cell)
 
@@ -183,12 +183,12 @@ class _Search:
             if isinstance(node, Cell):
                 for least, trial in trials(self._wanted, node, self._wanted.limit):
                     self._push(max(bound, least), trial)
-            elif isinstance(node, Trial):
+            elif isinstance(node, LayoutTrial):
                 self._check(bound, node)
             else:
                 self._simulate(bound, node.trial)
 
-    def _push(self, bound: float, node: Cell | Trial | _Checked) -> None:
+    def _push(self, bound: float, node: Cell | LayoutTrial | _Checked) -> None:
         heapq.heappush(self._heap, (bound, next(self._number), node))
 
     def _highest(self) -> float:
@@ -196,12 +196,12 @@ class _Search:
         times = sorted(group.pick[0] for group in self.groups.values())
         return times[self._top - 1] * (1 + TIE) if len(times) >= self._top else math.inf
 
-    def _check(self, bound: float, trial: Trial) -> None:
+    def _check(self, bound: float, trial: LayoutTrial) -> None:
         if self._is_needed(bound, trial) and trial.least_bytes() <= self._wanted.limit:
             estimate = trial.estimated_seconds()
             self._push(bound if estimate is None else max(bound, TRUST * estimate), _Checked(trial))
 
-    def _simulate(self, bound: float, trial: Trial) -> None:
+    def _simulate(self, bound: float, trial: LayoutTrial) -> None:
         if not self._is_needed(bound, trial):
             return
         self.simulated += 1
@@ -214,11 +214,11 @@ class _Search:
         else:
             self.groups[key] = _Group(timed)
 
-    def _is_needed(self, bound: float, trial: Trial) -> bool:
+    def _is_needed(self, bound: float, trial: LayoutTrial) -> bool:
         key = self._key(trial)
         return key not in self.groups or self.groups[key].may_change(bound, trial.layout)
 
-    def _key(self, trial: Trial) -> tuple[object, ...]:
+    def _key(self, trial: LayoutTrial) -> tuple[object, ...]:
         cell, are_given = trial.cell, self._wanted.tensor is not None and self._wanted.pipeline is not None
         sizes = cell.setup.tensor, cell.pipeline, cell.setup.data
         return (*sizes, trial.family.name) if are_given else sizes

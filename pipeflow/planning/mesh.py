@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeflow.planning.rates import Group
+from pipeflow.planning.rates import RankGroup
 
 Order = Literal["pipeline", "data"]
 
@@ -23,14 +23,14 @@ class Mesh:
     inner: Order = "pipeline"
 
     @property
-    def tensor_group(self) -> Group:
+    def tensor_group(self) -> RankGroup:
         """The tensor ranks of one stage."""
-        return Group(self.tensor, self._in_node(self.tensor, 1))
+        return RankGroup(self.tensor, self._in_node(self.tensor, 1))
 
     @property
-    def data_group(self) -> Group:
+    def data_group(self) -> RankGroup:
         """The replicas of one stage."""
-        return Group(
+        return RankGroup(
             self.data, self._in_node(self.data, self.tensor * (self.pipeline if self.inner == "pipeline" else 1))
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import bytes_text
 from pipeflow.planning.layout import Layout, Wanted
-from pipeflow.planning.layout_trials import Cell, Trial, cells, trials
+from pipeflow.planning.layout_trials import Cell, LayoutTrial, cells, trials
 
 MORE = (2, 4, 8, 16, 32, 64)  # times as many devices are tried
 
@@ -43,12 +43,14 @@ def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
     `enough`.
     """
     number = count()
-    heap: list[tuple[float, int, Cell | Trial]] = [(_least(wanted, cell), next(number), cell) for cell in cells(wanted)]
+    heap: list[tuple[float, int, Cell | LayoutTrial]] = [
+        (_least(wanted, cell), next(number), cell) for cell in cells(wanted)
+    ]
     heapq.heapify(heap)
     best: tuple[Layout, float] | None = None
     while heap and (best is None or heap[0][0] < best[1]):
         _, _, node = heapq.heappop(heap)
-        if isinstance(node, Trial):
+        if isinstance(node, LayoutTrial):
             needed = node.peak_bytes() if node.least_bytes() < (best[1] if best else float("inf")) else float("inf")
             if best is None or needed < best[1]:
                 best = node.layout, needed

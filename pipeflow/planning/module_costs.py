@@ -13,9 +13,9 @@ from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.estimate import Held, StepPlan, step_plan, transferred
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import StageCosts, StageTimes, layer_times, physical_of, rates_of
-from pipeflow.planning.rates import Group, Rates
+from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
-from pipeflow.planning.work import Work
+from pipeflow.planning.work import DeviceWork
 
 LAYER_OPERATIONS = 16
 """Operations that a GPT's layer launches whose attention is not fused: two norms, four linears, two products of
@@ -25,7 +25,7 @@ to launch such a layer.
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ForwardPart:
     """A part of a forward, for one microbatch.
 
     Attributes:
@@ -39,7 +39,7 @@ class Piece:
     """
 
     name: str
-    work: Work
+    work: DeviceWork
     operations: int
     saved: Mapping[int, int]
     deferred: Mapping[int, int]
@@ -58,13 +58,13 @@ class CountedStage:
         sent_bytes: what it sends to the next stage for a microbatch.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ForwardPart, ...]
     blocks: Part
     parameters: Mapping[str, int]
     sent_bytes: float
 
 
-def piece_seconds(piece: Piece, rates: Rates, checkpoint: str) -> tuple[float, float, float]:
+def piece_seconds(piece: ForwardPart, rates: Rates, checkpoint: str) -> tuple[float, float, float]:
     """Seconds of a piece's forward, of its whole backward, and of the part of that for weight gradients."""
     kept = checkpoint if piece.is_block else "none"
     return layer_times(rates.seconds(piece.work), rates, kept, launches=piece.operations / LAYER_OPERATIONS)
@@ -113,7 +113,7 @@ def _stage_costs(stage: CountedStage, rates: Rates, checkpoint: str) -> StageCos
     )
 
 
-def _again(piece: Piece) -> int:
+def _again(piece: ForwardPart) -> int:
     """The bytes that a backward makes anew where it computes the piece again."""
     return sum(size for key, size in piece.saved.items() if key not in piece.given) if piece.is_block else 0
 
@@ -127,5 +127,5 @@ def _tied(stages: Sequence[CountedStage], schedule: Schedule, setup: Setup, mesh
         ranks = tuple(sorted({rank for index in holders for rank in schedule.placement.ranks_of(index)}))
         if len(holders) > 1 and len(ranks) > 1:
             shared[ranks] = shared.get(ranks, 0) + size
-    groups = {ranks: Group(len(ranks), 1 if mesh.crosses(ranks[0], ranks[-1]) else len(ranks)) for ranks in shared}
+    groups = {ranks: RankGroup(len(ranks), 1 if mesh.crosses(ranks[0], ranks[-1]) else len(ranks)) for ranks in shared}
     return sum(rates.gradient_sum(groups[ranks], setup.precision.gradient * size) for ranks, size in shared.items())

@@ -19,7 +19,7 @@ from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.mesh import Mesh
-from pipeflow.planning.rates import Group, Rates, Seconds
+from pipeflow.planning.rates import RankGroup, Rates, Seconds
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import (
@@ -221,13 +221,13 @@ def layer_times(
     return forward, inputs + weights, weights
 
 
-def _holders(placement: Placement, mesh: Mesh, stage: int) -> Group:
+def _holders(placement: Placement, mesh: Mesh, stage: int) -> RankGroup:
     """The devices that sum the gradients of a stage: its replicas, and in two directions both copies of each."""
     copies = placement.ranks_of(stage)
     if len(copies) == 1:
         return mesh.data_group
     near = 1 if mesh.crosses(*copies) else 2
-    return Group(2 * mesh.data, near * mesh.data_group.in_node)
+    return RankGroup(2 * mesh.data, near * mesh.data_group.in_node)
 
 
 def _links(placement: Placement, mesh: Mesh, cluster: Cluster, rates: Rates) -> dict[tuple[int, int], Link]:
@@ -272,7 +272,7 @@ def _tied(model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, ra
     if first == last or not (isinstance(model, GPT) and model.tied):
         return 0.0
     table = model.vocabulary_rows(setup.tensor) * model.hidden
-    return rates.gradient_sum(Group(2, 1 if mesh.crosses(first, last) else 2), setup.precision.gradient * table)
+    return rates.gradient_sum(RankGroup(2, 1 if mesh.crosses(first, last) else 2), setup.precision.gradient * table)
 
 
 def _optimizer(most: int, setup: Setup, rates: Rates) -> float:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from pipeflow.core.errors import UsageError
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.efficiency import Efficiency
-from pipeflow.planning.work import Product, Work
+from pipeflow.planning.work import DeviceWork, MatrixProduct
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """`ranks` that compute a collective together, of which `in_node` share a node."""
 
     ranks: int
@@ -59,7 +59,7 @@ class Rates:
         """FLOP/s of one device in attention, which runs in 16 bits where the other products run in 8."""
         return self.cluster.device.flops.get("bf16", self.peak) if self.precision == "fp8" else self.peak
 
-    def product(self, product: Product) -> float:
+    def product(self, product: MatrixProduct) -> float:
         """Seconds of the products: their operations at the share of the peak that large ones reach, and longer for
         short dimensions.
         """
@@ -79,7 +79,7 @@ class Rates:
         share = known.memory if known.optimizer is None else known.optimizer
         return count / (self.cluster.device.memory_bandwidth * share)
 
-    def seconds(self, work: Work) -> Seconds:
+    def seconds(self, work: DeviceWork) -> Seconds:
         """The times of the work. The backward has two products for each one, moves twice as much, and computes again
         what the work says.
         """
@@ -91,7 +91,7 @@ class Rates:
         again = work.again_flops / attention
         return Seconds(forward, backward * (2 * forward + again), backward * products, scores)
 
-    def all_reduce(self, group: Group, count: float, link: float, network: float) -> float:
+    def all_reduce(self, group: RankGroup, count: float, link: float, network: float) -> float:
         """Seconds to sum so many bytes over a group, by a ring that enters and leaves a node through the network of all
         of the group's ranks in it; `link` and `network` are the shares of the two bandwidths that are reached.
         """
@@ -105,7 +105,7 @@ class Rates:
         start = (known.collective + latency) * math.log2(group.ranks)
         return start + 2 * (group.ranks - 1) / group.ranks * count / bandwidth
 
-    def tensor_sum(self, group: Group, count: float) -> float:
+    def tensor_sum(self, group: RankGroup, count: float) -> float:
         """Seconds of a tensor-parallel all-reduce, or of the all-gather and reduce-scatter that sequence parallelism
         has in its place. Where the host runs ahead, it does not wait for the others.
         """
@@ -113,7 +113,7 @@ class Rates:
         waiting = 0.0 if self.cluster.device.runs_ahead else known.sync * (group.ranks - 1)
         return waiting + self.all_reduce(group, count, known.link, known.network)
 
-    def gradient_sum(self, group: Group, count: float) -> float:
+    def gradient_sum(self, group: RankGroup, count: float) -> float:
         """Seconds to reduce gradients of so many bytes over the replicas."""
         known = self.efficiency
         return self.all_reduce(

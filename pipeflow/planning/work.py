@@ -1,5 +1,5 @@
-"""Work: what one device computes in a layer, an embedding or a head, for one microbatch. Must not contain: rates of
-devices, or times.
+"""DeviceWork: what one device computes in a layer, an embedding or a head, for one microbatch. Must not contain: rates
+of devices, or times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOSS_PASSES = 8  # over the logits in float32, for the loss and again for its gr
 EMBEDDING_PASSES = 10  # over the embedding's output
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """`repeats` matrix products of [rows, depth] by [depth, columns]."""
 
     rows: float
@@ -36,7 +36,7 @@ class Product(NamedTuple):
         return 2.0 * self.rows * self.columns * self.depth * self.repeats
 
 
-class Work(NamedTuple):
+class DeviceWork(NamedTuple):
     """The forward of a part of the model on one device.
 
     Attributes:
@@ -48,14 +48,14 @@ class Work(NamedTuple):
         score_bytes: the same for attention scores, where they are stored.
     """
 
-    products: tuple[Product, ...]
+    products: tuple[MatrixProduct, ...]
     attention_flops: float = 0.0
     again_flops: float = 0.0
     moved_bytes: float = 0.0
     score_bytes: float = 0.0
 
 
-def layer_work(model: Transformer, setup: Setup) -> Work:
+def layer_work(model: Transformer, setup: Setup) -> DeviceWork:
     """The forward of one transformer layer, for one microbatch, on one of its tensor ranks."""
     sequence, tensor = sequence_of(model, setup), setup.tensor
     tokens, hidden, width = setup.microbatch_size * sequence, model.hidden, setup.precision.weight
@@ -66,10 +66,10 @@ def layer_work(model: Transformer, setup: Setup) -> Work:
     values = 2 * inner + 2 * keys + (3 if model.gated else 2) * model.active_experts * model.wide / tensor
     whole = hidden / tensor if setup.sequence_parallel else hidden
     routed = ROUTED_VALUES * model.experts_per_token * hidden if model.experts > 1 else 0
-    return Work(
+    return DeviceWork(
         (
-            Product(tokens, inner + 2 * keys, hidden),
-            Product(tokens, hidden, inner),
+            MatrixProduct(tokens, inner + 2 * keys, hidden),
+            MatrixProduct(tokens, hidden, inner),
             *_perceptrons(model, tokens, tensor),
         ),
         attention_flops=attention,
@@ -79,26 +79,26 @@ def layer_work(model: Transformer, setup: Setup) -> Work:
     )
 
 
-def _perceptrons(model: Transformer, tokens: float, tensor: int) -> Iterator[Product]:
+def _perceptrons(model: Transformer, tokens: float, tensor: int) -> Iterator[MatrixProduct]:
     wide, matrices, hidden = model.wide / tensor, 2 if model.gated else 1, model.hidden
     if model.experts > 1:
-        yield Product(tokens, model.experts, hidden)  # the router
+        yield MatrixProduct(tokens, model.experts, hidden)  # the router
     routed = tokens * model.experts_per_token / model.experts
     for rows, count in ((routed, model.experts), (tokens, model.shared_experts)):
         if count:
-            yield Product(rows, matrices * wide, hidden, count)
-            yield Product(rows, hidden, wide, count)
+            yield MatrixProduct(rows, matrices * wide, hidden, count)
+            yield MatrixProduct(rows, hidden, wide, count)
 
 
-def embedding_work(model: Transformer, setup: Setup) -> Work:
+def embedding_work(model: Transformer, setup: Setup) -> DeviceWork:
     """The forward of what stands before the layers."""
     tokens = setup.microbatch_size * sequence_of(model, setup)
-    reading = Product(tokens, model.hidden, model.embedding_flops / (2 * model.hidden))
+    reading = MatrixProduct(tokens, model.hidden, model.embedding_flops / (2 * model.hidden))
     moved = EMBEDDING_PASSES * setup.precision.weight * tokens * model.hidden
-    return Work((reading,) if reading.flops else (), moved_bytes=moved)
+    return DeviceWork((reading,) if reading.flops else (), moved_bytes=moved)
 
 
-def head_work(model: Transformer, setup: Setup) -> Work:
+def head_work(model: Transformer, setup: Setup) -> DeviceWork:
     """The forward of the head and the loss, whose backward moves as much as its forward."""
     tokens, outputs = setup.microbatch_size * sequence_of(model, setup), model.head_outputs(setup.tensor)
-    return Work((Product(tokens, outputs, model.hidden),), moved_bytes=LOSS_PASSES * 4.0 * tokens * outputs)
+    return DeviceWork((MatrixProduct(tokens, outputs, model.hidden),), moved_bytes=LOSS_PASSES * 4.0 * tokens * outputs)

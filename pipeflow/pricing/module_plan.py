@@ -18,7 +18,7 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.estimate import StepPlan
-from pipeflow.planning.module_costs import CountedStage, Piece, counted_plan, piece_seconds
+from pipeflow.planning.module_costs import CountedStage, ForwardPart, counted_plan, piece_seconds
 from pipeflow.planning.physical import rates_of
 from pipeflow.planning.rates import Rates
 from pipeflow.planning.setup import Setup
@@ -28,7 +28,7 @@ from pipeflow.stages.copies import Fakes, copied
 from pipeflow.stages.entries import LABELS
 from pipeflow.stages.flow import Flow
 from pipeflow.stages.loss import all_counted
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.trace import Call, Trace
 
@@ -43,11 +43,11 @@ class ModulePlan(StepPlan):
         cuts: the names of the last blocks of all stages but the last, for `Pipeline.from_module(cuts=...)`.
         pieces: what was counted, in order: before the first block, each block, and after the last one.
         parameters_total: of the whole module, each counted once.
-        schedule, setup, cost, timeline, ranks, cluster, step_parts: as in `Plan`.
+        schedule, setup, cost, timeline, ranks, cluster, step_parts: as in `CutPlan`.
     """
 
     cuts: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ForwardPart, ...]
     parameters_total: int
 
 
@@ -87,7 +87,7 @@ class Staged(NamedTuple):
     stages: tuple[CountedStage, ...]
     far: dict[tuple[int, int], float]
     names: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ForwardPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def _given(leaf: object, dtype: torch.dtype) -> object:
     return made.to(dtype) if leaf.is_floating_point() else made
 
 
-def _weights(pieces: Sequence[Piece], rates: Rates, checkpoint: str) -> list[float]:
+def _weights(pieces: Sequence[ForwardPart], rates: Rates, checkpoint: str) -> list[float]:
     """The seconds of each block, with what stands before the first and after the last."""
     before, *blocks, after = (sum(piece_seconds(piece, rates, checkpoint)[:2]) for piece in pieces)
     blocks[0] += before
@@ -212,7 +212,7 @@ def _points(blocks: Sequence[Call], cuts: Sequence[Call]) -> list[int]:
     return sorted({blocks[0].enter, *(call.exit for call in (*blocks, *cuts))})
 
 
-def _pieces(counter: Counter, blocks: Sequence[Call], cuts: Sequence[Call]) -> list[Piece]:
+def _pieces(counter: Counter, blocks: Sequence[Call], cuts: Sequence[Call]) -> list[ForwardPart]:
     points = _points(blocks, cuts)
     ends = {bisect_right(points, call.exit - 1): call for call in blocks}
     names = {index: call.name for index, call in ends.items()}
@@ -220,8 +220,8 @@ def _pieces(counter: Counter, blocks: Sequence[Call], cuts: Sequence[Call]) -> l
 
 
 def _stages(
-    plan: Plan,
-    pieces: Sequence[Piece],
+    plan: CutPlan,
+    pieces: Sequence[ForwardPart],
     points: Sequence[int],
     blocks: Sequence[Call],
     cuts: Sequence[Call],

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pipeflow.planning.module_costs import Piece
-from pipeflow.planning.work import ATTENTION_AGAIN, Product, Work
+from pipeflow.planning.module_costs import ForwardPart
+from pipeflow.planning.work import ATTENTION_AGAIN, DeviceWork, MatrixProduct
 from pipeflow.stages.flow import Flow
 
 _aten: Any = torch.ops.aten
@@ -38,7 +38,7 @@ class _Event:
     """An operation that ran at a time of the flow's clock."""
 
     clock: int
-    product: Product | None = None
+    product: MatrixProduct | None = None
     attention_flops: float = 0.0
     again_flops: float = 0.0
     moved_bytes: float = 0.0
@@ -90,7 +90,9 @@ class Counter:
         for each in reversed(self._contexts):
             each.__exit__(kind, error, trace)
 
-    def pieces(self, points: Sequence[int], blocks: dict[int, str], given: dict[int, frozenset[int]]) -> list[Piece]:
+    def pieces(
+        self, points: Sequence[int], blocks: dict[int, str], given: dict[int, frozenset[int]]
+    ) -> list[ForwardPart]:
         """The work counted before the first of `points`, which are times, between each two, and after the last.
 
         `blocks` has the names of the pieces that are blocks, and `given` the storages of their arguments, by index.
@@ -100,9 +102,9 @@ class Counter:
             sorted_events[bisect_right(points, event.clock)].append(event)
         saved, deferred = self._sorted(self._saved, points), self._sorted(self._deferred, points)
         return [
-            Piece(
+            ForwardPart(
                 blocks.get(index, ""),
-                Work(
+                DeviceWork(
                     tuple(event.product for event in events if event.product is not None),
                     attention_flops=sum(event.attention_flops for event in events),
                     again_flops=sum(event.again_flops for event in events),
@@ -179,7 +181,7 @@ class Counter:
         if len(sides) == 2:
             event.attention_flops = 2.0 * rows * columns * depth * repeats
             return
-        event.product = Product(rows, columns, depth, repeats)
+        event.product = MatrixProduct(rows, columns, depth, repeats)
         for tensor in (*sides, made):
             self._defer(tensor)
 
@@ -192,7 +194,7 @@ class Counter:
         inner, kernel = weight.shape[1], weight.shape[2:].numel()
         outer = weight.shape[0] // groups
         columns, depth = (inner * kernel, outer) if is_transposed else (outer, inner * kernel)
-        event.product = Product(rows, columns, depth, groups)
+        event.product = MatrixProduct(rows, columns, depth, groups)
         for tensor in (given, made):
             self._defer(tensor)
 

@@ -1,4 +1,4 @@
-"""Call: the arguments of a step, as a number that ranks can compare, and in words."""
+"""StepCall: the arguments of a step, as a number that ranks can compare, and in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pipeflow.core.schedule import Schedule
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """The arguments of `execute_pipeline`, except the batch. They must be the same on all ranks."""
 
     training: bool
@@ -30,10 +30,10 @@ class Call(NamedTuple):
 def in_words(number: float) -> str:
     """Describes in words the call that has this number."""
     training, *asked = (bool(int(number) >> position & 1) for position in range(_FLAGS))
-    names = Call._fields[1:_FLAGS]
+    names = StepCall._fields[1:_FLAGS]
     others = [f"{name}={value}" for name, value in zip(names, asked, strict=True) if value != _USUAL[name]]
     return ", ".join(["trains" if training else "evaluates", *others])
 
 
-_FLAGS = Call._fields.index("schedule")
+_FLAGS = StepCall._fields.index("schedule")
 _USUAL = {"reduce": True, "return_outputs": False, "broadcast_loss": False, "trace": False}

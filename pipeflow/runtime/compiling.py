@@ -17,7 +17,7 @@ from pipeflow.deferral.compile_backend import CompiledCall, Opaque, deferring_ba
 from pipeflow.deferral.compilers import COMPILERS
 from pipeflow.runtime.stage import Stage
 from pipeflow.stages.blocks import listed
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.stage import ModuleStage
 
 _CUDA_GRAPHS = "triton.cudagraphs"  # inductor's option
@@ -63,7 +63,7 @@ class Compiling:
             raise UsageError(f"inductor has no option {min(unknown)!r}: torch._inductor.list_options() lists them")
         return {**modes.get(self.mode or "default", {}), **(self.options or {})}
 
-    def compile(self, stages: Iterable[Stage], plan: Plan | None, *, blocks: bool) -> None:
+    def compile(self, stages: Iterable[Stage], plan: CutPlan | None, *, blocks: bool) -> None:
         """Compiles the blocks of stages, or whole stages if `blocks` is False, when they are next called.
 
         Modules that were compiled before are compiled anew. Modules that are alike share their code. `plan` is the plan
@@ -114,7 +114,7 @@ def _call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     return module._call_impl(*arguments, **keywords)
 
 
-def chosen_of(stage: Stage, plan: Plan | None, *, blocks: bool) -> dict[str, nn.Module]:
+def chosen_of(stage: Stage, plan: CutPlan | None, *, blocks: bool) -> dict[str, nn.Module]:
     """The modules of a stage to compile, by name: its blocks, which are the children of outermost lists and have
     children of their own; without such blocks, the whole stage, by the name "".
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.autocast import outside, region_of
-from pipeflow.runtime.gradients.step_end import Change
+from pipeflow.runtime.gradients.step_end import ParameterChange
 from pipeflow.runtime.pipeline import Pipeline
 
 
@@ -40,7 +40,7 @@ def backward(loss: Tensor, model: Pipeline, *, reduce: bool = True, gradient_sca
             (loss * (model.loss_scale * gradient_scale)).backward()
         gradients.end(reduce=reduce)
         rows = all_gather(model.context.world, [gradients.change, gradients.buffers.are_changed])
-        change = Change(int(max(row[0] for row in rows)))
+        change = ParameterChange(int(max(row[0] for row in rows)))
         if any(row[1] for row in rows):
             gradients.buffers.share()
         if change:

@@ -26,7 +26,7 @@ from pipeflow.runtime.microbatch import Batch, next_batch
 from pipeflow.stages.blocks import Blocks, Cuts
 from pipeflow.stages.entries import LABELS
 from pipeflow.stages.loss import Made, all_counted, own_loss, weigh_by
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.stage import ModuleStage
 from pipeflow.tensor.module_sharding import shard
@@ -48,7 +48,7 @@ class Parts:
     """
 
     chunks: nn.ModuleList
-    plan: Plan
+    plan: CutPlan
     read: Callable[[object], tuple[dict[str, Any], object]]
     criterion: Callable[..., Tensor] | None
     weigh: Callable[..., float] | None
@@ -147,8 +147,8 @@ def _other_size(batch: Batch, planner: Planner, module: nn.Module) -> tuple[Made
 
 
 def _sized(
-    plan: Plan, planner: Planner, module: nn.Module, entries: dict[str, Any], rules: Sequence[Rule], ranks: int
-) -> Plan:
+    plan: CutPlan, planner: Planner, module: nn.Module, entries: dict[str, Any], rules: Sequence[Rule], ranks: int
+) -> CutPlan:
     """The plan with the sizes that tensors have on one of several tensor ranks; for example, a bias with an entry per
     head is split like the heads. The same on every rank. If the sizes cannot be found beforehand, those of whole
     tensors are used; transfers use headers anyway.
@@ -162,7 +162,7 @@ def _sized(
         return plan
 
 
-def _require_same(plan: Plan, context: Context) -> None:
+def _require_same(plan: CutPlan, context: Context) -> None:
     everyone: list[Any] = all_gather_object(context.world, plan.describe())
     for rank, its in enumerate(everyone):
         if its != everyone[0]:
@@ -172,7 +172,7 @@ def _require_same(plan: Plan, context: Context) -> None:
             )
 
 
-def _tie(module: nn.Module, plan: Plan, placement: Placement, rank: int) -> None:
+def _tie(module: nn.Module, plan: CutPlan, placement: Placement, rank: int) -> None:
     """Ties parameters that several stages own. On the meta device, also ties a parameter that has several names, since
     each place of a parameter leaves that device separately.
     """

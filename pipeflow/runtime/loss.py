@@ -16,13 +16,13 @@ from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather, all_gather_tensor, exchange, told_alike
 from pipeflow.parallel.transport.protocol import Tag, Transport
 from pipeflow.runtime.call import in_words
-from pipeflow.runtime.gradients.step_end import Change
+from pipeflow.runtime.gradients.step_end import ParameterChange
 from pipeflow.runtime.program.results import Results
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Told(NamedTuple):
+class AgreementRow(NamedTuple):
     """One rank's row in the agreement, as float64. Its length is the same for every step, so that ranks that do
     different things still understand each other.
     """
@@ -45,7 +45,7 @@ class Agreed(NamedTuple):
     """
 
     loss: Tensor | None
-    change: Change
+    change: ParameterChange
     samples: int
     weight: float
     buffers: bool
@@ -65,7 +65,7 @@ def share_of(results: Results, context: Context) -> float:
 
 
 def agree(
-    told: Told, results: Results, context: Context, last: Sequence[int], *, microbatches: int, everywhere: bool
+    told: AgreementRow, results: Results, context: Context, last: Sequence[int], *, microbatches: int, everywhere: bool
 ) -> Agreed:
     """Ends a step: no rank goes on before all have reached it.
 
@@ -86,7 +86,7 @@ def agree(
     if loss is not None and passes_on:
         value = loss.item() if on_host else math.nan
         told = told._replace(dtype=_DTYPES.index(loss.dtype), weight=results.weight, loss=value)
-    rows = [Told(*row) for row in all_gather(context.world, told)]
+    rows = [AgreementRow(*row) for row in all_gather(context.world, told)]
     with told_alike(context.world):
         require_alike(rows, context)
     weight = results.weight
@@ -95,7 +95,7 @@ def agree(
         loss, weight = _mean(rows, losses, context) if everywhere or results.weights else (None, 0.0)
     samples = sum(row.samples for row in rows[:: len(rows) // context.data.size])
     buffers = any(row.buffers for row in rows)
-    return Agreed(loss, Change(int(max(row.change for row in rows))), int(samples), weight, buffers)
+    return Agreed(loss, ParameterChange(int(max(row.change for row in rows))), int(samples), weight, buffers)
 
 
 def is_host(device: torch.device) -> bool:
@@ -103,7 +103,7 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def require_alike(rows: Sequence[Told], context: Context) -> None:
+def require_alike(rows: Sequence[AgreementRow], context: Context) -> None:
     """Raises UsageError unless all ranks did the same, and if nothing in the batch counts."""
     for rank, row in enumerate(rows):
         if row.call != rows[0].call:
@@ -137,7 +137,7 @@ def require_alike(rows: Sequence[Told], context: Context) -> None:
         _require_some(weights)
 
 
-def _require_one_loss(rows: Sequence[tuple[int, Told]]) -> None:
+def _require_one_loss(rows: Sequence[tuple[int, AgreementRow]]) -> None:
     """Raises UsageError if the loss of a replica, with the ranks that have it, differs by more than rounding."""
     for rank, row in rows[1:]:
         lowest, first = rows[0]
@@ -166,7 +166,7 @@ def _whole_loss(results: Results, transport: Transport, last: Sequence[int]) -> 
     return (mine + its)[1:].to(dtype).sum().to(transport.device)
 
 
-def _told_losses(rows: Sequence[Told]) -> dict[int, Tensor]:
+def _told_losses(rows: Sequence[AgreementRow]) -> dict[int, Tensor]:
     """The loss of its replica that each rank told, by rank."""
     return {
         rank: torch.tensor(row.loss, dtype=_DTYPES[int(row.dtype)], device="cpu")
@@ -175,7 +175,9 @@ def _told_losses(rows: Sequence[Told]) -> dict[int, Tensor]:
     }
 
 
-def _sent_losses(rows: Sequence[Told], results: Results, context: Context, microbatches: int) -> dict[int, Tensor]:
+def _sent_losses(
+    rows: Sequence[AgreementRow], results: Results, context: Context, microbatches: int
+) -> dict[int, Tensor]:
     """The loss of its replica, on this device, by the first rank of the replica that has a part of it. All ranks call
     it together; it is summed in microbatch order, also if two ranks have the last stage.
     """
@@ -192,13 +194,13 @@ def _sent_losses(rows: Sequence[Told], results: Results, context: Context, micro
     return losses
 
 
-def _replicas(rows: Sequence[Told], context: Context) -> list[range]:
+def _replicas(rows: Sequence[AgreementRow], context: Context) -> list[range]:
     """The world ranks of each replica."""
     size = len(rows) // context.data.size
     return [range(first, first + size) for first in range(0, len(rows), size)]
 
 
-def _mean(rows: Sequence[Told], losses: Mapping[int, Tensor], context: Context) -> tuple[Tensor, float]:
+def _mean(rows: Sequence[AgreementRow], losses: Mapping[int, Tensor], context: Context) -> tuple[Tensor, float]:
     """The mean over the replicas of the `losses` by rank, each counted by its weight, and their weight. A replica
     counts once.
     """

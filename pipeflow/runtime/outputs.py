@@ -15,7 +15,7 @@ from pipeflow.runtime.program.operations import Operation
 from pipeflow.runtime.program.payload import Payload, flatten
 from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.program.running import run
-from pipeflow.runtime.program.transfers import Release
+from pipeflow.runtime.program.transfers import ReleaseSent
 
 
 def merged(results: Results, transport: Transport, last: Sequence[int], stage: int) -> object:
@@ -50,7 +50,7 @@ def _exchange(results: Results, transport: Transport, peer: int, stage: int) -> 
             tensors, payload.spec = flatten(output, transport.device)
             payload.tensors = [tensor.contiguous() for tensor in tensors]
             sends.append(SendDynamic(value, link, payload, sending, transport.device))
-            releases.append(Release(value, link, payload))
+            releases.append(ReleaseSent(value, link, payload))
     run([*posts, *sends, *waits, *releases])
     for microbatch, payload in arriving.items():
         tensors, spec = payload.tensors, payload.spec

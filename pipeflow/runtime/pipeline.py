@@ -20,7 +20,7 @@ from pipeflow.deferral.products import Deferral
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.agreement import all_gather_object, told_alike
 from pipeflow.runtime.arguments import Arguments, compare, fitting_stages, promised, routed
-from pipeflow.runtime.call import Call
+from pipeflow.runtime.call import StepCall
 from pipeflow.runtime.clipping import Clipping
 from pipeflow.runtime.compiling import Compiling
 from pipeflow.runtime.devices import place
@@ -34,7 +34,7 @@ from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.step import Output, Runner
 from pipeflow.runtime.weighing import UNKNOWN_WEIGHTS, weighing_of
 from pipeflow.stages.blocks import Blocks, Cuts
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.stage import ModuleStage
 from pipeflow.tensor.rules import Rule
 from pipeflow.tensor.stepping import watch
@@ -140,7 +140,7 @@ class Pipeline(nn.Module):
         self.autocast = autocast
         self.loss_scale = 1.0
         self.clippings: WeakSet[Clipping] = WeakSet()
-        self.cut: Plan | None = None
+        self.cut: CutPlan | None = None
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
             own = fitting_stages(self.chunks, schedule, context, stages)
@@ -381,6 +381,6 @@ def execute_pipeline(
     if not isfinite(gradient_scale):
         raise UsageError(f"gradient_scale must be a finite number, got {gradient_scale}")
     schedule = model.schedule if schedule is None else schedule
-    call = Call(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule, gradient_scale)
+    call = StepCall(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule, gradient_scale)
     with model.alarm.raised_everywhere(call):
         return model.runner.step(data_iter, call, model.loss_scale)

@@ -28,7 +28,7 @@ from pipeflow.soundness.schedule import verify
 KEPT = 16  # compiled programs of one pipeline, the most recently used ones
 
 
-class Mode(NamedTuple):
+class RunMode(NamedTuple):
     """The way to run a schedule: the number of microbatches, with or without backwards, with or without averaging over
     replicas.
     """
@@ -44,7 +44,7 @@ class Runnable(NamedTuple):
     """
 
     schedule: Schedule
-    mode: Mode
+    mode: RunMode
     digest: float
     orders: Orders
     compiled: Compiled
@@ -81,7 +81,7 @@ class Programs:
         """Drops all programs, because they hold channels of the transport."""
         self._kept.clear()
 
-    def get(self, schedule: Schedule, mode: Mode) -> Runnable:
+    def get(self, schedule: Schedule, mode: RunMode) -> Runnable:
         """The program for `schedule` in this mode, compiled on first use.
 
         Raises UsageError for a schedule that is not sound, has another placement, or has no backwards when training.
@@ -99,7 +99,7 @@ class Programs:
         self._kept = [made, *self._kept[: KEPT - 1]]
         return made
 
-    def _compile(self, schedule: Schedule, mode: Mode) -> Compiled:
+    def _compile(self, schedule: Schedule, mode: RunMode) -> Compiled:
         ran = self._training(schedule, reduce=mode.reduce) if mode.training else schedule.forward_only()
         ran = ran.first(mode.microbatches)
         if self._overlap is None:

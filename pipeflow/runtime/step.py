@@ -15,18 +15,18 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.parallel.context import Context
 from pipeflow.runtime.autocast import outside, region_of
-from pipeflow.runtime.call import Call
+from pipeflow.runtime.call import StepCall
 from pipeflow.runtime.gradients.step_end import Gradients
-from pipeflow.runtime.loss import Agreed, Told, agree, share_of
+from pipeflow.runtime.loss import Agreed, AgreementRow, agree, share_of
 from pipeflow.runtime.microbatch import Batch, as_pair, next_batch
 from pipeflow.runtime.outputs import merged
 from pipeflow.runtime.pace import Pace
 from pipeflow.runtime.program.compile import Compiled
 from pipeflow.runtime.program.operations import Operation
 from pipeflow.runtime.program.running import run
-from pipeflow.runtime.programs import Mode, Programs, Runnable
+from pipeflow.runtime.programs import Programs, RunMode, Runnable
 from pipeflow.runtime.stage import Stage
-from pipeflow.runtime.trace import Trace
+from pipeflow.runtime.trace import StepTrace
 from pipeflow.runtime.weighing import loss_weights
 
 
@@ -114,7 +114,7 @@ class Runner:
         self.gradients.forget()
         self._pace.forget()
 
-    def step(self, data_iter: Iterator[object], call: Call, loss_scale: float) -> Output:
+    def step(self, data_iter: Iterator[object], call: StepCall, loss_scale: float) -> Output:
         """Runs one step; all ranks call it together. Raises UsageError if a step is already running, and the errors of
         `execute_pipeline`.
         """
@@ -139,7 +139,7 @@ class Runner:
         """
         if self._runs:
             raise UsageError("a forward was requested within a step of the same Pipeline: run it between steps")
-        call = Call(
+        call = StepCall(
             training=False, reduce=False, return_outputs=True, broadcast_loss=False, trace=False, schedule=schedule
         )
         self._runs = True
@@ -157,7 +157,7 @@ class Runner:
         finally:
             self._runs = False
 
-    def _step(self, data_iter: Iterator[object], call: Call, loss_scale: float) -> Output:
+    def _step(self, data_iter: Iterator[object], call: StepCall, loss_scale: float) -> Output:
         if call.training and self.criterion is None:
             raise UsageError(
                 "training needs a loss: give the Pipeline a criterion (or give from_module an example with labels, "
@@ -172,7 +172,7 @@ class Runner:
             self._load(compiled, batch, call, region)
             if call.training:
                 results.gradient_scale = loss_scale * call.gradient_scale * share_of(results, self.context)
-            measured = Trace(compiled.operations, self.transport) if call.trace else None
+            measured = StepTrace(compiled.operations, self.transport) if call.trace else None
             self._run(runnable, compiled.operations if measured is None else measured.operations, batch)
         self._pace.step()
         # merging may fail, so it must come before the agreement
@@ -185,10 +185,10 @@ class Runner:
             agreed.loss.backward = _Ran()  # type: ignore[method-assign]  # of this tensor alone
         return Output(agreed.loss, outputs, timeline, losses, agreed.samples, agreed.weight)
 
-    def _agree(self, call: Call, runnable: Runnable, batch: Batch) -> Agreed:
+    def _agree(self, call: StepCall, runnable: Runnable, batch: Batch) -> Agreed:
         """The agreement of all ranks at the end of a step, after which gradients and buffers are as all ranks need."""
         gradients = self.gradients
-        told = Told(
+        told = AgreementRow(
             call.number,
             runnable.digest,
             sum(batch.sizes),
@@ -213,7 +213,7 @@ class Runner:
                 stage.defer()
         return agreed
 
-    def _start(self, data_iter: Iterator[object], call: Call) -> tuple[Batch, Runnable]:
+    def _start(self, data_iter: Iterator[object], call: StepCall) -> tuple[Batch, Runnable]:
         schedule = call.schedule
         batch = next_batch(data_iter, schedule.num_microbatches, self.transport.device, self.read)
         if self.taken is not None:
@@ -224,7 +224,7 @@ class Runner:
                 f"a batch of {microbatches} samples cannot fill {schedule.num_microbatches} microbatches: use fewer "
                 "microbatches, for example by execute_pipeline(..., schedule=)"
             )
-        return batch, self.programs.get(schedule, Mode(microbatches, call.training, call.training and call.reduce))
+        return batch, self.programs.get(schedule, RunMode(microbatches, call.training, call.training and call.reduce))
 
     def _run(self, runnable: Runnable, operations: Sequence[Operation], batch: Batch) -> None:
         if not runnable.mode.training:
@@ -235,7 +235,7 @@ class Runner:
         batch.backward()
         self.gradients.end(reduce=runnable.mode.reduce)
 
-    def _load(self, compiled: Compiled, batch: Batch, call: Call, region: torch.autocast | None) -> None:
+    def _load(self, compiled: Compiled, batch: Batch, call: StepCall, region: torch.autocast | None) -> None:
         """Splits the batch and puts its microbatches where the operations read them. Stages and criterion run in
         `region`, if there is one.
         """

@@ -1,4 +1,4 @@
-"""Trace: measures a step as a Timeline. A traced step wraps its computations; an untraced step has no overhead."""
+"""StepTrace: measures a step as a Timeline. A traced step wraps its computations; an untraced step has no overhead."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _now(on_gpu: bool) -> Moment:
     return event
 
 
-class Timed(Compute):
+class TimedCompute(Compute):
     """A computation that records its start and end: by the clock on a CPU, by events on a GPU, whose computations
     continue after the call.
     """
@@ -87,7 +87,7 @@ class TimedBeside(Operation):
             self.end = _now(on_gpu)
 
 
-class Trace:
+class StepTrace:
     """The measurement of one step on one rank; all ranks make theirs together."""
 
     def __init__(self, operations: list[Operation], transport: Transport) -> None:
@@ -138,7 +138,7 @@ class Trace:
         return spans
 
     def _spans(self) -> list[Span]:
-        timed = [operation for operation in self.operations if isinstance(operation, Timed)]
+        timed = [operation for operation in self.operations if isinstance(operation, TimedCompute)]
         rank = self.transport.rank
         return [
             span for one in timed for span in _spans(one.compute, rank, self._since(one.start), self._since(one.end))
@@ -157,7 +157,7 @@ def _timed(operation: Operation, device: torch.device) -> Operation:
         case Await():
             return operation
         case Compute():
-            return Timed(operation, on_gpu=device.type == "cuda")
+            return TimedCompute(operation, on_gpu=device.type == "cuda")
         case Beside():
             return TimedBeside(operation, device)
         case _:

@@ -17,9 +17,9 @@ from pipeflow.core.placement import Placement
 from pipeflow.core.route import Routes
 from pipeflow.stages.copies import Fakes
 from pipeflow.stages.flow import RANDOM, Flow
-from pipeflow.stages.plan import Plan, StagePlan
+from pipeflow.stages.plan import CutPlan, StagePlan
 from pipeflow.stages.plan_run import PlanRun
-from pipeflow.stages.script import Node, Script, Value
+from pipeflow.stages.script import Node, Script, TensorRef
 from pipeflow.stages.trace import Batch, Call, Look, Returned, Trace, decides, explained
 from pipeflow.stages.ways import lay
 
@@ -33,13 +33,13 @@ def make_plan(
     batch: Callable[[], Batch],
     placement: Placement,
     routes: Routes | None,
-) -> Plan:
+) -> CutPlan:
     """The plan of a trace that is cut after the calls `cuts`, of which the first ones may be None.
 
     `batch` makes a new copy of the batch of the trace. Tensors pass between stages on `routes`; if these are None, on
     the best routes for the `placement`. Raises UsageError if a cut would change what the module computes.
     """
-    wanted: tuple[Value, ...] = ()  # needed by later stages
+    wanted: tuple[TensorRef, ...] = ()  # needed by later stages
     stages: list[StagePlan] = []
     made = [cut for cut in cuts if cut is not None]
     for start, end in reversed(list(pairwise([None, *made, None]))):
@@ -50,7 +50,7 @@ def make_plan(
     stages = [*[_EMPTY] * (len(cuts) - len(made)), *stages]
     _require_separate_buffers(stages, placement)
     laid = lay([stage.makes for stage in stages], [stage.receives for stage in stages], placement, routes)
-    return Plan(tuple(stages), trace, tuple(made), *laid)
+    return CutPlan(tuple(stages), trace, tuple(made), *laid)
 
 
 def _planned(
@@ -58,7 +58,7 @@ def _planned(
     trace: Trace,
     start: Call | None,
     end: Call | None,
-    wanted: tuple[Value, ...],
+    wanted: tuple[TensorRef, ...],
     batch: Callable[[], Batch],
 ) -> StagePlan:
     """The plan of the stage between two cuts. Hooks see calls that are replaced only if the stage does not compute the
@@ -103,7 +103,7 @@ def _require_separate_buffers(stages: Sequence[StagePlan], placement: Placement)
                     )
 
 
-def completed(plan: Plan, fakes: Fakes, also: Plan | None) -> Plan:
+def completed(plan: CutPlan, fakes: Fakes, also: CutPlan | None) -> CutPlan:
     """The plan, whose stages own in addition what they need in `also`. Parameters and buffers that no stage needs
     belong to the last one.
     """
@@ -158,7 +158,7 @@ class _Stage:
         trace: Trace,
         start: Call | None,
         end: Call | None,
-        wanted: tuple[Value, ...],
+        wanted: tuple[TensorRef, ...],
         collected: list[Call],
     ) -> None:
         self.fakes, self.trace, self.start, self.end = fakes, trace, start, end
@@ -175,12 +175,12 @@ class _Stage:
         flow = Flow(self.fakes.mode, self.fakes.of_buffers)
         bits, tensors = self.fakes.sources(), self.fakes.tensors()
         own = {name: flow.mark(tensor, bits[name]) for name, tensor in tensors.items()}
-        values = [Value(call.index, leaf) for call in self.replaced for leaf in call.looks]
-        values += [Value(call.index, -1 - leaf) for call in self.replaced for leaf in call.writes]
+        values = [TensorRef(call.index, leaf) for call in self.replaced for leaf in call.looks]
+        values += [TensorRef(call.index, -1 - leaf) for call in self.replaced for leaf in call.writes]
         for call in self.replayed:
             given = [] if call.arguments is None else call.arguments.looks()
-            values += [Value(call.index, leaf) for leaf in call.looks]
-            values += [Value(call.index, -1 - leaf) for leaf in given]
+            values += [TensorRef(call.index, leaf) for leaf in call.looks]
+            values += [TensorRef(call.index, -1 - leaf) for leaf in given]
         values = list(dict.fromkeys(values))
         value_bits = {value: 2 << (len(bits) + index) for index, value in enumerate(values)}
         stubs = {value: self._stub(self.trace.look(*value)) for value in values}
@@ -244,7 +244,7 @@ class _Stage:
             )
         return [("the module's output", mine[leaf], its[leaf]) for leaf in mine]
 
-    def _check(self, made: Sequence[tuple[str, Look, Look]], bits: dict[Value, int]) -> int:
+    def _check(self, made: Sequence[tuple[str, Look, Look]], bits: dict[TensorRef, int]) -> int:
         """The sources of everything that the stage makes. Raises UsageError if a source that flows into it in the whole
         forward does not do so here.
         """
@@ -269,7 +269,7 @@ class _Stage:
         return found
 
     def _require_gradients(
-        self, used: Collection[Value], sources: int, bits: Mapping[Value, int], given: Mapping[int, int]
+        self, used: Collection[TensorRef], sources: int, bits: Mapping[TensorRef, int], given: Mapping[int, int]
     ) -> None:
         """Raises UsageError if a reentrant checkpoint, which recomputes everything behind its arguments, would take the
         gradient of a received tensor. It does so if its arguments require a gradient in this stage: if they depend on
@@ -332,11 +332,11 @@ class _Stage:
             call = self.trace.calls[call.parent]
         return self._node(call)
 
-    def _write_only(self, used: Collection[Value], run: PlanRun) -> None:
+    def _write_only(self, used: Collection[TensorRef], run: PlanRun) -> None:
         """Leaves only those writes and copies in the script that are needed."""
         for call in self.replaced:
             node = self._node(call)
-            node.writes = tuple(leaf for leaf in node.writes if Value(call.index, -1 - leaf) in used)
+            node.writes = tuple(leaf for leaf in node.writes if TensorRef(call.index, -1 - leaf) in used)
         for value in self.kept:
             node = self._copying(self.trace.calls[value.call])
             node.copies = run.rewritten(node.copies)

@@ -1,4 +1,4 @@
-"""Plan: what each stage of a forward receives, sends and owns, and its script. Must not contain: how it is found."""
+"""CutPlan: what each stage of a forward receives, sends and owns, and its script. Must not contain: how it is found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeflow.core.route import Routes
-from pipeflow.stages.script import Script, Value
+from pipeflow.stages.script import Script, TensorRef
 from pipeflow.stages.trace import Call, Look, Trace
 from pipeflow.stages.ways import Ways
 
@@ -29,8 +29,8 @@ class StagePlan:
     """
 
     script: Script
-    receives: tuple[Value, ...]
-    makes: tuple[Value, ...]
+    receives: tuple[TensorRef, ...]
+    makes: tuple[TensorRef, ...]
     owned: frozenset[str]
     buffers: frozenset[str]
     writes: frozenset[str] = frozenset()
@@ -38,7 +38,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CutPlan:
     """The plan of all stages, for batches of certain shapes.
 
     Attributes:
@@ -55,9 +55,9 @@ class Plan:
     cuts: tuple[Call, ...]
     ways: tuple[Ways, ...]
     routes: Routes
-    sizes: Mapping[Value, int] = field(default_factory=dict)
+    sizes: Mapping[TensorRef, int] = field(default_factory=dict)
 
-    def look(self, value: Value) -> Look:
+    def look(self, value: TensorRef) -> Look:
         """The properties of a tensor between stages."""
         return self.trace.look(value.call, value.leaf)
 
@@ -74,7 +74,7 @@ class Plan:
         given = self.ways[source].gives[target]
         return sum(self.sizes[value] if value in self.sizes else self.look(value).nbytes for value in given)
 
-    def sized_by(self, trace: Trace) -> Plan:
+    def sized_by(self, trace: Trace) -> CutPlan:
         """The same plan with the tensor sizes of `trace`, the forward of one rank's part of the module, if both made
         the same calls.
         """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.stages.flow import Flow
-from pipeflow.stages.script import Node, Run, Script, Value
+from pipeflow.stages.script import Node, Run, Script, TensorRef
 from pipeflow.stages.trace import Call, Look, Trace
 
 
@@ -36,8 +36,8 @@ class PlanRun(Run):
     def __init__(
         self,
         script: Script,
-        stubs: Mapping[Value, Tensor],
-        bits: Mapping[Value, int],
+        stubs: Mapping[TensorRef, Tensor],
+        bits: Mapping[TensorRef, int],
         flow: Flow,
         start: Call | None,
         end: Call | None,
@@ -49,13 +49,15 @@ class PlanRun(Run):
         self.given: dict[int, int] = {}
         self._start, self._end, self._trace, self._bits = start, end, trace, bits
         self._keys = {value: flow.key(stub) for value, stub in stubs.items()}
-        self._sharing: dict[int, list[Value]] = defaultdict(list)  # by their memory in the trace
+        self._sharing: dict[int, list[TensorRef]] = defaultdict(list)  # by their memory in the trace
         for value in stubs:
             self._sharing[trace.look(*value).storage].append(value)
         self._begun = self._ended = 0  # operators of the flow when the stage's own part began and ended
-        self._made: dict[Value, dict[Value, int]] = {}  # when a value is made: writes to others in the same memory
-        self._copied: dict[Value, tuple[int, int]] = {}  # memory and writes to it when a value is copied
-        self._overwritten: dict[Value, int] = {}  # memory to which a replaced call writes the value
+        self._made: dict[
+            TensorRef, dict[TensorRef, int]
+        ] = {}  # when a value is made: writes to others in the same memory
+        self._copied: dict[TensorRef, tuple[int, int]] = {}  # memory and writes to it when a value is copied
+        self._overwritten: dict[TensorRef, int] = {}  # memory to which a replaced call writes the value
 
     def called(self, name: str, call: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         outer, self.current = self.current, name
@@ -80,7 +82,7 @@ class PlanRun(Run):
         ended = self.flow.operators if self._end is None else self._ended
         return ended - self._begun - len(self._copied) == there
 
-    def _copy(self, value: Value) -> Tensor:
+    def _copy(self, value: TensorRef) -> Tensor:
         key = self.flow.key(self.kept[value])
         self._copied[value] = key, self.flow.written[key]
         return super()._copy(value)
@@ -90,24 +92,24 @@ class PlanRun(Run):
         assert node.call is not None
         self.given[node.call.index] = self.flow.sources(given)
         for index, tensor in self._written(node, given):
-            value = Value(node.call.index, -1 - index)
+            value = TensorRef(node.call.index, -1 - index)
             self._overwritten[value] = self.flow.overwrite(tensor, self._bits[value])
 
-    def _tensor(self, value: Value, look: Look, call: Call) -> Tensor:
+    def _tensor(self, value: TensorRef, look: Look, call: Call) -> Tensor:
         sharing = self._sharing[self._trace.look(*value).storage]
         self._made[value] = {other: self.flow.written[self._keys[other]] for other in sharing}
         return super()._tensor(value, look, call)
 
-    def written(self, used: Collection[Value]) -> set[int]:
+    def written(self, used: Collection[TensorRef]) -> set[int]:
         """The memory to which the stage writes if it uses the values `used`."""
         return {*self.flow.written, *(key for value, key in self._overwritten.items() if value in used)}
 
-    def rewritten(self, values: Iterable[Value]) -> tuple[Value, ...]:
+    def rewritten(self, values: Iterable[TensorRef]) -> tuple[TensorRef, ...]:
         """Those of the copied `values` to whose memory the stage writes after the copy."""
         now = self.flow.written
         return tuple(each for each in values if now[self._copied[each][0]] > self._copied[each][1])
 
-    def require_separate(self, used: Collection[Value]) -> None:
+    def require_separate(self, used: Collection[TensorRef]) -> None:
         """Raises UsageError if the stage writes to one of several values that share memory, and uses another: they are
         received separately.
         """
@@ -133,5 +135,5 @@ class PlanRun(Run):
                 )
 
 
-def _never(value: Value, look: Look) -> Tensor:
+def _never(value: TensorRef, look: Look) -> Tensor:
     raise AssertionError("a run on fake tensors has all values")

@@ -24,7 +24,7 @@ from pipeflow.stages.copies import Fakes
 from pipeflow.stages.cut import completed, make_plan
 from pipeflow.stages.entries import Entries, Stateful
 from pipeflow.stages.flow import LEAST, RANDOM, Flow, host_random_state
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.trace import Batch, Call, Trace, decides, record
 
 _ONE_AT_A_TIME = RLock()  # torch's fake tensors share caches among threads
@@ -66,13 +66,13 @@ class Planner:
         with _ONE_AT_A_TIME:
             self._fakes = Fakes(module, self._device)
         self._placement = Placement.linear(stages) if placement is None else placement
-        self._first: Plan | None = None
-        self._plans: dict[Hashable, Plan] = {}
+        self._first: CutPlan | None = None
+        self._plans: dict[Hashable, CutPlan] = {}
 
     def __deepcopy__(self, memo: object) -> Planner:
         return self
 
-    def plan(self, entries: Mapping[str, Any], like: nn.Module | None = None) -> Plan:
+    def plan(self, entries: Mapping[str, Any], like: nn.Module | None = None) -> CutPlan:
         """The plan for a microbatch with these entries. `like`, the module or a copy of it, determines training or
         evaluation.
 
@@ -118,7 +118,7 @@ class Planner:
             trace = record(self._fakes, batch, within=lambda flow: within(flow, self._fakes))
             return trace, blocks_of(trace, self._fakes.module, self._blocks)
 
-    def _in_training(self, entries: Mapping[str, Any], first: Plan) -> Plan | None:
+    def _in_training(self, entries: Mapping[str, Any], first: CutPlan) -> CutPlan | None:
         """The training plan of a module that is in evaluation, or None: it may need more parameters, such as an
         embedding for masked entries.
         """
@@ -137,7 +137,7 @@ class Planner:
             for each, mode in zip(module.modules(), modes, strict=True):
                 each.training = mode
 
-    def _made(self, entries: Mapping[str, Any], known: Trace | None = None) -> Plan | None:
+    def _made(self, entries: Mapping[str, Any], known: Trace | None = None) -> CutPlan | None:
         """The plan, or None if the same parameters flow into the output of each call as in the trace `known`."""
 
         def batch() -> Batch:
@@ -199,7 +199,7 @@ class Planner:
                 )
         return trace
 
-    def _fitting(self, plan: Plan) -> Plan:
+    def _fitting(self, plan: CutPlan) -> CutPlan:
         assert self._first is not None
         for stage, (first, mine) in enumerate(zip(self._first.stages, plan.stages, strict=True)):
             if more := mine.owned - first.owned:
@@ -266,7 +266,7 @@ def _without_cached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
-def _same_calls(trace: Trace, first: Plan) -> list[Call | None]:
+def _same_calls(trace: Trace, first: CutPlan) -> list[Call | None]:
     """The calls after which `first` was cut, with None for first ones that are skipped. Raises UsageError if later ones
     are skipped.
     """

@@ -53,7 +53,7 @@ Terms = tuple[Term, ...] | None
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class OperatorNode:
     """The result of an operator.
 
     Attributes:
@@ -73,10 +73,10 @@ class Node:
     is_pointwise: bool = False
 
 
-class Part(NamedTuple):
+class Operand(NamedTuple):
     """A tensor as an argument: what made its memory, its shape, whether it is a mask, and its values if known."""
 
-    node: Node
+    node: OperatorNode
     shape: torch.Size
     is_mask: bool
     known: Tensor | None
@@ -104,7 +104,7 @@ class Reductions:
     values: Callable[[Tensor], bool]
     targets: list[Mean] = field(default_factory=list)
     read: set[float] = field(default_factory=set)
-    _nodes: dict[int, Node] = field(default_factory=dict)
+    _nodes: dict[int, OperatorNode] = field(default_factory=dict)
     _given: set[int] = field(default_factory=set)
 
     def give(self, batch: Iterable[object]) -> None:
@@ -131,7 +131,9 @@ class Reductions:
         known = first.numel() == 1 and not first.is_complex() and type(first) is Tensor and self.values(first)
         value = float(first) if known and not isinstance(first, FakeTensor) else None
         is_pointwise = torch.Tag.pointwise in func.tags or name in _SAME_PLACES
-        self._nodes[key] = node = Node(name.removesuffix("_"), parts, first.numel(), depends, value, is_pointwise)
+        self._nodes[key] = node = OperatorNode(
+            name.removesuffix("_"), parts, first.numel(), depends, value, is_pointwise
+        )
         if node.name in _COUNTED:
             self.targets += [term for term in _counted(parts) or () if isinstance(term, Mean)]
 
@@ -144,18 +146,18 @@ class Reductions:
             return self._part(value)
         return [self._argument(each) for each in value] if isinstance(value, tuple | list) else value
 
-    def _part(self, tensor: Tensor) -> Part:
+    def _part(self, tensor: Tensor) -> Operand:
         key = self.key(tensor)
         node = self._nodes.get(key)
         if node is None:
-            node = Node("", {}, tensor.numel(), key in self._given)
+            node = OperatorNode("", {}, tensor.numel(), key in self._given)
         known = tensor if not isinstance(tensor, FakeTensor) and self.values(tensor) else None
-        return Part(node, tensor.shape, tensor.dtype in (torch.bool, torch.uint8), known)
+        return Operand(node, tensor.shape, tensor.dtype in (torch.bool, torch.uint8), known)
 
 
 def _terms(part: Any) -> Terms:
     """The terms of a scalar, or of a tensor of several scalars that are to be added up."""
-    number = part if not isinstance(part, Part) else None if part.node.depends else part.node.value
+    number = part if not isinstance(part, Operand) else None if part.node.depends else part.node.value
     if number is not None or not part.node.depends:
         return () if number == 0 else (Constant(),)
     if not part.is_whole:
@@ -194,7 +196,7 @@ def _counted(arguments: dict[str, Any]) -> Terms:
     return (Mean(known.numel(), known, arguments["ignore_index"], None if weight is None else weight.known),)
 
 
-def _reduced(part: Part, *, is_mean: bool) -> Terms:
+def _reduced(part: Operand, *, is_mean: bool) -> Terms:
     """The terms of the mean or the sum of a tensor's entries."""
     node = part.node
     scalars = node.arguments["tensors"] if node.name in ("stack", "cat") else []
@@ -242,17 +244,17 @@ def _scaled(terms: Terms, factor: float) -> Terms:
 
 
 def _depends(value: Any) -> bool:
-    return isinstance(value, Part) and value.node.depends
+    return isinstance(value, Operand) and value.node.depends
 
 
 def _number(value: Any) -> float | None:
     """A number that does not depend on the values of the batch."""
-    if isinstance(value, Part):
+    if isinstance(value, Operand):
         return None if value.node.depends else value.node.value
     return abs(float(value)) if isinstance(value, int | float) else None
 
 
-def _is_picked(part: Part) -> bool:
+def _is_picked(part: Operand) -> bool:
     """Returns True if the entries of a tensor were picked out by a mask, so that their number depends on values."""
     pending, seen = [part], set[int]()
     while pending:
@@ -276,10 +278,10 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def _parts(values: Iterable[Any]) -> list[Part]:
+def _parts(values: Iterable[Any]) -> list[Operand]:
     found = []
     for value in values:
-        if isinstance(value, Part):
+        if isinstance(value, Operand):
             found.append(value)
         elif isinstance(value, list):
             found += _parts(value)

@@ -20,7 +20,7 @@ from pipeflow.stages.calls import watched
 from pipeflow.stages.trace import Batch, Call, Look, Returned, Unknown
 
 
-class Value(NamedTuple):
+class TensorRef(NamedTuple):
     """A tensor between stages: leaf `leaf` of the output of call `call` of a trace; if negative, of its arguments."""
 
     call: int
@@ -48,7 +48,7 @@ class Node:
     is_replaced: bool = False
     replays: tuple[Call, ...] = ()
     keeps: tuple[int, ...] = ()
-    copies: tuple[Value, ...] = ()
+    copies: tuple[TensorRef, ...] = ()
     writes: tuple[int, ...] = ()
     ends: bool = False
     stops: bool = False
@@ -70,7 +70,7 @@ class Script:
     root: Node
     names: frozenset[str]
     replayed: frozenset[str] = frozenset()
-    written: frozenset[Value] = frozenset()
+    written: frozenset[TensorRef] = frozenset()
     writes_batch: bool = False
     wraps: bool = False
 
@@ -91,7 +91,9 @@ class Run:
         kept: values to send.
     """
 
-    def __init__(self, script: Script, received: Mapping[Value, Tensor], make: Callable[[Value, Look], Tensor]) -> None:
+    def __init__(
+        self, script: Script, received: Mapping[TensorRef, Tensor], make: Callable[[TensorRef, Look], Tensor]
+    ) -> None:
         self._script = script
         self._received = received
         self._make = make
@@ -99,7 +101,7 @@ class Run:
         self._turns: dict[str, int] = {}
         self._modules: Mapping[str, nn.Module] = {}
         self.replayed: list[Any] = []
-        self.kept: dict[Value, Tensor] = {}
+        self.kept: dict[TensorRef, Tensor] = {}
 
     def forward(self, module: nn.Module, modules: Mapping[str, nn.Module], batch: Batch) -> Any:
         """Runs `module` on a batch. Returns its output, or None if it was stopped."""
@@ -140,9 +142,9 @@ class Run:
         if returned is None or len(found) != len(returned.leaves):
             raise UsageError(f"{call.name} returned a different structure than when its forward was traced")
         for leaf in leaves:
-            self.kept[Value(call.index, leaf)] = found[leaf] if leaf >= 0 else arguments[-1 - leaf]
+            self.kept[TensorRef(call.index, leaf)] = found[leaf] if leaf >= 0 else arguments[-1 - leaf]
 
-    def _copy(self, value: Value) -> Tensor:
+    def _copy(self, value: TensorRef) -> Tensor:
         """A copy of a kept value in the same graph: its gradient is that of the tensor before later writes."""
         return self.kept[value].clone()
 
@@ -150,7 +152,7 @@ class Run:
         """Writes to the arguments of a replaced call what the call wrote."""
         for index, tensor in self._written(node, given):
             assert node.call is not None
-            value = Value(node.call.index, -1 - index)
+            value = TensorRef(node.call.index, -1 - index)
             tensor.copy_(self._tensor(value, node.call.look(value.leaf), node.call))
 
     def _written(self, node: Node, given: object) -> list[tuple[int, Tensor]]:
@@ -171,7 +173,7 @@ class Run:
         for index, leaf in enumerate(tree.leaves):
             if isinstance(leaf, Look):
                 leaves.append(
-                    self._tensor(Value(call.index, index if tree is call.returned else -1 - index), leaf, call)
+                    self._tensor(TensorRef(call.index, index if tree is call.returned else -1 - index), leaf, call)
                 )
             else:
                 leaves.append(_Absent(call.name, leaf.kind) if isinstance(leaf, Unknown) else leaf)
@@ -189,7 +191,7 @@ class Run:
                 "passed on: cut elsewhere"
             )
 
-    def _tensor(self, value: Value, look: Look, call: Call) -> Tensor:
+    def _tensor(self, value: TensorRef, look: Look, call: Call) -> Tensor:
         received = self._received.get(value)
         if received is None:
             return self._make(value, look)

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pipeflow.core.errors import UsageError
 from pipeflow.stages.copies import dead, stage_copy
 from pipeflow.stages.entries import Stateful
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.planner import Planner
-from pipeflow.stages.script import Run, Value
+from pipeflow.stages.script import Run, TensorRef
 from pipeflow.stages.trace import Look
 
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -33,7 +33,7 @@ class ModuleStage(nn.Module):
         device: device on which the stage runs.
     """
 
-    def __init__(self, module: nn.Module, index: int, planner: Planner, plan: Plan, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, index: int, planner: Planner, plan: CutPlan, device: torch.device) -> None:
         super().__init__()
         root, self._ghosts = stage_copy(module, set(plan.stages[index].owned), device)
         _without_nested(root, plan)
@@ -59,7 +59,7 @@ class ModuleStage(nn.Module):
         """A copy of the whole module whose parameters have shapes, but no memory."""
         return self._planner.module
 
-    def blocks(self, plan: Plan) -> dict[str, nn.Module]:
+    def blocks(self, plan: CutPlan) -> dict[str, nn.Module]:
         """The module's blocks, by name.
 
         Raises UsageError if the stage runs only a part of one of them.
@@ -95,7 +95,7 @@ class ModuleStage(nn.Module):
         values = dict(zip(taken, tensors, strict=True))
         own = {value: tensor.clone() if value in written else tensor for value, tensor in values.items()}
 
-        def make(value: Value, look: Look) -> Tensor:
+        def make(value: TensorRef, look: Look) -> Tensor:
             key = look.shape, look.dtype, device
             if key not in self._dead:
                 self._dead[key] = dead(*key)
@@ -116,7 +116,7 @@ class ModuleStage(nn.Module):
         parts = [_bare([sent[value] for value in given]) for given in ways.gives.values()]
         return _bare(parts)
 
-    def _sent(self, run: Run, received: dict[Value, Tensor], value: Value, plan: Plan) -> Tensor:
+    def _sent(self, run: Run, received: dict[TensorRef, Tensor], value: TensorRef, plan: CutPlan) -> Tensor:
         if value in received:
             return received[value]
         call = plan.trace.calls[value.call]
@@ -154,7 +154,7 @@ class ModuleStage(nn.Module):
         return self
 
 
-def _without_nested(root: nn.Module, plan: Plan) -> None:
+def _without_nested(root: nn.Module, plan: CutPlan) -> None:
     """Makes each nn.TransformerEncoder that is cut pass padded tensors between its layers. In evaluation with a padding
     mask, it would pass nested ones, which cannot be sent.
     """
@@ -182,7 +182,7 @@ def _place(root: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     return root.get_submodule(parent)._modules, key
 
 
-def _store_used(root: nn.Module, index: int, plan: Plan) -> dict[str, tuple[int, ...]]:
+def _store_used(root: nn.Module, index: int, plan: CutPlan) -> dict[str, tuple[int, ...]]:
     """Removes buffers that the stage does not use from the state_dict. Returns the buffers that other stages use, too,
     with the stages.
     """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Routes, routes_among, sources_of, targets_of, way
-from pipeflow.stages.script import Value
+from pipeflow.stages.script import TensorRef
 
 
 class Ways(NamedTuple):
@@ -21,8 +21,8 @@ class Ways(NamedTuple):
         gives: for each stage to which it sends, the tensors, in the order of its outputs.
     """
 
-    takes: Mapping[int, tuple[Value, ...]]
-    gives: Mapping[int, tuple[Value, ...]]
+    takes: Mapping[int, tuple[TensorRef, ...]]
+    gives: Mapping[int, tuple[TensorRef, ...]]
 
 
 class Laid(NamedTuple):
@@ -33,15 +33,15 @@ class Laid(NamedTuple):
 
 
 def lay(
-    makes: Sequence[Sequence[Value]],
-    needs: Sequence[Sequence[Value]],
+    makes: Sequence[Sequence[TensorRef]],
+    needs: Sequence[Sequence[TensorRef]],
     placement: Placement,
     routes: Routes | None,
 ) -> Laid:
     """The ways of the tensors that each stage makes for later ones, and needs from earlier ones. If `routes` is None,
     the best routes are chosen; otherwise tensors without a route pass through the stages between.
     """
-    passing: dict[tuple[int, int], set[Value]] = defaultdict(set)
+    passing: dict[tuple[int, int], set[TensorRef]] = defaultdict(set)
     for maker, values in enumerate(makes):
         for value in values:
             users = [stage for stage, needed in enumerate(needs) if value in needed]

@@ -34,7 +34,7 @@ class Doubt(Exception):  # noqa: N818  # a reason to leave an attention whole, n
 
 
 @dataclass(slots=True)
-class Attention:
+class AttentionLayers:
     """A module with layers of query, key and value.
 
     Attributes:

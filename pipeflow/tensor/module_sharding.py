@@ -19,7 +19,7 @@ from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.converted import become_embedding, become_linear
 from pipeflow.tensor.division import cut
 from pipeflow.tensor.layer import group_of
-from pipeflow.tensor.rule_matches import Found
+from pipeflow.tensor.rule_matches import RuleMatches
 from pipeflow.tensor.rules import Rule
 from pipeflow.tensor.split_modules import become_crossing, become_told
 from pipeflow.tensor.stepping import watch
@@ -56,7 +56,7 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
     for rule in rules:
         if not isinstance(rule, Rule):
             raise UsageError(f"rules are pipeflow.tensor.Rule objects, got {rule!r}")
-    found = Found(modules, rules, group.size)
+    found = RuleMatches(modules, rules, group.size)
     if group.size == 1:
         return
     _require_no_graphs(found)
@@ -71,7 +71,7 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
         )
 
 
-def _require_no_graphs(found: Found) -> None:
+def _require_no_graphs(found: RuleMatches) -> None:
     """A graph computes gradients of the size that a parameter had when it was made."""
     split = {id(each) for change in found.layers for each in change.layer._parameters.values()}
     split |= {id(place.module._parameters.get(leaf)) for place, leaf, _ in found.parameters}
@@ -92,7 +92,7 @@ def _notes(parameter: nn.Parameter) -> dict[str, Any]:
     return notes
 
 
-def _carry_out(found: Found, group: Group) -> None:
+def _carry_out(found: RuleMatches, group: Group) -> None:
     for change in found.layers:
         if any(isinstance(value, Tensor) for value in vars(change.layer).values()):
             continue  # another stage has its parameters; here they are plain tensors

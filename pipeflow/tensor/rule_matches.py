@@ -1,4 +1,4 @@
-"""Found: finds and checks everything that rules change in a module, before anything is changed."""
+"""RuleMatches: finds and checks everything that rules change in a module, before anything is changed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipeflow.parallel.sharding import Split
 from pipeflow.tensor.between import reason_to_keep, widths_taken
 from pipeflow.tensor.change import Change, Place, integers_of, places_in, tensors_of
 from pipeflow.tensor.converted import is_conv1d, is_embedding, is_linear, sizes_of
-from pipeflow.tensor.heads import Attention, Doubt, read_of_config, rule_of_tensor
+from pipeflow.tensor.heads import AttentionLayers, Doubt, read_of_config, rule_of_tensor
 from pipeflow.tensor.layer import TensorLayer
 from pipeflow.tensor.rules import Kind, Rule, config_rule, first_match
-from pipeflow.tensor.split_modules import Argument, Crossing, Told
+from pipeflow.tensor.split_modules import Argument, Crossing, SplitModule
 from pipeflow.tensor.table import DEFAULT_RULES
 
 LOG = logging.getLogger("pipeflow")
@@ -28,7 +28,7 @@ _LAYERS: tuple[Kind, ...] = ("column", "attention", "row", "vocabulary", "head",
 
 
 @dataclass(slots=True)
-class Found:
+class RuleMatches:
     """The changes that `rules` make in `modules` for `ranks` tensor ranks.
 
     Attributes:
@@ -148,7 +148,7 @@ class Found:
                 try:
                     if len(own) < planned[id(place.module)]:
                         raise Doubt("one of its layers shares a weight that stays whole")
-                    Attention(place, own, self._covers, self.rules, self.ranks).settle()
+                    AttentionLayers(place, own, self._covers, self.rules, self.ranks).settle()
                 except Doubt as doubt:
                     if any(change.rule not in DEFAULT_RULES for change in own):
                         continue  # a user's own rule is trusted
@@ -247,7 +247,9 @@ class Found:
         return value // self.ranks
 
     def _find_parameters(self, place: Place, is_split: bool, is_beside: bool, is_inside: bool) -> None:
-        if isinstance(place.module, Told | TensorLayer) or id(place.module) in {id(each.layer) for each in self.layers}:
+        if isinstance(place.module, SplitModule | TensorLayer) or id(place.module) in {
+            id(each.layer) for each in self.layers
+        }:
             return
         for leaf, tensor in tensors_of(place.module).items():
             rule = rule_of_tensor(self.rules, place, leaf)

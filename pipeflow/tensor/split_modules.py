@@ -21,7 +21,7 @@ from pipeflow.tensor.layer import Membership
 from pipeflow.tensor.regions import copy_to_tensor_region, reduce_from_tensor_region
 
 
-class Told(nn.Module):
+class SplitModule(nn.Module):
     """A module with the forward of its class that knows how its own parameters are split."""
 
     _told_splits: dict[str, Split]
@@ -64,7 +64,7 @@ def become_told(module: nn.Module, splits: Mapping[str, Split], partial: Collect
     """Adds knowledge about a module's own parameters: how they are split, and which have gradients that are parts of a
     sum.
     """
-    if not isinstance(module, Told):
+    if not isinstance(module, SplitModule):
         module.__class__ = _told(type(module))  # type: ignore[arg-type]  # types are hashable
         vars(module).update(_told_splits={}, _told_partial=())
     vars(module).update(
@@ -81,7 +81,7 @@ def become_crossing(module: nn.Module, arguments: Collection[Argument], sums: bo
 
 @lru_cache(maxsize=1024)
 def _told(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (Told, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (SplitModule, kind), {"__module__": kind.__module__})
 
 
 @lru_cache(maxsize=1024)

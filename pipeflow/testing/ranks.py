@@ -29,7 +29,7 @@ import torch
 from pipeflow.core.errors import Failure, UsageError
 from pipeflow.parallel.context import Context, set_context
 from pipeflow.parallel.launcher import launch
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.transport.local import Hub, LocalTransport
 
 PRELOADED = ["pipeflow.testing", "pipeflow.runtime.pipeline", "torch._dynamo"]  # torch._dynamo: for optimizers
@@ -67,7 +67,7 @@ def run_threads(
     Raises RankError if a rank raised an error, or did not finish within the deadline, and UsageError for tensor ranks
     on a GPU.
     """
-    hub, place, layout = Hub(ranks), torch.device(device), Layout.of(ranks, ranks // (tensor * data), tensor)
+    hub, place, layout = Hub(ranks), torch.device(device), WorldLayout.of(ranks, ranks // (tensor * data), tensor)
     if tensor > 1 and place.type not in _ON_THE_CALLERS_THREAD:
         raise UsageError(
             f"tensor ranks that are threads cannot share {place}: autograd runs the backwards of all threads on one "
@@ -128,7 +128,7 @@ def run_processes(
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    port, layout = free_port(), Layout.of(ranks, ranks // (tensor * data), tensor)
+    port, layout = free_port(), WorldLayout.of(ranks, ranks // (tensor * data), tensor)
     together = context.Barrier(ranks)  # all processes start before `timeout` begins to count
     with tempfile.TemporaryDirectory() as folder:
         connections: list[Connection] = []
@@ -154,7 +154,7 @@ def run_processes(
 def _run_rank(
     connection: Connection,
     together: Any,
-    place: tuple[int, Layout, int, float, str],
+    place: tuple[int, WorldLayout, int, float, str],
     function: Callable[..., Any],
     arguments: tuple[object, ...],
 ) -> None:

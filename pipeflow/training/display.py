@@ -18,7 +18,7 @@ LEAST, MOST = 1.0, 30.0  # seconds between two lines, at the tenths of an epoch 
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class TrainingProgress:
     """The progress of training. `epoch` is the index of the current epoch, from 0; `step` counts its steps so far."""
 
     epoch: int
@@ -36,13 +36,13 @@ class State:
 class Display(Protocol):
     """An object that shows progress."""
 
-    def step(self, state: State, metrics: Mapping[str, float]) -> None:
+    def step(self, state: TrainingProgress, metrics: Mapping[str, float]) -> None:
         """Called after a step."""
 
-    def evaluating(self, state: State, batch: int) -> None:
+    def evaluating(self, state: TrainingProgress, batch: int) -> None:
         """Called after each batch of an evaluation."""
 
-    def evaluated(self, state: State, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, state: TrainingProgress, metrics: Mapping[str, float]) -> None:
         """Called after an evaluation."""
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class Lines:
         self._clock = clock
         self._last = -math.inf
 
-    def step(self, state: State, metrics: Mapping[str, float]) -> None:
+    def step(self, state: TrainingProgress, metrics: Mapping[str, float]) -> None:
         passed = self._clock() - self._last
         is_tenth = state.step * 10 // state.steps > (state.step - 1) * 10 // state.steps
         is_end = state.step == state.steps and state.epoch + 1 == state.epochs
@@ -65,10 +65,10 @@ class Lines:
             self._last = self._clock()
             self._print(f"{', '.join(state.names)}: {joined(metrics)}")
 
-    def evaluating(self, state: State, batch: int) -> None:
+    def evaluating(self, state: TrainingProgress, batch: int) -> None:
         pass
 
-    def evaluated(self, state: State, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, state: TrainingProgress, metrics: Mapping[str, float]) -> None:
         self._print(f"{state.names[0]}, test: {joined(metrics)}")
 
     def close(self) -> None:
@@ -92,12 +92,12 @@ class Bars:
         self._progress = Progress(*columns, console=console, expand=True, get_time=clock)
         self._epochs, self._steps = self._progress.add_task(""), self._progress.add_task("")
         self._epoch = -1
-        self._state: State | None = None  # the last one
+        self._state: TrainingProgress | None = None  # the last one
         shown = Group(self._progress, self._train, self._test)
         self._live = Live(shown, console=console, auto_refresh=False)
         self._console = console
 
-    def step(self, state: State, metrics: Mapping[str, float]) -> None:
+    def step(self, state: TrainingProgress, metrics: Mapping[str, float]) -> None:
         if state.epoch != self._epoch:
             self._epoch = state.epoch
             self._progress.reset(self._steps, total=state.steps, completed=state.step - 1)
@@ -105,12 +105,12 @@ class Bars:
         if self._is_due() or state.step == state.steps:
             self._draw()
 
-    def evaluating(self, state: State, batch: int) -> None:
+    def evaluating(self, state: TrainingProgress, batch: int) -> None:
         if self._is_due():
             self._state = state
             self._draw(f"test batch {batch}")
 
-    def evaluated(self, state: State, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, state: TrainingProgress, metrics: Mapping[str, float]) -> None:
         self._state, self._test.values = state, dict(metrics)
         self._draw()
 

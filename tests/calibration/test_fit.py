@@ -25,7 +25,7 @@ from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.device import Device
 from pipeflow.planning.efficiency import Efficiency
 from pipeflow.planning.physical import layer_times
-from pipeflow.planning.rates import Group, Rates
+from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.work import layer_work
@@ -68,15 +68,15 @@ def rates(cluster: Cluster, precision: str = "bf16") -> Rates:
 def measured(cluster: Cluster) -> Measured:
     """What a machine that is as `cluster` says would measure."""
     known, main = cluster.efficiency, rates(cluster)
-    groups: list[tuple[Literal["tensor", "gradient"], Group]] = [
-        ("tensor", Group(2, 2)),
-        ("tensor", Group(4, 4)),
-        ("gradient", Group(4, 4)),
+    groups: list[tuple[Literal["tensor", "gradient"], RankGroup]] = [
+        ("tensor", RankGroup(2, 2)),
+        ("tensor", RankGroup(4, 4)),
+        ("gradient", RankGroup(4, 4)),
     ]
     near = cluster.link_bandwidth * known["transfer"]
     starts = [(False, cluster.link_latency, near)]
     if cluster is FAR:
-        groups += [("tensor", Group(8, 4)), ("gradient", Group(2, 1))]
+        groups += [("tensor", RankGroup(8, 4)), ("gradient", RankGroup(2, 1))]
         starts += [(True, cluster.network_latency, min(near, cluster.network_bandwidth * known["network"]))]
     sums: list[SumTime] = []
     for of, group in groups:

@@ -21,8 +21,8 @@ from pipeflow.calibration.step_times import steps
 from pipeflow.calibration.stopwatch import Stopwatch
 from pipeflow.parallel.context import current_context
 from pipeflow.planning.efficiency import Efficiency
-from pipeflow.planning.rates import Group
-from pipeflow.planning.work import Product
+from pipeflow.planning.rates import RankGroup
+from pipeflow.planning.work import MatrixProduct
 from pipeflow.testing import run_threads
 
 
@@ -67,7 +67,7 @@ def test_work_that_takes_no_time_ends() -> None:
 def tiny_computations() -> tuple[list[object], ...]:
     clock = Clock(look=1e-3)
     watch = Stopwatch(current_context(), rounds=1, clock=clock)
-    products = [Product(4, 8, 16), Product(8, 8, 16), Product(8, 16, 16), Product(64, 64, 64)]
+    products = [MatrixProduct(4, 8, 16), MatrixProduct(8, 8, 16), MatrixProduct(8, 16, 16), MatrixProduct(64, 64, 64)]
     return (
         list(computing.products(watch, ["float32", "bf16"], 0.02, products)),
         list(computing.moved(watch, "float32", 0.01, [2**16])),
@@ -123,11 +123,16 @@ def test_phases_that_take_turns() -> None:
     assert run_threads(phases, 2) == [[1.0, 3.0]] * 2
 
 
-def long_ones() -> list[Product]:
+def long_ones() -> list[MatrixProduct]:
     """Which sizes are measured if each call takes a second per million operations."""
     clock = Clock()
     watch = Stopwatch(current_context(), rounds=1, clock=clock)
-    sizes = [Product(100, 100, 100), Product(100, 100, 200), Product(100, 200, 4000), Product(100, 300, 100)]
+    sizes = [
+        MatrixProduct(100, 100, 100),
+        MatrixProduct(100, 100, 200),
+        MatrixProduct(100, 200, 4000),
+        MatrixProduct(100, 300, 100),
+    ]
     real = computing._Products.__call__
 
     def slow(self: computing._Products) -> None:
@@ -175,8 +180,8 @@ def test_groups_and_pairs(
     found = run_threads(communicate, ranks, per_node)
     assert all(each == found[0] for each in found)
     summed, reduced, sent, sync = found[0]
-    assert list(dict.fromkeys(each.group for each in summed)) == [Group(*each) for each in sums]
-    assert list(dict.fromkeys(each.group for each in reduced)) == [Group(*each) for each in gradients]
+    assert list(dict.fromkeys(each.group for each in summed)) == [RankGroup(*each) for each in sums]
+    assert list(dict.fromkeys(each.group for each in reduced)) == [RankGroup(*each) for each in gradients]
     assert [each.crosses for each in sent] == crossing
     assert {each.of for each in summed} == {"tensor"}
     assert {each.of for each in reduced} == {"gradient"}

@@ -14,7 +14,7 @@ import gpt3.check
 import gpt3.model
 import pipeflow
 from pipeflow.parallel.context import Context, current_context, set_context
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.runtime.gradients.ties import ranks_of_tied
 from pipeflow.testing import Hub, LocalTransport, run_threads
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "vocab_siz
 META = torch.device("meta")
 
 
-def at(rank: int, layout: Layout, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def at(rank: int, layout: WorldLayout, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """What `function` gives on that rank of a world that is nowhere else: nothing is exchanged."""
 
     def call() -> Any:
@@ -59,14 +59,14 @@ def whole_sizes(model: Any) -> dict[str, int]:
 )
 def test_presets_have_the_size_of_their_name(preset: str, billions: float) -> None:
     build = gpt3.build.PRESETS[preset]
-    count = sum(parameter.numel() for parameter in at(0, Layout(), build, device=META).parameters())
+    count = sum(parameter.numel() for parameter in at(0, WorldLayout(), build, device=META).parameters())
     assert count / 1e9 == pytest.approx(billions, rel=0.005)
     assert count == build.shape.parameters
 
 
 def test_every_rank_of_175_billion_weights_makes_its_own_part() -> None:
     """Over 8 x 8 ranks, in half precision; without memory, so on any machine."""
-    layout, build, total = Layout(pipeline=8, tensor=8), gpt3.build.GPT3_pipeline_hybrid, 0
+    layout, build, total = WorldLayout(pipeline=8, tensor=8), gpt3.build.GPT3_pipeline_hybrid, 0
     for rank in range(8):
         model = at(8 * rank, layout, build, checkpoint=True, dtype=torch.half, device=META)
         assert {parameter.device for parameter in model.parameters()} == {META}
@@ -98,7 +98,7 @@ def test_ends_and_ties_under_every_placement(name: str) -> None:
         model = gpt3.build.build_gpt_pipeline(6, placement=placement, **SIZES)
         return model, set(ranks_of_tied(model).values())
 
-    ranks = [at(rank, Layout(pipeline=placement.num_ranks), build) for rank in range(placement.num_ranks)]
+    ranks = [at(rank, WorldLayout(pipeline=placement.num_ranks), build) for rank in range(placement.num_ranks)]
     found: list[Any] = [None] * placement.num_stages
     for rank, (model, shared) in enumerate(ranks):
         stages: list[Any] = list(model) if isinstance(model, torch.nn.ModuleList) else [model]
@@ -118,12 +118,12 @@ def test_ends_and_ties_under_every_placement(name: str) -> None:
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(pipeflow.UsageError, match="layers"):
-        at(0, Layout(pipeline=4), gpt3.build.build_gpt_pipeline, 3, **SIZES)
+        at(0, WorldLayout(pipeline=4), gpt3.build.build_gpt_pipeline, 3, **SIZES)
 
 
 def test_tensor_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(pipeflow.UsageError, match="3"):
-        at(0, Layout(tensor=3), gpt3.build.build_gpt_pipeline, 2, **SIZES)
+        at(0, WorldLayout(tensor=3), gpt3.build.build_gpt_pipeline, 2, **SIZES)
 
 
 def train_two_steps(name: str, chunks: int | None, sequence_parallel: bool) -> tuple[list[float], dict[str, Any]]:
@@ -150,17 +150,17 @@ def train_two_steps(name: str, chunks: int | None, sequence_parallel: bool) -> t
 @pytest.mark.parametrize(
     ("name", "chunks", "layout"),
     [
-        ("1f1b", None, Layout(2, 2)),
-        ("zb-h1", None, Layout(2, 2)),
-        ("interleaved-1f1b", 3, Layout(2, 2)),
-        ("zb-v", None, Layout(2, 1, 2)),
-        ("interleaved-1f1b", 2, Layout(1, 2)),
-        ("dualpipe", None, Layout(2, 2)),
+        ("1f1b", None, WorldLayout(2, 2)),
+        ("zb-h1", None, WorldLayout(2, 2)),
+        ("interleaved-1f1b", 3, WorldLayout(2, 2)),
+        ("zb-v", None, WorldLayout(2, 1, 2)),
+        ("interleaved-1f1b", 2, WorldLayout(1, 2)),
+        ("dualpipe", None, WorldLayout(2, 2)),
     ],
     ids=str,
 )
 @pytest.mark.slow
-def test_every_layout_trains_the_same_model(name: str, chunks: int | None, layout: Layout) -> None:
+def test_every_layout_trains_the_same_model(name: str, chunks: int | None, layout: WorldLayout) -> None:
     sequence = layout.tensor > 1 and name in ("zb-h1", "interleaved-1f1b")
     [(losses, expected)] = run_threads(train_two_steps, 1, "1f1b", None, False)
     ranks = run_threads(

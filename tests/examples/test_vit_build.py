@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipeflow
 from pipeflow.parallel.context import current_context
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.sharding import Split, splits_of
 from pipeflow.testing import run_threads
 from pipeflow.training import Hook, Step, Trainer, make_engine
@@ -44,7 +44,8 @@ def stages_of(model: nn.Module) -> list[PipelineVisionTransformer]:
 def test_every_layer_is_on_one_stage_and_the_ends_are_at_the_ends() -> None:
     for chunks in (1, 2):
         ranks = [
-            stages_of(at(rank, Layout(pipeline=2), build_pipeline_vit, 8, chunks, "meta", **SIZES)) for rank in (0, 1)
+            stages_of(at(rank, WorldLayout(pipeline=2), build_pipeline_vit, 8, chunks, "meta", **SIZES))
+            for rank in (0, 1)
         ]
         in_order = [ranks[rank][chunk] for chunk in range(chunks) for rank in (0, 1)]
         names = [name for stage in in_order for name, _ in stage.layers.named_children()]
@@ -58,7 +59,7 @@ def test_without_a_launch_the_whole_model_is_built() -> None:
 
 def test_tensor_ranks_have_a_part_of_every_layer_of_86_million_weights() -> None:
     """Over 2 x 4 ranks. What is whole on each is the embedding, the norms, and the bias of what is summed."""
-    layout, total, whole = Layout(pipeline=2, tensor=4), 0, set()
+    layout, total, whole = WorldLayout(pipeline=2, tensor=4), 0, set()
     for first in (0, 4):
         model = at(first, layout, vit_base_patch16_224, device="meta")
         total += sum(whole_sizes(model).values())
@@ -129,13 +130,13 @@ def train_in_one_piece(options: dict[str, Any]) -> tuple[list[float], Weights]:
 
 
 LAYOUTS = {
-    "single": (Layout(), 1),
-    "2 replicas": (Layout(data=2), 1),
-    "pipeline": (Layout(pipeline=2), 1),
-    "pipeline and tensor": (Layout(pipeline=2, tensor=2), 1),
-    "pipeline, interleaved": (Layout(pipeline=2), 2),
-    "pipeline and tensor, interleaved": (Layout(pipeline=2, tensor=2), 2),
-    "all": (Layout(data=2, pipeline=2, tensor=2), 1),
+    "single": (WorldLayout(), 1),
+    "2 replicas": (WorldLayout(data=2), 1),
+    "pipeline": (WorldLayout(pipeline=2), 1),
+    "pipeline and tensor": (WorldLayout(pipeline=2, tensor=2), 1),
+    "pipeline, interleaved": (WorldLayout(pipeline=2), 2),
+    "pipeline and tensor, interleaved": (WorldLayout(pipeline=2, tensor=2), 2),
+    "all": (WorldLayout(data=2, pipeline=2, tensor=2), 1),
 }
 
 

@@ -17,7 +17,7 @@ from pipeflow.core.text import number, percent
 from pipeflow.explore.answers.tour_steps import tour
 from pipeflow.explore.schedule_cache import schedule, timeline
 from pipeflow.explore.state import State
-from pipeflow.explore.tour import STEPS, Step
+from pipeflow.explore.tour import STEPS, TourStep
 from pipeflow.schedules import SCHEDULES
 from tests.browser import MARKS
 from tests.explore.explorer import Explorer
@@ -111,7 +111,7 @@ def figures() -> dict[str, list[str]]:
 FIGURES = figures()
 
 
-def texts(step: Step) -> str:
+def texts(step: TourStep) -> str:
     """All texts of a step, without the names of schedules."""
     told = " ".join((step.question, step.look, step.task, step.answer, step.cost))
     return re.sub("|".join(sorted(SCHEDULES, key=len, reverse=True)), "", told)
@@ -122,7 +122,7 @@ def numbers(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.title)
-def test_every_number_of_a_text_is_computed(step: Step) -> None:
+def test_every_number_of_a_text_is_computed(step: TourStep) -> None:
     assert numbers(texts(step)) - set(FIGURES[step.title]) == set()
 
 
@@ -162,7 +162,7 @@ def reached(fields: Mapping[str, str]) -> list[int]:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.title)
-def test_a_step_is_reached_by_its_goal_and_not_at_its_start(step: Step) -> None:
+def test_a_step_is_reached_by_its_goal_and_not_at_its_start(step: TourStep) -> None:
     number = STEPS.index(step) + 1
     assert number not in reached(step.start)
     assert number in reached(step.goal)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 from pipeflow.huggingface import Trainer  # noqa: E402  # after the skip
 from pipeflow.huggingface.lazy_import import library  # noqa: E402  # after the skip
-from pipeflow.huggingface.trainer_part import Part  # noqa: E402  # after the skip
+from pipeflow.huggingface.trainer_part import ReplicaBatchSampler  # noqa: E402  # after the skip
 from pipeflow.huggingface.trainer_random import DataRandom  # noqa: E402  # after the skip
 from pipeflow.huggingface.trainer_replicas import gathered, padded, shared_outputs  # noqa: E402  # after the skip
 from tests.huggingface.trainers import make_arguments, make_pipeline, make_trainer, schedule_here  # noqa: E402  # same
@@ -30,7 +30,10 @@ from tests.huggingface.trainers import make_arguments, make_pipeline, make_train
 @pytest.mark.parametrize("length", [1, 2, 5, 8, 9, 16, 21])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_the_parts_of_all_replicas_are_the_batches_of_one(replicas: int, length: int, drop_last: bool) -> None:
-    parts = [Part(SequentialSampler(range(length)), 8, drop_last, replicas, index) for index in range(replicas)]
+    parts = [
+        ReplicaBatchSampler(SequentialSampler(range(length)), 8, drop_last, replicas, index)
+        for index in range(replicas)
+    ]
     read = [list(part) for part in parts]
     assert {len(each) for each in read} == {len(parts[0])}
     together = [[sample for part in batch for sample in part] for batch in zip(*read, strict=True)]

@@ -14,7 +14,7 @@ from pipeflow import make_schedule
 from pipeflow.checkpoint.load import load_checkpoint
 from pipeflow.checkpoint.pieces import Piece
 from pipeflow.checkpoint.save import save_checkpoint
-from pipeflow.checkpoint.storage import Content, write
+from pipeflow.checkpoint.storage import RankContent, write
 from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
@@ -53,7 +53,7 @@ def load(folder: Path, expected: dict[str, Tensor]) -> bool:
 def test_a_part_of_a_transposed_weight_is_copied_whole(asynchronous: bool, tmp_path: Path) -> None:
     part = torch.arange(12.0).view(3, 4).t()[:2]
     with pretended():
-        content = Content({"part": Piece.whole(OnDevice(part))}, {})
+        content = RankContent({"part": Piece.whole(OnDevice(part))}, {})
         content = content.copied() if asynchronous else content
         torch.cuda.synchronize()
         written, _ = write(tmp_path / "file", content)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeflow import UsageError, launch
 from pipeflow.parallel.context import current_context, is_launched
-from pipeflow.parallel.layout import Layout, Place
+from pipeflow.parallel.layout import Coordinates, WorldLayout
 from pipeflow.testing import run_processes
 
 SIZES = st.integers(1, 5)
@@ -17,9 +17,9 @@ SIZES = st.integers(1, 5)
 
 @given(SIZES, SIZES, SIZES)
 def test_every_rank_has_a_place_of_its_own(pipeline: int, tensor: int, data: int) -> None:
-    layout = Layout(pipeline, tensor, data)
+    layout = WorldLayout(pipeline, tensor, data)
     places = [layout.place(rank) for rank in range(layout.world_size)]
-    assert places == [Place(d, p, t) for d in range(data) for p in range(pipeline) for t in range(tensor)]
+    assert places == [Coordinates(d, p, t) for d in range(data) for p in range(pipeline) for t in range(tensor)]
     for rank, place in enumerate(places):
         assert layout.rank(place) == rank
         assert layout.tensor_ranks(rank)[place.tensor] == rank
@@ -28,16 +28,16 @@ def test_every_rank_has_a_place_of_its_own(pipeline: int, tensor: int, data: int
 
 
 def test_tensor_ranks_are_neighbours_and_replicas_lie_farthest() -> None:
-    layout = Layout.of(8, pipeline=2, tensor=2)
+    layout = WorldLayout.of(8, pipeline=2, tensor=2)
     assert (layout.tensor_ranks(5), layout.pipeline_ranks(5), layout.data_ranks(5)) == ((4, 5), (5, 7), (1, 5))
 
 
 def test_what_is_not_said_is_pipeline() -> None:
-    assert Layout.of(8, tensor=2) == Layout(pipeline=4, tensor=2, data=1)
+    assert WorldLayout.of(8, tensor=2) == WorldLayout(pipeline=4, tensor=2, data=1)
     with pytest.raises(UsageError, match=r"6 processes is not divisible into replicas of 4 \(pipeline 2 x tensor 2\)"):
-        Layout.of(6, pipeline=2, tensor=2)
+        WorldLayout.of(6, pipeline=2, tensor=2)
     with pytest.raises(UsageError, match=r"a world of 2 .* replicas of 4"):
-        Layout.of(2, tensor=4)
+        WorldLayout.of(2, tensor=4)
 
 
 def launch_again() -> list[tuple[int, int, int, float]]:

@@ -15,9 +15,9 @@ from pipeflow.planning.device import DEVICES, Device
 from pipeflow.planning.efficiency import PUBLISHED, REACHES, SHARES, Efficiency
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import head_rates, physical_costs, rates_of
-from pipeflow.planning.rates import Group, Rates
+from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Checkpoint
-from pipeflow.planning.work import Product, layer_work
+from pipeflow.planning.work import MatrixProduct, layer_work
 from tests.covering import some
 
 A100 = Cluster.of("a100-80gb")
@@ -79,7 +79,7 @@ def test_reductions_and_the_optimizer_take_what_their_bytes_take() -> None:
     sharded = plan(SMALL, schedule, Setup(data=4, zero=1), cluster=A100)
     assert found.step_parts is not None
     assert sharded.step_parts is not None
-    assert found.step_parts.reduction == pytest.approx(rates.gradient_sum(Group(4, 4), 2 * parameters))
+    assert found.step_parts.reduction == pytest.approx(rates.gradient_sum(RankGroup(4, 4), 2 * parameters))
     assert found.step_parts.optimizer == pytest.approx(rates.moving(parameters * (2 * 12 + 3 * 2 + 2)))
     assert sharded.step_parts.optimizer == pytest.approx(rates.moving(parameters * (2 * 12 / 4 + 3 * 2 + 2)))
 
@@ -89,7 +89,7 @@ def test_two_ranks_sum_the_gradient_of_a_table_that_they_share() -> None:
     tied, own = (plan(replace(SMALL, tied=shared), schedule, cluster=A100).step_parts for shared in (True, False))
     assert tied is not None
     assert own is not None
-    assert tied.reduction == pytest.approx(rates.gradient_sum(Group(2, 2), 2 * 50304 * 1024))
+    assert tied.reduction == pytest.approx(rates.gradient_sum(RankGroup(2, 2), 2 * 50304 * 1024))
     assert own.reduction == pytest.approx(0, abs=1e-12)
 
 
@@ -145,7 +145,7 @@ def test_recomputation_and_split_backwards_cost_what_they_compute() -> None:
 
 def test_large_products_reach_their_share_of_the_peak_and_small_ones_less() -> None:
     rates = Rates(A100, PUBLISHED, "bf16")
-    large, small = Product(1e6, 1e6, 1e6), Product(128, 128, 128)
+    large, small = MatrixProduct(1e6, 1e6, 1e6), MatrixProduct(128, 128, 128)
     assert large.flops / rates.product(large) == pytest.approx(312e12 * PUBLISHED.products, rel=1e-3)
     assert small.flops / rates.product(small) < 0.25 * 312e12
     assert rates.product(small._replace(repeats=7)) == pytest.approx(7 * rates.product(small))
@@ -153,23 +153,23 @@ def test_large_products_reach_their_share_of_the_peak_and_small_ones_less() -> N
 
 def test_a_ring_over_nodes_uses_the_network_of_all_its_ranks_in_a_node() -> None:
     rates = Rates(replace(A100, network_latency=0.0, link_latency=0.0), replace(PUBLISHED, collective=0.0), "bf16")
-    within, alone = rates.gradient_sum(Group(8, 8), 1e9), rates.gradient_sum(Group(8, 1), 1e9)
+    within, alone = rates.gradient_sum(RankGroup(8, 8), 1e9), rates.gradient_sum(RankGroup(8, 1), 1e9)
     assert within == pytest.approx(2 * 7 / 8 * 1e9 / (A100.link_bandwidth * PUBLISHED.link))
     assert alone == pytest.approx(2 * 7 / 8 * 1e9 / (A100.network_bandwidth * PUBLISHED.reduction))
-    assert rates.gradient_sum(Group(8, 2), 1e9) == pytest.approx(alone / 2)
-    assert rates.gradient_sum(Group(1, 1), 1e9) == 0
+    assert rates.gradient_sum(RankGroup(8, 2), 1e9) == pytest.approx(alone / 2)
+    assert rates.gradient_sum(RankGroup(1, 1), 1e9) == 0
 
 
 def test_a_mesh_counts_the_ranks_of_a_group_in_a_node() -> None:
     mesh = Mesh(tensor=2, pipeline=4, data=4, per_node=8)
-    assert (mesh.tensor_group, mesh.data_group) == (Group(2, 2), Group(4, 1))
+    assert (mesh.tensor_group, mesh.data_group) == (RankGroup(2, 2), RankGroup(4, 1))
     assert [mesh.crosses(rank, rank + 1) for rank in range(3)] == [False] * 3
     halves = Mesh(tensor=4, pipeline=4, data=1, per_node=8)
     assert [halves.crosses(rank, rank + 1) for rank in range(3)] == [False, True, False]
     outside = replace(mesh, inner="data")
-    assert outside.data_group == Group(4, 4)
+    assert outside.data_group == RankGroup(4, 4)
     assert [outside.crosses(rank, rank + 1) for rank in range(3)] == [True] * 3
-    assert Mesh(tensor=16, pipeline=1, data=1, per_node=8).tensor_group == Group(16, 8)
+    assert Mesh(tensor=16, pipeline=1, data=1, per_node=8).tensor_group == RankGroup(16, 8)
 
 
 def test_work_is_shared_out_over_tensor_ranks() -> None:
@@ -296,7 +296,7 @@ def test_gradients_the_optimizer_and_backwards_have_coefficients_of_their_own() 
     own = replace(PUBLISHED, gradients=PUBLISHED.link / 2, optimizer=PUBLISHED.memory / 3, backward=1.5)
     quick = replace(A100, link_latency=0.0)
     usual, other = (Rates(quick, replace(known, collective=0.0), "bf16") for known in (PUBLISHED, own))
-    group, work = Group(4, 4), layer_work(SMALL, Setup(keep_scores=True))
+    group, work = RankGroup(4, 4), layer_work(SMALL, Setup(keep_scores=True))
     assert other.gradient_sum(group, 1e9) == pytest.approx(2 * usual.gradient_sum(group, 1e9))
     assert other.tensor_sum(group, 1e9) == usual.tensor_sum(group, 1e9)
     assert other.stepping(1e9) == pytest.approx(3 * usual.stepping(1e9))

@@ -10,7 +10,7 @@ from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.parallel.transport.local import LocalTransport
 from pipeflow.parallel.transport.protocol import Tag
 from pipeflow.parallel.transport.work import Work
-from pipeflow.runtime.program.transfers import Post
+from pipeflow.runtime.program.transfers import PostActivation
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import WIDTH, PlainModel
 from tests.runtime.work import build, gradients_of, require_near
@@ -26,7 +26,7 @@ def posted_first(latency: float) -> int:
     execute_pipeline(iter([batch]), pipeline)
     require_near(gradients_of(pipeline), MODEL.plain_step(batch)[1])
     [kept] = pipeline.runner.programs._kept
-    posts = [isinstance(operation, Post) for operation in kept.compiled.operations]
+    posts = [isinstance(operation, PostActivation) for operation in kept.compiled.operations]
     return posts.index(False) if current_context().rank else 0
 
 

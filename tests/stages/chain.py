@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.stage import ModuleStage
 
 
-def chained(module: nn.Module, batch: Mapping[str, Any], stages: int, **options: Any) -> tuple[Any, Plan]:
+def chained(module: nn.Module, batch: Mapping[str, Any], stages: int, **options: Any) -> tuple[Any, CutPlan]:
     """What the last stage returns for a batch, and the plan; `options` are those of a Planner."""
     planner = Planner(module, stages, **options)
     plan = planner.plan(batch)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeflow import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.stages.blocks import blocks_of, labels_of
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.stage import ModuleStage
 from tests.stages.models import CASES, LENGTH, WIDTH, Block, Decoder, Dense, Shared, sentences, vectors
@@ -25,12 +25,12 @@ def entries_of(planner: Planner, batch: Any) -> dict[str, Any]:
     return planner.entries.of(batch)[0]
 
 
-def planned(module: nn.Module, batch: Any, stages: int, **options: Any) -> Plan:
+def planned(module: nn.Module, batch: Any, stages: int, **options: Any) -> CutPlan:
     planner = Planner(module, stages, **options)
     return planner.plan(entries_of(planner, batch))
 
 
-def received(plan: Plan) -> list[list[str]]:
+def received(plan: CutPlan) -> list[list[str]]:
     return [[plan.trace.calls[value.call].name for value in stage.receives] for stage in plan.stages]
 
 
@@ -54,7 +54,7 @@ def test_a_block_that_is_called_often_belongs_to_all_stages() -> None:
     assert ["start" in stage.owned for stage in plan.stages] == [True, False, False, False]
 
 
-def taken(plan: Plan) -> list[dict[int, list[str]]]:
+def taken(plan: CutPlan) -> list[dict[int, list[str]]]:
     """Per stage, what comes from which one."""
     names = [call.name for call in plan.trace.calls]
     takes = [ways.takes for ways in plan.ways]

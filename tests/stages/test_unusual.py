@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeflow import UsageError
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.planner import Planner
 from pipeflow.stages.stage import ModuleStage
 from tests.stages.chain import chained
@@ -242,7 +242,7 @@ def rows() -> Tensor:
     return torch.randn(7, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def in_stages(module: nn.Module, stages: int, **options: Any) -> tuple[Any, Plan]:
+def in_stages(module: nn.Module, stages: int, **options: Any) -> tuple[Any, CutPlan]:
     """What stages make of the rows, one after the other."""
     return chained(module, {"values": rows()}, stages, **options)
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from pipeflow import CostModel, Pipeline, Schedule, execute_pipeline, make_schedule
 from pipeflow.core.placement import Placement
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.planner import Planner
 from pipeflow.testing import run_threads
 from tests.core.test_route import least_transfers
@@ -53,7 +53,7 @@ def of_dense(stages: int) -> Needed:
     return [(maker, tuple(range(maker + 1, stages)), SAMPLES * WIDTH * ITEM) for maker in range(stages - 1)]
 
 
-def of_unet(plan: Plan) -> Needed:
+def of_unet(plan: CutPlan) -> Needed:
     """What a stage ends with goes to the next one; what a block on the way down made is joined to the input of the one
     on the way up whose image is as large: before the second of its two calls.
     """
@@ -110,7 +110,7 @@ def ran(case: Case, schedule: Schedule) -> Ran:
 def require_least(case: Case, schedule: Schedule, needed: Any) -> None:
     results = run_threads(ran, schedule.placement.num_ranks, case, schedule)
     require_equal(case, [stepped for stepped, *_ in results], BATCH)
-    plan: Plan = results[0][-1][0]
+    plan: CutPlan = results[0][-1][0]
     expected = least_bytes(needed(plan), schedule.placement)
     assert sum(activations for _, activations, *_ in results) == expected
     assert sum(gradients for _, _, gradients, *_ in results) == expected

@@ -28,7 +28,7 @@ from pipeflow.training import (
     ThroughputHook,
     Trainer,
 )
-from pipeflow.training.display import Lines, Metrics, State
+from pipeflow.training.display import Lines, Metrics, TrainingProgress
 from tests.runtime.work import build
 
 MODEL = PlainModel()
@@ -197,7 +197,7 @@ def lines_of(seconds: float, steps: int, epochs: int = 2) -> list[str]:
     for epoch in range(epochs):
         for step in range(1, steps + 1):
             now[0] += seconds
-            lines.step(State(epoch, epochs, step, steps), {"loss": 0.5})
+            lines.step(TrainingProgress(epoch, epochs, step, steps), {"loss": 0.5})
     return written(on).splitlines()
 
 

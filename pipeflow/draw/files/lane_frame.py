@@ -84,7 +84,7 @@ def frame(timeline: Timeline, top: float) -> Frame:
     )
 
 
-class Block(NamedTuple):
+class SpanBox(NamedTuple):
     """A span, and its left and right edge."""
 
     span: Span
@@ -97,14 +97,14 @@ class Block(NamedTuple):
         return self.span.partner is not None and self.span.action.kind is Kind.F
 
 
-def blocks(row: Row, at: Frame) -> list[Block]:
+def blocks(row: Row, at: Frame) -> list[SpanBox]:
     """The spans of a row that take time. Overlapping ones are cut."""
-    found: list[Block] = []
+    found: list[SpanBox] = []
     for span in row:
         first = max(at.x(span.start), found[-1].end if found else at.left)
         end = at.x(span.end)
         if end - first > 1e-3:
-            found.append(Block(span, first, end))
+            found.append(SpanBox(span, first, end))
     return found
 
 

@@ -13,7 +13,7 @@ from pipeflow.core.timeline import Timeline
 from pipeflow.draw.captions import heading, summary
 from pipeflow.draw.colours import DARK, INK, LIGHT, Scheme, shade
 from pipeflow.draw.column_pieces import pieces
-from pipeflow.draw.files.lane_frame import Block, Frame, blocks, frame, steps
+from pipeflow.draw.files.lane_frame import Frame, SpanBox, blocks, frame, steps
 from pipeflow.draw.files.path import path_marks
 from pipeflow.draw.files.svg_strips import strips
 from pipeflow.draw.lane_rows import Lane, kinds, lanes, num_chunks
@@ -141,7 +141,7 @@ def _blocks(lane: Lane, chunks: int, at: Frame, unit: Unit) -> Iterator[str]:
             yield f'<rect class="pair" {size} width="{_n(other.end - one.first - 1.5)}" rx="3"/>'
 
 
-def _block(block: Block, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
+def _block(block: SpanBox, colour: str, at: Frame, unit: Unit) -> Iterator[str]:
     """A block, its number if it fits, and a thin gap before the next block, but not between the blocks of a pair."""
     span, room = block.span, block.end - block.first
     y, height = at.y(span.rank, span.stream), at.height(span.stream)

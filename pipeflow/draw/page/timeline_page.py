@@ -63,7 +63,7 @@ def html(
     )
 
 
-class Parts(NamedTuple):
+class PageParts(NamedTuple):
     """The parts of a page that depend on its timelines; all but `data` are HTML.
 
     Attributes:
@@ -81,11 +81,11 @@ class Parts(NamedTuple):
     data: dict[str, Any]
 
 
-def parts(timelines: tuple[Timeline, ...], unit: Unit, cap: Cap = None) -> Parts:
+def parts(timelines: tuple[Timeline, ...], unit: Unit, cap: Cap = None) -> PageParts:
     """The parts of a page for `timelines`, with the most that a rank should keep if that is given. Raises UsageError
     for caps that are not one per rank.
     """
-    return Parts(
+    return PageParts(
         title=escaped("; ".join(map(heading, timelines))),
         legend="\n".join(_legend(timelines, cap is not None)),
         charts="\n".join(_chart(timeline, unit) for timeline in timelines),

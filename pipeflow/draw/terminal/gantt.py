@@ -15,7 +15,7 @@ from pipeflow.draw.captions import heading, summary
 from pipeflow.draw.column_pieces import Mixture, by_column, fit, pieces, round_half_up
 from pipeflow.draw.files.svg_timeline import svg
 from pipeflow.draw.lane_rows import kinds, lanes, num_chunks
-from pipeflow.draw.memory import Memory, memory_of, same_memory
+from pipeflow.draw.memory import MemoryScale, memory_of, same_memory
 from pipeflow.draw.painters import Colours, Letters, Painted, Painter, paint
 from pipeflow.draw.times import Unit, axis
 
@@ -101,7 +101,7 @@ def painter_for(chunks: int, console: Console, options: ConsoleOptions) -> Paint
     return Letters(chunks) if plain else Colours(chunks, few=console.color_system in ("standard", "windows"))
 
 
-def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept: Memory | None) -> Iterator[Text]:
+def _rows(timeline: Timeline, scale: float, margin: int, painter: Painter, kept: MemoryScale | None) -> Iterator[Text]:
     """Per rank, a line for its computations, one for each other stream and, with memory, one for what it keeps."""
     makespan = timeline.makespan
     width = round_half_up(makespan * scale)
@@ -128,7 +128,7 @@ def _flowed(items: Iterable[list[Painted]], width: int, *, gap: int = 3) -> Iter
     yield line
 
 
-def _labels(timeline: Timeline, kept: Memory | None) -> Iterator[str]:
+def _labels(timeline: Timeline, kept: MemoryScale | None) -> Iterator[str]:
     """The label before each line."""
     for rank, of_rank in enumerate(lanes(timeline)):
         yield from (lane.name for lane in of_rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.column_pieces import Piece, pieces, round_half_up, shortest
+from pipeflow.draw.column_pieces import ColumnPiece, pieces, round_half_up, shortest
 from pipeflow.draw.lane_rows import lanes, num_chunks
 from pipeflow.draw.painters import Letters, paint
 
@@ -22,7 +22,7 @@ def picture(timeline: Timeline) -> str:
     unit = shortest([timeline])
     chunks, drawn = num_chunks(timeline), lanes(timeline)
     found = (piece for rank in pieces(drawn, 1 / unit) for line in rank for piece in line)
-    labels = [Letters(chunks).label(piece) for piece in found if isinstance(piece, Piece)]
+    labels = [Letters(chunks).label(piece) for piece in found if isinstance(piece, ColumnPiece)]
     columns = max(map(len, labels), default=0) + 1
     painter = Letters(chunks, grid=columns, joint=" ")
     width = round_half_up(timeline.makespan / unit * columns)

@@ -9,7 +9,7 @@ from pipeflow.analysis.difference import moved_actions
 from pipeflow.analysis.measures import Measures
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw.columns import Change, changes
+from pipeflow.draw.columns import MeasureChange, changes
 from pipeflow.draw.page.tables import table
 from pipeflow.draw.times import Unit
 
@@ -40,7 +40,7 @@ def _table(schedules: Sequence[Schedule], drawn: Sequence[Timeline], moved: Sequ
     return table(f"Compared with {drawn[0].name}", head, rows)
 
 
-def _cell(change: Change | None) -> str:
+def _cell(change: MeasureChange | None) -> str:
     if change is None:
         return ""
     if not change.part:

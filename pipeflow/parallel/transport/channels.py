@@ -136,17 +136,17 @@ class Channels:
         start = _transfer(self._gloo[destination > source], destination if sends else source, int(tag), sends=sends)
         return partial(_OnHost, start) if nccl.serves(self.device) else start
 
-    def link(self, peer: int) -> End:
+    def link(self, peer: int) -> ChannelEnd:
         """The link that waits for transfers with `peer`."""
-        return End(self, {peer: peer}, "exchanging tensors")
+        return ChannelEnd(self, {peer: peer}, "exchanging tensors")
 
-    def collective_link(self, ranks: tuple[int, ...]) -> End:
+    def collective_link(self, ranks: tuple[int, ...]) -> ChannelEnd:
         """The link that waits for collectives of `ranks`. It asks over gloo whether a peer has closed, because NCCL
         moves nothing that is in CPU memory (never run on GPUs).
         """
         others = [rank for rank in ranks if rank != self.rank]
         if nccl.serves(self.device):
-            return End(self, {rank: rank for rank in others}, in_collective(ranks))
+            return ChannelEnd(self, {rank: rank for rank in others}, in_collective(ranks))
         return EndOfGroup(self, {rank: ranks.index(rank) for rank in others}, in_collective(ranks), ranks)
 
     def over_gloo(self, ranks: tuple[int, ...]) -> list[Any]:
@@ -242,7 +242,7 @@ def _close_late(made: Future[Any], close: Callable[[list[Any]], None]) -> None:
         close([made.result()])
 
 
-class End:
+class ChannelEnd:
     """This rank's end of the connections to a peer or to the ranks of a group.
 
     Args:
@@ -286,7 +286,7 @@ class End:
         return next((LinkError(rank, self._doing, why=str(error)) for rank in closed), error)
 
 
-class EndOfGroup(End):
+class EndOfGroup(ChannelEnd):
     """This rank's end of collectives over gloo. A wait for one may time out without harm, unlike one for a transfer, so
     it checks regularly whether the channels are broken.
     """

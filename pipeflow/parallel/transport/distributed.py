@@ -14,7 +14,7 @@ from pipeflow.parallel.transport.channels import Channels
 from pipeflow.parallel.transport.distributed_group import DistributedGroup
 from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.parallel.transport.protocol import Channel, Start, Tag
-from pipeflow.parallel.transport.work import Link, LinkError
+from pipeflow.parallel.transport.work import Connection, LinkError
 
 
 class DistributedTransport:
@@ -98,7 +98,7 @@ class DistributedTransport:
     def receiver(self, peer: int, tag: Tag) -> Start:
         return self.channels.start(Channel(peer, self.rank, tag))
 
-    def link(self, peer: int) -> Link:
+    def link(self, peer: int) -> Connection:
         return self.channels.link(peer)
 
     @property

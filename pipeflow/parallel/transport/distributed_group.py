@@ -11,7 +11,7 @@ from pipeflow.parallel.transport.channels import Channels
 from pipeflow.parallel.transport.work import Exchange, Work
 
 
-class Transport(Protocol):
+class GroupTransport(Protocol):
     """The part of a transport that its groups use."""
 
     rank: int
@@ -26,7 +26,7 @@ class DistributedGroup:
     of them.
     """
 
-    def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
+    def __init__(self, transport: GroupTransport, ranks: tuple[int, ...]) -> None:
         self.rank = ranks.index(transport.rank)
         self.size = len(ranks)
         self.ranks = ranks

@@ -17,7 +17,7 @@ from pipeflow.parallel.control.diagnosis import Blame
 from pipeflow.parallel.transport.group import Alone, Group
 from pipeflow.parallel.transport.local_group import LocalGroup, Rendezvous
 from pipeflow.parallel.transport.protocol import Channel, Start, Tag
-from pipeflow.parallel.transport.work import Link, LinkError, Work
+from pipeflow.parallel.transport.work import Connection, LinkError, Work
 
 
 class Hub(Rendezvous):
@@ -117,7 +117,7 @@ class LocalTransport:
         Channel(peer, self.rank, tag).require_connected(self._connected)
         return partial(self._start, (self.generation, peer, self.rank, tag), False)
 
-    def link(self, peer: int) -> Link:
+    def link(self, peer: int) -> Connection:
         return _LINK
 
     def _start(self, key: tuple[int, int, int, Tag], sending: bool, tensors: list[Tensor]) -> _Transfer:

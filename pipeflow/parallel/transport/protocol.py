@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeflow.core.errors import Failure, UsageError
 from pipeflow.parallel.transport.group import Group
-from pipeflow.parallel.transport.work import Link, LinkError, Work
+from pipeflow.parallel.transport.work import Connection, LinkError, Work
 
 
 class Tag(IntEnum):
@@ -93,7 +93,7 @@ class Transport(Protocol):
         `sender`.
         """
 
-    def link(self, peer: int) -> Link:
+    def link(self, peer: int) -> Connection:
         """The link that waits for transfers with `peer`, of any tag, and interprets their errors."""
 
     def world_rank(self, peer: int) -> int:

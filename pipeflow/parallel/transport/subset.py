@@ -9,7 +9,7 @@ import torch
 from pipeflow.core.errors import Failure
 from pipeflow.parallel.transport.group import Group
 from pipeflow.parallel.transport.protocol import Channel, Start, Tag, Transport
-from pipeflow.parallel.transport.work import Link, LinkError
+from pipeflow.parallel.transport.work import Connection, LinkError
 
 
 class Subset:
@@ -40,7 +40,7 @@ class Subset:
     def receiver(self, peer: int, tag: Tag) -> Start:
         return self._whole.receiver(self._ranks[peer], tag)
 
-    def link(self, peer: int) -> Link:
+    def link(self, peer: int) -> Connection:
         return self._whole.link(self._ranks[peer])
 
     def group(self, ranks: Sequence[int]) -> Group:

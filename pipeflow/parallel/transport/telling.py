@@ -18,7 +18,7 @@ from pipeflow.parallel.transport.protocol import Tag, Transport
 _DOING = "waiting for values from another rank"
 
 
-class Told(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of a tensor in the tree."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ def tell(transport: Transport, peers: Sequence[int], tree: object) -> None:
     """
     leaves, spec = tree_flatten(tree)
     tensors = [leaf.detach().cpu().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
-    marked = [Told(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    marked = [TensorPlace(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     body = torch.frombuffer(bytearray(pack(tree_unflatten(marked, spec))), dtype=torch.uint8)
     parts = [torch.tensor([len(body)], device="cpu"), body, *(tensor for tensor in tensors if tensor.numel())]
     works = [start(transport, peer, Tag.CONTROL, part, sending=True) for peer in peers for part in parts]
@@ -47,11 +47,11 @@ def hear(transport: Transport, peer: int) -> Any:
     finish(start(transport, peer, Tag.CONTROL, body, sending=False), _DOING)
 
     def made(leaf: object) -> object:
-        if not isinstance(leaf, Told):
+        if not isinstance(leaf, TensorPlace):
             return leaf
         tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         if tensor.numel():
             finish(start(transport, peer, Tag.CONTROL, tensor, sending=False), _DOING)
         return tensor
 
-    return tree_map(made, unpack(body.numpy().tobytes()), is_leaf=lambda each: isinstance(each, Told))
+    return tree_map(made, unpack(body.numpy().tobytes()), is_leaf=lambda each: isinstance(each, TensorPlace))

@@ -16,7 +16,7 @@ class Work(Protocol):
         """
 
 
-class Link(Protocol):
+class Connection(Protocol):
     """This rank's end of the connections to a peer or to a group."""
 
     def wait(self, works: Iterable[Work]) -> None:
@@ -33,7 +33,7 @@ class Exchange:
 
     __slots__ = ("_link", "_work")
 
-    def __init__(self, link: Link, start: Callable[..., Work], *arguments: object) -> None:
+    def __init__(self, link: Connection, start: Callable[..., Work], *arguments: object) -> None:
         self._link = link
         try:
             self._work = start(*arguments)

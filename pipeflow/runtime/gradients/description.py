@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.parallel.layout import Layout
+from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.sharding import local_part
 from pipeflow.runtime.names import plain_name
 
@@ -64,7 +64,7 @@ class Description(NamedTuple):
     ties: list[tuple[tuple[int, ...], list[Looks]]]
 
 
-def compare(everyone: Sequence[Description], layout: Layout) -> None:
+def compare(everyone: Sequence[Description], layout: WorldLayout) -> None:
     """Raises the same UsageError on every rank unless tensors that several ranks hold have the same properties on all
     of them.
     """

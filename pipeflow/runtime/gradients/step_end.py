@@ -30,7 +30,7 @@ from pipeflow.runtime.gradients.watch import Watch
 from pipeflow.runtime.gradients.weights import Weight, weights_of
 
 
-class Change(IntEnum):
+class ParameterChange(IntEnum):
     """The change of a rank's parameters since the ranks last compared theirs."""
 
     NONE = 0
@@ -74,7 +74,7 @@ class Gradients:
         self._placement = placement
         self._context = context
         self._dtype = dtype
-        self.change = Change.NONE
+        self.change = ParameterChange.NONE
         self._agree()
 
     @property
@@ -91,14 +91,14 @@ class Gradients:
 
     def begin(self, orders: Orders) -> None:
         """Call before the first backward of a step, in which ranks reduce their stages in `orders`."""
-        self.change, self._new = Change.NONE, None
+        self.change, self._new = ParameterChange.NONE, None
         if self._watch.notices():
             weights = self._survey()
             self._require_none_sharded_since(weights)
             replaced = {id(weight.parameter) for weight in weights} - {id(each.parameter) for each in self._weights}
             reformed = self._watch.reformed()
             self._sums.leave_out(reformed)
-            self.change = Change.REPLACED if replaced or reformed else Change.TRAINED
+            self.change = ParameterChange.REPLACED if replaced or reformed else ParameterChange.TRAINED
             self._new = Sums([each for each in weights if each.parameter not in self._sums.parameters], self._context)
             self._new.begin(orders)
         self._sums.begin(orders)
@@ -131,12 +131,12 @@ class Gradients:
         self._sums.end(reduce=reduce)
         self._buffers.end()
 
-    def renew(self, change: Change, *, reduce: bool) -> None:
+    def renew(self, change: ParameterChange, *, reduce: bool) -> None:
         """Call on all ranks after the agreement that ends a step, if the largest `change` of a rank is not NONE:
         compares parameters again and sums new gradients. Raises UsageError if the tensors of the ranks no longer match.
         """
         weights = self._survey()
-        self._compare(values=change is Change.REPLACED)
+        self._compare(values=change is ParameterChange.REPLACED)
         self._weights = weights
         self.connect()
         if self._new is not None:
@@ -181,7 +181,7 @@ class Gradients:
         self._watch = Watch(self._model, self._sums.summed if self._dtype is None else trained)
         self._buffers = Buffers({stage: self._stages[stage] for stage in self._copied})
         self.buffers = ReplicatedBuffers(self._model, self._context.data)
-        self.change, self._new = Change.NONE, None
+        self.change, self._new = ParameterChange.NONE, None
 
     @property
     def _copied(self) -> list[int]:

@@ -21,7 +21,7 @@ from pipeflow.runtime.gradients.orders import Orders
 from pipeflow.runtime.gradients.weights import Weight
 
 
-class Sum(ABC):
+class BucketSum(ABC):
     """A sum of one bucket of gradients over several ranks, which runs beside the rank's computations.
 
     Args:
@@ -64,7 +64,7 @@ class Sum(ABC):
         self.row, self.works = None, []
 
 
-class GroupSum(Sum):
+class GroupSum(BucketSum):
     """The sum over a group, or the average if `mean` is True."""
 
     __slots__ = ("group", "mean")
@@ -84,7 +84,7 @@ class GroupSum(Sum):
         return row
 
 
-class TiedSum(Sum):
+class TiedSum(BucketSum):
     """The sum over the pipeline ranks that hold the same weights, added up in rank order."""
 
     __slots__ = ("arriving", "peers", "queue", "ranks", "transport")
@@ -170,7 +170,7 @@ class Sums:
             for alike in _grouped(averaged, lambda weight: (weight.averaged_after is None, weight.averaged_after))
             for bucket in _buckets(alike)
         ]
-        self._early: list[Sum] = [each for each in (*self._tied, *self._averages) if each.after is not None]
+        self._early: list[BucketSum] = [each for each in (*self._tied, *self._averages) if each.after is not None]
         self._added = list(dict.fromkeys(weight.parameter for weight in (*tied, *parts)))
         self._earlier: list[Tensor | None] = []
         self._orders: Orders = ()
@@ -181,7 +181,7 @@ class Sums:
         return {each for each_sum in self._all for each in each_sum.bucket.parameters}
 
     @property
-    def _all(self) -> list[Sum]:
+    def _all(self) -> list[BucketSum]:
         return [*self._tied, *self._parts, *self._averages]
 
     def leave_out(self, parameters: set[nn.Parameter]) -> None:
@@ -246,11 +246,11 @@ class Sums:
             each.queue = queue
 
 
-def _turn(each: Sum, order: Sequence[int]) -> int:
+def _turn(each: BucketSum, order: Sequence[int]) -> int:
     return len(order) if each.after is None else order.index(each.after)
 
 
-def _finish(sums: Sequence[Sum]) -> None:
+def _finish(sums: Sequence[BucketSum]) -> None:
     """Waits for all `sums`, after starting those that have not started."""
     for each in sums:
         if each.row is None:

@@ -34,7 +34,7 @@ class Compiled:
     results: Results
     positionals: list[tuple[object, ...]]  # arguments of the first stage, by microbatch
     promise: Promise | None
-    promised: list[transfers.Post | transfers.Send]  # the transfers that rely on it
+    promised: list[transfers.PostActivation | transfers.SendActivation]  # the transfers that rely on it
     sizes: list[int] = field(default_factory=list)  # samples per microbatch for which they are prepared
 
     def fit(self, sizes: list[int], transport: Transport) -> None:
@@ -89,7 +89,7 @@ def compile_program(
     deferring = frozenset(action.stage for action in schedule.actions(program.rank) if action.kind is Kind.I)
     shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals, routes, deferring)
     operations = _Compiler(shared, transport, promise is not None, overlap).program(program.instructions)
-    promised = [each for each in operations if isinstance(each, transfers.Post | transfers.Send)]
+    promised = [each for each in operations if isinstance(each, transfers.PostActivation | transfers.SendActivation)]
     if training:
         operations = _averaged(operations, stages, reduce)
     return Compiled(operations, results, positionals, promise, promised)
@@ -155,18 +155,18 @@ class _Compiler:
             case Send(value, peer):
                 return [self.send(value, peer)]
             case Release(value, peer):
-                return [transfers.Release(value, self.transport.link(peer), self.shared.payloads[value])]
+                return [transfers.ReleaseSent(value, self.transport.link(peer), self.shared.payloads[value])]
 
     def post(self, value: Value, peer: int) -> ops.Operation:
         payload = self.shared.payloads[value] = Payload()
         link, device = self.transport.link(peer), self.transport.device
-        self.shared.waits[value] = transfers.Wait(value, link, payload)
+        self.shared.waits[value] = transfers.AwaitReceive(value, link, payload)
         if value.content is Content.GRADIENT:
             start = self.transport.receiver(peer, Tag.GRADIENT)
             sent = self.sends[value.answered]
             return transfers.PostGradient(value, link, payload, start, sent, device)
         if self.known:
-            return transfers.Post(value, link, payload, self.transport.receiver(peer, Tag.ACTIVATION), device)
+            return transfers.PostActivation(value, link, payload, self.transport.receiver(peer, Tag.ACTIVATION), device)
         arrival = Arrival(payload, DynamicChannels.receiving(self.transport, peer), device)
         self.shared.waits[value] = WaitDynamic(value, link, arrival, self.inboxes[peer])
         return PostDynamic(value, link, arrival, self.inboxes[peer])
@@ -175,9 +175,9 @@ class _Compiler:
         payload, link = self.shared.payloads[value], self.transport.link(peer)
         if value.content is Content.GRADIENT:
             return transfers.SendGradient(value, link, payload, self.transport.sender(peer, Tag.GRADIENT))
-        send: SendDynamic | transfers.Send
+        send: SendDynamic | transfers.SendActivation
         if self.known:
-            send = transfers.Send(value, link, payload, self.transport.sender(peer, Tag.ACTIVATION))
+            send = transfers.SendActivation(value, link, payload, self.transport.sender(peer, Tag.ACTIVATION))
         else:
             channels = DynamicChannels.sending(self.transport, peer)
             send = SendDynamic(value, link, payload, channels, self.transport.device)

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pipeflow.core.dataflow import Value
 from pipeflow.parallel.transport.plain import pack, unpack
 from pipeflow.parallel.transport.protocol import Channel, Start, Tag, Transport
-from pipeflow.parallel.transport.work import Link
+from pipeflow.parallel.transport.work import Connection
 from pipeflow.runtime.program.payload import Metadata, Payload
-from pipeflow.runtime.program.transfers import Transfer
+from pipeflow.runtime.program.transfers import ChannelOperation
 
 
 class Expectation:
@@ -58,7 +58,7 @@ class DynamicChannels(NamedTuple):
 _TAGS = (Tag.HEADER, Tag.METADATA, Tag.ACTIVATION, Tag.REDIRECTED)
 
 
-class SendDynamic(Transfer):
+class SendDynamic(ChannelOperation):
     """Sends a header, then the activation: on the channel where it is expected, or after its metadata on the channel
     for redirected activations.
     """
@@ -70,7 +70,7 @@ class SendDynamic(Transfer):
     """Metadata of the last activation."""
 
     def __init__(
-        self, value: Value, link: Link, payload: Payload, channels: DynamicChannels, device: torch.device
+        self, value: Value, link: Connection, payload: Payload, channels: DynamicChannels, device: torch.device
     ) -> None:
         super().__init__(value, link, payload)
         self.channels = channels
@@ -131,14 +131,14 @@ class Arrival:
         self.pending = False
 
 
-class PostDynamic(Transfer):
+class PostDynamic(ChannelOperation):
     """Posts the receive of a header, and of the activation if one is expected."""
 
     __slots__ = ("arrival", "inbox")
 
     doing = "posting the receive of"
 
-    def __init__(self, value: Value, link: Link, arrival: Arrival, inbox: deque[Arrival]) -> None:
+    def __init__(self, value: Value, link: Connection, arrival: Arrival, inbox: deque[Arrival]) -> None:
         super().__init__(value, link, arrival.payload)
         self.arrival = arrival
         self.inbox = inbox  # arrivals posted between this pair of ranks, in order
@@ -156,7 +156,7 @@ class PostDynamic(Transfer):
         self.inbox.append(arrival)
 
 
-class WaitDynamic(Transfer):
+class WaitDynamic(ChannelOperation):
     """Waits for all values that were posted between this pair of ranks, in order, up to its own value. Reads each
     header and, if the activation is not as expected, receives it now.
     """
@@ -165,7 +165,7 @@ class WaitDynamic(Transfer):
 
     doing = "waiting for"
 
-    def __init__(self, value: Value, link: Link, arrival: Arrival, inbox: deque[Arrival]) -> None:
+    def __init__(self, value: Value, link: Connection, arrival: Arrival, inbox: deque[Arrival]) -> None:
         super().__init__(value, link, arrival.payload)
         self.arrival = arrival
         self.inbox = inbox

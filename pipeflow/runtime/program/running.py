@@ -9,7 +9,7 @@ from pipeflow.core.dataflow import Content
 from pipeflow.parallel.failure import ActionError
 from pipeflow.parallel.transport.work import LinkError
 from pipeflow.runtime.program.operations import Compute, Operation
-from pipeflow.runtime.program.transfers import Transfer
+from pipeflow.runtime.program.transfers import ChannelOperation
 
 
 def run(operations: Sequence[Operation]) -> None:
@@ -20,11 +20,11 @@ def run(operations: Sequence[Operation]) -> None:
             operation()
     except BaseException as error:
         match operation:
-            case Transfer() if isinstance(lost := operation.link.lost(error), LinkError):
+            case ChannelOperation() if isinstance(lost := operation.link.lost(error), LinkError):
                 raise lost.during(f"{operation.doing} the {operation.value}") from None
             case _ if isinstance(error, ActionError | LinkError):
                 raise
-            case Transfer(value=value):
+            case ChannelOperation(value=value):
                 kind = Kind.F if value.content is Content.ACTIVATION else Kind.B
                 raise ActionError(Action(kind, value.stage, value.microbatch)) from error
             case Compute(action=action):

@@ -11,25 +11,25 @@ import torch
 from pipeflow.core.dataflow import Value
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.protocol import Start
-from pipeflow.parallel.transport.work import Link
+from pipeflow.parallel.transport.work import Connection
 from pipeflow.runtime.program.operations import Operation
 from pipeflow.runtime.program.payload import Metadata, Payload
 
 
-class Transfer(Operation):
+class ChannelOperation(Operation):
     """An operation on a channel. `link` waits and interprets errors; `doing` describes the operation in an error."""
 
     __slots__ = ("link", "payload", "value")
 
     doing: str
 
-    def __init__(self, value: Value, link: Link, payload: Payload) -> None:
+    def __init__(self, value: Value, link: Connection, payload: Payload) -> None:
         self.value = value
         self.link = link
         self.payload = payload
 
 
-class Post(Transfer):
+class PostActivation(ChannelOperation):
     """Posts the receive of an activation of known shape."""
 
     __slots__ = ("device", "dtype", "shape", "start")
@@ -38,7 +38,7 @@ class Post(Transfer):
     shape: torch.Size
     dtype: torch.dtype
 
-    def __init__(self, value: Value, link: Link, payload: Payload, start: Start, device: torch.device) -> None:
+    def __init__(self, value: Value, link: Connection, payload: Payload, start: Start, device: torch.device) -> None:
         super().__init__(value, link, payload)
         self.start = start
         self.device = device
@@ -55,7 +55,7 @@ class Post(Transfer):
         payload.works = [self.start(payload.tensors)]
 
 
-class PostGradient(Transfer):
+class PostGradient(ChannelOperation):
     """Posts the receive of a gradient, which has the shape of the activation that was sent."""
 
     __slots__ = ("device", "sent", "start")
@@ -63,7 +63,7 @@ class PostGradient(Transfer):
     doing = "posting the receive of"
 
     def __init__(
-        self, value: Value, link: Link, payload: Payload, start: Start, sent: SentActivation, device: torch.device
+        self, value: Value, link: Connection, payload: Payload, start: Start, sent: SentActivation, device: torch.device
     ) -> None:
         super().__init__(value, link, payload)
         self.start = start
@@ -86,7 +86,7 @@ class SentActivation(Protocol):
     def metadata(self) -> Metadata: ...
 
 
-class Wait(Transfer):
+class AwaitReceive(ChannelOperation):
     """Waits until a posted receive has arrived."""
 
     __slots__ = ()
@@ -99,7 +99,7 @@ class Wait(Transfer):
         payload.works = []
 
 
-class Send(Transfer):
+class SendActivation(ChannelOperation):
     """Starts to send an activation of known shape. Checks its shape first, because a channel does not."""
 
     __slots__ = ("metadata", "start")
@@ -107,7 +107,7 @@ class Send(Transfer):
     doing = "sending"
     metadata: Metadata
 
-    def __init__(self, value: Value, link: Link, payload: Payload, start: Start) -> None:
+    def __init__(self, value: Value, link: Connection, payload: Payload, start: Start) -> None:
         super().__init__(value, link, payload)
         self.start = start
 
@@ -130,14 +130,14 @@ class Send(Transfer):
         payload.tensors = []
 
 
-class SendGradient(Transfer):
+class SendGradient(ChannelOperation):
     """Starts to send a gradient; its receiver knows the shape."""
 
     __slots__ = ("start",)
 
     doing = "sending"
 
-    def __init__(self, value: Value, link: Link, payload: Payload, start: Start) -> None:
+    def __init__(self, value: Value, link: Connection, payload: Payload, start: Start) -> None:
         super().__init__(value, link, payload)
         self.start = start
 
@@ -148,7 +148,7 @@ class SendGradient(Transfer):
         payload.tensors = []
 
 
-class Release(Wait):
+class ReleaseSent(AwaitReceive):
     """Frees a sent value. The program proves that the peer has received it, so the wait returns at once."""
 
     __slots__ = ()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # rich is loaded when something is shown
     from rich.console import Console
 
     from pipeflow.runtime.step import Output
-    from pipeflow.training.display import Display, State
+    from pipeflow.training.display import Display, TrainingProgress
 
 
 class ProgressHook(Hook):
@@ -76,7 +76,7 @@ def with_progress(hooks: Sequence[Hook]) -> list[Hook]:
     return [*hooks, *(make() for make in usual if not any(isinstance(hook, make) for hook in hooks))]
 
 
-def _state(trainer: Trainer) -> State:
-    from pipeflow.training.display import State
+def _state(trainer: Trainer) -> TrainingProgress:
+    from pipeflow.training.display import TrainingProgress
 
-    return State(trainer.epoch, trainer.epochs, trainer.step_in_epoch, trainer.steps_in_epoch)
+    return TrainingProgress(trainer.epoch, trainer.epochs, trainer.step_in_epoch, trainer.steps_in_epoch)

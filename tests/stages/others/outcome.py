@@ -19,7 +19,7 @@ from pipeflow.parallel.sharding import splits_of
 from pipeflow.parallel.transport.group import Unconnected
 from pipeflow.stages.blocks import blocks_of, labels_of
 from pipeflow.stages.loss import loss_in
-from pipeflow.stages.plan import Plan
+from pipeflow.stages.plan import CutPlan
 from pipeflow.stages.planner import Planner
 from pipeflow.tensor.module_sharding import shard
 from pipeflow.testing import run_threads
@@ -123,7 +123,7 @@ class _SharedPlanner(Planner):
 
     lock = RLock()
 
-    def plan(self, entries: Mapping[str, Any], like: nn.Module | None = None) -> Plan:
+    def plan(self, entries: Mapping[str, Any], like: nn.Module | None = None) -> CutPlan:
         with self.lock:
             return super().plan(entries, like)
 
