@@ -18,6 +18,7 @@ from pipeflow.checkpoint.storage import Storage, fill
 from pipeflow.checkpoint.task import Task
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.optimizer import by_name
+from pipeflow.optim.rates import Scheduler
 from pipeflow.parallel.transport.agreement import all_gather, all_gather_object
 
 
@@ -40,7 +41,7 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | None = None,
-    scheduler: state.Scheduler | None = None,
+    scheduler: Scheduler | None = None,
     *,
     names: Names | None = None,
     check: Callable[[Loaded], None] | None = None,

@@ -17,6 +17,7 @@ from pipeflow.checkpoint.storage import RankContent, to_bytes
 from pipeflow.checkpoint.task import Task
 from pipeflow.core.errors import PipeflowError, UsageError
 from pipeflow.optim.optimizer import by_name
+from pipeflow.optim.rates import Scheduler
 from pipeflow.parallel.context import Context
 
 LOG = logging.getLogger("pipeflow")
@@ -79,7 +80,7 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    scheduler: state.Scheduler | None = None,
+    scheduler: Scheduler | None = None,
     step: int | None = None,
     data: Any = None,
     extra: Any = None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,6 @@ from pipeflow.tensor.random import current_tracker
 T = TypeVar("T")
 MODEL, OPTIMIZER, OPTIONS, RUN = "model.", "optimizer.", "options.", "run"
 _OUTSIDE = {"python", "numpy"}  # the generators that are not torch's
-
-
-class Scheduler(Protocol):
-    """A learning-rate scheduler, such as those in torch.optim.lr_scheduler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns its state in plain values."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a saved state."""
 
 
 def weight_pieces(tensors: Sequence[LocalTensor]) -> dict[str, Piece]:

@@ -13,11 +13,11 @@ from torch import Tensor
 import pipeflow.training as native
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.optim.rates import Scheduler
 from pipeflow.parallel.context import current_context
 from pipeflow.runtime.step import Output
 from pipeflow.schedules import make_schedule
 from pipeflow.training.data import DataParallelLoader
-from pipeflow.training.engine import Scheduler
 
 
 class WholeSteps:

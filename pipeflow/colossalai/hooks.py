@@ -13,11 +13,11 @@ import pipeflow.training as native
 from pipeflow.colossalai.global_context import ParallelMode
 from pipeflow.colossalai.trainers import BaseHook, Trainer
 from pipeflow.core.errors import UsageError
+from pipeflow.optim.rates import Scheduler
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.runtime.step import Output
 from pipeflow.training import DistributedLogger, Hook, MultiTimer, Step
-from pipeflow.training.engine import Scheduler
 
 
 class LossHook(Hook):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,6 +20,19 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_at_least
 
 Rate = float | Tensor
+
+
+class Scheduler(Protocol):
+    """A learning-rate scheduler, such as torch's."""
+
+    def step(self) -> None:
+        """Sets the next learning rate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the scheduler's state in plain values."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a saved state."""
 
 
 class WarmupLR(LRScheduler, ABC):

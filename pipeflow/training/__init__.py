@@ -6,7 +6,8 @@ from pipeflow.training.build import build_stages, cut_layers
 from pipeflow.training.config import Config, read_config
 from pipeflow.training.configured import make_engine
 from pipeflow.training.data import DataParallelLoader, endless, get_dataloader
-from pipeflow.training.engine import Engine, NonFiniteGradientError, NonFiniteLossError, Step
+from pipeflow.training.engine import Engine, Step
+from pipeflow.training.finite import NonFiniteGradientError, NonFiniteLossError
 from pipeflow.training.hooks import (
     AccuracyHook,
     BubbleHook,

@@ -13,11 +13,12 @@ from torch.utils._pytree import tree_map
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
+from pipeflow.optim.rates import Scheduler
 from pipeflow.parallel.context import current_context
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.schedules import make_schedule
 from pipeflow.training.config import Config, read_config
-from pipeflow.training.engine import Engine, Scheduler
+from pipeflow.training.engine import Engine
 from pipeflow.training.launch import current_config
 
 Source = Config | Mapping[str, Any] | str | Path

@@ -3,92 +3,28 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipeflow.core.errors import PipeflowError, UsageError
+from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.optim.clip import clip_grad_norm_
 from pipeflow.optim.masters import MasterWeights
 from pipeflow.optim.optimizer import Wrapper, innermost, require_parameters_of
-from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.optim.rates import Scheduler
 from pipeflow.runtime.custom_backward import backward
 from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.runtime.step import Output
 from pipeflow.tensor.trial import needs_closure
+from pipeflow.training.finite import NonFiniteError, check_finite, mean_loss
 
 LOG = logging.getLogger("pipeflow")
-
-
-class Scheduler(Protocol):
-    """A learning-rate scheduler, such as torch's."""
-
-    def step(self) -> None:
-        """Sets the next learning rate."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the scheduler's state."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a saved state."""
-
-
-class NonFiniteError(PipeflowError, ArithmeticError):
-    """A number of a step is infinite or NaN. Raised on every rank.
-
-    Args:
-        what: which number, and in which step.
-        advice: what to do about it.
-        step: number of steps taken before this one.
-
-    `what` and `step` are attributes, too.
-    """
-
-    def __init__(self, what: str, advice: str, step: int) -> None:
-        super().__init__(
-            f"{what}: {advice}, or leave such steps out with Engine(non_finite='skip'). The weights were not changed "
-            "by this step"
-        )
-        self.what = what
-        self.step = step
-
-
-class NonFiniteLossError(NonFiniteError):
-    """The loss of a batch is infinite or NaN.
-
-    Args:
-        loss: the loss.
-        step: number of steps taken before this one.
-        microbatch: index of the first microbatch with such a loss; None if only the sum of the losses is not finite.
-
-    `step` and `microbatch` are attributes, too.
-    """
-
-    def __init__(self, loss: float, step: int, microbatch: int | None) -> None:
-        where = "" if microbatch is None else f", first in microbatch {microbatch}"
-        advice = "look at its data, lower the learning rate, clip gradients"
-        super().__init__(f"the loss is {loss} in step {step}{where}", advice, step)
-        self.microbatch = microbatch
-
-
-class NonFiniteGradientError(NonFiniteError):
-    """The gradient of a step is infinite or NaN, although the losses of its batches are finite.
-
-    Args:
-        step: number of steps taken before this one, also an attribute.
-    """
-
-    def __init__(self, step: int) -> None:
-        advice = "look at its data and at operations with infinite derivatives, such as sqrt(0)"
-        super().__init__(f"the gradient is not finite in step {step}, although the loss is", advice, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +46,7 @@ class Step:
     @property
     def loss(self) -> Tensor:
         """Mean loss of the batches, a scalar, the same on every rank."""
-        return _mean_loss(self.batches)
+        return mean_loss(self.batches)
 
     @property
     def samples(self) -> int:
@@ -290,7 +226,7 @@ class Engine:
         outputs = self._outputs
         self.forget_batches()
         self.grad_norm = clip_grad_norm_(self.model, self.clip_grad_norm) if self.clip_grad_norm else None
-        error = self._not_finite(outputs, self.grad_norm)
+        error = self._check_finite(outputs)
         if error is not None and self.non_finite == "stop":
             self.optimizer.zero_grad()
             raise error
@@ -307,30 +243,14 @@ class Engine:
             self.scheduler.step()
         return is_taken
 
-    def _not_finite(self, outputs: list[Output], norm: Tensor | None) -> NonFiniteError | None:
-        """The error that names a loss or a gradient that is not finite, which all ranks find together; None if there is
-        none. Reads all numbers of the step at once.
-        """
+    def _check_finite(self, outputs: Sequence[Output]) -> NonFiniteError | None:
         self._read_loss = None
         if self.non_finite == "ignore":
             return None
-        losses = [_told(output) for output in outputs]
         scales = isinstance(self.optimizer, MasterWeights) and self.optimizer.scaler is not None
-        numbers = [*losses, *([_mean_loss(outputs)] if losses else []), *([] if norm is None or scales else [norm])]
-        read: list[float] = torch.stack([number.double() for number in numbers]).tolist() if numbers else []
-        if losses:
-            self._read_loss = read[len(losses)]
-        for output, loss in zip(outputs, read, strict=False):
-            if not math.isfinite(loss):
-                return self._spoiled_by(output, loss)
-        return None if all(map(math.isfinite, read)) else NonFiniteGradientError(self.steps)
-
-    def _spoiled_by(self, output: Output, loss: float) -> NonFiniteLossError:
-        context = self.model.context
-        spoiled = [microbatch for microbatch, each in output.losses.items() if not bool(each.isfinite())]
-        with context.alarm.raised_everywhere():
-            [first] = min(all_gather(context.world, [min(spoiled, default=math.inf)]))
-        return NonFiniteLossError(loss, self.steps, int(first) if math.isfinite(first) else None)
+        norm = None if scales else self.grad_norm
+        self._read_loss, error = check_finite(outputs, norm, self.steps, self.model.context)
+        return error
 
     def forget_batches(self) -> None:
         """Starts the current step again: batches run since the last step no longer count. The next `zero_grad` clears
@@ -363,12 +283,3 @@ def _require_no_closure(optimizer: Optimizer) -> None:
             f"{type(plain).__name__}.step needs a closure that computes the loss again, but an Engine runs each batch "
             "once: choose an optimizer whose step takes no closure, such as AdamW or SGD"
         )
-
-
-def _mean_loss(outputs: Sequence[Output]) -> Tensor:
-    return torch.stack([_told(output) for output in outputs]).mean()
-
-
-def _told(output: Output) -> Tensor:
-    assert output.loss is not None  # it is broadcast
-    return output.loss

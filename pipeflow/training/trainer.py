@@ -11,9 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
+from pipeflow.optim.rates import Scheduler
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.training.data import DataParallelLoader
-from pipeflow.training.engine import Engine, Scheduler
+from pipeflow.training.engine import Engine
 from pipeflow.training.hook import Hook
 from pipeflow.training.position import Position
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeflow.training.engine import Scheduler, Step
+from pipeflow.optim.rates import Scheduler
+from pipeflow.training.engine import Step
 from pipeflow.training.hook import Hook
 from pipeflow.training.trainer import Trainer
 
