@@ -54,7 +54,7 @@ def planned() -> dict[str, Any]:
     import torch
     import transformers
 
-    from pipeflow.huggingface.skeleton import Blueprint
+    from pipeflow.huggingface.model.skeleton import Blueprint
     from pipeflow.stages.planner import Planner
     from pipeflow.stages.stage import ModuleStage
 

@@ -60,9 +60,9 @@ if TYPE_CHECKING:
     from pipeflow.runtime.step import Output
     from pipeflow.schedules.order_search import exact, search
     from pipeflow.soundness.schedule import Violation, verify
-    from pipeflow.training.build import build_stages
-    from pipeflow.training.data import get_dataloader
-    from pipeflow.training.measure import measure_layers
+    from pipeflow.training.data.loader import get_dataloader
+    from pipeflow.training.model.build import build_stages
+    from pipeflow.training.model.measure import measure_layers
 
 __version__ = "0.1.0"
 
@@ -106,7 +106,7 @@ _LATER = {
     "Wanted": "planning.layout",
     "Whole": "runtime.microbatch",
     "Zero": "optim.zero",
-    "build_stages": "training.build",
+    "build_stages": "training.model.build",
     "causes": "analysis.idle_time",
     "clip_grad_norm_": "optim.clip",
     "critical_path": "analysis.idle_time",
@@ -116,14 +116,14 @@ _LATER = {
     "execute_pipeline": "runtime.pipeline",
     "find_layouts": "planning.layouts",
     "find_module_layouts": "pricing.module_layouts",
-    "get_dataloader": "training.data",
+    "get_dataloader": "training.data.loader",
     "grad_norm": "optim.clip",
     "latest_checkpoint": "checkpoint.newest",
     "launch": "parallel.launcher",
     "load_checkpoint": "checkpoint.load",
     "load_safetensors": "checkpoint.safetensors",
     "lower": "analysis.lowering",
-    "measure_layers": "training.measure",
+    "measure_layers": "training.model.measure",
     "measured_costs": "analysis.trace_costs",
     "model_named": "planning.catalog",
     "partition_balanced": "core.partition",

@@ -25,7 +25,7 @@ from pipeflow.training import (
     launch_from_config,
     make_engine,
 )
-from pipeflow.training.mixup import MixedLabels, Mixup, MixupLoss
+from pipeflow.training.data.mixup import MixedLabels, Mixup, MixupLoss
 from vit.build import build_pipeline_vit, build_stage
 from vit.data import Images
 from vit.options import make_optimizer, model_options

@@ -15,7 +15,7 @@ import pipeflow
 from pipeflow.optim import CosineAnnealingWarmupLR
 from pipeflow.parallel.layout import WorldLayout
 from pipeflow.training import Config
-from pipeflow.training.mixup import Mixup
+from pipeflow.training.data.mixup import Mixup
 from vit.build import build_stage
 from vit.data import Images
 

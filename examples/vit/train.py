@@ -38,7 +38,7 @@ from pipeflow.training import (
     make_engine,
     read_config,
 )
-from pipeflow.training.mixup import Mixup, MixupLoss
+from pipeflow.training.data.mixup import Mixup, MixupLoss
 from vit.build import build_pipeline_vit
 from vit.check import check
 from vit.data import Images, load_images

@@ -17,7 +17,7 @@ from pipeflow.optim.rates import Scheduler
 from pipeflow.parallel.context import current_context
 from pipeflow.runtime.step import Output
 from pipeflow.schedules import make_schedule
-from pipeflow.training.data import DataParallelLoader
+from pipeflow.training.data.loader import DataParallelLoader
 
 
 class WholeSteps:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pipeflow.parallel.context import current_context, is_launched
 from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.transport.agreement import all_gather
-from pipeflow.training.launch import current_config, keep_config
+from pipeflow.training.config.launch import current_config, keep_config
 
 
 class ParallelMode(Enum):

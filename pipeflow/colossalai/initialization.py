@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from pipeflow.colossalai.engines import ByOptimizerSteps, Engine, WholeSteps
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.training.config import Config
-from pipeflow.training.configured import make_engine
-from pipeflow.training.data import DataParallelLoader
-from pipeflow.training.launch import current_config
+from pipeflow.training.config.engine import make_engine
+from pipeflow.training.config.launch import current_config
+from pipeflow.training.config.schema import Config
+from pipeflow.training.data.loader import DataParallelLoader
+from pipeflow.training.data.mixup import MixupLoss, mixed
 from pipeflow.training.logging import get_dist_logger
-from pipeflow.training.mixup import MixupLoss, mixed
 
 
 class Called(nn.Module):

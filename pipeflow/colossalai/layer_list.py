@@ -18,7 +18,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Part, partition_balanced, partition_uniform
 from pipeflow.core.placement import Placement
 from pipeflow.parallel.context import context_if_launched
-from pipeflow.training.build import build_stages
+from pipeflow.training.model.build import build_stages
 
 Function = Callable[..., Any]
 Functions = dict[str, list[Function]]

@@ -16,7 +16,7 @@ from pipeflow.parallel.layout import WorldLayout
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.parallel.transport.group import Group
 from pipeflow.tensor.random import manual_seed
-from pipeflow.training.launch import current_config, keep_config
+from pipeflow.training.config.launch import current_config, keep_config
 
 
 def lay_out(pipeline: int, tensor: int) -> Context:

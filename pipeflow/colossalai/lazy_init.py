@@ -15,11 +15,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.rank_parameters import fill, make_owned
-from pipeflow.huggingface.skeleton import Blueprint
+from pipeflow.huggingface.model.rank_parameters import fill, make_owned
+from pipeflow.huggingface.model.skeleton import Blueprint
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.runtime.pipeline import Pipeline
-from pipeflow.training.layers import drawing_from
+from pipeflow.training.model.layers import drawing_from
 
 
 def copy_of_lazy(module: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.optim.precision import require_dtype
 from pipeflow.schedules import make_schedule
-from pipeflow.training.data import DataParallelLoader, get_dataloader
+from pipeflow.training.data.loader import DataParallelLoader, get_dataloader
 
 _OF_SHARDS = {*signature(ShardConfig).parameters, *OF_SHARDS} - {"others", "tensor_parallel_process_group", *ELSEWHERE}
 

@@ -14,10 +14,10 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import partition_uniform
 from pipeflow.core.placement import Placement
 from pipeflow.parallel.context import context_if_launched
-from pipeflow.training.build import build_stages, cut_layers
-from pipeflow.training.layers import Layers, named_layers
 from pipeflow.training.logging import get_dist_logger
-from pipeflow.training.registry import Registry, makers
+from pipeflow.training.model.build import build_stages, cut_layers
+from pipeflow.training.model.layers import Layers, named_layers
+from pipeflow.training.model.registry import Registry, makers
 
 DATASETS = Registry("DATASETS")
 HOOKS = Registry("HOOKS", [hooks])

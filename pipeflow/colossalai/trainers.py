@@ -12,7 +12,7 @@ from pipeflow.colossalai.metrics import Timed, states_of
 from pipeflow.core.errors import UsageError
 from pipeflow.runtime.step import Output
 from pipeflow.training import Hook, MultiTimer, Step
-from pipeflow.training.launch import current_config
+from pipeflow.training.config.launch import current_config
 
 
 class BaseHook(Hook):

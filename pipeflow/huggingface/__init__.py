@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeflow.huggingface.generation import generate
-from pipeflow.huggingface.loading import from_config, from_pretrained
-from pipeflow.huggingface.saving import save_pretrained
+from pipeflow.huggingface.generation.text import generate
+from pipeflow.huggingface.model.loading import from_config, from_pretrained
+from pipeflow.huggingface.model.saving import save_pretrained
 
 if TYPE_CHECKING:
-    from pipeflow.huggingface.trainer import Trainer
+    from pipeflow.huggingface.training.trainer import Trainer
 
 __all__ = ["Trainer", "from_config", "from_pretrained", "generate", "save_pretrained"]
 
@@ -20,9 +20,9 @@ def __getattr__(name: str) -> object:
     """The Trainer; its class is made on first use, since it derives from transformers' Trainer."""
     if name != "Trainer":
         raise AttributeError(f"module 'pipeflow.huggingface' has no attribute {name!r}")
-    from pipeflow.huggingface.trainer_refusals import require_libraries
+    from pipeflow.huggingface.training.refusals import require_libraries
 
     require_libraries()
-    from pipeflow.huggingface.trainer import Trainer
+    from pipeflow.huggingface.training.trainer import Trainer
 
     return Trainer

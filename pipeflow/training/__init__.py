@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pipeflow.training.build import build_stages, cut_layers
-from pipeflow.training.config import Config, read_config
-from pipeflow.training.configured import make_engine
-from pipeflow.training.data import DataParallelLoader, endless, get_dataloader
-from pipeflow.training.engine import Engine, Step
-from pipeflow.training.finite import NonFiniteGradientError, NonFiniteLossError
+from pipeflow.training.config.engine import make_engine
+from pipeflow.training.config.launch import current_config, launch_from_config
+from pipeflow.training.config.schema import Config, read_config
+from pipeflow.training.data.loader import DataParallelLoader, endless, get_dataloader
 from pipeflow.training.hooks import (
     AccuracyHook,
     BubbleHook,
@@ -24,12 +22,14 @@ from pipeflow.training.hooks import (
     ThroughputHook,
     TimingHook,
 )
-from pipeflow.training.launch import current_config, launch_from_config
 from pipeflow.training.logging import DistributedLogger, disable_existing_loggers, get_dist_logger
-from pipeflow.training.measure import measure_layers
-from pipeflow.training.registry import Registry, makers
+from pipeflow.training.loop.engine import Engine, Step
+from pipeflow.training.loop.finite import NonFiniteGradientError, NonFiniteLossError
+from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.model.build import build_stages, cut_layers
+from pipeflow.training.model.measure import measure_layers
+from pipeflow.training.model.registry import Registry, makers
 from pipeflow.training.timer import MultiTimer, Timer
-from pipeflow.training.trainer import Trainer
 
 __all__ = [
     "AccuracyHook",

@@ -23,8 +23,8 @@ from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_processes, run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import read_config
-from pipeflow.training.config import KEYS
-from pipeflow.training.launch import keep_config
+from pipeflow.training.config.launch import keep_config
+from pipeflow.training.config.schema import KEYS
 from tests.colossalai.work import MODEL, initialized, samples
 
 HALF = PlainModel(dtype=torch.float32)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeflow import Schedule, UsageError, execute_pipeline, make_schedule
 from pipeflow.huggingface import from_config, from_pretrained, save_pretrained
-from pipeflow.huggingface.skeleton import Blueprint
+from pipeflow.huggingface.model.skeleton import Blueprint
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError
 from tests.covering import some
@@ -108,7 +108,7 @@ def test_models_that_threads_make_at_once_leave_the_default_dtype_alone(monkeypa
             inside.set()
             assert waiting.wait(30)
 
-    monkeypatch.setattr("pipeflow.huggingface.skeleton._ONE_AT_A_TIME", Announcing())
+    monkeypatch.setattr("pipeflow.huggingface.model.skeleton._ONE_AT_A_TIME", Announcing())
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(Blueprint(Slow, None, torch.float64).skeleton)
         assert inside.wait(30)

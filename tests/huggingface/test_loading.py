@@ -13,7 +13,7 @@ import torch
 from pipeflow import Pipeline, execute_pipeline, make_schedule
 from pipeflow.checkpoint import tensor_files
 from pipeflow.huggingface import from_pretrained, save_pretrained
-from pipeflow.huggingface.saving import module_of
+from pipeflow.huggingface.model.saving import module_of
 from pipeflow.parallel.sharding import splits_of
 from pipeflow.testing import run_threads
 from pipeflow.testing.ranks import RankError

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 from pipeflow.huggingface import Trainer  # noqa: E402  # after the skip
 from pipeflow.huggingface.lazy_import import library  # noqa: E402  # after the skip
-from pipeflow.huggingface.trainer_part import ReplicaBatchSampler  # noqa: E402  # after the skip
-from pipeflow.huggingface.trainer_random import DataRandom  # noqa: E402  # after the skip
-from pipeflow.huggingface.trainer_replicas import gathered, padded, shared_outputs  # noqa: E402  # after the skip
+from pipeflow.huggingface.training.random_states import DataRandom  # noqa: E402  # after the skip
+from pipeflow.huggingface.training.replicas import gathered, padded, shared_outputs  # noqa: E402  # after the skip
+from pipeflow.huggingface.training.sampler import ReplicaBatchSampler  # noqa: E402  # after the skip
 from tests.huggingface.trainers import make_arguments, make_pipeline, make_trainer, schedule_here  # noqa: E402  # same
 
 

@@ -82,7 +82,7 @@ def test_the_host_waits_for_its_device_only_to_see_whether_the_numbers_are_finit
     found, by_file = waits(schedule, kind, "stop"), Counter[str]()
     for why, times in found.items():
         by_file[re.sub(r":\d+", "", why)] += times
-    assert by_file == {"training/engine.py tolist": 1}, found
+    assert by_file == {"training/loop/engine.py tolist": 1}, found
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from pipeflow import UsageError
 from pipeflow.optim import HalfPrecision
 from pipeflow.training import Config, read_config
-from pipeflow.training.config import KEYS, UNREAD
+from pipeflow.training.config.schema import KEYS, UNREAD
 
 TUTORIAL: dict[str, Any] = {
     "NUM_MICRO_BATCHES": 192,

@@ -13,8 +13,8 @@ from pipeflow.parallel.context import current_context
 from pipeflow.testing import run_threads
 from pipeflow.testing.models import PlainModel
 from pipeflow.training import Engine, make_engine
-from pipeflow.training.config import read_config
-from pipeflow.training.launch import keep_config
+from pipeflow.training.config.launch import keep_config
+from pipeflow.training.config.schema import read_config
 
 
 def engine_for(config: dict[str, Any], chunks: int | None = None, dtype: torch.dtype = torch.float32) -> Engine:

@@ -13,7 +13,7 @@ from pipeflow import LayerCosts, PipelineError, Schedule, UsageError, make_sched
 from pipeflow.parallel.context import current_context
 from pipeflow.tensor import ColumnParallelLinear, RowParallelLinear
 from pipeflow.testing import run_threads
-from pipeflow.training import measure
+from pipeflow.training.model import measure
 
 
 class Clock:

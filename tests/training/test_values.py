@@ -32,7 +32,7 @@ from pipeflow.training import (
 )
 from pipeflow.training.hooks import memory
 from pipeflow.training.hooks.bubble import planned
-from pipeflow.training.peaks import peak_of
+from pipeflow.training.hooks.peaks import peak_of
 from tests.runtime.work import build
 
 MODEL = PlainModel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pipeflow.training.hook import Hook
 from pipeflow.training.hooks.bubble import BubbleHook
 from pipeflow.training.hooks.checkpoints import CheckpointHook
 from pipeflow.training.hooks.loggers import LoggerHook, MetricLogger, TensorBoardHook
@@ -13,6 +12,7 @@ from pipeflow.training.hooks.progress import ProgressHook
 from pipeflow.training.hooks.rates import RateHook
 from pipeflow.training.hooks.throughput import ThroughputHook
 from pipeflow.training.hooks.timing import TimingHook
+from pipeflow.training.loop.hook import Hook
 
 __all__ = [
     "AccuracyHook",

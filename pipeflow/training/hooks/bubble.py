@@ -7,9 +7,9 @@ from pipeflow.analysis.simulation import simulate
 from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
-from pipeflow.training.engine import Step
-from pipeflow.training.hook import Hook
-from pipeflow.training.trainer import Trainer
+from pipeflow.training.loop.engine import Step
+from pipeflow.training.loop.hook import Hook
+from pipeflow.training.loop.trainer import Trainer
 
 
 class BubbleHook(Hook):

@@ -16,10 +16,10 @@ from pipeflow.checkpoint.save import Saving, save_checkpoint
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
-from pipeflow.training.engine import Step
-from pipeflow.training.hook import Hook
 from pipeflow.training.logging import get_dist_logger
-from pipeflow.training.trainer import Trainer
+from pipeflow.training.loop.engine import Step
+from pipeflow.training.loop.hook import Hook
+from pipeflow.training.loop.trainer import Trainer
 
 LOG = logging.getLogger("pipeflow")
 BEST = "best"  # the link to the best checkpoint

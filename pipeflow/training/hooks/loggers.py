@@ -14,10 +14,10 @@ from torch import Tensor
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.extras import install
 from pipeflow.draw.files.image import pixels
-from pipeflow.training.engine import Step
-from pipeflow.training.hook import Hook
 from pipeflow.training.hooks.bubble import planned
-from pipeflow.training.trainer import Trainer
+from pipeflow.training.loop.engine import Step
+from pipeflow.training.loop.hook import Hook
+from pipeflow.training.loop.trainer import Trainer
 
 
 class MetricLogger(Protocol):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pipeflow.core.errors import UsageError
-from pipeflow.training.engine import Step
-from pipeflow.training.hook import Hook
+from pipeflow.training.hooks.metric_text import joined
 from pipeflow.training.logging import DistributedLogger, get_dist_logger
-from pipeflow.training.shown import joined
-from pipeflow.training.trainer import Trainer
+from pipeflow.training.loop.engine import Step
+from pipeflow.training.loop.hook import Hook
+from pipeflow.training.loop.trainer import Trainer
 
 
 class LogHook(Hook):

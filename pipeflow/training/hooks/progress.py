@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from pipeflow.training.engine import Step
-from pipeflow.training.hook import Hook
 from pipeflow.training.hooks.bubble import BubbleHook
 from pipeflow.training.hooks.memory import MemoryHook
 from pipeflow.training.hooks.rates import RateHook
 from pipeflow.training.hooks.throughput import ThroughputHook
-from pipeflow.training.trainer import Trainer
+from pipeflow.training.loop.engine import Step
+from pipeflow.training.loop.hook import Hook
+from pipeflow.training.loop.trainer import Trainer
 
 if TYPE_CHECKING:  # rich is loaded when something is shown
     from rich.console import Console
 
     from pipeflow.runtime.step import Output
-    from pipeflow.training.display import Display, TrainingProgress
+    from pipeflow.training.hooks.display import Display, TrainingProgress
 
 
 class ProgressHook(Hook):
@@ -43,7 +43,7 @@ class ProgressHook(Hook):
         if trainer.engine.model.context.rank == 0:
             import rich
 
-            from pipeflow.training.display import Bars, Lines
+            from pipeflow.training.hooks.display import Bars, Lines
 
             console = self.console or rich.get_console()
             self._display = (Bars if console.is_interactive else Lines)(console, self.clock)
@@ -77,6 +77,6 @@ def with_progress(hooks: Sequence[Hook]) -> list[Hook]:
 
 
 def _state(trainer: Trainer) -> TrainingProgress:
-    from pipeflow.training.display import TrainingProgress
+    from pipeflow.training.hooks.display import TrainingProgress
 
     return TrainingProgress(trainer.epoch, trainer.epochs, trainer.step_in_epoch, trainer.steps_in_epoch)

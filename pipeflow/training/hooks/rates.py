@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pipeflow.optim.rates import Scheduler
-from pipeflow.training.engine import Step
-from pipeflow.training.hook import Hook
-from pipeflow.training.trainer import Trainer
+from pipeflow.training.loop.engine import Step
+from pipeflow.training.loop.hook import Hook
+from pipeflow.training.loop.trainer import Trainer
 
 
 class RateHook(Hook):

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from time import perf_counter
 
 from pipeflow.core.errors import UsageError
-from pipeflow.training.engine import Step
-from pipeflow.training.hook import Hook
-from pipeflow.training.peaks import peak_flops
-from pipeflow.training.trainer import Trainer
+from pipeflow.training.hooks.peaks import peak_flops
+from pipeflow.training.loop.engine import Step
+from pipeflow.training.loop.hook import Hook
+from pipeflow.training.loop.trainer import Trainer
 
 
 class ThroughputHook(Hook):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pipeflow.training.engine import Step
-from pipeflow.training.hook import Hook
+from pipeflow.training.loop.engine import Step
+from pipeflow.training.loop.hook import Hook
+from pipeflow.training.loop.trainer import Trainer
 from pipeflow.training.timer import MultiTimer
-from pipeflow.training.trainer import Trainer
 
 
 class TimingHook(Hook):

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import BatchSampler, DataLoader
 
-from pipeflow.huggingface.trainer_part import ReplicaBatchSampler
-from pipeflow.huggingface.trainer_replicas import gathered, padded
+from pipeflow.huggingface.training.replicas import gathered, padded
+from pipeflow.huggingface.training.sampler import ReplicaBatchSampler
 from pipeflow.optim.clip import clip_grad_norm_
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather

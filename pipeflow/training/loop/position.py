@@ -18,7 +18,7 @@ from pipeflow.checkpoint.storage import to_bytes
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
-from pipeflow.training.data import DataParallelLoader
+from pipeflow.training.data.loader import DataParallelLoader
 
 LOG = logging.getLogger("pipeflow")
 

@@ -15,7 +15,7 @@ import torch
 from pipeflow.parallel.context import Context, current_context, keep, kept
 from pipeflow.parallel.launcher import launch
 from pipeflow.tensor.random import manual_seed
-from pipeflow.training.config import Config, read_config
+from pipeflow.training.config.schema import Config, read_config
 from pipeflow.training.logging import get_dist_logger
 
 _CONFIG = "configuration"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the trainer knows its hooks
     from pipeflow.runtime.step import Output
-    from pipeflow.training.engine import Step
-    from pipeflow.training.trainer import Trainer
+    from pipeflow.training.loop.engine import Step
+    from pipeflow.training.loop.trainer import Trainer
 
 
 class Hook:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.huggingface.caches import (
+from pipeflow.huggingface.generation.caches import (
     CacheEntry,
     Caches,
     GrowingEntry,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.draws import SeededDraws
+from pipeflow.huggingface.model.draws import SeededDraws
 
 _ONE_AT_A_TIME = RLock()  # all threads share torch's hook, and functions that transformers replaces meanwhile
 

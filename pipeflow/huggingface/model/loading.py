@@ -15,13 +15,13 @@ import torch
 from pipeflow.checkpoint.tensor_files import TensorFiles
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.huggingface.example import example_for
-from pipeflow.huggingface.kinds import Kind, model_class, read_config
 from pipeflow.huggingface.lazy_import import library
-from pipeflow.huggingface.model import Model
-from pipeflow.huggingface.rank_parameters import fill, make_owned, owned_names
-from pipeflow.huggingface.skeleton import Blueprint
-from pipeflow.huggingface.weight_files import StoredWeights, dtype_in, files_in
+from pipeflow.huggingface.model.classes import Kind, model_class, read_config
+from pipeflow.huggingface.model.pipeline import Model
+from pipeflow.huggingface.model.rank_parameters import fill, make_owned, owned_names
+from pipeflow.huggingface.model.skeleton import Blueprint
+from pipeflow.huggingface.model.weight_files import StoredWeights, dtype_in, files_in
+from pipeflow.huggingface.training.example import example_for
 from pipeflow.parallel.context import Context, current_context
 from pipeflow.parallel.transport.agreement import all_gather
 

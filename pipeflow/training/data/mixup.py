@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from pipeflow.core.errors import UsageError
-from pipeflow.training.data import DataParallelLoader
+from pipeflow.training.data.loader import DataParallelLoader
 
 
 class MixedLabels(TypedDict):

@@ -23,7 +23,7 @@ from pipeflow.parallel.sharding import splits_of
 from pipeflow.planning.layer_costs import LayerCosts
 from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
 from pipeflow.tensor.division import whole_shape
-from pipeflow.training.layers import Layer, Layers, drawing_from, make_layer, named_layers
+from pipeflow.training.model.layers import Layer, Layers, drawing_from, make_layer, named_layers
 
 LOG = logging.getLogger("pipeflow")
 Partition = Cut | Literal["parameters"] | LayerCosts

@@ -22,7 +22,7 @@ from pipeflow.runtime.custom_backward import backward
 from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
 from pipeflow.runtime.step import Output
 from pipeflow.tensor.trial import needs_closure
-from pipeflow.training.finite import NonFiniteError, check_finite, mean_loss
+from pipeflow.training.loop.finite import NonFiniteError, check_finite, mean_loss
 
 LOG = logging.getLogger("pipeflow")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.adapters import LOADED, has_adapters
 from pipeflow.huggingface.lazy_import import library
+from pipeflow.huggingface.model.adapters import LOADED, has_adapters
 
 Kind = type | str | None
 """A model class, an auto class such as transformers.AutoModelForCausalLM, or the name of one; None means the first of

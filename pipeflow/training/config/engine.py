@@ -17,9 +17,9 @@ from pipeflow.optim.rates import Scheduler
 from pipeflow.parallel.context import current_context
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.schedules import make_schedule
-from pipeflow.training.config import Config, read_config
-from pipeflow.training.engine import Engine
-from pipeflow.training.launch import current_config
+from pipeflow.training.config.launch import current_config
+from pipeflow.training.config.schema import Config, read_config
+from pipeflow.training.loop.engine import Engine
 
 Source = Config | Mapping[str, Any] | str | Path
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import current_context
-from pipeflow.training.launch import current_config
+from pipeflow.training.config.launch import current_config
 
 
 def get_dataloader(

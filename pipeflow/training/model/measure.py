@@ -20,7 +20,7 @@ from pipeflow.core.placement import require_positive
 from pipeflow.parallel.context import context_if_launched
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.planning.layer_costs import LayerCosts
-from pipeflow.training.layers import Layers, make_layer, named_layers, random_state_kept
+from pipeflow.training.model.layers import Layers, make_layer, named_layers, random_state_kept
 
 Clock = Callable[[], float]
 

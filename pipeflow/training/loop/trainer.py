@@ -13,10 +13,10 @@ from torch import Tensor
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.rates import Scheduler
 from pipeflow.parallel.transport.agreement import all_gather
-from pipeflow.training.data import DataParallelLoader
-from pipeflow.training.engine import Engine
-from pipeflow.training.hook import Hook
-from pipeflow.training.position import Position
+from pipeflow.training.data.loader import DataParallelLoader
+from pipeflow.training.loop.engine import Engine
+from pipeflow.training.loop.hook import Hook
+from pipeflow.training.loop.position import Position
 
 
 class Trainer:

@@ -12,10 +12,10 @@ import torch
 from pipeflow.checkpoint.pieces import local_tensors
 from pipeflow.checkpoint.tensor_files import OutputTensor, write_together
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.adapters import is_adapted, save_adapters
-from pipeflow.huggingface.keys import targets_of
 from pipeflow.huggingface.lazy_import import library
-from pipeflow.huggingface.skeleton import Blueprint
+from pipeflow.huggingface.model.adapters import is_adapted, save_adapters
+from pipeflow.huggingface.model.keys import targets_of
+from pipeflow.huggingface.model.skeleton import Blueprint
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.stages.stage import ModuleStage

@@ -16,13 +16,13 @@ from torch import Tensor
 from pipeflow.checkpoint.load import load_checkpoint
 from pipeflow.checkpoint.save import save_checkpoint
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.adapters import LOADED, has_adapters
 from pipeflow.huggingface.lazy_import import library
-from pipeflow.huggingface.saving import save_pretrained
-from pipeflow.huggingface.trainer_accelerator import PipelineAccelerator, World
-from pipeflow.huggingface.trainer_random import DataRandom, Reading, seed_layers
-from pipeflow.huggingface.trainer_refusals import require_pipeline, require_possible
-from pipeflow.huggingface.trainer_replicas import shared_outputs
+from pipeflow.huggingface.model.adapters import LOADED, has_adapters
+from pipeflow.huggingface.model.saving import save_pretrained
+from pipeflow.huggingface.training.accelerator import PipelineAccelerator, World
+from pipeflow.huggingface.training.random_states import DataRandom, Reading, seed_layers
+from pipeflow.huggingface.training.refusals import require_pipeline, require_possible
+from pipeflow.huggingface.training.replicas import shared_outputs
 from pipeflow.optim.clip import grad_norm as norm_of
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.runtime.pipeline import Pipeline, execute_pipeline

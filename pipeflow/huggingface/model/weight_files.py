@@ -14,7 +14,7 @@ from pipeflow.checkpoint.pieces import LocalTensor, local_tensors
 from pipeflow.checkpoint.task import Task
 from pipeflow.checkpoint.tensor_files import INDEX, SINGLE, TensorFiles, fill_piece
 from pipeflow.core.errors import UsageError
-from pipeflow.huggingface.keys import Source, names_of, sources_of
+from pipeflow.huggingface.model.keys import Source, names_of, sources_of
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object, told_alike
 from pipeflow.runtime.pipeline import Pipeline

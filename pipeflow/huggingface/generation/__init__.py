@@ -1,0 +1,1 @@
+"""Text generation with the stages of a language model."""

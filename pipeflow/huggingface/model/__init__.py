@@ -1,0 +1,1 @@
+"""Pipelines of transformers models: made, loaded and saved."""

@@ -1,0 +1,1 @@
+"""transformers' Trainer for a Pipeline."""

@@ -1,0 +1,1 @@
+"""Data for training: each replica's part of it, and mixup."""

@@ -1,0 +1,1 @@
+"""A model given as a list of layers: how layers are named, made, measured and cut into stages."""
