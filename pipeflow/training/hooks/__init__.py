@@ -12,7 +12,7 @@ from pipeflow.training.hooks.progress import ProgressHook
 from pipeflow.training.hooks.rates import RateHook
 from pipeflow.training.hooks.throughput import ThroughputHook
 from pipeflow.training.hooks.timing import TimingHook
-from pipeflow.training.loop.hook import Hook
+from pipeflow.training.loop.trainer import Hook, Trainer
 
 __all__ = [
     "AccuracyHook",
@@ -30,3 +30,5 @@ __all__ = [
     "ThroughputHook",
     "TimingHook",
 ]
+
+Trainer.progress_hooks = (RateHook, ThroughputHook, MemoryHook, BubbleHook, ProgressHook)

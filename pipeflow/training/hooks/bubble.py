@@ -8,8 +8,7 @@ from pipeflow.analysis.trace_costs import measured_costs
 from pipeflow.core.errors import UsageError
 from pipeflow.core.timeline import Timeline
 from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.loop.trainer import Hook, Trainer
 
 
 class BubbleHook(Hook):

@@ -18,8 +18,7 @@ from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.training.logging import get_dist_logger
 from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.loop.trainer import Hook, Trainer
 
 LOG = logging.getLogger("pipeflow")
 BEST = "best"  # the link to the best checkpoint

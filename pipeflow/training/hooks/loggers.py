@@ -16,8 +16,7 @@ from pipeflow.core.extras import install
 from pipeflow.draw.files.image import pixels
 from pipeflow.training.hooks.bubble import planned
 from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.loop.trainer import Hook, Trainer
 
 
 class MetricLogger(Protocol):

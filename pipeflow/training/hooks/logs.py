@@ -6,8 +6,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.training.hooks.metric_text import joined
 from pipeflow.training.logging import DistributedLogger, get_dist_logger
 from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.loop.trainer import Hook, Trainer
 
 
 class LogHook(Hook):

@@ -11,8 +11,7 @@ import torch
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.loop.trainer import Hook, Trainer
 
 GIB = 2**30
 _STATM = Path("/proc/self/statm")

@@ -13,8 +13,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.agreement import all_gather
 from pipeflow.parallel.transport.group import Group
 from pipeflow.runtime.step import Output
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.loop.trainer import Hook, Trainer
 
 
 class Metric(Protocol):

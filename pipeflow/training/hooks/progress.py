@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from pipeflow.training.hooks.bubble import BubbleHook
-from pipeflow.training.hooks.memory import MemoryHook
-from pipeflow.training.hooks.rates import RateHook
-from pipeflow.training.hooks.throughput import ThroughputHook
 from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.loop.trainer import Hook, Trainer
 
 if TYPE_CHECKING:  # rich is loaded when something is shown
     from rich.console import Console
@@ -68,12 +63,6 @@ class ProgressHook(Hook):
         display, self._display = self._display, None
         if display is not None:
             display.close()
-
-
-def with_progress(hooks: Sequence[Hook]) -> list[Hook]:
-    """`hooks`, plus the usual hooks for a progress display that it lacks."""
-    usual = (RateHook, ThroughputHook, MemoryHook, BubbleHook, ProgressHook)
-    return [*hooks, *(make() for make in usual if not any(isinstance(hook, make) for hook in hooks))]
 
 
 def _state(trainer: Trainer) -> TrainingProgress:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pipeflow.optim.rates import Scheduler
 from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.loop.trainer import Hook, Trainer
 
 
 class RateHook(Hook):

@@ -10,8 +10,7 @@ from time import perf_counter
 from pipeflow.core.errors import UsageError
 from pipeflow.training.hooks.peaks import peak_flops
 from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.loop.trainer import Hook, Trainer
 
 
 class ThroughputHook(Hook):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pipeflow.training.loop.engine import Step
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.trainer import Trainer
+from pipeflow.training.loop.trainer import Hook, Trainer
 from pipeflow.training.timer import MultiTimer
 
 

@@ -194,3 +194,19 @@ def _extent(loader: Iterable[Any]) -> int:
 def _length(loader: Iterable[Any]) -> int:
     assert isinstance(loader, Sized)
     return len(loader)
+
+
+def require_batches(loader: Iterable[Any], name: str) -> None:
+    """Raises UsageError if the argument `name` has no length or no batch."""
+    if not isinstance(loader, Sized):
+        raise UsageError(
+            f"{name} is a {type(loader).__name__}, which has no length: pass a loader or a list of batches"
+        )
+    if not len(loader):
+        raise UsageError(f"{name} has no batch: use a smaller batch_size, or drop_last=False")
+
+
+def length_of(loader: Iterable[Any]) -> int:
+    """The number of batches of a loader that `require_batches` accepts."""
+    assert isinstance(loader, Sized)
+    return len(loader)

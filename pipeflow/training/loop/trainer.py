@@ -1,22 +1,90 @@
-"""Trainer: the loop over epochs, steps and evaluations, which calls hooks. Must not contain: how a step is taken, or
-what hooks do.
+"""Trainer: the loop over epochs, steps and evaluations, and Hook, the base class of what it calls. Must not contain:
+how a step is taken, or particular hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
 from pipeflow.optim.rates import Scheduler
 from pipeflow.parallel.transport.agreement import all_gather
+from pipeflow.runtime.step import Output
 from pipeflow.training.data.loader import DataParallelLoader
-from pipeflow.training.loop.engine import Engine
-from pipeflow.training.loop.hook import Hook
-from pipeflow.training.loop.position import Position
+from pipeflow.training.loop.engine import Engine, Step
+from pipeflow.training.loop.position import Position, length_of, require_batches
+
+
+class Hook:
+    """Base class of hooks. A `Trainer` calls these methods on every rank, in this order; here they do nothing::
+
+        before_fit
+            before_epoch
+                before_step, after_step                             for every optimizer step
+            after_training                                          after the last step of the epoch
+                before_evaluation, after_batch ..., after_evaluation    if fit has a test_loader
+            after_epoch
+        after_fit
+        close                                                       also after an error
+
+    Hooks may read and change the trainer: `trainer.engine`, `trainer.step_metrics`, `trainer.metrics`. Every rank needs
+    the same hooks, because some of them, such as CheckpointHook, need all ranks to take part.
+
+    Attributes:
+        priority: hooks are called in ascending order of priority; hooks of equal priority in the order given.
+        needs_outputs: when the hook needs the last stage's outputs: a set of "train" and "test".
+    """
+
+    priority = 50
+    needs_outputs: frozenset[str] = frozenset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the plain values that a checkpoint stores for the hook, taken from rank 0; by default none. Several
+        hooks of one class are matched by their order.
+        """
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned, before the first epoch of a resumed run."""
+
+    def before_fit(self, trainer: Trainer) -> None:
+        """Called before the first epoch; may set where training starts."""
+
+    def before_epoch(self, trainer: Trainer) -> None:
+        """Called before the first step of an epoch."""
+
+    def before_step(self, trainer: Trainer) -> None:
+        """Called before a step; `trainer.trace_next_step()` here measures its timeline."""
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """Called after a step."""
+
+    def after_training(self, trainer: Trainer) -> None:
+        """Called after the last step of an epoch, before its evaluation."""
+
+    def before_evaluation(self, trainer: Trainer) -> None:
+        """Called before the first batch of an evaluation."""
+
+    def after_batch(self, trainer: Trainer, output: Output, labels: object) -> None:
+        """Called after each batch of an evaluation. Every rank receives `labels`, the labels of its replica's batch;
+        `output.outputs` is None on ranks without the last stage.
+        """
+
+    def after_evaluation(self, trainer: Trainer) -> None:
+        """Called after the last batch of an evaluation."""
+
+    def after_epoch(self, trainer: Trainer) -> None:
+        """Called after an epoch and its evaluation; `trainer.epoch` already counts this epoch."""
+
+    def after_fit(self, trainer: Trainer) -> None:
+        """Called after the last epoch."""
+
+    def close(self, trainer: Trainer) -> None:
+        """Called last, also if training failed."""
 
 
 class Trainer:
@@ -41,6 +109,8 @@ class Trainer:
         should_stop: set it to True on every rank to stop training after the current step.
     """
 
+    progress_hooks: ClassVar[Sequence[type[Hook]]] = ()  # set by pipeflow.training.hooks
+
     def __init__(self, engine: Engine, hooks: Sequence[Hook] = (), *, progress: bool = False) -> None:
         if not isinstance(engine, Engine):
             raise UsageError(f"a Trainer needs a pipeflow.training.Engine, got {type(engine).__name__}")
@@ -50,9 +120,8 @@ class Trainer:
                 hint = f"make one, as in {hook.__name__}()" if made else "derive its class from pipeflow.training.Hook"
                 raise UsageError(f"a hook is a Hook, got {hook!r}: {hint}")
         if progress:
-            from pipeflow.training.hooks.progress import with_progress  # hooks know their trainer
-
-            hooks = with_progress(hooks)
+            missing = [kind for kind in self.progress_hooks if not any(isinstance(hook, kind) for hook in hooks)]
+            hooks = [*hooks, *(kind() for kind in missing)]
         self.engine = engine
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self.epoch = 0
@@ -97,10 +166,10 @@ class Trainer:
         Raises UsageError for a loader without a length or with too few batches, and for a hook that needs outputs if
         `return_outputs` is False; also the errors of `Engine.train_step`.
         """
-        self._require(loader, "loader")
+        require_batches(loader, "loader")
         if test_loader is not None:
-            self._require(test_loader, "test_loader")
-        if (count := self._length(loader)) < (accumulated := self.engine.gradient_accumulation):
+            require_batches(test_loader, "test_loader")
+        if (count := length_of(loader)) < (accumulated := self.engine.gradient_accumulation):
             raise UsageError(f"loader has {count} batches, and a step takes gradient_accumulation={accumulated}")
         if test_interval < 1:
             raise UsageError(f"test_interval must be at least 1, got {test_interval}")
@@ -133,7 +202,7 @@ class Trainer:
         """Evaluates all batches of `loader`. Returns `metrics["test"]`: the mean "loss" if the Pipeline has a
         criterion, and the metrics of hooks. Raises UsageError as `fit` does.
         """
-        self._require(loader, "loader")
+        require_batches(loader, "loader")
         self._evaluate(loader, self._kept_outputs(None))
         return self.metrics["test"]
 
@@ -211,7 +280,7 @@ class Trainer:
     def _train_epoch(self, keeps: frozenset[str], max_steps: int | None) -> None:
         engine, position = self.engine, self._position
         batches = position.begin(self.epoch)
-        self.steps_in_epoch = self._length(self.loader) // engine.gradient_accumulation
+        self.steps_in_epoch = length_of(self.loader) // engine.gradient_accumulation
         left = 0 if position.is_trained else position.batches_left() // engine.gradient_accumulation
         self.step_in_epoch = self.steps_in_epoch - left
         engine.train()
@@ -275,16 +344,3 @@ class Trainer:
             hook = type(next(iter(needing.values()))).__name__
             raise UsageError(f"{hook} needs the outputs, and return_outputs=False drops them: leave one of the two out")
         return frozenset({"train", "test"}) if return_outputs else frozenset()
-
-    def _require(self, loader: Iterable[Any], name: str) -> None:
-        if not isinstance(loader, Sized):
-            raise UsageError(
-                f"{name} is a {type(loader).__name__}, which has no length: pass a loader or a list of batches"
-            )
-        if not len(loader):
-            raise UsageError(f"{name} has no batch: use a smaller batch_size, or drop_last=False")
-
-    @staticmethod
-    def _length(loader: Iterable[Any]) -> int:
-        assert isinstance(loader, Sized)
-        return len(loader)
