@@ -43,7 +43,8 @@ def sources(files: str = "*.py") -> tuple[Source, ...]:
 @cache
 def documents() -> tuple[Source, ...]:
     root = DOCS.parent
-    return tuple(Source.read(path, root) for path in [root / "README.md", *sorted(DOCS.glob("*.md"))])
+    paths = [root / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "design").glob("*.md"))]
+    return tuple(Source.read(path, root) for path in paths)
 
 
 def line_of(text: str, position: int) -> int:

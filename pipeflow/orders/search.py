@@ -48,7 +48,7 @@ class Found:
         schedule: the best schedule that was found.
         timeline: its timeline under the given costs.
         lower_bound: a makespan or span that no order can undercut if every stage takes the microbatches in the same
-            order (see `bounds.arcs`).
+            order (see `lower_bounds.arcs`).
         objective: which of the two it is.
     """
 
