@@ -22,8 +22,8 @@ from benchmarks.planner_fit import EXPECTED, fitted, fitted_each
 from benchmarks.planner_tables import write_tables
 from benchmarks.report import Report
 from pipeflow.planning.efficiency import PUBLISHED, Efficiency
-from pipeflow.planning.estimate import ALLOCATOR
 from pipeflow.planning.layouts import ranking
+from pipeflow.planning.rank_memory import ALLOCATOR
 
 COLUMNS = ["", "rows", "mean error", "largest", "bias", "rank corr.", "regret", "largest", "regret without ties"]
 LOGS = DATA.with_name("allocator_logs.csv")

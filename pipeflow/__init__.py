@@ -44,19 +44,21 @@ if TYPE_CHECKING:
     from pipeflow.planning.cluster import Cluster
     from pipeflow.planning.device import DEVICES, Device
     from pipeflow.planning.efficiency import Efficiency
-    from pipeflow.planning.estimate import Plan, RankPlan, StepParts, plan
+    from pipeflow.planning.estimate import Plan, StepParts, plan
     from pipeflow.planning.layer_costs import LayerCosts
     from pipeflow.planning.layout import Layout, Wanted
     from pipeflow.planning.layouts import Layouts, Ranked, find_layouts
+    from pipeflow.planning.rank_memory import RankPlan
     from pipeflow.planning.replanning import Candidate, Replan, replan
     from pipeflow.planning.setup import PRECISIONS, Precision, Setup
     from pipeflow.planning.transformer import GPT, GPT_PRESETS
     from pipeflow.planning.vit import VIT_PRESETS, ViT
     from pipeflow.pricing.module_layouts import ModuleLayout, find_module_layouts
     from pipeflow.pricing.module_plan import ModulePlan, plan_module
+    from pipeflow.runtime.execution import execute_pipeline
     from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
     from pipeflow.runtime.microbatch import Whole
-    from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
+    from pipeflow.runtime.pipeline import Pipeline
     from pipeflow.runtime.step import Output
     from pipeflow.schedules.order_search import exact, search
     from pipeflow.soundness.schedule import Violation, verify
@@ -92,7 +94,7 @@ _LATER = {
     "PipelineSharedModuleWrapper": "runtime.gradients.ties",
     "Plan": "planning.estimate",
     "Precision": "planning.setup",
-    "RankPlan": "planning.estimate",
+    "RankPlan": "planning.rank_memory",
     "Ranked": "planning.layouts",
     "Rename": "checkpoint.renames",
     "Replan": "planning.replanning",
@@ -113,7 +115,7 @@ _LATER = {
     "current_context": "parallel.context",
     "dependency_graph": "analysis.graph",
     "exact": "schedules.order_search",
-    "execute_pipeline": "runtime.pipeline",
+    "execute_pipeline": "runtime.execution",
     "find_layouts": "planning.layouts",
     "find_module_layouts": "pricing.module_layouts",
     "get_dataloader": "training.data.loader",

@@ -15,7 +15,8 @@ from pipeflow.models.gpt import GPTLMLoss
 from pipeflow.models.gpt_stages import build_gpt_pipeline
 from pipeflow.planning.setup import PRECISIONS, Setup
 from pipeflow.planning.transformer import GPT
-from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
+from pipeflow.runtime.execution import execute_pipeline
+from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.schedules import make_schedule
 
 STEPS = ((192, 96), (320, 192))  # hidden size, tokens of a microbatch

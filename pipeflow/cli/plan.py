@@ -22,8 +22,9 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.planning.catalog import MODELS, Model, model_named
-from pipeflow.planning.estimate import Plan, RankPlan, plan
+from pipeflow.planning.estimate import Plan, plan
 from pipeflow.planning.omissions import uncounted
+from pipeflow.planning.rank_memory import RankPlan
 from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS, Setup
 from pipeflow.planning.transformer import GPT
 from pipeflow.planning.transformer_costs import head_forward, layer_forward, stage_costs

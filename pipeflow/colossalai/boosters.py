@@ -25,7 +25,7 @@ from pipeflow.colossalai.boosted_model import BoostedModel, BoostedOptimizer
 from pipeflow.colossalai.plugins import HybridParallelPlugin, TorchDDPPlugin
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.agreement import all_gather
-from pipeflow.runtime.pipeline import execute_pipeline
+from pipeflow.runtime.execution import execute_pipeline
 
 
 class Adapters:

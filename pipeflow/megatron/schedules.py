@@ -16,8 +16,9 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
 from pipeflow.megatron.parallel_state import context_here, get_virtual_pipeline_model_parallel_world_size
 from pipeflow.parallel.context import keep, kept
+from pipeflow.runtime.execution import execute_pipeline
 from pipeflow.runtime.microbatch import Batch
-from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
+from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.schedules import make_schedule
 
 LossFunction = Callable[..., tuple[Any, ...]]

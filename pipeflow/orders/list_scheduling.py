@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
-from operator import mul, sub
+from operator import add, mul, sub
 from typing import NamedTuple
 
 from pipeflow.orders.problem import Operations, Problem
@@ -79,9 +79,19 @@ class _State:
         memory = problem.memory
         self.kept = [0.0 for _ in problem.stages]
         self.unfinished = [0.0 for _ in problem.stages]  # of microbatches with forwards left here
-        self.begins = list(memory.at_start)  # what an F adds to them
+        self.changes = tuple(map(add, memory.at_start, memory.at_end))  # what an operation adds to what is kept
+        self.begins = [0.0 for _ in operations]  # what it adds to the unfinished: an F alone does
         for stages in problem.stages:
-            self.begins[3 * stages[-1]] = -sum(memory.at_start[3 * stage] for stage in stages[:-1])
+            own = [memory.at_start[3 * stage] for stage in stages]
+            for stage, saved in zip(stages, own, strict=True):
+                self.begins[3 * stage] = saved
+            self.begins[3 * stages[-1]] = -sum(own[:-1])
+        self.begun = [0.0 for _ in problem.stages]
+        self.free = [0.0 for _ in problem.stages]
+        self.left = list(problem.work)
+        self.origins = self.begun if problem.objective == "span" else [0.0 for _ in problem.stages]
+        self.events = [(0.0, rank) for rank in range(len(problem.stages))]
+        self.holds = tuple(map(mul, rules.patience, problem.durations))
         offsets, limits = rules.offsets, rules.limits
         self.gradients = [
             [
@@ -121,20 +131,16 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOr
     """The order that `rules` lead to, sound and within the memory; None when its objective is found to be more than
     `stop`. One pass, about a microsecond an action.
     """
-    durations, pace, holds = problem.durations, rules.pace, tuple(map(mul, rules.patience, problem.durations))
-    at_start, at_end, from_zero = problem.memory.at_start, problem.memory.at_end, problem.objective == "makespan"
-    state = _State(problem, rules)
-    done, sequences, deferred = state.done, state.sequences, state.deferred
-    kept, unfinished = state.kept, state.unfinished
-    begun, free, left = [0.0] * len(sequences), [0.0] * len(sequences), list(problem.work)
-    events = [(0.0, rank) for rank in range(len(sequences))]
+    run = _State(problem, rules)
+    durations, pace, holds, changes, begins = problem.durations, rules.pace, run.holds, run.changes, run.begins
+    done, sequences, deferred, kept, unfinished = run.done, run.sequences, run.deferred, run.kept, run.unfinished
+    begun, free, left, events = run.begun, run.free, run.left, run.events
     while events:
         now, rank = heappop(events)
         if now < free[rank]:
             continue
-        picked, first, gradient = -1, inf, inf
-        has, waiting = kept[rank], unfinished[rank]
-        for operation, arrived, offset, room in state.gradients[rank]:
+        picked, first, gradient, has, alive = -1, inf, inf, kept[rank], unfinished[rank]
+        for operation, arrived, offset, room in run.gradients[rank]:
             microbatch = done[operation]
             if microbatch < len(arrived) and has <= room:
                 arrival = arrived[microbatch]
@@ -143,11 +149,9 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOr
                 elif pace * microbatch + offset < first:
                     picked, first = operation, pace * microbatch + offset
         soonest = gradient
-        for operation, arrived, offset, limit, room, reach in state.activations[rank]:
+        for operation, arrived, offset, cap, room, reach in run.activations[rank]:
             microbatch = done[operation]
-            if has > room or waiting > reach or microbatch - done[operation + 1] >= limit:
-                continue
-            if microbatch < len(arrived):
+            if has <= room and alive <= reach and microbatch - done[operation + 1] < cap and microbatch < len(arrived):
                 arrival = arrived[microbatch]
                 if arrival > now:
                     soonest = arrival if arrival < soonest else soonest
@@ -160,20 +164,18 @@ def list_schedule(problem: Problem, rules: Rules, stop: float = inf) -> ScoredOr
         if now > free[rank]:
             if not sequences[rank]:
                 begun[rank] = now
-            elif now - (0.0 if from_zero else begun[rank]) + left[rank] > stop:
+            elif now - run.origins[rank] + left[rank] > stop:
                 return None
         sequences[rank].append(picked)
         left[rank] -= durations[picked]
         free[rank] = end = now + durations[picked]
         done[picked] += 1
         heappush(events, (end, rank))
-        if (user := state.users[picked]) is not None:
+        if (user := run.users[picked]) is not None:
             user.arrived.append(end + user.delay)
             heappush(events, (end + user.delay, user.rank))
-        half = picked % 3
-        kept[rank] += at_start[picked] + at_end[picked]
-        if half == 0:
-            unfinished[rank] += state.begins[picked]
-        elif half == 1:
+        kept[rank] += changes[picked]
+        unfinished[rank] += begins[picked]
+        if picked % 3 == 1:
             deferred[rank].append(picked + 1)
     return ScoredOrder.of(problem, begun, free, sequences)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pipeflow.analysis.simulation import simulate
@@ -15,98 +13,19 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.partition import Cut
-from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
+from pipeflow.planning.rank_memory import Held, RankPlan, held_by, rank_plan
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import (
-    parameters_of,
-    passed_bytes,
-    recomputed_bytes,
     sequence_of,
-    shares_of,
     stage_costs,
     stage_layers,
 )
-
-ALLOCATOR = 0.04
-"""What torch's caching allocator takes from the device beyond what it hands out, as a share of that: the median of 11
-logs of Megatron-LM jobs that print both, at peaks of 41 to 136 GB (0.8 % to 14 %; benchmarks/data has them).
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """The memory of each device of one pipeline rank. Bytes are those of one device.
-
-    Attributes:
-        rank: the pipeline rank.
-        stages: its stages.
-        parts: their layers [start, end).
-        parameters: held by one device, a word table that is also the head once.
-        weight_bytes, gradient_bytes: of them.
-        master_bytes, moment_bytes: the optimizer's: master weights, Adam's two moments.
-        activation_bytes: the most that the schedule keeps at once for backwards.
-        recomputed_bytes: beside that, what the backward of one layer is computing again.
-        transfer_bytes: of received activations and gradients that no computation has taken yet, one of each for each
-            stage that is next to one on another rank.
-        idle: the part of the step in which the rank computes nothing.
-    """
-
-    rank: int
-    stages: tuple[int, ...]
-    parts: tuple[Part, ...]
-    parameters: int
-    weight_bytes: int
-    gradient_bytes: int
-    master_bytes: int
-    moment_bytes: int
-    activation_bytes: float
-    recomputed_bytes: int
-    transfer_bytes: float
-    idle: float
-
-    @property
-    def layers(self) -> int:
-        """How many."""
-        return sum(end - start for start, end in self.parts)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Master weights and moments."""
-        return self.master_bytes + self.moment_bytes
-
-    @property
-    def _used_bytes(self) -> float:
-        state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
-        return state + self.activation_bytes + self.recomputed_bytes + self.transfer_bytes
-
-    @property
-    def peak_parts(self) -> dict[str, float]:
-        """What `peak_bytes` consists of."""
-        return {
-            "weights": self.weight_bytes,
-            "gradients": self.gradient_bytes,
-            "optimizer": self.optimizer_bytes,
-            "activations": self.activation_bytes,
-            "recomputed": self.recomputed_bytes,
-            "transfers": self.transfer_bytes,
-            "allocator": self.allocator_bytes,
-        }
-
-    @property
-    def allocator_bytes(self) -> float:
-        """An allowance for what the allocator takes without handing it out: ALLOCATOR of all the rest."""
-        return ALLOCATOR * self._used_bytes
-
-    @property
-    def peak_bytes(self) -> float:
-        """All of it, with the allowance. Not counted: buffers of single operations."""
-        return self._used_bytes + self.allocator_bytes
 
 
 class StepParts(NamedTuple):
@@ -128,15 +47,6 @@ class StepParts(NamedTuple):
     transfer: float
     reduction: float
     optimizer: float
-
-
-class Held(NamedTuple):
-    """The memory of one device of a pipeline rank without activations: see RankPlan."""
-
-    parts: tuple[Part, ...]
-    parameters: int
-    recomputed_bytes: int
-    transfer_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +190,7 @@ def plan(
         physical = physical_costs(model, schedule.placement, setup, mesh, cluster, cut=cut)
         cost = physical.cost
     parts = stage_layers(model, schedule.placement, cut)
-    held = [_held(model, setup, schedule.placement, parts, rank) for rank in range(len(schedule.rows))]
+    held = [held_by(model, setup, schedule.placement, parts, rank) for rank in range(len(schedule.rows))]
     step = step_plan(schedule, setup, cost, held, cluster, physical)
     known: dict[str, Any] = {each.name: getattr(step, each.name) for each in fields(step)}
     return Plan(model=model, flops=flops, **known)
@@ -301,7 +211,7 @@ def step_plan(
     computing = [sum(each.end - each.start for each in row) for row in timeline.on(Stream.COMPUTE)]
     idle = [1 - time / timeline.makespan for time in computing]
     ranks = tuple(
-        _rank(setup, schedule.placement, rank, held[rank], kept=kept, idle=idle[rank])
+        rank_plan(setup, schedule.placement, rank, held[rank], kept=kept, idle=idle[rank])
         for rank, kept in enumerate(timeline.peak_bytes)
     )
     parts = None if physical is None else _step_parts(schedule, physical, timeline, computing)
@@ -322,65 +232,6 @@ def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, comp
         transfer=timeline.makespan - fastest,
         reduction=max(0.0, reduced.makespan - timeline.makespan) + physical.tied,
         optimizer=physical.optimizer,
-    )
-
-
-def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part]) -> tuple[float, ...]:
-    """Per pipeline rank, the `peak_bytes` of a schedule that keeps nothing for backwards. `parts` are the layers of all
-    stages. Ranks that hold and send alike are computed once.
-    """
-    found: dict[object, float] = {}
-    needed, shares = [], shares_of(parts)
-    for rank, borders in enumerate(_borders(placement)):
-        kind = (len(borders), *(shares[stage] for stage in placement.stages_of(rank)))
-        if kind not in found:
-            held = _held(model, setup, placement, parts, rank)
-            found[kind] = _rank(setup, placement, rank, held, kept=0.0, idle=0.0).peak_bytes
-        needed.append(found[kind])
-    return tuple(needed)
-
-
-def _held(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:
-    stages = placement.stages_of(rank)
-    own = [shares_of(parts)[stage] for stage in stages]
-    again = recomputed_bytes(model, setup) if any(share.layers for share in own) else 0
-    received = transferred(placement, rank, [float(passed_bytes(model, setup))] * len(parts))
-    return Held(tuple(parts[stage] for stage in stages), parameters_of(model, own, setup.tensor), again, received)
-
-
-def transferred(placement: Placement, rank: int, sent: Sequence[float]) -> float:
-    """The `transfer_bytes` of a rank, for stages that send so many bytes to the next one."""
-    return sum(sent[stage] for stage in _borders(placement)[rank])
-
-
-@lru_cache(maxsize=256)
-def _borders(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """Per rank, the stages after which another rank begins or it begins itself."""
-    found: list[list[int]] = [[] for _ in range(placement.num_ranks)]
-    for path in placement.paths:
-        for stage, (one, other) in enumerate(pairwise(path)):
-            if one != other:
-                found[one].append(stage)
-                found[other].append(stage)
-    return tuple(map(tuple, found))
-
-
-def _rank(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: float, idle: float) -> RankPlan:
-    stages, parameters, precision = placement.stages_of(rank), held.parameters, setup.precision
-    optimized = -(-parameters // setup.data) if setup.zero else parameters
-    return RankPlan(
-        rank,
-        stages,
-        held.parts,
-        parameters,
-        weight_bytes=parameters * precision.weight,
-        gradient_bytes=parameters * precision.gradient,
-        master_bytes=optimized * precision.master,
-        moment_bytes=optimized * precision.moments,
-        activation_bytes=kept,
-        recomputed_bytes=held.recomputed_bytes,
-        transfer_bytes=held.transfer_bytes,
-        idle=idle,
     )
 
 

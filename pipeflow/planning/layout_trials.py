@@ -20,12 +20,12 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.bounds import least_makespan
 from pipeflow.planning.cuts import cut_by_load, even_cut
-from pipeflow.planning.estimate import ALLOCATOR, state_bytes
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.mesh_sizes import Sizes, meshes, microbatch_sizes
 from pipeflow.planning.physical import Physical, physical_costs
 from pipeflow.planning.profiles import Profile, profile
+from pipeflow.planning.rank_memory import ALLOCATOR, state_bytes
 from pipeflow.planning.schedule_peaks import RankPeaks, peaks
 from pipeflow.planning.setup import Setup
 from pipeflow.schedules import make_schedule, options_of

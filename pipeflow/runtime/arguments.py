@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Routes, routes_among
@@ -20,7 +19,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import Context
 from pipeflow.runtime.keywords import Names, union
 from pipeflow.runtime.program.payload import Promise
-from pipeflow.runtime.programs import digest_of, require_sound
+from pipeflow.runtime.programs import Options, digest_of, require_sound
 from pipeflow.stages.stage import ModuleStage
 
 
@@ -35,20 +34,11 @@ class Arguments(NamedTuple):
     names: Names  # of the entries that its stages take
 
     @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        promise: Promise | None,
-        cost: CostModel | None,
-        *,
-        overlaps: bool,
-        routes: Routes,
-        takes: Names,
-    ) -> Arguments:
-        """The arguments of this rank."""
+    def of(cls, schedule: Schedule, options: Options, takes: Names) -> Arguments:
+        """The arguments of this rank, whose stages take the entries `takes`."""
         told = (schedule.name, schedule.placement, schedule.num_microbatches, digest_of(schedule))
-        tensor = None if promise is None else (promise.shape, promise.dtype)
-        return cls(told, tensor, repr(cost), overlaps, routes, takes)
+        tensor = None if options.promise is None else (options.promise.shape, options.promise.dtype)
+        return cls(told, tensor, repr(options.cost), options.overlap is not None, options.routes, takes)
 
 
 _CALLED = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import isfinite
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -20,18 +19,17 @@ from pipeflow.deferral.products import Deferral
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.agreement import all_gather_object, told_alike
 from pipeflow.runtime.arguments import Arguments, compare, fitting_stages, promised, routed
-from pipeflow.runtime.call import StepCall
 from pipeflow.runtime.clipping import Clipping
 from pipeflow.runtime.compiling import Compiling
 from pipeflow.runtime.devices import place
 from pipeflow.runtime.from_module import parts_of
 from pipeflow.runtime.gradients.step_end import Gradients
-from pipeflow.runtime.keywords import names_taken
+from pipeflow.runtime.keywords import Names, names_taken
 from pipeflow.runtime.names import name_in_module
 from pipeflow.runtime.program.pairs import Overlap
-from pipeflow.runtime.programs import Programs
+from pipeflow.runtime.programs import Options, Programs
 from pipeflow.runtime.stage import Stage
-from pipeflow.runtime.step import Output, Runner
+from pipeflow.runtime.step import Runner
 from pipeflow.runtime.weighing import UNKNOWN_WEIGHTS, weighing_of
 from pipeflow.stages.blocks import Blocks, Cuts
 from pipeflow.stages.plan import CutPlan
@@ -151,23 +149,25 @@ class Pipeline(nn.Module):
             place(self, context.device)
             modules = dict(zip(own, self.chunks, strict=True))
             promise = promised(tensor_shape, tensor_dtype)
-            ways = routed(self.chunks, routes, schedule, promise)
-            taken_here = names_taken(modules, ways)
-            mine = Arguments.of(schedule, promise, cost, overlaps=overlap is not None, routes=ways, takes=taken_here)
-            everyone: list[Any] = all_gather_object(context.world, mine)
-            with told_alike(context.world):
-                taken = compare(everyone)
+            options = Options(promise, overlap, cost, routed(self.chunks, routes, schedule, promise))
+            taken = self._agree(options, names_taken(modules, options.routes))
             self.gradients = Gradients(self, self._owners(modules), schedule.placement, context, gradient_dtype)
             watched = None if overlap is None else context.device
-            prepared = {stage: Stage(stage, module, watched, ways) for stage, module in modules.items()}
-            programs = Programs(schedule.placement, context, prepared, self.gradients, promise, overlap, cost, ways)
+            prepared = {stage: Stage(stage, module, watched, options.routes) for stage, module in modules.items()}
+            programs = Programs(schedule.placement, context, prepared, self.gradients, options)
             weigh = weighing_of(criterion) if weigh is None else weigh
-            self.runner = Runner(
-                schedule.placement, context, prepared, self.gradients, programs, criterion, weigh, taken, autocast
-            )
+            self.runner = Runner(programs, criterion, weigh, taken, autocast)
             self.alarm.holders.add(self.runner)
             watch(self)
             self._log_deferrals()
+
+    def _agree(self, options: Options, takes: Names) -> Names:
+        """The names of the entries of a batch that any rank takes, of which this rank `takes` some. Raises UsageError
+        unless all ranks were given the same arguments.
+        """
+        everyone: list[Any] = all_gather_object(self.context.world, Arguments.of(self.schedule, options, takes))
+        with told_alike(self.context.world):
+            return compare(everyone)
 
     def _owners(self, modules: Mapping[int, nn.Module]) -> dict[int, nn.Module]:
         """The owners of parameters, by the stage that computes their gradients."""
@@ -326,61 +326,3 @@ class Pipeline(nn.Module):
         raise UsageError(
             "a Pipeline cannot be called: run it with pipeflow.execute_pipeline(data_iter, model) on every rank"
         )
-
-
-def execute_pipeline(
-    data_iter: Iterator[object],
-    model: Pipeline,
-    *,
-    forward_only: bool = False,
-    return_outputs: bool = False,
-    broadcast_loss: bool = False,
-    trace: bool = False,
-    reduce: bool = True,
-    schedule: Schedule | None = None,
-    gradient_scale: float = 1.0,
-) -> Output:
-    """Runs one step: takes a batch, runs the schedule, and adds the gradients of the batch's mean loss to `.grad`.
-
-    Every rank makes the same call. All ranks of a replica must have the same batch in their iterators; the mean is over
-    the batches of all replicas.
-
-    Args:
-        data_iter: iterator of `(inputs, labels)`. Tensors are split into microbatches along dim 0; entries wrapped in
-            `pipeflow.Whole` are not split. If `inputs` is a dict, each stage receives the entries that its `forward`
-            has parameters for; otherwise `inputs` is the first stage's argument. If inputs require gradients, each rank
-            gives them the part that its own stages compute.
-        model: this rank's Pipeline.
-        forward_only: evaluate only: no graph is built and no gradient changes. Labels may be None if no loss is needed.
-            If a batch has fewer samples than the schedule has microbatches, each sample becomes a microbatch.
-        return_outputs: return the last stage's outputs in `Output.outputs`.
-        broadcast_loss: return the loss on every rank.
-        trace: measure the step and return `Output.timeline`.
-        reduce: average the gradients over the replicas. With False each replica accumulates its own gradients, until a
-            step that reduces averages them all: gradient accumulation over several calls.
-        schedule: schedule of this step; by default that of the Pipeline. It must be sound and have the same placement;
-            its number of microbatches may differ. Programs are compiled when a schedule is first used, separately for
-            training and evaluation; the 16 most recently used ones are kept.
-        gradient_scale: factor of the gradients of this call, but not of its loss, the same on every rank. With 1 / n,
-            the sum over n calls is the gradient of their mean loss.
-
-    Raises:
-        UsageError: if a batch, a schedule, an output or a loss does not fit, on the rank that noticed it; if the ranks
-            made different calls, on every rank.
-        PipelineError: on every rank, naming the rank where the error began, if anything failed on any rank. Gradients
-            are then undefined. The next step works again, unless a rank died.
-    """
-    if not isinstance(model, Pipeline):
-        raise UsageError(f"execute_pipeline runs a pipeflow.Pipeline, got {type(model).__name__}")
-    if not forward_only and not torch.is_grad_enabled():
-        raise UsageError("gradients are disabled here: pass forward_only=True to evaluate")
-    if not isinstance(schedule, Schedule | None):
-        raise UsageError(
-            f"schedule must be a pipeflow.Schedule, got {type(schedule).__name__}: make_schedule({schedule!r}, ...)"
-        )
-    if not isfinite(gradient_scale):
-        raise UsageError(f"gradient_scale must be a finite number, got {gradient_scale}")
-    schedule = model.schedule if schedule is None else schedule
-    call = StepCall(not forward_only, reduce, return_outputs, broadcast_loss, trace, schedule, gradient_scale)
-    with model.alarm.raised_everywhere(call):
-        return model.runner.step(data_iter, call, model.loss_scale)

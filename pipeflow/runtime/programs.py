@@ -50,6 +50,22 @@ class Runnable(NamedTuple):
     compiled: Compiled
 
 
+class Options(NamedTuple):
+    """The options of a Pipeline on which its programs depend.
+
+    Attributes:
+        promise: the shape and dtype of activations, if they are known in advance.
+        overlap: runs a pair; None to run the forward before the backward.
+        cost: the times of stages and links, by which receives are posted; None if links take no time.
+        routes: pairs of stages that are not neighbours, of which the first sends to the second.
+    """
+
+    promise: Promise | None
+    overlap: Overlap | None
+    cost: CostModel | None
+    routes: Routes
+
+
 class Programs:
     """The programs of one pipeline on this rank, by schedule and mode. Keeps the `KEPT` most recently used ones."""
 
@@ -59,19 +75,13 @@ class Programs:
         context: Context,
         stages: Mapping[int, Stage],
         gradients: Gradients,
-        promise: Promise | None,
-        overlap: Overlap | None,
-        cost: CostModel | None,
-        routes: Routes = (),
+        options: Options,
     ) -> None:
-        self._placement = placement
-        self._context = context
-        self._stages = stages
-        self._gradients = gradients
-        self._promise = promise
-        self._overlap = overlap
-        self._cost = cost
-        self._routes = routes
+        self.placement = placement
+        self.context = context
+        self.stages = stages
+        self.gradients = gradients
+        self.options = options
         self._kept: list[Runnable] = []  # the most recently used one first
 
     def __len__(self) -> int:
@@ -91,10 +101,10 @@ class Programs:
                 if position:
                     self._kept.insert(0, self._kept.pop(position))
                 return kept
-        self._context.alarm.expect_slow()  # stages may be compiled, too
-        require_sound(schedule, self._placement)
-        for stage in self._stages.values():
-            require_placed(stage.module, self._context.device)
+        self.context.alarm.expect_slow()  # stages may be compiled, too
+        require_sound(schedule, self.placement)
+        for stage in self.stages.values():
+            require_placed(stage.module, self.context.device)
         made = Runnable(schedule, mode, digest_of(schedule), orders_of(schedule), self._compile(schedule, mode))
         self._kept = [made, *self._kept[: KEPT - 1]]
         return made
@@ -102,26 +112,28 @@ class Programs:
     def _compile(self, schedule: Schedule, mode: RunMode) -> Compiled:
         ran = self._training(schedule, reduce=mode.reduce) if mode.training else schedule.forward_only()
         ran = ran.first(mode.microbatches)
-        if self._overlap is None:
+        if self.options.overlap is None:
             ran = ran.without_pairs()
-        context, transport = self._context, self._context.transport
-        holds = self._promise is not None and (mode.training or self._promise.is_open)  # open: any batch size
-        program = lower(ran, self._cost, self._routes)[transport.rank]
+        context, transport = self.context, self.context.transport
+        holds = self.options.promise is not None and (
+            mode.training or self.options.promise.is_open
+        )  # open: any batch size
+        program = lower(ran, self.options.cost, self.options.routes)[transport.rank]
         transport.connect(channels_of(program, transport.rank, known=holds))
         context.tensor.connect()
         if mode.training:  # replicas may evaluate at other times, or alone
             connect_devices(context.world)
-            self._gradients.connect()
+            self.gradients.connect()
         return compile_program(
             program,
             schedule=ran,
-            routes=self._routes,
-            stages=self._stages,
+            routes=self.options.routes,
+            stages=self.stages,
             transport=transport,
-            promise=self._promise if holds else None,
+            promise=self.options.promise if holds else None,
             training=mode.training,
-            overlap=self._overlap,
-            gradients=self._gradients,
+            overlap=self.options.overlap,
+            gradients=self.gradients,
             reduce=mode.reduce,
         )
 
@@ -131,7 +143,7 @@ class Programs:
             raise UsageError(f"schedule {schedule.name!r} has no backwards: pass forward_only=True")
         if not reduce:
             return schedule.without_reductions()  # then copies are exchanged at the end
-        has_others = self._context.data.size > 1 or len(self._placement.paths) > 1
+        has_others = self.context.data.size > 1 or len(self.placement.paths) > 1
         return schedule.with_reductions() if has_others else schedule
 
 

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from pipeflow.core.errors import UsageError
-from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
-from pipeflow.parallel.context import Context
 from pipeflow.runtime.autocast import outside, region_of
 from pipeflow.runtime.call import StepCall
-from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.loss import Agreed, AgreementRow, agree, share_of
 from pipeflow.runtime.microbatch import Batch, as_pair, next_batch
 from pipeflow.runtime.outputs import merged
@@ -25,7 +22,6 @@ from pipeflow.runtime.program.compile import Compiled
 from pipeflow.runtime.program.operations import Operation
 from pipeflow.runtime.program.running import run
 from pipeflow.runtime.programs import Programs, RunMode, Runnable
-from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.trace import StepTrace
 from pipeflow.runtime.weighing import loss_weights
 
@@ -79,21 +75,17 @@ class Runner:
 
     def __init__(
         self,
-        placement: Placement,
-        context: Context,
-        stages: Mapping[int, Stage],
-        gradients: Gradients,
         programs: Programs,
         criterion: Callable[..., Tensor] | None,
         weigh: Callable[..., float] | None,
         taken: frozenset[str] | None,
         autocast: torch.dtype | None,
     ) -> None:
-        self.context = context
-        self.transport = context.transport
-        self.stages = stages
-        self.gradients = gradients
         self.programs = programs
+        self.context = context = programs.context
+        self.transport = context.transport
+        self.stages = programs.stages
+        self.gradients = programs.gradients
         self.criterion = criterion
         self.weigh = weigh
         self.autocast = autocast
@@ -101,8 +93,8 @@ class Runner:
         self.taken = taken  # names of the entries that stages of any rank take; None if they take all
         self.read: Callable[[object], tuple[object, object]] = as_pair
         self._runs = False
-        self._last_stage = placement.num_stages - 1
-        self._last_ranks = placement.ranks_of(self._last_stage)
+        self._last_stage = programs.placement.num_stages - 1
+        self._last_ranks = programs.placement.ranks_of(self._last_stage)
 
     def forget(self) -> None:
         """Drops compiled programs and work under way, because they hold channels of the transport; and what a step that

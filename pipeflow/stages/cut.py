@@ -4,23 +4,19 @@ which sources flow into their outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.route import Routes
 from pipeflow.stages.copies import Fakes
-from pipeflow.stages.flow import RANDOM, Flow
 from pipeflow.stages.plan import CutPlan, StagePlan
-from pipeflow.stages.plan_run import PlanRun
+from pipeflow.stages.recorder import decides
 from pipeflow.stages.script import Node, Script, TensorRef
-from pipeflow.stages.trace import Batch, Call, Look, Returned, Trace, decides, explained
+from pipeflow.stages.stage_cut import StageCut, is_free
+from pipeflow.stages.trace import Batch, Call, Trace
 from pipeflow.stages.ways import lay
 
 _EMPTY = StagePlan(Script(Node(), frozenset()), (), (), frozenset(), frozenset(), is_empty=True)
@@ -74,7 +70,7 @@ def _planned(
             continue
         try:
             _require_no_leak(trace, fakes, start, replays=bool(seen))
-            stage = _Stage(fakes, trace, start, end, wanted, seen)
+            stage = StageCut(fakes, trace, start, end, wanted, seen)
             planned, is_same = stage.plan(batch())
         except Exception as error:
             raised = error if raised is None or attempt == 1 else raised
@@ -119,7 +115,7 @@ def completed(plan: CutPlan, fakes: Fakes, also: CutPlan | None) -> CutPlan:
 def _require_no_leak(trace: Trace, fakes: Fakes, start: Call | None, *, replays: bool) -> None:
     for leak in trace.leaks:
         maker, reader = trace.calls[leak.maker], trace.calls[leak.reader]
-        if start is None or not maker.exit <= start.exit <= leak.clock or _is_free(trace, maker, fakes):
+        if start is None or not maker.exit <= start.exit <= leak.clock or is_free(trace, maker, fakes):
             continue
         if not (replays and any(leak.key in call.storages for call in trace.seen_in(maker))):
             raise UsageError(
@@ -133,233 +129,3 @@ def _require_known(trace: Trace, start: Call | None) -> None:
     for index, clock in trace.guesses.items():
         if start is not None and trace.is_within(start.index, index) and start.index != index and clock < start.exit:
             raise UsageError(decides(trace.calls[index].name or "the module's own forward"))
-
-
-def _is_free(trace: Trace, call: Call, fakes: Fakes) -> bool:
-    """Returns True if a call, or one around it, computes from the batch and from buffers alone, so that every stage can
-    repeat it.
-    """
-    while call.index:
-        looks = call.looks.values()
-        if looks and not any(look.sources & (fakes.of_parameters | RANDOM) for look in looks):
-            return True
-        call = trace.calls[call.parent]
-    return False
-
-
-class _Stage:
-    """The stage from after call `start`, or from the beginning, to call `end`, or to the end. Hooks also see the calls
-    `collected`, which are replaced.
-    """
-
-    def __init__(
-        self,
-        fakes: Fakes,
-        trace: Trace,
-        start: Call | None,
-        end: Call | None,
-        wanted: tuple[TensorRef, ...],
-        collected: list[Call],
-    ) -> None:
-        self.fakes, self.trace, self.start, self.end = fakes, trace, start, end
-        before = 0 if start is None else start.exit
-        self.kept = sorted(value for value in wanted if trace.calls[value.call].exit > before)
-        self.collected = collected
-        self.root = Node()
-        self.replaced: list[Call] = []
-        self.replayed: list[Call] = []
-        self._write()
-
-    def plan(self, batch: Batch) -> tuple[StagePlan, bool]:
-        """Runs the stage on fake tensors. Returns its plan, and whether its part was as in the whole forward."""
-        flow = Flow(self.fakes.mode, self.fakes.of_buffers)
-        bits, tensors = self.fakes.sources(), self.fakes.tensors()
-        own = {name: flow.mark(tensor, bits[name]) for name, tensor in tensors.items()}
-        values = [TensorRef(call.index, leaf) for call in self.replaced for leaf in call.looks]
-        values += [TensorRef(call.index, -1 - leaf) for call in self.replaced for leaf in call.writes]
-        for call in self.replayed:
-            given = [] if call.arguments is None else call.arguments.looks()
-            values += [TensorRef(call.index, leaf) for leaf in call.looks]
-            values += [TensorRef(call.index, -1 - leaf) for leaf in given]
-        values = list(dict.fromkeys(values))
-        value_bits = {value: 2 << (len(bits) + index) for index, value in enumerate(values)}
-        stubs = {value: self._stub(self.trace.look(*value)) for value in values}
-        keys = {value: flow.mark(stub, value_bits[value]) for value, stub in stubs.items()}
-        flow.is_live = self.start is None
-        script = Script(
-            self.root,
-            self._names(),
-            frozenset(call.name for call in self.replayed),
-            wraps=any(call.is_wrapped for call in self.trace.calls),
-        )
-        batch_keys = {flow.key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
-        run = PlanRun(script, stubs, value_bits, flow, self.start, self.end, self.trace)
-        watched = {name: module for name, module in self.fakes.module.named_modules() if name in script.names}
-        with explained(run), torch.enable_grad(), flow:
-            output = run.forward(self.fakes.module, watched, batch)
-        made = self._made(run, output, flow)
-        sources = self._check(made, value_bits)
-        used = {value for value, bit in value_bits.items() if bit & sources}
-        self._require_gradients(used, sources, value_bits, run.given)
-        run.require_separate(used)
-        written = run.written(used)
-        self._write_only(used, run)
-        named = self.fakes.owners(sources)
-        writes = frozenset(name for name in self.fakes.buffers if own[name] in written)
-        buffers = writes | set(self.fakes.buffers).intersection(named)
-        plan = StagePlan(
-            replace(
-                script,
-                written=frozenset(value for value in values if keys[value] in written),
-                writes_batch=not batch_keys.isdisjoint(written),
-            ),
-            tuple(sorted(used)),
-            tuple(self.kept),
-            frozenset(name for name in named if name not in self.fakes.buffers),
-            buffers,
-            writes,
-        )
-        return plan, run.is_like_trace()
-
-    def _stub(self, look: Look) -> Tensor:
-        with self.fakes.mode, torch.enable_grad():
-            tensor = torch.empty_strided(look.shape, look.stride, dtype=look.dtype, device=self.fakes.device)
-            return tensor.requires_grad_() * 1 if look.requires_grad else tensor
-
-    def _made(self, run: PlanRun, output: object, flow: Flow) -> list[tuple[str, Look, Look]]:
-        """The tensors that the stage made: for each its description, its properties here, and those in the trace."""
-        if self.end is not None:
-            calls = self.trace.calls
-            return [
-                (calls[value.call].name, Look.of(run.kept[value], flow), self.trace.look(*value)) for value in self.kept
-            ]
-        here, there = Returned.of(output, flow), self.trace.returned
-        mine, its = here.looks(), there.looks()
-        same = here.spec == there.spec and mine.keys() == its.keys()
-        if not same or any(mine[leaf].shape != its[leaf].shape for leaf in mine):
-            raise UsageError(
-                f"cut after {self.start and self.start.name}, the module no longer returns the same "
-                f"({len(mine)} tensors, not {len(its)}): tensors that it collects from blocks, such as all hidden "
-                "states or caches, are missing; switch that off"
-            )
-        return [("the module's output", mine[leaf], its[leaf]) for leaf in mine]
-
-    def _check(self, made: Sequence[tuple[str, Look, Look]], bits: dict[TensorRef, int]) -> int:
-        """The sources of everything that the stage makes. Raises UsageError if a source that flows into it in the whole
-        forward does not do so here.
-        """
-        found = 0
-        for what, here, there in made:
-            found |= here.sources
-            through = here.sources
-            for value, bit in bits.items():
-                if here.sources & bit:
-                    through |= self.trace.look(*value).sources
-            if here.sources & RANDOM:
-                raise UsageError(
-                    f"{what} depends on random numbers that the forward draws before {self.start and self.start.name} "
-                    "ends, outside the blocks, so every stage would draw different ones: draw them in a module, "
-                    "whose output is sent"
-                )
-            if missing := self.fakes.owners(there.sources & ~through & self.fakes.of_parameters):
-                raise UsageError(
-                    f"cut after {self.start and self.start.name}, {what} no longer depends on {missing[0]}: its module "
-                    "passes something on outside its output, by writing to its input or to an attribute; return it"
-                )
-        return found
-
-    def _require_gradients(
-        self, used: Collection[TensorRef], sources: int, bits: Mapping[TensorRef, int], given: Mapping[int, int]
-    ) -> None:
-        """Raises UsageError if a reentrant checkpoint, which recomputes everything behind its arguments, would take the
-        gradient of a received tensor. It does so if its arguments require a gradient in this stage: if they depend on
-        received values or on parameters in `sources`. `given` are the sources of its arguments.
-        """
-        floating = (value for value in used if self.trace.look(*value).dtype.is_floating_point)
-        tracked = sum(
-            bits[value]
-            for value in floating  # within a reentrant checkpoint nothing requires a gradient yet
-            if self.trace.look(*value).requires_grad or self.trace.calls[value.call].checkpoint == "reentrant"
-        )
-        names, own = self.fakes.sources(), dict(self.fakes.module.named_parameters())
-        tracked |= sum(names[name] for name in self.fakes.parameters if own[name].requires_grad) & sources
-        for value in used:
-            call = self.trace.calls[value.call]
-            if call.checkpoint == "reentrant" and given.get(call.index, 0) & tracked:
-                raise UsageError(
-                    f"{call.name} lies within a reentrant checkpoint, and both its input and its output are needed "
-                    f"after {self.start and self.start.name}: checkpoint with use_reentrant=False, or cut "
-                    "elsewhere"
-                )
-
-    def _write(self) -> None:
-        """Writes the script."""
-        calls, start, skipped = self.trace.calls, self.start, -1
-        for call in calls[1:]:
-            if start is None or call.exit > start.exit or call.enter < skipped:
-                continue
-            skipped = call.exit
-            if call is start or not _is_free(self.trace, call, self.fakes):
-                node = self._node(call)
-                node.is_replaced = not _is_free(self.trace, call, self.fakes)
-                if node.is_replaced:
-                    node.writes = call.writes
-                    self.replaced.append(call)
-                    node.replays = tuple(
-                        each for each in self.collected if self.trace.is_within(each.index, call.index)
-                    )
-                    self.replayed += node.replays
-        for value in self.kept:
-            node = self._node(calls[value.call])
-            node.keeps = (*node.keeps, value.leaf)
-            node = self._copying(calls[value.call])
-            node.copies = (*node.copies, value)
-        if self.end is None:
-            return
-        if self.end.checkpoint is None:
-            self._node(self.end).ends = True
-            return
-        after = self.end.exit
-        if following := next((call for call in calls if call.enter > after), None):
-            self._node(following).stops = True
-
-    def _copying(self, call: Call) -> Node:
-        """The node at whose end an output of `call` is copied: the outermost call that ends in this stage. What later
-        stages replace is that call, and who collects the output sees what is written to it until there.
-        """
-        assert self.end is not None
-        while call.parent and self.trace.calls[call.parent].exit <= self.end.exit:
-            call = self.trace.calls[call.parent]
-        return self._node(call)
-
-    def _write_only(self, used: Collection[TensorRef], run: PlanRun) -> None:
-        """Leaves only those writes and copies in the script that are needed."""
-        for call in self.replaced:
-            node = self._node(call)
-            node.writes = tuple(leaf for leaf in node.writes if TensorRef(call.index, -1 - leaf) in used)
-        for value in self.kept:
-            node = self._copying(self.trace.calls[value.call])
-            node.copies = run.rewritten(node.copies)
-
-    def _node(self, call: Call) -> Node:
-        if call.index == 0:
-            return self.root
-        node = self._node(self.trace.calls[call.parent]).inner.setdefault((call.name, call.turn), Node(call))
-        assert node.call is call
-        return node
-
-    def _names(self) -> frozenset[str]:
-        """The modules in the script, and those that call any of these, because turns are counted within a call."""
-        names: set[str] = set()
-        pending = [self.root]
-        while pending:
-            node = pending.pop()
-            names |= {name for name, _ in node.inner}.union(call.name for call in node.replays)
-            pending += node.inner.values()
-        around: set[int] = {0}
-        for call in self.trace.calls:
-            index = call.index if call.name in names else 0
-            while index not in around:
-                around.add(index)
-                index = self.trace.calls[index].parent
-        return frozenset(names.union(self.trace.calls[index].name for index in around)) - {""}

@@ -25,7 +25,8 @@ from pipeflow.stages.cut import completed, make_plan
 from pipeflow.stages.entries import Entries, Stateful
 from pipeflow.stages.flow import LEAST, RANDOM, Flow, host_random_state
 from pipeflow.stages.plan import CutPlan
-from pipeflow.stages.trace import Batch, Call, Trace, decides, record
+from pipeflow.stages.recorder import decides, record
+from pipeflow.stages.trace import Batch, Call, Trace
 
 _ONE_AT_A_TIME = RLock()  # torch's fake tensors share caches among threads
 _OWN = "the module's own forward"

@@ -23,7 +23,8 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.parallel.context import current_context
 from pipeflow.parallel.transport.agreement import all_gather_object, finish, start
 from pipeflow.parallel.transport.protocol import Channel, Tag
-from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
+from pipeflow.runtime.execution import execute_pipeline
+from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.testing.models import WIDTH, PlainModel, TiedModel, TinyModel
 

@@ -12,8 +12,8 @@ from benchmarks.measured_steps import Row, memory_rows, rows
 from benchmarks.planner import _regrets, allocator_shares
 from benchmarks.planner_tables import ROOT, tables, written
 from pipeflow import GPT, Cluster, Setup, plan
-from pipeflow.planning.estimate import ALLOCATOR
 from pipeflow.planning.layouts import TIE
+from pipeflow.planning.rank_memory import ALLOCATOR
 
 MODEL = GPT(4, 512, 4, 512, 8192)
 

@@ -20,7 +20,7 @@ from pipeflow import (
     plan,
 )
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.estimate import ALLOCATOR, state_bytes
+from pipeflow.planning.rank_memory import ALLOCATOR, state_bytes
 from pipeflow.planning.setup import Checkpoint
 from pipeflow.planning.transformer_costs import stage_costs, stage_layers
 from pipeflow.schedules import SCHEDULES

@@ -238,8 +238,8 @@ def test_the_bytes_between_stages_are_in_the_cost_model() -> None:
     def rank() -> tuple[int, ...]:
         model = Pipeline.from_module(DECODER.module(), TWO, batch, cost=cost)
         assert model.cut is not None
-        assert model.runner.programs._cost is not None
-        assert model.runner.programs._cost.activation_bytes == tuple(map(float, model.cut.sent_bytes))
+        assert model.runner.programs.options.cost is not None
+        assert model.runner.programs.options.cost.activation_bytes == tuple(map(float, model.cut.sent_bytes))
         return model.cut.sent_bytes
 
     assert run_threads(rank, 2) == [(2 * LENGTH * WIDTH * 8, 0)] * 2

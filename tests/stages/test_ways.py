@@ -199,7 +199,7 @@ def test_the_bytes_on_routes_are_in_the_cost_model() -> None:
         model = Pipeline.from_module(
             case.module(), schedule, batch, criterion=case.criterion, cost=replace(cost, bandwidth=10.0)
         )
-        return model.runner.programs._cost
+        return model.runner.programs.options.cost
 
     one = float(SAMPLES * WIDTH * ITEM)
     for found in run_threads(rank, 3):

@@ -25,7 +25,8 @@ from pipeflow.huggingface.training.refusals import require_pipeline, require_pos
 from pipeflow.huggingface.training.replicas import shared_outputs
 from pipeflow.optim.clip import grad_norm as norm_of
 from pipeflow.parallel.transport.agreement import all_gather
-from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
+from pipeflow.runtime.execution import execute_pipeline
+from pipeflow.runtime.pipeline import Pipeline
 
 transformers: Any = library()  # its types differ between versions
 STATE = "pipeflow"

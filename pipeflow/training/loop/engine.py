@@ -19,7 +19,8 @@ from pipeflow.optim.masters import MasterWeights
 from pipeflow.optim.optimizer import Wrapper, innermost, require_parameters_of
 from pipeflow.optim.rates import Scheduler
 from pipeflow.runtime.custom_backward import backward
-from pipeflow.runtime.pipeline import Pipeline, execute_pipeline
+from pipeflow.runtime.execution import execute_pipeline
+from pipeflow.runtime.pipeline import Pipeline
 from pipeflow.runtime.step import Output
 from pipeflow.tensor.trial import needs_closure
 from pipeflow.training.loop.finite import NonFiniteError, check_finite, mean_loss

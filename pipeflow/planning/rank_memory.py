@@ -1,0 +1,162 @@
+"""RankPlan: the memory of the devices of a pipeline rank. Must not contain: times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipeflow.core.placement import Placement
+from pipeflow.planning.blocks import Part, Transformer
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.transformer_costs import (
+    parameters_of,
+    passed_bytes,
+    recomputed_bytes,
+    shares_of,
+)
+
+ALLOCATOR = 0.04
+"""What torch's caching allocator takes from the device beyond what it hands out, as a share of that: the median of 11
+logs of Megatron-LM jobs that print both, at peaks of 41 to 136 GB (0.8 % to 14 %; benchmarks/data has them).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """The memory of each device of one pipeline rank. Bytes are those of one device.
+
+    Attributes:
+        rank: the pipeline rank.
+        stages: its stages.
+        parts: their layers [start, end).
+        parameters: held by one device, a word table that is also the head once.
+        weight_bytes, gradient_bytes: of them.
+        master_bytes, moment_bytes: the optimizer's: master weights, Adam's two moments.
+        activation_bytes: the most that the schedule keeps at once for backwards.
+        recomputed_bytes: beside that, what the backward of one layer is computing again.
+        transfer_bytes: of received activations and gradients that no computation has taken yet, one of each for each
+            stage that is next to one on another rank.
+        idle: the part of the step in which the rank computes nothing.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    parts: tuple[Part, ...]
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    master_bytes: int
+    moment_bytes: int
+    activation_bytes: float
+    recomputed_bytes: int
+    transfer_bytes: float
+    idle: float
+
+    @property
+    def layers(self) -> int:
+        """How many."""
+        return sum(end - start for start, end in self.parts)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Master weights and moments."""
+        return self.master_bytes + self.moment_bytes
+
+    @property
+    def _used_bytes(self) -> float:
+        state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        return state + self.activation_bytes + self.recomputed_bytes + self.transfer_bytes
+
+    @property
+    def peak_parts(self) -> dict[str, float]:
+        """What `peak_bytes` consists of."""
+        return {
+            "weights": self.weight_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.activation_bytes,
+            "recomputed": self.recomputed_bytes,
+            "transfers": self.transfer_bytes,
+            "allocator": self.allocator_bytes,
+        }
+
+    @property
+    def allocator_bytes(self) -> float:
+        """An allowance for what the allocator takes without handing it out: ALLOCATOR of all the rest."""
+        return ALLOCATOR * self._used_bytes
+
+    @property
+    def peak_bytes(self) -> float:
+        """All of it, with the allowance. Not counted: buffers of single operations."""
+        return self._used_bytes + self.allocator_bytes
+
+
+class Held(NamedTuple):
+    """The memory of one device of a pipeline rank without activations: see RankPlan."""
+
+    parts: tuple[Part, ...]
+    parameters: int
+    recomputed_bytes: int
+    transfer_bytes: float
+
+
+def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part]) -> tuple[float, ...]:
+    """Per pipeline rank, the `peak_bytes` of a schedule that keeps nothing for backwards. `parts` are the layers of all
+    stages. Ranks that hold and send alike are computed once.
+    """
+    found: dict[object, float] = {}
+    needed, shares = [], shares_of(parts)
+    for rank, borders in enumerate(_borders(placement)):
+        kind = (len(borders), *(shares[stage] for stage in placement.stages_of(rank)))
+        if kind not in found:
+            held = held_by(model, setup, placement, parts, rank)
+            found[kind] = rank_plan(setup, placement, rank, held, kept=0.0, idle=0.0).peak_bytes
+        needed.append(found[kind])
+    return tuple(needed)
+
+
+def held_by(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:
+    stages = placement.stages_of(rank)
+    own = [shares_of(parts)[stage] for stage in stages]
+    again = recomputed_bytes(model, setup) if any(share.layers for share in own) else 0
+    received = transferred(placement, rank, [float(passed_bytes(model, setup))] * len(parts))
+    return Held(tuple(parts[stage] for stage in stages), parameters_of(model, own, setup.tensor), again, received)
+
+
+def transferred(placement: Placement, rank: int, sent: Sequence[float]) -> float:
+    """The `transfer_bytes` of a rank, for stages that send so many bytes to the next one."""
+    return sum(sent[stage] for stage in _borders(placement)[rank])
+
+
+@lru_cache(maxsize=256)
+def _borders(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Per rank, the stages after which another rank begins or it begins itself."""
+    found: list[list[int]] = [[] for _ in range(placement.num_ranks)]
+    for path in placement.paths:
+        for stage, (one, other) in enumerate(pairwise(path)):
+            if one != other:
+                found[one].append(stage)
+                found[other].append(stage)
+    return tuple(map(tuple, found))
+
+
+def rank_plan(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: float, idle: float) -> RankPlan:
+    stages, parameters, precision = placement.stages_of(rank), held.parameters, setup.precision
+    optimized = -(-parameters // setup.data) if setup.zero else parameters
+    return RankPlan(
+        rank,
+        stages,
+        held.parts,
+        parameters,
+        weight_bytes=parameters * precision.weight,
+        gradient_bytes=parameters * precision.gradient,
+        master_bytes=optimized * precision.master,
+        moment_bytes=optimized * precision.moments,
+        activation_bytes=kept,
+        recomputed_bytes=held.recomputed_bytes,
+        transfer_bytes=held.transfer_bytes,
+        idle=idle,
+    )
