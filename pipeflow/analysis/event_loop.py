@@ -134,7 +134,7 @@ def paired(forward: Action, backward: Action, durations: Durations, overlap: flo
 
 
 def transfers(schedule: Schedule, cost: CostModel, order: Order) -> list[Transfer]:
-    """Per value of `order`, its transfer."""
+    """The transfer of each value of `order`."""
     return [transfer for end in order.ends for transfer in _of_end(schedule, cost, end)]
 
 

@@ -24,7 +24,7 @@ class TimePair(NamedTuple):
 
     @property
     def error(self) -> float:
-        """As a share of the measured time."""
+        """The difference, as a share of the measured time."""
         return abs(self.predicted / self.measured - 1)
 
 

@@ -166,7 +166,7 @@ def product_coefficients(times: Sequence[ProductTime]) -> tuple[float, float, fl
     rows = np.array([each.product.rows for each in times])
 
     def errors(depth: Array, row: Array) -> Array:
-        """Per pair of coefficients and time."""
+        """The errors, one for each pair of coefficients and each time."""
         found: Array = seconds - np.log1p(depth[..., None] / shortest) - np.log1p(row[..., None] / rows)
         return found
 

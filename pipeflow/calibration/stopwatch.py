@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
-import torch
-
 from pipeflow.parallel.context import Context
+from pipeflow.parallel.device import synchronize
 from pipeflow.parallel.transport.agreement import all_gather
 
 Work = Callable[[], object]
@@ -39,16 +38,16 @@ class Stopwatch:
         return seconds
 
     def phases(self, works: Sequence[Work], budget: float) -> list[float]:
-        """As `seconds`, of each of `works`, which are called in turn."""
+        """Like `seconds`, for each of `works`, which are called in turn."""
         return self._median(works, budget, MOST_CALLS, is_launch=False)
 
     def launch_seconds(self, work: Work, budget: float) -> float:
-        """As `seconds`, but only of the host, which does not wait for its device to compute."""
+        """Like `seconds`, but counts only the time of the host, which does not wait for its device."""
         [seconds] = self.launch_phases([work], budget)
         return seconds
 
     def launch_phases(self, works: Sequence[Work], budget: float) -> list[float]:
-        """As `phases`, but only of the host."""
+        """Like `phases`, but counts only the time of the host."""
         return self._median(works, budget, MOST_LAUNCHES, is_launch=True)
 
     def _median(self, works: Sequence[Work], budget: float, most: int, *, is_launch: bool) -> list[float]:
@@ -68,7 +67,7 @@ class Stopwatch:
 
     def _round(self, works: Sequence[Work], calls: int, *, is_launch: bool) -> list[float]:
         """Seconds per call. Ranks begin together; a round is long beside the slices of time that processes get."""
-        self._synchronize()
+        synchronize(self.context.device)
         self._agreed([0.0])
         seconds = [0.0] * len(works)
         last = self._clock()
@@ -76,7 +75,7 @@ class Stopwatch:
             for index, work in enumerate(works):
                 work()
                 if not is_launch and (len(works) > 1 or call == calls - 1):
-                    self._synchronize()
+                    synchronize(self.context.device)
                 now = self._clock()
                 seconds[index] += now - last
                 last = now
@@ -85,7 +84,3 @@ class Stopwatch:
     def _agreed(self, numbers: list[float]) -> list[float]:
         """The mean of every rank's numbers."""
         return [fmean(column) for column in zip(*all_gather(self.context.world, numbers), strict=True)]
-
-    def _synchronize(self) -> None:
-        if self.context.device.type == "cuda":
-            torch.cuda.synchronize(self.context.device)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from pipeflow.core.files import replacing
+
 _PROCESS = secrets.token_hex(4)  # a process id may be used again later
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.((?P<sequence>\d+)-(?P<process>\w+)-\w+\.(writing|completing)|previous)")
 _FAILED = "failed"
@@ -90,12 +92,10 @@ def previous(path: Path) -> Path:
 
 def write_durably(file: Path, content: bytes) -> None:
     """Writes `file` atomically: it has all of its content or does not exist."""
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("wb") as stream:
+    with replacing(file) as temporary, temporary.open("wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    partial.rename(file)
 
 
 def sync_folder(folder: Path) -> None:

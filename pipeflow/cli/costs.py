@@ -7,13 +7,14 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, final
 
-from pipeflow.cli.files import read
 from pipeflow.cli.options import flag
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.even_costs import EVEN_COSTS, even_model
+from pipeflow.core.files import read_text
+from pipeflow.core.json_values import parse
 from pipeflow.core.placement import Placement
 
 NUMBERS = ("latency", "bandwidth", "overlap")
@@ -70,7 +71,7 @@ class Costs:
 
     @staticmethod
     def _read(path: str) -> CostModel:
-        text = read(path)
+        text = read_text(path)
         try:
             return cost_model(text)
         except UsageError as error:
@@ -79,12 +80,7 @@ class Costs:
 
 def cost_model(text: str) -> CostModel:
     """Reads JSON whose keys are fields of `CostModel`. Raises UsageError with the field that is wrong."""
-    import json
-
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"this is not JSON: {error}") from None
+    given = parse(text)
     known = [field.name for field in fields(CostModel) if field.init]
     if not isinstance(given, dict):
         raise UsageError(f"costs must be an object with some of {', '.join(known)}")

@@ -6,10 +6,11 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipeflow.cli.files import read, write
+from pipeflow.cli.files import write
 from pipeflow.cli.outputs import show
 from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
+from pipeflow.core.files import read_text
 from pipeflow.core.text import number, percent
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.replanning import Candidate, Replan, replan
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what other schedules would gain, and writes the best one where --csv says."""
-    text = read(arguments.measured)
+    text = read_text(arguments.measured)
     try:
         measured = Timeline.from_json(text)
     except UsageError as error:

@@ -13,12 +13,12 @@ from pipeflow.analysis.lowering import lower
 from pipeflow.analysis.memory_cap import MemoryCap
 from pipeflow.analysis.simulation import simulate
 from pipeflow.cli.costs import Costs
-from pipeflow.cli.files import read
 from pipeflow.cli.limits import require_size
 from pipeflow.cli.options import flag
 from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
 from pipeflow.core.errors import UsageError
+from pipeflow.core.files import read_text
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import printable
@@ -100,7 +100,7 @@ def _from_file(name: str, request: Request) -> ScheduleSource:
     for option, value in (("ranks", request.ranks), *request.options):
         if value is not None:
             raise UsageError(f"{flag(option)} is for named schedules; {name} has its own")
-    text = read(name)
+    text = read_text(name)
     try:
         if name.endswith(".json") or text.lstrip().startswith("{"):
             return _from_timeline(Timeline.from_json(text), request)

@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeflow.checkpoint.renames import Rename
 from pipeflow.checkpoint.tensor_files import SINGLE, TensorFiles
 from pipeflow.core.errors import UsageError
+from pipeflow.core.files import replacing
 
 _METADATA = {"format": "pt"}  # transformers needs it
 
@@ -42,11 +43,10 @@ def read(path: Path) -> Any:
 
 def write(path: Path, write_to: Callable[[Path], object]) -> None:
     """Writes the file `path` with `write_to`. Raises UsageError if that fails."""
-    temporary = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_to(temporary)
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            write_to(temporary)
     except (OSError, RuntimeError) as error:
         raise UsageError(f"{path} could not be written: {error}") from error
 

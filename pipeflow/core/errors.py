@@ -106,7 +106,12 @@ def unknown(what: str, name: str, known: Collection[str]) -> UsageError:
 
 def nearest(name: str, known: Collection[str]) -> str:
     """Words for an error: the known name nearest to `name`, or all of them if none is near."""
+    near = closest(name, known)
+    return f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
+
+
+def closest(name: str, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name nearest to `name`; None if none is as similar as `cutoff`, from 0 (any) to 1 (equal)."""
     from difflib import get_close_matches  # slow to load, and rarely needed
 
-    near = get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return next(iter(get_close_matches(name, known, n=1, cutoff=cutoff)), None)

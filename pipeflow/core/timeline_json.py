@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from pipeflow.core.action import Action
 from pipeflow.core.cost import LARGEST
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
+from pipeflow.core.json_values import number, parse
 from pipeflow.core.placement import Placement
 from pipeflow.core.span import Row, Span
 
@@ -47,10 +47,7 @@ def _cells(span: Span) -> list[str | float]:
 
 def from_json(text: str) -> Fields:
     """Reads the text of `to_json`. Raises UsageError with the place that is wrong."""
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"this is not JSON: {error}") from None
+    fields = parse(text)
     if not isinstance(fields, dict) or not {"paths", "rows"} <= set(fields):
         raise UsageError("this is not a timeline: it lacks paths or rows, which Timeline.to_json writes")
     if unknown := sorted(set(fields) - {"name", "paths", "rows", "saved_bytes", "deferred_bytes", "kept_bytes"}):
@@ -106,7 +103,7 @@ def _stages(stages: tuple[int, ...]) -> str:
 
 
 def _bytes(fields: dict[str, Any], name: str, placement: Placement) -> tuple[float, ...]:
-    numbers = tuple(_number(number, name) for number in _list(fields.get(name, []), name))
+    numbers = tuple(_number(each, name) for each in _list(fields.get(name, []), name))
     if any(number < 0 for number in numbers):
         raise UsageError(f"{name} must not be negative, got {min(numbers)}")
     if len(numbers) not in (0, placement.num_stages):
@@ -135,8 +132,7 @@ def _whole(value: object, where: str) -> int:
 
 
 def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"{where} must be a finite number, got {value!r}")
-    if abs(value) > LARGEST:
+    found = number(value, where)
+    if abs(found) > LARGEST:
         raise UsageError(f"{where} must be at most {LARGEST:g}, got {value!r}")
-    return float(value)
+    return found

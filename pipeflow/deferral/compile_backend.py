@@ -158,7 +158,7 @@ class CompiledProduct(Deferred):
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """All weights."""
+        """The weights of all products."""
         return self._weights
 
     def compute(self) -> list[tuple[nn.Parameter, Tensor]]:

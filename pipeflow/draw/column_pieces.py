@@ -169,7 +169,7 @@ def _smoothed(columns: list[dict[Look, float]], column: int) -> Iterator[tuple[L
 
 
 def _shares(lane: Lane, scale: float) -> list[dict[Look, float]]:
-    """Per column, the share of each kind and chunk."""
+    """For each column, the share of each kind and chunk."""
     width = round_half_up(max((span.end for span in lane.row), default=0.0) * scale)
     shares: list[dict[Look, float]] = [{} for _ in range(width)]
     for span in lane.row:

@@ -65,7 +65,7 @@ def unit_of(timeline: Timeline) -> str:
 
 
 def peaks(timeline: Timeline) -> tuple[float, ...]:
-    """Per rank, the peak of `Timeline.memory`."""
+    """The peak of `Timeline.memory` of each rank."""
     return timeline.peak_bytes if timeline.saved_bytes else timeline.peak_activations
 
 

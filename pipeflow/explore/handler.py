@@ -71,7 +71,7 @@ class Reader(RawIOBase):
         self.begun, self._deadline = False, monotonic() + patience
 
     def readable(self) -> bool:
-        """Always."""
+        """True: bytes can always be asked for."""
         return True
 
     def readinto(self, buffer: Any) -> int:

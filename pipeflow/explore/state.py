@@ -204,7 +204,7 @@ def _number(field: Field, text: str) -> float:
 
 
 def _names(text: str) -> dict[str, dict[str, Any] | None]:
-    """Per name, its own options if it has any."""
+    """The names, each with its own options, or None."""
     names = {name: _own_options(name) for name in text.split(",")}
     if len(names) > MOST_SHOWN:
         raise UsageError(f"at most {MOST_SHOWN} schedules can be shown side by side, got {len(names)}")

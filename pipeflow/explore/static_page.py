@@ -78,5 +78,5 @@ def _described(field: Field, sliders: Mapping[str, Range]) -> dict[str, Any]:
 
 
 def _packed(answers: object) -> str:
-    """JSON, compressed."""
+    """The answers as compressed JSON, in base64."""
     return base64.b64encode(gzip.compress(json.dumps(answers, separators=(",", ":")).encode(), 9, mtime=0)).decode()

@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Per rank, how long it is busy."""
+        """The busy time of each rank."""
         return tuple(
             self.num_microbatches * sum(sum(self.durations[3 * stage : 3 * stage + 3]) for stage in stages)
             for stages in self.stages

@@ -55,6 +55,12 @@ def prepare(asked: torch.device | str | None) -> None:
         )
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has finished its work. A CPU has finished when its functions return."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
 def own_device(asked: torch.device | str | None) -> torch.device:
     """The device of this process; a GPU becomes torch's current device.
 

@@ -214,7 +214,7 @@ class Transformer(ABC):
 
     @property
     def norm_parameters(self) -> int:
-        """Of one norm over `hidden`."""
+        """The parameters of one norm over `hidden`."""
         return (2 if self.norm == "layer" else 1) * self.hidden
 
     @property

@@ -5,14 +5,14 @@ and how it is measured.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from pipeflow.core.errors import UsageError
+from pipeflow.core.files import read_text, replacing
+from pipeflow.core.json_values import is_number, parse
 from pipeflow.core.placement import require_positive
 from pipeflow.planning.device import DEVICES, LINK_BANDWIDTHS, Device, require_bandwidth, require_between
 
@@ -100,12 +100,7 @@ class Cluster:
         Raises UsageError, which names the file, for one that cannot be read, is not JSON, lacks keys, has unknown ones,
         other units, or values that cannot be.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise UsageError(f"{os.fspath(path)}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise UsageError(f"{os.fspath(path)}: not a text file") from None
+        text = read_text(path)
         try:
             return _from_json(text)
         except UsageError as error:
@@ -116,22 +111,15 @@ class Cluster:
         file cannot be written.
         """
         content = {"units": UNITS} | asdict(self)
-        real = Path(os.path.realpath(path))
-        part = real.with_name(f".{real.name}.{os.getpid()}.part")
         try:
-            part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            part.replace(real)
+            with replacing(path) as file:
+                file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{os.fspath(path)}: {error.strerror}") from None
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def _from_json(text: str) -> Cluster:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"this is not JSON: {error}") from None
+    content = parse(text)
     known = {each.name for each in fields(Cluster)}
     cluster = _keys(content, "a cluster", known, optional={"efficiency", "sharing", "units"})
     known = {each.name for each in fields(Device)}
@@ -145,7 +133,7 @@ def _from_json(text: str) -> Cluster:
         if UNITS[name] != unit:
             raise UsageError(f"{name} is given in {unit!r}, but a cluster file has it in {UNITS[name]}: convert it")
     for name, numbers in (("flops", device["flops"]), ("efficiency", cluster.get("efficiency", {}))):
-        if not isinstance(numbers, dict) or not all(map(_is_number, numbers.values())):
+        if not isinstance(numbers, dict) or not all(map(is_number, numbers.values())):
             raise UsageError(f"{name} must be an object of names and numbers, got {numbers!r}")
     if not isinstance(device["name"], str):
         raise UsageError(f"the name of the device must be text, got {device['name']!r}")
@@ -163,7 +151,3 @@ def _keys(value: object, what: str, known: set[str], *, optional: frozenset[str]
     if said:
         raise UsageError(f"{what} {' and '.join(said)}; its keys are {', '.join(sorted(known | optional))}")
     return dict(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -68,14 +68,14 @@ class StepPlan:
 
     @property
     def step_seconds(self) -> float | None:
-        """Of one step; None where times are not in seconds. Without a cluster, computations alone are counted."""
+        """The time of one step, in seconds; None if times are not. Without a cluster, only computations count."""
         if self.step_parts is not None:
             return sum(self.step_parts)
         return self.timeline.makespan if self.has_seconds else None
 
     @property
     def peak_bytes(self) -> float:
-        """Of the device that holds most."""
+        """The memory of the fullest device, in bytes."""
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
@@ -105,7 +105,7 @@ class StepPlan:
 
     @property
     def devices(self) -> int:
-        """How many it takes."""
+        """The number of devices."""
         return len(self.ranks) * self.setup.tensor * self.setup.data
 
 
@@ -135,23 +135,23 @@ class Plan(StepPlan):
 
     @property
     def parameters_total(self) -> int:
-        """Of the whole model, each weight counted once."""
+        """The parameters of the whole model; tied weights count once."""
         return self.model.parameters
 
     @property
     def sequence(self) -> int:
-        """Tokens per sequence."""
+        """The number of tokens of a sequence."""
         return sequence_of(self.model, self.setup)
 
     @property
     def tokens(self) -> int:
-        """Per step, on all data ranks."""
+        """The number of tokens of a step, over all replicas."""
         batch = self.schedule.num_microbatches * self.setup.microbatch_size * self.setup.data
         return batch * self.sequence
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all devices together; None where times are not in seconds."""
+        """The speed of all devices together; None if times are not in seconds."""
         return None if self.step_seconds is None else self.tokens / self.step_seconds
 
 

@@ -61,7 +61,7 @@ class Layout:
         return self.setup.zero
 
     def make_schedule(self) -> Schedule:
-        """Its schedule."""
+        """Makes the schedule of the layout."""
         return make_schedule(self.schedule, ranks=self.pipeline, microbatches=self.microbatches, **self.options)
 
 

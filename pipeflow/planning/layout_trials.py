@@ -65,11 +65,11 @@ class Family:
         return replace(self, options=(*self.options, ("cost", cost))) if "cost" in options_of(self.name) else self
 
     def make(self, microbatches: int) -> Schedule:
-        """The schedule."""
+        """Makes the schedule."""
         return _made(self.name, self.placement.num_ranks, microbatches, self.options)
 
     def actions(self, microbatches: int) -> int:
-        """How many it has at most."""
+        """An upper bound of the number of actions."""
         return self.placement.num_stages * microbatches * (3 if self.split else 2)
 
     def peaks(self, microbatches: int) -> tuple[RankPeaks, ...]:
@@ -116,12 +116,12 @@ class LayoutTrial:
 
     @property
     def layout(self) -> Layout:
-        """As a value."""
+        """The layout as a Layout."""
         return Layout(*self.cell, self.family.name, dict(self.family.options), self.cut)
 
     @property
     def actions(self) -> int:
-        """How many its schedule has."""
+        """The number of actions of its schedule."""
         return self.family.actions(self.cell.microbatches)
 
     def least_bytes(self) -> float:
@@ -164,7 +164,7 @@ class LayoutTrial:
 
 
 def cells(wanted: Wanted) -> Iterator[Cell]:
-    """All of them."""
+    """All layouts that are wanted."""
     for sizes in meshes(wanted):
         for size in microbatch_sizes(wanted, sizes):
             many = wanted.batch // (sizes.data * size)

@@ -42,7 +42,7 @@ class Ranked:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step."""
+        """The time of a step, in seconds."""
         assert self.plan.step_seconds is not None
         return self.plan.step_seconds
 
@@ -144,7 +144,7 @@ class _Group:
         self._least = first[0]
 
     def add(self, timed: Timed) -> None:
-        """One more."""
+        """Adds a layout."""
         self._timed.append(timed)
         self._least = min(self._least, timed[0])
         tied = (each for each in self._timed if each[0] <= self._least * (1 + TIE))
@@ -177,7 +177,7 @@ class _Search:
             self._push(least_seconds(wanted, cell), cell)
 
     def run(self) -> None:
-        """Fills `groups`."""
+        """Runs the search, which fills `groups`."""
         while self._heap and self._heap[0][0] <= self._highest():
             bound, _, node = heapq.heappop(self._heap)
             if isinstance(node, Cell):

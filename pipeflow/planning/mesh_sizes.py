@@ -47,7 +47,7 @@ def microbatch_sizes(wanted: Wanted, sizes: Sizes) -> list[int]:
 
 @cache
 def divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """All divisors of a number, in ascending order."""
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
 

@@ -57,7 +57,7 @@ class RankPlan:
 
     @property
     def layers(self) -> int:
-        """How many."""
+        """The number of layers of its stages."""
         return sum(end - start for start, end in self.parts)
 
     @property
@@ -119,6 +119,7 @@ def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: S
 
 
 def held_by(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:
+    """What one device of a pipeline rank holds without activations. `parts` are the layers of all stages."""
     stages = placement.stages_of(rank)
     own = [shares_of(parts)[stage] for stage in stages]
     again = recomputed_bytes(model, setup) if any(share.layers for share in own) else 0
@@ -144,6 +145,9 @@ def _borders(placement: Placement) -> tuple[tuple[int, ...], ...]:
 
 
 def rank_plan(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: float, idle: float) -> RankPlan:
+    """The plan of a rank whose schedule keeps at most `kept` bytes of activations, and which is idle for this part of
+    the step.
+    """
     stages, parameters, precision = placement.stages_of(rank), held.parameters, setup.precision
     optimized = -(-parameters // setup.data) if setup.zero else parameters
     return RankPlan(

@@ -38,7 +38,7 @@ class ModuleLayout:
 
     @property
     def step_seconds(self) -> float:
-        """Of a step."""
+        """The time of a step, in seconds."""
         assert self.plan.step_seconds is not None
         return self.plan.step_seconds
 

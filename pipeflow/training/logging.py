@@ -28,15 +28,15 @@ class DistributedLogger:
         self._say(logging.DEBUG, message, ranks)
 
     def info(self, message: str, *, ranks: Collection[int] | None = None) -> None:
-        """As `debug`."""
+        """Like `debug`, at this level."""
         self._say(logging.INFO, message, ranks)
 
     def warning(self, message: str, *, ranks: Collection[int] | None = None) -> None:
-        """As `debug`."""
+        """Like `debug`, at this level."""
         self._say(logging.WARNING, message, ranks)
 
     def error(self, message: str, *, ranks: Collection[int] | None = None) -> None:
-        """As `debug`."""
+        """Like `debug`, at this level."""
         self._say(logging.ERROR, message, ranks)
 
     def _say(self, level: int, message: str, ranks: Collection[int] | None) -> None:

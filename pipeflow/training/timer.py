@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from time import perf_counter
 
-import torch
-
 from pipeflow.core.errors import UsageError
 from pipeflow.parallel.context import context_if_launched
+from pipeflow.parallel.device import synchronize
 
 
 class Timer:
@@ -99,6 +98,6 @@ class MultiTimer:
 
 def _now() -> float:
     context = context_if_launched()
-    if context is not None and context.device.type not in ("cpu", "meta"):
-        torch.accelerator.synchronize(context.device)
+    if context is not None:
+        synchronize(context.device)
     return perf_counter()

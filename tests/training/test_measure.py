@@ -129,8 +129,8 @@ def test_a_device_has_done_its_work_before_the_clock_is_read(monkeypatch: pytest
         return 0.0
 
     device = torch.device("cuda", 1)
-    measure._Stopwatch(device, clock)()
-    measure._Stopwatch(torch.device("cpu"), clock)()
+    measure._after_work(clock, device)
+    measure._after_work(clock, torch.device("cpu"))
     assert seen == [device, "clock", "clock"]
 
 

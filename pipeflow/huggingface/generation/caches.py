@@ -155,16 +155,16 @@ class _Ledger:
     told: list[Told]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """As of any cache."""
+        """As in transformers' caches."""
         self._tell("reorder_cache", beam_idx)
 
     def crop(self, length: int) -> None:
-        """As of any cache."""
+        """As in transformers' caches."""
         self._tell("crop", length)
         call(self, "crop", length)
 
     def activate_past_recording(self) -> None:
-        """As of any cache."""
+        """As in transformers' caches."""
         self._tell("activate_past_recording")
         call(self, "activate_past_recording")
 

@@ -93,7 +93,7 @@ class Shares:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All gradients."""
+        """The gradients of the value, one for each destination."""
         return [gradient for pairing in self.pairings for gradient in pairing.gradient.tensors]
 
     @tensors.setter

@@ -7,7 +7,6 @@ from __future__ import annotations
 import runpy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, closest
 from pipeflow.optim.precision import HalfPrecision
 
 
@@ -161,10 +160,10 @@ def _inside(section: str) -> list[str]:
 
 def _refuse_slip(key: str, known: Collection[str]) -> None:
     names = {name.lower(): name for name in known}
-    near = get_close_matches(key.lower(), names, n=1, cutoff=0.85)
+    near = closest(key.lower(), names, cutoff=0.85)
     if near and key not in known and key not in USERS:
         raise UsageError(
-            f"the configuration's {key!r} is not a known key: did you mean {names[near[0]]!r}? "
+            f"the configuration's {key!r} is not a known key: did you mean {names[near]!r}? "
             "If it is a key of your own, give it a less similar name"
         )
 
@@ -175,8 +174,8 @@ def _require_section(key: str, section: Any, known: Collection[str]) -> None:
         raise UsageError(f"{key} must be a dict with the keys {', '.join(known)}, got {section!r}")
     for name in section:
         if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.0)
-            raise UsageError(f"{key} has no key {name!r}: did you mean {near[0]!r}? Its keys are {', '.join(known)}")
+            near = closest(name, known, cutoff=0.0)
+            raise UsageError(f"{key} has no key {name!r}: did you mean {near!r}? Its keys are {', '.join(known)}")
 
 
 def _checked(kind: str, fits: Callable[[Any], bool], convert: Callable[[Any], Any], key: str, value: Any) -> Any:

@@ -8,6 +8,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import require_positive
 from pipeflow.parallel.context import context_if_launched
+from pipeflow.parallel.device import synchronize
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.planning.layer_costs import LayerCosts
 from pipeflow.training.model.layers import Layers, make_layer, named_layers, random_state_kept
@@ -46,11 +48,11 @@ def measure_layers(layers: Layers, example: Any, *, runs: int = 5, clock: Clock 
     context = context_if_launched()
     if context is None:
         device = next((tensor.device for tensor in _tensors(example)), torch.device("cpu"))
-        return _measured(layers, example, runs, _Stopwatch(device, clock))
+        return _measured(layers, example, runs, device, clock)
     with context.alarm.raised_everywhere():
         context.alarm.expect_slow()
         first = context.pipeline_rank == 0 and context.data_rank == 0  # all tensor ranks of it: they compute together
-        costs = _measured(layers, example, runs, _Stopwatch(context.device, clock)) if first else None
+        costs = _measured(layers, example, runs, context.device, clock) if first else None
         told: Any = all_gather_object(context.world, None if costs is None else _rows(costs))[0]
         return LayerCosts(*map(tuple, told))
 
@@ -60,17 +62,10 @@ def _rows(costs: LayerCosts) -> list[list[float]]:
     return [list(getattr(costs, column.name)) for column in fields(costs)]
 
 
-class _Stopwatch:
-    """A clock that waits until the device has finished its work."""
-
-    def __init__(self, device: torch.device, clock: Clock) -> None:
-        self.device = device
-        self._clock = clock
-
-    def __call__(self) -> float:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return self._clock()
+def _after_work(clock: Clock, device: torch.device) -> float:
+    """The time when the device has finished its work."""
+    synchronize(device)
+    return clock()
 
 
 class _Times(NamedTuple):
@@ -81,15 +76,16 @@ class _Times(NamedTuple):
     backward: float  # whole
 
 
-def _measured(layers: Layers, example: Any, runs: int, now: _Stopwatch) -> LayerCosts:
+def _measured(layers: Layers, example: Any, runs: int, device: torch.device, clock: Clock) -> LayerCosts:
+    now = partial(_after_work, clock, device)
     if any(tensor.is_meta for tensor in _tensors(example)):
         raise UsageError("the example is on the meta device, where nothing is computed: pass one with values")
     rows: list[tuple[float, float, float, float]] = []
-    value = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(now.device), example)
+    value = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), example)
     with random_state_kept(), torch.enable_grad():
         for name, layer in named_layers(layers).items():
             made = copy.deepcopy(layer) if isinstance(layer, nn.Module) else make_layer(name, layer)
-            made.to(now.device)
+            made.to(device)
             times = [_run(made, value, now) for _ in range(runs + 1)][1:]
             forward, backward_input, backward = map(median, zip(*times, strict=True))
             value = made(_given(value))
@@ -98,7 +94,7 @@ def _measured(layers: Layers, example: Any, runs: int, now: _Stopwatch) -> Layer
     return LayerCosts(*zip(*rows, strict=True))
 
 
-def _run(layer: nn.Module, value: Any, now: _Stopwatch) -> _Times:
+def _run(layer: nn.Module, value: Any, now: Clock) -> _Times:
     """Runs the layer as in training, then with frozen weights, whose backward gives only the input's gradient."""
     weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     forward, backward = _forward_and_backward(layer, value, now)
@@ -111,7 +107,7 @@ def _run(layer: nn.Module, value: Any, now: _Stopwatch) -> _Times:
     return _Times(forward, backward_input, backward)
 
 
-def _forward_and_backward(layer: nn.Module, value: Any, now: _Stopwatch) -> tuple[float, float]:
+def _forward_and_backward(layer: nn.Module, value: Any, now: Clock) -> tuple[float, float]:
     given = _given(value)
     begin = now()
     output = layer(given)

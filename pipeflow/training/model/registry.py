@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from types import ModuleType
 from typing import Any, TypeVar
 
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, closest
 
 C = TypeVar("C")
 
@@ -48,8 +47,8 @@ class Registry:
         """Returns the class or function `name`. Raises UsageError if there is none."""
         found = self._found(name)
         if found is None:
-            near = get_close_matches(name, self._names(), n=1, cutoff=0.0)
-            hint = f": did you mean {near[0]!r}?" if near else ": register it with register_module"
+            near = closest(name, self._names(), cutoff=0.0)
+            hint = f": did you mean {near!r}?" if near else ": register it with register_module"
             raise UsageError(f"{self.name} has no {name!r}{hint}")
         return found
 
