@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from zlib import crc32
 
@@ -25,6 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_some(items)
     _mark_slow(items)
     if config.getoption("--share"):
         share, shares = map(int, config.getoption("--share").split("/"))
@@ -32,6 +34,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in whole if crc32(item.nodeid.encode()) % shares != share]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+
+
+def _mark_some(items: list[pytest.Item]) -> None:
+    """Marks the cases of a test as exhaustive, except for as many as its mark `some` says, evenly spaced."""
+    cases: defaultdict[object, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("some") and not item.get_closest_marker("exhaustive"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for every in cases.values():
+        marker = every[0].get_closest_marker("some")
+        assert marker is not None
+        [number] = marker.args
+        kept = {place * len(every) // number for place in range(number)}
+        for place, item in enumerate(every):
+            if place not in kept:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 def _mark_slow(items: list[pytest.Item]) -> None:

@@ -33,6 +33,7 @@ def test_the_picture_of_the_readme_is_the_commands() -> None:
     assert drawn.stdout.strip() == shown[2].strip()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.slow
 def test_the_training_script_of_the_readme_learns(tmp_path: Path, ranks: int) -> None:
@@ -43,6 +44,7 @@ def test_the_training_script_of_the_readme_learns(tmp_path: Path, ranks: int) ->
     assert losses[-1][1] < losses[0][1] / 2
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.slow
 def test_the_trainer_of_the_readme_learns_and_goes_on(tmp_path: Path, ranks: int) -> None:

@@ -52,6 +52,7 @@ def test_the_guard_sees_who_tells_it() -> None:
     assert [line for line, _ in installs_of_another_project(Source("one.md", text))] == [2, 4]
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("there", [True, False])
 def test_torch_warns_of_numpy_where_it_is_missing_and_of_nothing_else(there: bool) -> None:

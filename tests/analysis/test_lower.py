@@ -117,6 +117,7 @@ def test_a_reduction_follows_the_sends_after_its_last_weight_gradient(name: str)
         assert reducing.receive_buffers == plain.receive_buffers
 
 
+@pytest.mark.some(13)
 @pytest.mark.parametrize("latency", [0, 5])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_passes_on_routes_is_sent_once_and_between_ranks_alone(name: str, latency: float) -> None:

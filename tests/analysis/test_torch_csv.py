@@ -65,6 +65,7 @@ def one_way(name: str) -> bool:
     return len(make_schedule(name, ranks=4, microbatches=4).placement.paths) == 1
 
 
+@pytest.mark.some(17)
 @pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])
 def test_torch_loads_runs_and_sends_the_same(

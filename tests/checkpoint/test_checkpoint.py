@@ -47,6 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     return path, under((2, 2, 2), train_and_save, path)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("layout", "chunks"), [((1, 1, 1), 1), ((4, 1, 2), 1), ((2, 1, 4), 2), ((1, 2, 4), 4), ((1, 4, 1), 1)]
 )

@@ -97,6 +97,7 @@ def load_and_save(source: Path, target: Path, shard_bytes: int) -> dict[str, Ten
     return weights
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("layout", "shard_bytes", "run"),
     [

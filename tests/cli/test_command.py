@@ -97,6 +97,7 @@ def test_costs_are_those_of_a_whole_share(capsys: pytest.CaptureFixture[str]) ->
     assert read["makespan"] == 24
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_export_verify_draw_and_simulate_agree_on_a_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str

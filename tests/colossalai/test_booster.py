@@ -62,6 +62,7 @@ def class_loss(outputs: Any, inputs: Batch) -> torch.Tensor:
     return functional.cross_entropy(outputs.logits, inputs["labels"])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
 def test_equal_to_the_plain_model(name: str, layout: str) -> None:
@@ -69,12 +70,14 @@ def test_equal_to_the_plain_model(name: str, layout: str) -> None:
     require_as_plain(*made(name), causal_loss, {**options, "max_norm": 0.5}, data=data)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("layout", some(LAYOUTS, ["tp2", "pp2 x tp2"]))
 def test_labels_that_the_tensor_size_does_not_divide(layout: str) -> None:
     options, data = LAYOUTS[layout]
     require_as_plain(*classifier(3), class_loss, options, data=data)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -88,6 +91,7 @@ def test_styles_of_pipelines(options: dict[str, Any]) -> None:
     require_as_plain(*made("llama"), causal_loss, {**PIPELINE, **options})
 
 
+@pytest.mark.exhaustive
 def test_a_rank_keeps_states_of_its_own_alone() -> None:
     module, batch = made("llama")
     total = sum(each.numel() for each in module.parameters())

@@ -60,6 +60,7 @@ def weights_of(training: Training) -> dict[str, Any]:
     return {name: each.detach().clone() for name, each in training.model.named_parameters(remove_duplicate=False)}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("form", ["pt", "safetensors", "folder"])
 @pytest.mark.parametrize(("first", "then"), [(STAGES, PARTS), (PARTS, STAGES)], ids=["stages", "parts"])
 def test_weights(tmp_path: Path, form: str, first: dict[str, Any], then: dict[str, Any]) -> None:
@@ -138,6 +139,7 @@ def loaded(path: Path, options: dict[str, Any]) -> list[float]:
     return [*losses, training.loss().item()]
 
 
+@pytest.mark.exhaustive
 def test_what_zero_stage_2_shards_is_saved_whole(tmp_path: Path) -> None:
     [expected, *others] = run_processes(saved_in_parts, 4, tmp_path, data=2, tensor=2)
     assert others == [pytest.approx(expected, rel=1e-9)] * 3
@@ -149,6 +151,7 @@ def test_what_zero_stage_2_shards_is_saved_whole(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("then", [STAGES, PARTS], ids=["the same layout", "tensor ranks"])
 def test_training_goes_on(tmp_path: Path, then: dict[str, Any]) -> None:
     """Loaded before the first batch, in a model of other weights."""

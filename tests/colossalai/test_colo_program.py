@@ -129,6 +129,7 @@ def losses(folder: Path, way: str, degree: int, ranks: int) -> list[float]:
 WAYS = [("colo", 1, 1), ("colo", 2, 2), ("colo, checkpoint", 2, 2), ("colo, gemini", 2, 4), ("colo, gemini", 1, 2)]
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "degree", "ranks"),

@@ -113,6 +113,7 @@ def require_same(make: Any, batch: Any, criterion: Any, layout: str, names: set[
     return [held for _, held in results]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_makes_its_own_parameters_alone(layout: str) -> None:
     names = {name for name, _ in lazy().named_parameters(remove_duplicate=False)}
@@ -121,6 +122,7 @@ def test_a_rank_makes_its_own_parameters_alone(layout: str) -> None:
         assert [sum("layers." in name for name in held) for held in made] == [8, 8]
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", LAYOUTS)

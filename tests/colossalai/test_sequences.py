@@ -89,6 +89,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(4, 6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))}
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("overlap", [False, True])

@@ -130,6 +130,7 @@ def own_loss(outputs: Any, inputs: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=["tp2", "pp2", "tp2 x pp2"])
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED]

@@ -205,6 +205,7 @@ def plain() -> tuple[list[float], float, torch.nn.Module]:
     return losses, right.item(), model
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=[] if each == "pp2 x tp2" else pytest.mark.exhaustive) for each in LAYOUTS]
 )

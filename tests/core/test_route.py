@@ -56,6 +56,7 @@ def least_transfers(maker: int, users: tuple[int, ...], path: tuple[int, ...]) -
     return best
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.slow
 def test_no_way_takes_fewer_transfers(name: str) -> None:

@@ -93,6 +93,7 @@ def test_without_backwards_no_activation_is_kept() -> None:
     assert timeline("0F0@0-1 0F1@1-2 0F2@2-3").peak_activations == (1,)
 
 
+@pytest.mark.some(13)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("transfer", [0.0, 0.7])
 def test_the_critical_path_reaches_from_the_start_to_the_makespan(name: str, transfer: float) -> None:

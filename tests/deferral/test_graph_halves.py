@@ -102,6 +102,7 @@ def run(halves: Halves, inputs: list[Any], count: int) -> list[Any]:
     return found[:count]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_both_halves_compute_what_autograd_does(case: Case, mode: Any) -> None:

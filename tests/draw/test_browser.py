@@ -27,6 +27,7 @@ ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
 pytestmark = MARKS
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("timeline", SAMPLES.values(), ids=SAMPLES)
 def test_pages_open_without_complaint(page: Page, timeline: Timeline) -> None:
     page.open(timeline, unit="ms", factor=1000)
@@ -54,6 +55,7 @@ def test_a_block_that_is_pointed_at_says_what_it_is_and_what_it_waited_for(page:
     assert f"{cause}; rank 1 was idle for {idle * 2:g} ms." in tip
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["transfers", "measured", "pairs", "overlapping"])
 def test_keys_walk_over_all_blocks_of_a_rank_and_say_their_causes(page: Page, name: str) -> None:
     timeline = SAMPLES[name]
@@ -336,6 +338,7 @@ def test_a_narrow_window_needs_no_sideways_scrolling(page: Page) -> None:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_large_page_opens_and_zooms(page: Page) -> None:
     """64 ranks, 512 microbatches, nearly a hundred thousand blocks."""

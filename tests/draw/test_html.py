@@ -55,6 +55,7 @@ class Page(HTMLParser):
         return json.loads(data), program
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("timeline", SAMPLES.values(), ids=SAMPLES)
 def test_the_page_holds_every_action_with_its_times(timeline: Timeline) -> None:
     data, _ = Page(html(timeline)).scripts()

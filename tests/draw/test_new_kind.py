@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow  # it starts a process
 
 KIND = '    R = "R"', '    O = "O"  # noqa: E741\n    R = "R"'
 STREAM = '    REDUCE = "reductions"', '    REDUCE = "reductions"\n    COPY = "copies"'
-TABLE = "DATAFLOW: dict[Kind, Flow] = {"
-ROW = TABLE, TABLE + '\n    Kind.O: Flow("offload", (), (), stream=Stream.COPY),'
+TABLE = "DATAFLOW: dict[Kind, DataflowRow] = {"
+ROW = TABLE, TABLE + '\n    Kind.O: DataflowRow("offload", (), (), stream=Stream.COPY),'
 CHANGES = {"core/action.py": [KIND], "core/dataflow.py": [STREAM, ROW]}
 
 DRAWINGS = """

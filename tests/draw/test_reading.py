@@ -46,6 +46,7 @@ def idle(told: str) -> tuple[int, float]:
     return int(match[1]), float(match[2])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["1f1b", "transfers", "measured", "reductions", "empty", "overlapping"])
 def test_keys_walk_over_all_idle_times(page: Page, name: str) -> None:
     """They are the times of the makespan in which a rank does not compute."""
@@ -135,6 +136,7 @@ def sought(page: Page, text: str) -> str:
     return page.text("#found")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("text", "matches"),
     [
@@ -170,6 +172,7 @@ def test_enter_goes_from_match_to_match(page: Page) -> None:
     assert page.text("#spoken").startswith("0B7")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("text", ["2G0", "four", "2", "stage", "rank x", "2F0!"])
 def test_what_cannot_be_read_says_the_form_that_is_expected(page: Page, text: str) -> None:
     page.open(planned())

@@ -122,6 +122,7 @@ CROWDS = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("points", CROWDS, ids=["near", "one place", "long", "many"])
 def test_the_svg_names_every_point_and_hides_none(points: list[Point]) -> None:
     dots, texts, height = read_svg(points)

@@ -68,6 +68,7 @@ def losses_of(path: Path, text: Path, ranks: int) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+ / \d+\]: loss = ([\d.]+)", printed)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_layouts_and_accumulation_take_the_same_steps(tmp_path: Path, text: Path) -> None:
     """A pipeline of 2 x 2 in batches of 4, two at a time; and one process in batches of 8, in two chunks."""

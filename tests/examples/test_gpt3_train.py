@@ -93,6 +93,7 @@ def test_one_process_trains_draws_and_writes(cache: Path, text: Path) -> None:
     assert "\ndef" in printed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_pipeline_of_tensor_ranks_and_its_replicas_train_what_one_piece_would(cache: Path, text: Path) -> None:
     layout = ["--ranks", "2", "--tensor", "2", "--replicas", "2"]

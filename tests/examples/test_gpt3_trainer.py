@@ -29,6 +29,7 @@ def losses_of(text: Path, folder: Path, ranks: int, *options: str) -> list[str]:
     return re.findall(r"step +\d+/\d+: loss = ([\d.]+)", printed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_layout_trains_the_same(text: Path, tmp_path: Path) -> None:
     one = losses_of(text, tmp_path / "one", 1)

@@ -40,6 +40,7 @@ def test_ranks_of_a_replica_read_the_same() -> None:
     assert not one.equal(other)
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout"), [(2, ()), (4, ("--pipeline", "2", "--microbatches", "2"))])
 def test_the_lab_runs(tmp_path: Any, ranks: int, layout: tuple[str, ...]) -> None:

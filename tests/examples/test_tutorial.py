@@ -192,6 +192,7 @@ def with_our_name(program: str) -> str:
     return re.sub(r"^(import|from) colossalai", r"\1 pipeflow.colossalai", program, flags=re.MULTILINE)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("chunks", "more"),
     [("None", "{}"), ("2", "{'NUM_CHUNKS': NUM_CHUNKS}")],

@@ -208,6 +208,7 @@ def run(folder: Path, program: str, config: str, ranks: int, *, unchanged: bool)
     return run_ranks(folder / script[0], *script[1:], "--config", "config.py", ranks=ranks, folder=folder, **variables)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("unchanged", [False, True], ids=["renamed", "unchanged"])
 @pytest.mark.slow
 def test_replicas_by_trainer(tmp_path: Path, unchanged: bool) -> None:
@@ -220,6 +221,7 @@ def test_replicas_by_trainer(tmp_path: Path, unchanged: bool) -> None:
     assert list((tmp_path / "ckpt").iterdir())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("tensor", "unchanged"), [(1, True), (2, False)], ids=["pipeline", "hybrid"])
 @pytest.mark.slow
 def test_stages_by_engine(tmp_path: Path, tensor: int, unchanged: bool) -> None:

@@ -144,6 +144,7 @@ OPTIONS = [{}, {"init_method": "jax", "checkpoint": True, "representation_size":
 FEWER = [*((name, OPTIONS[0]) for name in LAYOUTS), *((name, OPTIONS[1]) for name in [*LAYOUTS][-2:])]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "options"), some_rows(product(LAYOUTS, OPTIONS), FEWER), ids=str)
 @pytest.mark.slow
 def test_every_layout_trains_the_same_model(name: str, options: dict[str, Any]) -> None:

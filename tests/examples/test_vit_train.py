@@ -165,6 +165,7 @@ def test_it_starts_processes_unless_it_is_one(
     assert run_main(monkeypatch, *options) == (None, [begun])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RANKS)
 @pytest.mark.slow
 def test_every_configuration_trains_to_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
@@ -181,6 +182,7 @@ def test_every_configuration_trains_to_the_end(monkeypatch: pytest.MonkeyPatch, 
     assert "measured: 1f1b" in printed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_another_layout_continues_from_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
@@ -194,6 +196,7 @@ def test_another_layout_continues_from_a_checkpoint(monkeypatch: pytest.MonkeyPa
     assert (folder / "best").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_replicas_of_the_hybrid_layout_train_what_one_process_would(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -15,6 +15,7 @@ from pipeflow.explore.state import State
 from pipeflow.schedules import SCHEDULES, make_schedule
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_plan_is_the_simulation_under_the_costs_of_the_link(name: str) -> None:
     answer = plan({"schedule": name, "ranks": "4", "microbatches": "8", "latency": "0.25", "forward": "2"})

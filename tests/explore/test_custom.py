@@ -48,6 +48,7 @@ def told(rows: Rows, placement: Placement, microbatches: int, **more: str) -> di
     return custom | {"drawn": answer["data"]["timelines"][-1]}
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=25)
 @given(edits=EDITS)

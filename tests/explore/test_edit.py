@@ -234,6 +234,7 @@ def edits(editing: Editing, seed: int, count: int) -> Iterator[Rows]:
             yield inserted(rows, rank, gap, entry)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", some(range(5), [0]))
 def test_random_edits_agree_with_verify_and_nothing_is_lost(explorer: Explorer, seed: int) -> None:
     """40 edits for each seed, since browsers keep 50 steps that can be undone."""

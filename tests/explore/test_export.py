@@ -99,6 +99,7 @@ def test_a_schedule_without_a_table_has_no_python() -> None:
         code({"schedule": "custom", "rows": "0F0", "placement": "0.1"})
 
 
+@pytest.mark.some(19)
 @pytest.mark.parametrize("costs", ["unit", "even", "reduced"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_command_draws_the_same_timeline(

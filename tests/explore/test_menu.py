@@ -90,6 +90,7 @@ def exported(capsys: pytest.CaptureFixture[str], name: str, **options: Any) -> s
     return capsys.readouterr().out
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(SCHEDULES, ["1f1b", "interleaved-1f1b", "zb-v", "zb-auto", "dualpipe"]))
 def test_the_table_of_every_schedule_is_that_of_pipeflow_export(

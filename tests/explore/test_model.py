@@ -18,6 +18,7 @@ from tests.explore.explorer import Explorer
 GPT3 = {"model": "gpt3-175b", "ranks": "8", "tensor": "8", "microbatches": "16"}
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gpt3_on_64_devices_is_drawn_in_seconds_and_bytes(name: str) -> None:
     answer = plan(GPT3 | {"schedule": name})

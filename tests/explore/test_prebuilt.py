@@ -84,6 +84,7 @@ class TestPage:
         yield explorer
         assert explorer.complaints() == []
 
+    @pytest.mark.some(3)
     @pytest.mark.parametrize("fields", STATES, ids=name)
     def test_it_shows_its_states(self, opened: Explorer, fields: dict[str, str]) -> None:
         opened.open(**fields)
@@ -134,6 +135,7 @@ def test_it_has_the_tour_every_schedule_and_what_its_sliders_set(made: dict[str,
     assert set(made["SLIDERS"]) <= set(FIELDS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_it_is_small_enough_for_a_document(made: dict[str, Any], tmp_path: Path) -> None:
     made["write"](tmp_path)

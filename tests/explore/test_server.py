@@ -336,6 +336,7 @@ def hasty() -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("part", [0, 1, 30, 100, -1])
 def test_a_client_that_never_finishes_is_told_so(hasty: Server, part: int) -> None:
     status, message = refused(hasty, question(hasty, ranks=2)[:part]) if part else (408, "in time")

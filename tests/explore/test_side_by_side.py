@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
@@ -184,6 +185,7 @@ def test_a_dropped_table_is_the_readers_own_schedule(explorer: Explorer) -> None
     assert explorer.fields["rows"].startswith("0F0,0F1")
 
 
+@pytest.mark.exhaustive
 def test_a_table_too_long_for_a_link_is_kept_in_the_tab(explorer: Explorer) -> None:
     explorer.open(schedule="1f1b")
     drop(explorer, long_csv=make_schedule("gpipe", ranks=16, microbatches=80).to_csv())

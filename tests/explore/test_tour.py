@@ -216,6 +216,7 @@ class TestPage:
                 return explorer.settled()
         raise AssertionError(f"there is no button {name}")
 
+    @pytest.mark.exhaustive
     def test_a_reader_takes_the_tour(self, explorer: Explorer) -> None:
         self.press(explorer.open(schedule="zb-v"), "Tour")
         assert explorer.fields == {"tour": "1", "schedule": "gpipe", "microbatches": "1"}
@@ -245,6 +246,7 @@ class TestPage:
         explorer.settled().browser.refresh()
         assert STEPS[1].answer in self.answer(explorer)
 
+    @pytest.mark.exhaustive
     def test_leaving_and_coming_back_loses_nothing(self, explorer: Explorer) -> None:
         explorer.open(tour=4, **STEPS[3].start).set("microbatches", 11)
         before = explorer.fields

@@ -88,6 +88,7 @@ def require_same(outputs: list[Any], wanted: Any) -> None:
             assert torch.allclose(here, there, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", EACH)
 def test_three_stages_go_on_as_the_whole_model_does(name: str) -> None:
     keywords = {**TOLD, "max_new_tokens": 32}
@@ -116,6 +117,7 @@ def asked(batch: dict[str, Any]) -> dict[str, Any]:
 WITHIN, BETWEEN = [1.0, 1.0, 0, 0, 0, 1.0], [0, 1.0, 1.0, 1.0, 0, 0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cuts", some([WITHIN, BETWEEN], [WITHIN]), ids=["cut in the encoder", "cut in the decoder"])
 @pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.exhaustive)])
 def test_encoders_run_once(name: str, cuts: list[float]) -> None:
@@ -136,6 +138,7 @@ def test_processes() -> None:
     require_same(run_processes(texts, 2, "llama", TWO, TOLD), expected("llama", **TOLD))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -220,6 +223,7 @@ def test_the_last_stages_rank_streams() -> None:
     assert torch.equal(torch.cat([each.flatten() for each in last]), expected("gpt2", **prompt(1))[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", some(["llama", "gpt2", "bloom"], ["llama"]))
 def test_tensor_ranks(name: str) -> None:
     wanted = expected(name)

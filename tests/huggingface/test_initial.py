@@ -47,6 +47,7 @@ def test_a_skeleton_is_the_model_without_its_parameters(name: str) -> None:
         assert torch.equal(mine, its)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", EACH)
 def test_values_are_those_of_the_class_and_of_each_parameter_alone(name: str) -> None:
     plan = blueprint(name)
@@ -128,6 +129,7 @@ LAYOUTS: dict[str, tuple[Schedule, int]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", some(["gpt2", "llama-tied", "t5"], ["llama-tied"]))
 def test_weights_do_not_depend_on_the_layout(name: str, tmp_path: Path) -> None:
     _, batch = made(transformers, name)
@@ -200,6 +202,7 @@ def test_a_module_is_new_when_it_is_named(tmp_path: Path, caplog: pytest.LogCapt
     assert all(torch.equal(after[key], before[key]) for key in before if "classifier" not in key)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_script_can_ask_for_the_size_of_the_vocabulary_and_needs_no_example(tensor: int) -> None:
     module, batch = made(transformers, "llama")

@@ -38,6 +38,7 @@ EACH = [
 ]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("name", "tensor"), EACH)
 def test_load_train_save_and_load_again(name: str, tensor: int, tmp_path: Path) -> None:
     if MAJOR < 5 and name in ("mixtral", "qwen3-moe"):
@@ -140,6 +141,7 @@ def test_only_parameters_of_its_own_are_ever_in_memory(tmp_path: Path) -> None:
         assert not owned & ghosts
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -250,6 +252,7 @@ def test_only_models_of_transformers_are_saved(tmp_path: Path) -> None:
         run_threads(rank, 1)
 
 
+@pytest.mark.exhaustive
 def test_names_of_base_models_and_of_older_checkpoints(tmp_path: Path) -> None:
     """GPT-2 without its head, a BERT with TensorFlow's names, a tied weight under its second name, too."""
     gpt2, batch = made(transformers, "gpt2")

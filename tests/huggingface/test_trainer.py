@@ -39,6 +39,7 @@ def require_same(result: Any, expected: Any) -> None:
     assert numpy.allclose(predicted, predicted_serially, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "layout"), [*CASES, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)]
 )
@@ -48,6 +49,7 @@ def test_four_ranks_train_as_one_process_does(kind: str, layout: str, tmp_path: 
         require_same(result, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout", ["data", *(pytest.param(layout, marks=pytest.mark.exhaustive) for layout in ("pipeline", "tensor"))]
 )
@@ -57,6 +59,7 @@ def test_four_processes_train_as_one_does(layout: str, tmp_path: Path) -> None:
         require_same(result, expected)
 
 
+@pytest.mark.exhaustive
 def test_ranks_read_the_same_random_batches_and_drop_out_otherwise(tmp_path: Path) -> None:
     (losses, evaluated, drawn), (same_losses, same, otherwise) = run_processes(
         train_at_random, 2, tmp_path, deadline=200.0

@@ -75,6 +75,7 @@ def logits_in_peft(folder: Path) -> Any:
     return logits_of(peft.PeftModel.from_pretrained(make_module("llama"), folder))
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_trained_saved_and_resumed(tmp_path: Path, base: dict[str, torch.Tensor]) -> None:
     serial = library().Trainer(adapted(), make_arguments(tmp_path / "serial", **SAVING), **given("llama"))
     serial.train()

@@ -47,6 +47,7 @@ def load(path: Path, chunks: int, tied: bool) -> tuple[list[float], list[float],
     return losses[0], losses[1], losses[2]
 
 
+@pytest.mark.some(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ def run(folder: Path, ranks: int, *layouts: tuple[int, int], **options: Any) -> 
     return [json.loads(line) for line in printed.splitlines()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_program_trains_alike_under_one_layout_after_the_other(tmp_path: Path) -> None:
     """(tensor, pipeline), where there are more ranks with replicas; and what the last one saved, one rank loads."""

@@ -36,6 +36,7 @@ def trained(chunks: int, tied: bool) -> tuple[list[float], dict[str, tuple[Tenso
     return losses, {name: (value.detach().clone(), splits.get(id(value))) for name, value in named.items()}
 
 
+@pytest.mark.some(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("ranks", "tensor", "chunks"), LAYOUTS)

@@ -49,6 +49,7 @@ def require_sound(logs: Sequence[Log]) -> None:
         assert sorted(started) == sorted(awaited)
 
 
+@pytest.mark.some(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", pairwise(by_schedule=False), ids=str)
 def test_no_program_deadlocks(case: Case) -> None:
@@ -86,6 +87,7 @@ CONTROLS = [
 ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("case", CONTROLS, ids=str)
 def test_without_connecting_before_they_would_deadlock(case: Case) -> None:
     logs = case.recorded()
@@ -93,6 +95,7 @@ def test_without_connecting_before_they_would_deadlock(case: Case) -> None:
         replay([without_connecting(log) for log in logs])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("case", CONTROLS, ids=str)
 def test_connected_in_the_order_of_their_programs_they_would_deadlock(case: Case) -> None:
     logs: list[list[Issued]] = [connected_in_order_of_use(log) for log in case.recorded()]
@@ -101,6 +104,7 @@ def test_connected_in_the_order_of_their_programs_they_would_deadlock(case: Case
         replay(logs)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("case", CONTROLS, ids=str)
 def test_with_one_communicator_per_pair_of_ranks_they_would_deadlock(case: Case) -> None:
     """For both directions and all tags. All are connected first."""

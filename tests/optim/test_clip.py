@@ -122,6 +122,7 @@ def hybrid_norm(replicas: int) -> float:
     return torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0).item()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("shape", HYBRID, ids=str)
 def test_split_weights_and_replicas_count_once(shape: Shape) -> None:
     pipeline, tensor, data = shape
@@ -217,6 +218,7 @@ def run_orders(order: float, max_norm: float) -> tuple[float, float]:
     return norm.item(), wanted.item()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("order", ORDERS)
 def test_norms_of_any_order(order: float) -> None:
     results = run_threads(run_orders, 8, order, 1e-3, tensor=2, data=2)

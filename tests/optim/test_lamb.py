@@ -259,6 +259,7 @@ def require_zero(differences: Sequence[Weights]) -> None:
             assert numpy.abs(difference).max() <= 1e-12, name
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("make", "layout"),
     [
@@ -405,6 +406,7 @@ def train_sharded() -> Weights:
     return differences
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 2)])
 def test_weights_that_fully_shard_holds_in_parts(layout: Layout) -> None:
@@ -436,6 +438,7 @@ def load_and_go_on(path: Path) -> dict[str, Any]:
     return run.pieces()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("layout", [(2, 2, 2), (1, 1, 1), (1, 4, 1)])
 def test_a_checkpoint_goes_on_under_any_layout(tmp_path: Path, layout: Layout) -> None:
     expected = wholes(under((2, 2, 2), train_and_save, tmp_path / "step-3"))

@@ -135,6 +135,7 @@ def bare(make_optimizer: Make, of: Callable[[nn.Module], Any]) -> float:
     return difference(model, serial(make_optimizer, of))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", MATRICES)
 def test_torchs_own_loop(name: str) -> None:
     """Over parts of matrices, packed and padded ones among them, and, if the optimizer takes them, of vectors."""
@@ -166,6 +167,7 @@ def with_engine(name: str) -> float:
     return difference(model, serial(MATRICES[name], matrices))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "normed"])
 @pytest.mark.parametrize(("train_with", "data"), [(with_zero, 2), (with_engine, 1)])
 def test_wrapped(name: str, train_with: Callable[[str], float], data: int) -> None:
@@ -193,6 +195,7 @@ def with_masters(name: str, zero: bool) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 @pytest.mark.parametrize("zero", [False, True])
 def test_masters(name: str, zero: bool) -> None:
@@ -227,6 +230,7 @@ def load(path: Path, name: str) -> tuple[float, list[tuple[int, ...]]]:
     return difference(model, serial(MATRICES[name], matrices)), shapes
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("name", ["muon", "adafactor", "normed", "odd"])
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 2), (2, 4)])
 def test_resumed_under_another_layout(tmp_path: Path, name: str, first: int, then: int) -> None:
@@ -312,6 +316,7 @@ def refused(kind: type[Optimizer], zero: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, Together])
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_optimizers_of_all_weights_together(kind: type[Optimizer], layout: Layout) -> None:

@@ -85,6 +85,7 @@ def require_equal(results: list[Any], expected: list[Any]) -> None:
             assert numpy.array_equal(value, wanted[name]), name
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize(
     ("wrap", "plain", "dtype"), [(zero, bare, DTYPE), (masters_of_zero, masters, torch.bfloat16)], ids=["plain", "half"]
@@ -194,6 +195,7 @@ def copied(tree: Any) -> Any:
     return tree_map(lambda value: value.detach().clone() if isinstance(value, torch.Tensor) else value, tree)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("before", "after", "dtype"),
     [

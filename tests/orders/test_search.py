@@ -75,6 +75,7 @@ def every_timeline(ranks: int, microbatches: int, cost: CostModel) -> Iterator[T
 OBJECTIVES: tuple[Objective, ...] = ("makespan", "span")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.slow
 def test_of_all_orders_none_is_better_than_what_is_found(seed: int) -> None:
@@ -188,6 +189,7 @@ def test_sequences_run_as_simulated(name: str) -> None:
     assert timeline.span <= simulate(schedule, cost).span * (1 + 1e-9)  # halves are never worse than whole backwards
 
 
+@pytest.mark.some(11)
 @pytest.mark.parametrize("name", [name for name in ONE_PATH if name != "zb-auto"])
 @pytest.mark.parametrize("cap", [3, 4])
 @pytest.mark.slow
@@ -326,7 +328,8 @@ def test_what_cannot_be_searched_for_is_refused() -> None:
         search(Placement.linear(2), 2, CostModel.even(Placement.linear(2)), start=[stuck])
 
 
-@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("factor", [2, 1])
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=() if row in PUBLISHED[:7:6] else pytest.mark.exhaustive) for row in PUBLISHED],
@@ -345,6 +348,7 @@ def test_no_worse_than_published(row: Published, factor: int) -> None:
         assert within(timeline, **cap)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("costs", [(1, 1, 1, 0), (18.5, 18.1, 9.3, 0.6), None])
 @pytest.mark.slow
@@ -378,6 +382,7 @@ def test_without_a_solver_exact_says_what_to_install(monkeypatch: pytest.MonkeyP
         exact(LINEAR, 2, CostModel.even(LINEAR))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "placement", [Placement.looped(2, 2), Placement.vee(2), Placement(((0, 0, 1, 1),)), Placement(((0, 1, 0, 2, 1),))]
 )
@@ -398,6 +403,7 @@ def test_the_solver_never_goes_below_the_bound_nor_above_the_search(
     assert max(best.timeline.peak_activations) <= cap + 1e-9
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", [LINEAR, Placement.vee(2)])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.slow

@@ -64,6 +64,7 @@ def train(name: str, ranks: int, shape: tuple[int, ...] | None) -> float:
     return float(loss)
 
 
+@pytest.mark.some(13)
 @pytest.mark.parametrize("shape", [None, (2, 3, 6)], ids=["headers", "known"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_connects_what_it_uses(name: str, shape: tuple[int, ...] | None) -> None:

@@ -122,6 +122,7 @@ def stop(victim: int, folder: str) -> tuple[int, int | None, float, bool]:
     return caught.value.rank, caught.value.died, took, loss is not None
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_stopped_rank_is_named_and_may_go_on(victim: int, tmp_path: Path) -> None:
     for rank, (named, died, took, works) in enumerate(run_processes(stop, 3, victim, str(tmp_path), timeout=TIMEOUT)):
@@ -206,6 +207,7 @@ def make_mistake(what: str) -> tuple[str, int | None, bool]:
     return f"{named}", getattr(error, "died", None), loss is not None
 
 
+@pytest.mark.some(2)
 @RUNS
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_tensor_that_cannot_be_sent_is_its_sender_s_mistake(run: Run, what: str) -> None:

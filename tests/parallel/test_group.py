@@ -85,6 +85,7 @@ def die_or_wait(how: str) -> tuple[int, float]:
     return first.rank, time.monotonic() - started
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("tensor", [2, 3])
 @pytest.mark.parametrize(
     ("run", "how"), [(run_threads, "gives up"), (run_processes, "gives up"), (run_processes, "dies")]
@@ -125,6 +126,7 @@ def time_out() -> str:
     return ""
 
 
+@pytest.mark.some(1)
 @RUNS
 def test_a_wait_ends_when_time_is_up(run: Run) -> None:
     told, _ = run(time_out, 2, tensor=2, timeout=2.0)

@@ -97,6 +97,7 @@ def break_half_way(folder: str, waits: str, dies: bool) -> tuple[str, bool]:
     return f"{told.died} {told.reason}", transport.rank == 2 or time.monotonic() - started < SOON
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("waits", ["sender", "receiver"])
 def test_a_wait_for_half_a_transfer_ends(waits: str, dies: bool, tmp_path: Path) -> None:
@@ -130,6 +131,7 @@ def die_half_made(victim: int, group: str) -> tuple[int, int | None, bool]:
     raise AssertionError("nobody was told")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("group", ["gloo-down", "group-0-1-2"])
 def test_who_dies_while_a_group_is_made_is_named_at_once(victim: int, group: str) -> None:
@@ -150,6 +152,7 @@ def die_between_groups(victim: int, port: int) -> int:
     return caught.value.rank
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_who_dies_in_launch_before_there_is_a_coordinator_is_named(victim: int) -> None:
     told = run_processes(die_between_groups, 3, victim, free_port(), may_die=[victim])

@@ -56,6 +56,7 @@ def play(ranks: int, leavers: tuple[int, ...], rounds: int, folder: Path) -> Non
                 assert note["told"] - max(note["began"], left) < TIMEOUT, result["how"]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "leavers"), [(3, (1,)), (4, (0, 1, 2))])
 @pytest.mark.slow
 def test_every_rank_names_one_that_has_left(ranks: int, leavers: tuple[int, ...], tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def conform() -> None:
     assert not TOLD.wrong
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_transport_conforms(ranks: int) -> None:
@@ -61,6 +62,7 @@ def channel_of(name: str) -> Channel:
     return Channel(int(source), int(destination), Tag[tag])
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [None, (2, 3, 6)], ids=["headers", "known"])
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])

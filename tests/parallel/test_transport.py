@@ -23,11 +23,13 @@ def conform() -> None:
     conformance.conform(current_context().transport)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_threads(ranks: int) -> None:
     run_threads(conform, ranks, timeout=2.0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.slow
 def test_gloo(ranks: int) -> None:

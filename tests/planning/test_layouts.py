@@ -52,6 +52,7 @@ def picked(task: Wanted) -> list[tuple[float, Layout]]:
     return ranking(ranking(group)[0] for group in groups.values())
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, 170e6, 145e6])
 def test_the_search_finds_what_brute_force_finds(memory: float | None) -> None:
@@ -161,6 +162,7 @@ def test_ties_are_broken_by_tensor_ranks_then_pipeline_ranks_then_recomputation(
     assert [each for _, each in ranking([(1 + 2 * TIE, slower), *timed])] == [*tied, tied[-1], slower]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_within_a_tie_less_recomputation_is_picked() -> None:
     for seconds, each in picked(wanted(batch=4)):
@@ -214,6 +216,7 @@ def made(name: str, ranks: int, microbatches: int) -> Schedule:
         pytest.skip("it needs an even number of ranks")
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NAMED)
 def test_peaks_are_those_of_a_timeline_and_a_shorter_step_has_no_higher_ones(name: str, ranks: int) -> None:

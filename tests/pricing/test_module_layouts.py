@@ -26,6 +26,7 @@ def searched(**options: Any) -> Any:
     return find_module_layouts(module(), EXAMPLES, **usual | options)
 
 
+@pytest.mark.exhaustive
 def test_the_search_finds_the_fastest_of_all_plans() -> None:
     """Of each choice of sizes one is listed, no slower than any plan but for ties, and it can be planned again."""
     found = searched()

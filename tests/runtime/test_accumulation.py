@@ -39,6 +39,7 @@ def test_different_batches_add_up(variant: tuple[str, int, int]) -> None:
         require_near(result.gradients, summed)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatches", [4, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (1, 7))])
 @pytest.mark.parametrize("model", [PlainModel(12, torch.float32), TreeModel(12, torch.float32)], ids=str)
 @pytest.mark.slow
@@ -51,6 +52,7 @@ def test_all_layouts_agree_to_the_bit(model: TinyModel, microbatches: int) -> No
     require_same_bits(alike)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatches", [4, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (1, 7))])
 @pytest.mark.slow
 def test_all_layouts_with_a_weight_tied_across_ranks_agree_to_the_bit(microbatches: int) -> None:
@@ -70,6 +72,7 @@ def is_tied_across_ranks(placement: Placement) -> bool:
     return len(placement.paths) == 1 and placement.rank_of(0) != placement.rank_of(placement.num_stages - 1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("model", [PlainModel(8, torch.float32), TiedModel(8, torch.float32)], ids=str)
 @pytest.mark.slow
 def test_gloo_agrees_with_threads_to_the_bit(model: TinyModel) -> None:

@@ -269,6 +269,7 @@ def run_different_sizes(forward_only: bool) -> str:
     return str(caught.value)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_batches_of_different_sizes_are_told_to_all(start: Any, forward_only: bool) -> None:

@@ -106,6 +106,7 @@ def expected(replicas: int) -> dict[str, Any]:
     return {name: gradient / replicas for name, gradient in summed.items()}
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changed_is_summed_from_the_next_step_on(change: str, variant: tuple[tuple[str, int, int], int]) -> None:
@@ -202,6 +203,7 @@ def refused(call: Callable[[], object]) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begun
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("run", [run_threads, run_processes])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_tie_that_is_frozen_on_one_rank_is_refused_at_once(run: Any, when: str) -> None:

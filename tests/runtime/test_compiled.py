@@ -63,11 +63,13 @@ def require_compiled(model: TinyModel, variant: tuple[str, int, int], **compilin
             require_equal(gradients, eager)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("variant", FIRST, ids=str)
 def test_blocks(variant: tuple[str, int, int]) -> None:
     require_compiled(PlainModel(8, torch.float32), variant, backend="aot_eager")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("variant", FIRST[:3], ids=str)
 def test_whole_stages(variant: tuple[str, int, int]) -> None:
     require_compiled(TiedModel(4, torch.float32), variant, backend="aot_eager", blocks=False)
@@ -114,6 +116,7 @@ def run_watching(compiling: dict[str, Any]) -> list[tuple[bool, bool]]:
     return seen
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
 def test_weights_come_in_w_and_others_in_i(blocks: bool) -> None:
     none, both = (False, False), (True, True)
@@ -149,6 +152,7 @@ def run_on(variant: tuple[str, int, int], blocks: bool) -> bool:
     return counters["stats"]["unique_graphs"] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("variant", "blocks"),
     [
@@ -207,6 +211,7 @@ def train_blocks(compiling: dict[str, Any] | None, autocast: torch.dtype | None,
     return gradients_of(pipeline)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reentrant", [None, False], ids=["kept", "checkpointed"])

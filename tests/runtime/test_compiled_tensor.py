@@ -75,6 +75,7 @@ def test_a_layer_that_waits_for_other_ranks_is_in_no_one_graph() -> None:
     run_threads(compile_in_one_graph, 4, tensor=2)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("ranks", "tensor"), [(4, 2), (2, 1), (1, 1)])
 def test_a_checkpoint_within_a_block_stays_eager(ranks: int, tensor: int) -> None:
     """Ranks that are threads compile at the same time, so each pair of runs meets in another place."""

@@ -137,6 +137,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("rank", "when"),
     some_rows(
@@ -188,6 +189,7 @@ def run_hanging(rank: int, seconds: float) -> tuple[int, int | None, str, float,
     return error.rank, error.died, str(error), took, float(loss)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("start", "hanging"),
     some_rows(product([run_threads, run_processes], range(3)), [*product([run_threads], range(3)), (run_processes, 0)]),
@@ -224,6 +226,7 @@ def run_late(late: float) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_who_begins_late_and_takes_too_long_is_found_soon(start: Any) -> None:
     """Not after twice the timeout, although the wait began before the call of the rank that is awaited."""
@@ -246,6 +249,7 @@ def run_busy(seconds: float, where: str) -> float:
     return float(loss)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 @pytest.mark.parametrize("where", ["between steps", "in the first step"])
 def test_who_is_busy_and_lives_is_waited_for(start: Any, where: str) -> None:

@@ -62,6 +62,7 @@ def require_as_plain(model: TinyModel, schedule: Schedule, results: list[tuple[f
     assert {name for _, mine in results for name in mine} == set(gradients)
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_by_hand(name: str, model: TinyModel) -> None:
@@ -81,6 +82,7 @@ def run_all(cases: list[tuple[TinyModel, Schedule]]) -> list[Any]:
     return [run_as_drawn(model, schedule) for model, schedule in cases]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.slow
 def test_gloo(ranks: int) -> None:

@@ -60,6 +60,7 @@ def require_evaluated(model: TinyModel, results: list[Any]) -> None:
             assert abs(mine - its).max() <= 1e-14
 
 
+@pytest.mark.some(19)
 @pytest.mark.parametrize("variant", each_once(variants(max_ranks=3, max_chunks=2)))
 @pytest.mark.parametrize("model", [TiedModel(6), KeywordModel(6), TreeModel(6)], ids=str)
 def test_threads(model: TinyModel, variant: Variant) -> None:

@@ -225,6 +225,7 @@ def require_told(schedule: Schedule, cases: list[Case], results: list[list[Told]
 VARIANTS = [("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-v", 2, 1), ("gpipe", 3, 1), ("gpipe", 1, 1)]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_exceptions_on_threads(variant: tuple[str, int, int]) -> None:
     schedule = schedule_of(variant, MICROBATCHES)

@@ -80,6 +80,7 @@ def off(run: Any, name: str, microbatches: int, dtype: torch.dtype | None, repli
     return float((mine - whole).norm() / whole.norm()), max(abs(each - loss) / loss for _, each in told.values())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("microbatches", "bound"), [(64, 0.002), (512, 0.001)])
 def test_float32_keeps_what_bfloat16_loses(microbatches: int, bound: float) -> None:
     narrow, _ = off(run_threads, "1f1b", microbatches, None)

@@ -33,6 +33,7 @@ def sized(kind: str, schedule: Schedule) -> TinyModel:
     return replace(MODELS[kind], layers=max(2, schedule.placement.num_stages))
 
 
+@pytest.mark.some(26)
 @pytest.mark.parametrize(
     ("variant", "kind", "share"),
     some_rows(product(variants(), MODELS, SHARES), covering(largest(variants()), tuple(MODELS), SHARES)),
@@ -45,6 +46,7 @@ def test_threads(variant: tuple[str, int, int], kind: str, share: tuple[int, ...
         require_step(results, expected(model, samples))
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("variant", each_once(variants()))
 def test_threads_with_the_shape_known(variant: tuple[str, int, int]) -> None:
     for microbatches in MICROBATCHES:
@@ -81,6 +83,7 @@ def run_with_outputs(model: TinyModel, schedule: Schedule, batch: tuple[object, 
     return run_steps(model, schedule, [batch], return_outputs=True)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("microbatches", [3, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (1, 6))])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.slow

@@ -110,6 +110,7 @@ def run_masked(name: str, batches: list[Any], own: bool | None) -> tuple[float, 
     return output.loss.item(), {name: plain(each.grad) for name, each in pipeline.named_parameters()}
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("own", [None, True, False], ids=["criterion", "loss", "loss-and-output"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe"])
 @pytest.mark.parametrize(

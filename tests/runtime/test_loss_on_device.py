@@ -27,6 +27,7 @@ def run_losses(name: str, sizes: list[int], broadcast: bool, training: bool) -> 
     ]
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("broadcast", [True, False])
 @pytest.mark.parametrize("data", [1, 2])

@@ -151,6 +151,7 @@ def require_counted(schedule: Schedule, results: list[dict[str, int]]) -> None:
             assert counted["outputs"] == most_under_way(programs[rank])
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
 @pytest.mark.parametrize("variant", each_once(variants()))
 def test_activations_alive_are_as_many_as_planned(variant: tuple[str, int, int], shape: tuple[int, ...] | None) -> None:
@@ -159,6 +160,7 @@ def test_activations_alive_are_as_many_as_planned(variant: tuple[str, int, int],
         require_counted(schedule, run_threads(run_watched, variant[1], schedule, shape))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_activations_alive_are_as_many_as_planned_in_any_order(first: int) -> None:
     for seed in range(first, first + 20):
@@ -208,6 +210,7 @@ def require_received(schedule: Schedule, received: dict[str, Alive]) -> None:
     received.clear()
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("shape", [None, tuple(SAMPLE.shape)], ids=str)
 @pytest.mark.parametrize("variant", each_once([variant for variant in variants() if variant[1] > 1]))
 def test_receive_buffers_are_as_many_as_planned(

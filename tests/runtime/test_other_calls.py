@@ -98,11 +98,13 @@ def run_waiting(which: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("which", range(len(WAITING)))
 def test_other_calls_that_wait_for_each_other_are_told_to_all(which: int) -> None:
     assert len(set(run_threads(run_waiting, 2, which, timeout=0.3))) == 1
 
 
+@pytest.mark.exhaustive
 def test_other_calls_are_told_to_all_over_gloo() -> None:
     assert len(set(run_processes(run_waiting, 2, 0, timeout=1.0))) == 1
 

@@ -89,6 +89,7 @@ def require_whole(results: list[Trained], expected: Trained) -> None:
 CASES = [variant for variant in variants(2, 2) if variant[0] != "dualpipe"] + [("dualpipe", 2, 1)]
 
 
+@pytest.mark.some(31)
 @pytest.mark.parametrize("variant", CASES, ids=str)
 @pytest.mark.parametrize("model", [TiedModel(layers=8), KeywordModel(layers=8)], ids=["tied", "keywords"])
 def test_training_is_that_of_one_process(model: TinyModel, variant: tuple[str, int, int]) -> None:

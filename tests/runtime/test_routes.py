@@ -59,6 +59,7 @@ def require_serial(schedule: Schedule, given: Given, sizes: list[tuple[int, int]
             assert torch.allclose(gradient, gradients[name], rtol=1e-11, atol=1e-13), name
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_to_all_later_under_every_schedule(name: str) -> None:
     """Also where microbatches are no multiple of the ranks, and where the last ones are smaller."""
@@ -68,6 +69,7 @@ def test_all_to_all_later_under_every_schedule(name: str) -> None:
     require_serial(schedule, all_routes(schedule.placement.num_stages))
 
 
+@pytest.mark.some(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks", [3, 4])
@@ -76,6 +78,7 @@ def test_some_routes_under_every_schedule(name: str, ranks: int) -> None:
     require_serial(schedule, some_routes(schedule.placement.num_stages, ranks))
 
 
+@pytest.mark.some(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(12, 80))]
@@ -85,6 +88,7 @@ def test_any_schedule_with_any_routes(seed: int) -> None:
     require_serial(schedule, some_routes(schedule.placement.num_stages, seed))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-v", "dualpipe"])
 def test_batches_of_any_size(name: str) -> None:
     schedule = make_near(name, ranks=2, microbatches=4)

@@ -63,6 +63,7 @@ def require_loss(loss: Any, expected: torch.Tensor) -> None:
     assert loss is None or abs(loss.item() - expected.item()) <= 1e-12 * abs(expected.item())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("model", [TiedModel(6), TreeModel(6)], ids=str)
 def test_gradients_are_exact_when_schedules_alternate(placement: Placement, model: TinyModel) -> None:
@@ -142,6 +143,7 @@ def run_few(model: TinyModel, variant: tuple[str, int, int], samples: int) -> An
     return None if output.loss is None else output.loss.item(), plain(output.outputs)
 
 
+@pytest.mark.some(34)
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("variant", [each for each in variants(3, 2) if accepts(each[0], each[1])], ids=str)
 def test_fewer_samples_than_microbatches_are_evaluated(variant: tuple[str, int, int], samples: int) -> None:

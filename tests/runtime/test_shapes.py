@@ -45,6 +45,7 @@ def require_sizes(model: TinyModel, results: list[list[tuple[float, float, dict[
             require_near(result[seed][2], gradients)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("model", [TiedModel(), TreeModel()], ids=str)
 def test_any_size_follows_any_other_on_threads(model: TinyModel, variant: tuple[str, int, int]) -> None:
@@ -167,6 +168,7 @@ def run_misshapen(wrong_rank: int) -> list[str]:
     return told
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 @pytest.mark.parametrize("wrong_rank", [0, 1])
 def test_a_broken_promise_is_one_clear_error(start: Any, wrong_rank: int) -> None:
@@ -272,6 +274,7 @@ def read_other_sizes(smaller: int) -> tuple[str, str]:
     return str(first.value), str(later.value)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("smaller", [0, 1])
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 def test_ranks_that_read_other_sizes_are_told(start: Any, smaller: int) -> None:

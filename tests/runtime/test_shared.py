@@ -247,6 +247,7 @@ def run_disagreeing(what: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("start", [run_threads, run_processes])
 @pytest.mark.parametrize(("what", "its"), [("missing", "[]"), ("shape", "[[(12, 6)]]")])
 def test_ranks_that_disagree_are_told(start: Any, what: str, its: str) -> None:

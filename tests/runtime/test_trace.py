@@ -60,6 +60,7 @@ def require_traced(variant: Variant, results: list[tuple[Timeline, Timeline, flo
     assert simulate(schedule, cost).makespan > 0
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("variant", each_once(variants()))
 def test_threads(variant: Variant) -> None:
     require_traced(variant, run_threads(run_traced, variant[1], variant))

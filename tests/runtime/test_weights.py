@@ -120,6 +120,7 @@ def run_criterion(name: str, evaluates: bool) -> tuple[float, Tensor | None, int
     return output.loss.item(), chunk.weight.grad, context.pipeline_rank
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("name", CRITERIA)
 def test_a_loss_module_says_what_counts(name: str, data: int) -> None:

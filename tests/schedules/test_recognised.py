@@ -28,6 +28,7 @@ def renumbered(schedule: Schedule, numbers: list[int]) -> Schedule:
     return replace(schedule, rows=tuple(tuple(map(entry, row)) for row in schedule.rows))
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=5)
 @given(ranks=st.integers(1, 5), microbatches=st.integers(1, 9))

@@ -273,6 +273,7 @@ def test_every_small_size_is_sound(name: str, require_sound: Callable[[Schedule]
         require_sound(make(name, size))
 
 
+@pytest.mark.some(5)
 @names
 @settings(max_examples=6)
 @given(data=st.data())

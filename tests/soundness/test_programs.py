@@ -233,12 +233,14 @@ MORE = [
 MUTATIONS: list[Mutation] = [dropped, duplicated, swapped, moved, retargeted, revalued]
 
 
+@pytest.mark.some(38)
 @pytest.mark.parametrize(("name", "form", "mutate"), thinned(tuple(SCHEDULES), tuple(FORMS), MUTATIONS))
 @pytest.mark.slow
 def test_programs_are_verified_as_they_run(name: str, form: str, mutate: Mutation) -> None:
     require_agreement(FORMS[form](name), mutate)
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("mutate", MUTATIONS)
 @pytest.mark.parametrize("schedule", MORE, ids=lambda schedule: f"{schedule.name} {len(schedule.rows)}")
 @pytest.mark.slow

@@ -167,12 +167,14 @@ FORMS: dict[str, Callable[[str], Schedule]] = {
 MUTATIONS: list[Mutation] = [dropped, duplicated, swapped, moved, replaced]
 
 
+@pytest.mark.some(32)
 @pytest.mark.parametrize(("name", "form", "mutate"), thinned(tuple(SCHEDULES), tuple(FORMS), MUTATIONS))
 @pytest.mark.slow
 def test_verify_agrees_with_the_definition(name: str, form: str, mutate: Mutation) -> None:
     require_agreement(FORMS[form](name), mutate)
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("mutate", MUTATIONS)
 @pytest.mark.parametrize("reduces", [False, True])
 @pytest.mark.parametrize("schedule", BY_HAND, ids=lambda schedule: schedule.name)

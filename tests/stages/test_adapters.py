@@ -43,6 +43,7 @@ def train(model: Any, step: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "schedule"), CAUSAL)
 def test_adapters_are_trained_and_nothing_else(name: str, schedule: str) -> None:
     module, batch = adapted(name)

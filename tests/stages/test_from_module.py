@@ -186,6 +186,7 @@ class Scaled(nn.Module):
         return values.sum()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_a_buffer_that_several_stages_use_is_loaded_by_all(schedule: str, tmp_path: Path) -> None:
     batch = vectors(4)[0], None

@@ -52,6 +52,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.some(16)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -61,6 +62,7 @@ def test_a_module_under_a_schedule(name: str, schedule: str) -> None:
     require_equal(case, results, 7)
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_single_cut(name: str) -> None:
@@ -70,6 +72,7 @@ def test_every_single_cut(name: str) -> None:
         require_equal(case, run_threads(step, 2, case, TWO, 4, {"cuts": costs}), 4)
 
 
+@pytest.mark.some(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_for_each_stage(name: str) -> None:

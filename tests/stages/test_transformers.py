@@ -41,6 +41,7 @@ def blocks_in(name: str) -> int:
     return len(blocks_of(Planner(module, 1).plan(batch).trace, module, None))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", each_but("llama", "bert", "t5", "mixtral", "segformer"))
 def test_every_single_cut(name: str) -> None:
     """Without ranks: what the stages compute, and the gradients that go back through them."""
@@ -62,6 +63,7 @@ def test_every_single_cut(name: str) -> None:
         require_near(gradients, expected, tolerance)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", each_but("llama", "bert", "t5", "mixtral", among=SPLIT))
 def test_a_block_for_each_stage(name: str) -> None:
     blocks = blocks_in(name)
@@ -78,6 +80,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.exhaustive]) for each in PAIRS],

@@ -34,6 +34,7 @@ def checkpointed(name: str, reentrant: bool) -> tuple[nn.Module, dict[str, Any]]
     return module, batch
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "reentrant", "schedule"),
     [pytest.param(*each, marks=[] if each in QUICK else [pytest.mark.exhaustive]) for each in RECOMPUTED],
@@ -63,6 +64,7 @@ DROPPED = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", DROPPED)
 def test_dropout_draws_what_the_whole_module_draws(name: str) -> None:
     """Stages that run one after the other draw the same numbers as the module does."""
@@ -93,6 +95,7 @@ def test_dropped_layers_are_refused(name: str) -> None:
     assert len(Planner(module.eval(), 2).plan(batch).stages) == 2
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
 def test_all_hidden_states_are_sent(name: str) -> None:
     """They are collected by hooks, and so are there for a criterion of the user's."""

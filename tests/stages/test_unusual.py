@@ -266,6 +266,7 @@ MODULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.some(9)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("name", MODULES)
 def test_stages_compute_what_the_module_does(name: str, stages: int) -> None:

@@ -122,6 +122,7 @@ def require_least(case: Case, schedule: Schedule, needed: Any) -> None:
         assert output is None or torch.allclose(output, whole, rtol=1e-12)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_block_feeds_every_later_stage(name: str) -> None:
     schedule = make_near(name, ranks=2, microbatches=MICROBATCHES)
@@ -131,6 +132,7 @@ def test_every_block_feeds_every_later_stage(name: str) -> None:
     require_least(dense(stages), schedule, lambda plan: of_dense(stages))
 
 
+@pytest.mark.some(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_u_net(name: str) -> None:
@@ -208,6 +210,7 @@ def test_the_bytes_on_routes_are_in_the_cost_model() -> None:
         assert found.route_bytes == {}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_has_an_entry_per_head_counts_as_the_part_that_is_sent() -> None:

@@ -287,6 +287,7 @@ def expected_of(module: nn.Module, values: Tensor) -> tuple[float, dict[str, Ten
     return loss.item(), gradients(module)
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("cuts", CUTS, ids=len)
 @pytest.mark.parametrize("kind", MODELS)
@@ -347,6 +348,7 @@ def train(kind: type[Model], name: str, compiled: bool, checkpoints: bool) -> tu
     return None if output.loss is None else output.loss.item(), gradients(model)
 
 
+@pytest.mark.some(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Model, pytest.param(Late, marks=pytest.mark.exhaustive), Skipping])
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -357,6 +359,7 @@ def test_every_schedule(kind: type[Model], name: str) -> None:
         require_near(found, expected)
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")

@@ -29,6 +29,7 @@ from tests.tensor.ranks import (
 SIZED = pytest.mark.parametrize("size", SIZES)
 
 
+@pytest.mark.some(30)
 @SIZED
 @pytest.mark.parametrize("vocabulary", [1, 3, 5, 8, 13])
 @pytest.mark.parametrize("padding", [None, 0, -1])

@@ -43,6 +43,7 @@ def test_equal_to_the_plain_module(name: str, size: int) -> None:
         assert numbers < (0.8 if size == 2 else 0.6) * sum(each.numel() for each in module.parameters())
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["bloom", "experts", "multi-query"])
 def test_under_a_pipeline(name: str) -> None:
     module = make(name)

@@ -116,6 +116,7 @@ def test_under_a_pipeline(name: str, schedule: str) -> None:
         assert its_norm == pytest.approx(norm, rel=1e-9)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 4)])
 def test_checkpoints_under_another_tensor_size(tmp_path: Path, first: int, then: int) -> None:
     """Packed weights are whole in the folder, and so are an optimizer's states of them."""

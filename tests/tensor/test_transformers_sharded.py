@@ -91,6 +91,7 @@ def test_pipeline_by_tensor(name: str) -> None:
     assert set().union(*split) == run_threads(sharded, 2, name, tensor=2)[0]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", each_but("bloom", "mixtral", "phi3", among=NAMES))
 def test_four_tensor_ranks(name: str) -> None:
     """The loss, the logits and every gradient. Many have fewer heads of key and value than ranks."""

@@ -71,6 +71,7 @@ def train(layers: Callable[[], Any], name: str, how: str) -> tuple[list[list[str
     return names, output.loss.item(), gradients
 
 
+@pytest.mark.some(14)
 @pytest.mark.parametrize("how", PARTITIONS)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("layers", [whole, lambda: MAKERS], ids=["modules", "callables"])
@@ -205,6 +206,7 @@ def train_tied(name: str) -> dict[str, Any]:
     return {key: value.numpy() for chunk in chunks for key, value in chunk.state_dict().items()}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("name", "ranks"), [("1f1b", 1), ("interleaved", 1), *((name, ranks) for name in SCHEDULES for ranks in (2, 4))]
 )

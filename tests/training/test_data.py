@@ -107,6 +107,7 @@ def test_the_order_follows_from_seed_and_epoch() -> None:
     assert [numbers.tolist() for numbers, _, _ in loader] == orders[1]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("read", [0, 3, 4, 7])
 def test_it_goes_on_where_it_was(workers: int, read: int) -> None:

@@ -95,6 +95,7 @@ def trained_by_hand(model: TinyModel, accumulation: int) -> dict[str, Tensor]:
     return dict(module.named_parameters())
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("model", [PlainModel(layers=4), TiedModel(layers=4)], ids=["plain", "tied"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(("ranks", "data"), [(1, 1), (2, 1), (4, 2)])

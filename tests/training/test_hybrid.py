@@ -51,6 +51,7 @@ def run(runner: Any, kind: str, name: str, layout: tuple[int, int, int]) -> None
     require_trained(results, expected(kind, samples))
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("kind", WORKS)
@@ -58,12 +59,14 @@ def test_threads(kind: str, name: str, layout: tuple[int, int, int]) -> None:
     run(run_threads, kind, name, layout)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["clipping", "checkpointing"])
 @pytest.mark.slow
 def test_gloo(kind: str) -> None:
     run(run_processes, kind, "zb-v", (2, 2, 2))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
 def test_copies_of_a_stage_whose_gradients_are_parts(name: str) -> None:
     work = replace(WORKS["clipping"], samples=(4, 6))

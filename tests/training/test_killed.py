@@ -93,6 +93,7 @@ def require_the_same_under_torchrun(folder: Path, choices: random.Random, rendez
     assert found == [digest(each) for each in undisturbed(0.1)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_rank_is_killed_while_it_saves_beside_training(tmp_path: Path) -> None:
     require_the_same(tmp_path, random.Random(1), asynchronous=True)
@@ -103,6 +104,7 @@ def test_a_rank_is_killed_and_half_the_replicas_go_on(tmp_path: Path) -> None:
     require_the_same_on_one_replica(tmp_path, random.Random(2), 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_torchrun_starts_all_again(tmp_path: Path) -> None:
     require_the_same_under_torchrun(tmp_path, random.Random(3), RENDEZVOUS[0])

@@ -80,6 +80,7 @@ def shown(width: int, hooks: list[Hook]) -> tuple[str, str]:
     return written(on), losses
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("width", "ranks", "data"), [(40, 1, 1), (60, 2, 1), (80, 4, 2), (120, 1, 1), (200, 1, 1)])
 def test_bars(width: int, ranks: int, data: int) -> None:
     [(text, losses), *others] = run_threads(shown, ranks, width, [], data=data)

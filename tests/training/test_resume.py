@@ -55,6 +55,7 @@ def interrupted(folder: Path, moments: list[int], size: int, accumulation: int, 
     return result(trainer), continued
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("size", "accumulation", "options"),
     [
@@ -135,6 +136,7 @@ def continued(folder: Path, size: int, accumulation: int) -> tuple[list[int], di
     return read, result(trainer)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("before", "after", "accumulation", "size", "is_exact"),
     [
@@ -210,6 +212,7 @@ def fitted_again(folder: Path | None, steps: int, loader: str) -> tuple[dict[str
     return results[0], results[1]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("loader", ["parallel", "list"])
 @pytest.mark.parametrize("steps", [2, 6, 7])
 def test_a_second_fit_goes_on(tmp_path: Path, steps: int, loader: str) -> None:
@@ -306,6 +309,7 @@ def other_loaders(folder: Path, kind: str) -> tuple[Any, Any, list[int]]:
     return results[0], results[1], loads
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ["list", "own", "drawing"])
 def test_other_loaders(tmp_path: Path, kind: str) -> None:
     [((found, state), (expected, wanted), loads)] = run_threads(other_loaders, 1, tmp_path, kind)
