@@ -44,13 +44,14 @@ if TYPE_CHECKING:
     from pipeflow.planning.cluster import Cluster
     from pipeflow.planning.device import DEVICES, Device
     from pipeflow.planning.efficiency import Efficiency
-    from pipeflow.planning.estimate import Plan, StepParts, plan
+    from pipeflow.planning.estimate import plan
     from pipeflow.planning.layer_costs import LayerCosts
     from pipeflow.planning.layout import Layout, Wanted
     from pipeflow.planning.layouts import Layouts, Ranked, find_layouts
     from pipeflow.planning.rank_memory import RankPlan
     from pipeflow.planning.replanning import Candidate, Replan, replan
     from pipeflow.planning.setup import PRECISIONS, Precision, Setup
+    from pipeflow.planning.step_plan import Plan, StepParts
     from pipeflow.planning.transformer import GPT, GPT_PRESETS
     from pipeflow.planning.vit import VIT_PRESETS, ViT
     from pipeflow.pricing.module_layouts import ModuleLayout, find_module_layouts
@@ -92,7 +93,7 @@ _LATER = {
     "PRECISIONS": "planning.setup",
     "Pipeline": "runtime.pipeline",
     "PipelineSharedModuleWrapper": "runtime.gradients.ties",
-    "Plan": "planning.estimate",
+    "Plan": "planning.step_plan",
     "Precision": "planning.setup",
     "RankPlan": "planning.rank_memory",
     "Ranked": "planning.layouts",
@@ -100,7 +101,7 @@ _LATER = {
     "Replan": "planning.replanning",
     "Saving": "checkpoint.save",
     "Setup": "planning.setup",
-    "StepParts": "planning.estimate",
+    "StepParts": "planning.step_plan",
     "Transform": "checkpoint.renames",
     "VIT_PRESETS": "planning.vit",
     "ViT": "planning.vit",

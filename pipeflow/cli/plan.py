@@ -20,14 +20,13 @@ from pipeflow.cli.request import Request, is_file
 from pipeflow.cli.sources import sound_source
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.planning.catalog import MODELS, Model, model_named
-from pipeflow.planning.estimate import Plan, plan
+from pipeflow.planning.estimate import plan
 from pipeflow.planning.omissions import uncounted
-from pipeflow.planning.rank_memory import RankPlan
 from pipeflow.planning.setup import CHECKPOINTS, PRECISIONS, Setup
+from pipeflow.planning.step_plan import TITLES, Plan
 from pipeflow.planning.transformer import GPT
-from pipeflow.planning.transformer_costs import head_forward, layer_forward, stage_costs
+from pipeflow.planning.transformer_costs import stage_costs
 from pipeflow.planning.vit import ViT
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
 from pipeflow.schedules.options import family_options
@@ -169,7 +168,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(json.dumps(_for_programs(found)))
     else:
-        show(*_heading(arguments.model, found), "", _table(found), "", *_totals(found), *_notes(found))
+        show(*_heading(arguments.model, found), "", _table(found), "", *found.totals(), *_notes(found))
     return 0
 
 
@@ -230,79 +229,16 @@ def _for_programs(found: Plan) -> dict[str, Any]:
 
 
 def _heading(name: str, found: Plan) -> Iterator[str]:
-    model, setup, precision = found.model, found.setup, found.setup.precision
-    resized = "" if model == model_named(name) else ", resized"
-    sizes = f"{model.layers} layers, hidden {model.hidden}, {model.heads} heads"
-    yield f"{name}{resized}: {found.parameters_total:,} parameters, {sizes}"
-    if model.experts > 1:
-        active = _count(model.active_parameters)
-        yield f"{model.experts} experts: a token uses {model.active_experts}, {active} parameters"
-    split = f"pipeline {len(found.ranks)} x tensor {setup.tensor} x data {setup.data}"
-    yield f"{found.schedule.name} on {found.devices} devices: {split}"
-    batch = f"{found.schedule.num_microbatches} microbatches of {setup.microbatch_size} x {found.sequence} tokens"
-    yield f"{batch}, {found.tokens:,} tokens a step"
-    states = {"master weight": precision.master, "moments": precision.moments}
-    parts = {"weight": precision.weight, "gradient": precision.gradient} | states
-    yield f"{precision.name}: {', '.join(f'{part} {of}' for part, of in parts.items() if of)} bytes a parameter"
-    if setup.zero and setup.data > 1:
-        yield f"ZeRO-1: the optimizer state is split over {setup.data} replicas"
+    resized = "" if found.model == model_named(name) else ", resized"
+    sizes, *others = found.heading()
+    yield f"{name}{resized}: {sizes}"
+    yield from others
 
 
 def _table(found: Plan) -> Table:
     from pipeflow.draw import Table
 
-    titles = ["rank", "layers", "parameters", "weights +\ngradients", "optimizer", "activations", "peak", "idle"]
-    rows = [
-        [
-            str(rank.rank),
-            str(rank.layers),
-            _count(rank.parameters),
-            *map(bytes_text, (rank.weight_bytes + rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)),
-            bytes_text(rank.peak_bytes),
-            percent(rank.idle),
-        ]
-        for rank in found.ranks
-    ]
-    return Table(titles, rows)
-
-
-def _totals(found: Plan) -> Iterator[str]:
-    """The highest peak, the time of a step, and its bubble."""
-    highest = max(found.ranks, key=lambda rank: rank.peak_bytes)
-    what = "scores that are" if found.setup.checkpoint == "selective" else "layer that is"
-    again = f"{bytes_text(highest.recomputed_bytes)} for the {what} recomputed, " if highest.recomputed_bytes else ""
-    peak = f"peak: {bytes_text(highest.peak_bytes)} on rank {highest.rank}"
-    yield f"{peak}, of which {again}{bytes_text(highest.allocator_bytes)} for the allocator"
-    if found.cluster is not None and not found.fits:
-        usable, device = found.cluster.usable_bytes, found.cluster.device.name
-        more = f"{bytes_text(found.peak_bytes - usable)} more than the {bytes_text(usable)} that {device} has room for"
-        yield f"  does not fit: {more} (--devices {found.devices} --batch B finds layouts that fit)"
-    if found.step_seconds is None or found.tokens_per_second is None:
-        makespan = number(found.timeline.makespan)
-        yield f"step: {makespan} times the forward of one layer (--device gives seconds)"
-    else:
-        yield f"step: {number(found.step_seconds)} s, {number(found.tokens_per_second)} tokens/s"
-    if found.step_parts is not None:
-        shares = found.step_parts._asdict().items()
-        yield "  " + ", ".join(f"{name} {number(value)} s" for name, value in shares if value)
-    busiest = min(found.ranks, key=lambda rank: rank.idle)
-    bubble, of_span = map(percent, (found.makespan_bubble_ratio, found.bubble_ratio))
-    beside = f"; bubble of span: {of_span}" if of_span != bubble else ""
-    yield f"bubble: {bubble} (idle time of rank {busiest.rank}, the busiest rank){beside}"
-    if bubble != (even := percent(found.even_makespan_bubble_ratio)):
-        yield from _uneven(found, busiest, even)
-
-
-def _uneven(found: Plan, busiest: RankPlan, even: str) -> Iterator[str]:
-    """Why the bubble differs from that of equal stages: what the busiest rank has more than the others."""
-    work = [1 - rank.idle for rank in found.ranks]
-    times = f"{(1 - busiest.idle) * len(work) / sum(work):.3g} times as long as the average"
-    yield f"  With equal stages: {even}. Rank {busiest.rank} works {times},"
-    share = f"{busiest.layers} of the {found.model.layers} layers"
-    if found.schedule.placement.num_stages - 1 in busiest.stages:
-        head = head_forward(found.model) / layer_forward(found.model, found.setup)
-        share += f" and the head, worth {head:.2g} layers"
-    yield f"  with {share}."
+    return Table(TITLES, found.rows())
 
 
 def _notes(found: Plan) -> Iterator[str]:
@@ -310,11 +246,3 @@ def _notes(found: Plan) -> Iterator[str]:
     if not found.setup.stores_scores:
         yield "activations: without attention scores (--keep-scores adds them)"
     yield from wrapped(f"not counted: {'; '.join(uncounted(found.model, found.cluster))}")
-
-
-def _count(parameters: int) -> str:
-    """A number of parameters as people write it, such as 175B."""
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if parameters >= unit:
-            return f"{parameters / unit:.3g}{name}" if parameters < 999.5 * unit else f"{parameters / unit:.0f}{name}"
-    return str(parameters)

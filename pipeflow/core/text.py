@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def printable(text: str) -> str:
     r"""The text with every character that a terminal could take for a command, or cannot show, written as `repr` writes
@@ -30,3 +32,28 @@ def bytes_text(size: float) -> str:
             break
         size /= 1024
     return f"{size:.3g} {unit}"
+
+
+def count_text(count: int) -> str:
+    """A count as people write it, such as `175B`."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}" if count < 999.5 * unit else f"{count / unit:.0f}{name}"
+    return str(count)
+
+
+def aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines of plain text. The first column is aligned on the left, the others on the right; titles may
+    have several lines.
+    """
+    tall = max(title.count("\n") + 1 for title in titles)
+    heads = [[""] * (tall - title.count("\n") - 1) + title.split("\n") for title in titles]
+    lines = [*zip(*heads, strict=True), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    first, *others = widths
+    return [
+        "  ".join(
+            [line[0].ljust(first), *(cell.rjust(width) for cell, width in zip(line[1:], others, strict=True))]
+        ).rstrip()
+        for line in lines
+    ]

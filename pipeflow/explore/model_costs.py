@@ -15,10 +15,11 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.catalog import model_named
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.estimate import Plan, plan
+from pipeflow.planning.estimate import plan
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import physical_costs
 from pipeflow.planning.setup import PRECISIONS, Setup
+from pipeflow.planning.step_plan import Plan
 
 
 @final

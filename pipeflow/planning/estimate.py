@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from typing import Any
 
 from pipeflow.analysis.simulation import simulate
 from pipeflow.core.action import Kind
@@ -19,140 +19,13 @@ from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import Physical, physical_costs
-from pipeflow.planning.rank_memory import Held, RankPlan, held_by, rank_plan
+from pipeflow.planning.rank_memory import Held, held_by, rank_plan
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.step_plan import Plan, StepParts, StepPlan
 from pipeflow.planning.transformer_costs import (
-    sequence_of,
     stage_costs,
     stage_layers,
 )
-
-
-class StepParts(NamedTuple):
-    """The parts of a step's time, in seconds; their sum is the step.
-
-    Attributes:
-        compute: the busiest rank's computations, without what follows; with the time in which it waits for a processor
-            that other ranks use, if the cluster's ranks share processors.
-        tensor: communication of its tensor ranks.
-        bubble: its idle time while transfers are free.
-        transfer: what transfers between stages add to that.
-        reduction: what the reductions of gradients over the replicas add, and those of a word table of two ranks.
-        optimizer: its step.
-    """
-
-    compute: float
-    tensor: float
-    bubble: float
-    transfer: float
-    reduction: float
-    optimizer: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """The part of a Plan that holds for any model: Plan describes the attributes."""
-
-    schedule: Schedule
-    setup: Setup
-    cost: CostModel
-    timeline: Timeline
-    ranks: tuple[RankPlan, ...]
-    cluster: Cluster | None
-    step_parts: StepParts | None
-
-    @property
-    def has_seconds(self) -> bool:
-        """Whether times are in seconds."""
-        return self.cluster is not None
-
-    @property
-    def step_seconds(self) -> float | None:
-        """The time of one step, in seconds; None if times are not. Without a cluster, only computations count."""
-        if self.step_parts is not None:
-            return sum(self.step_parts)
-        return self.timeline.makespan if self.has_seconds else None
-
-    @property
-    def peak_bytes(self) -> float:
-        """The memory of the fullest device, in bytes."""
-        return max(rank.peak_bytes for rank in self.ranks)
-
-    @property
-    def peak_parts(self) -> dict[str, float]:
-        """The parts of `peak_bytes`."""
-        return max(self.ranks, key=lambda rank: rank.peak_bytes).peak_parts
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the fullest device has room for `peak_bytes`. None without a cluster."""
-        return None if self.cluster is None else self.peak_bytes <= self.cluster.usable_bytes
-
-    @property
-    def makespan_bubble_ratio(self) -> float:
-        """The bubble of a step: the timeline's."""
-        return self.timeline.makespan_bubble_ratio
-
-    @property
-    def even_makespan_bubble_ratio(self) -> float:
-        """The schedule's bubble if all stages cost the same, as in its formula. It simulates a step."""
-        return simulate(self.schedule, _evened(self.cost)).makespan_bubble_ratio
-
-    @property
-    def bubble_ratio(self) -> float:
-        """The bubble of the span: the timeline's."""
-        return self.timeline.bubble_ratio
-
-    @property
-    def devices(self) -> int:
-        """The number of devices."""
-        return len(self.ranks) * self.setup.tensor * self.setup.data
-
-
-@dataclass(frozen=True, slots=True)
-class Plan(StepPlan):
-    """The result of `plan`. Times are in seconds if a cluster or `flops` was given, else in forwards of one layer.
-
-    Attributes:
-        model: the sizes of the model.
-        flops: operations per second of one device, or None.
-        schedule: the schedule that was simulated.
-        setup: the layout and the precision.
-        cost: the costs of the stages.
-        timeline: the simulated step, without reductions of gradients and without the optimizer.
-        ranks: parameters, bytes and times of each pipeline rank.
-        cluster: the cluster that was given, or None.
-        step_parts: the parts of the step's time; None without a cluster.
-    """
-
-    model: Transformer
-    flops: float | None
-
-    @property
-    def has_seconds(self) -> bool:
-        """Whether times are in seconds."""
-        return self.flops is not None or self.cluster is not None
-
-    @property
-    def parameters_total(self) -> int:
-        """The parameters of the whole model; tied weights count once."""
-        return self.model.parameters
-
-    @property
-    def sequence(self) -> int:
-        """The number of tokens of a sequence."""
-        return sequence_of(self.model, self.setup)
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of a step, over all replicas."""
-        batch = self.schedule.num_microbatches * self.setup.microbatch_size * self.setup.data
-        return batch * self.sequence
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The speed of all devices together; None if times are not in seconds."""
-        return None if self.step_seconds is None else self.tokens / self.step_seconds
 
 
 def plan(
@@ -232,18 +105,4 @@ def _step_parts(schedule: Schedule, physical: Physical, timeline: Timeline, comp
         transfer=timeline.makespan - fastest,
         reduction=max(0.0, reduced.makespan - timeline.makespan) + physical.tied,
         optimizer=physical.optimizer,
-    )
-
-
-def _evened(cost: CostModel) -> CostModel:
-    """The same work, spread evenly over the stages."""
-
-    def mean(times: tuple[float, ...]) -> tuple[float, ...]:
-        return (sum(times) / len(times),) * len(times)
-
-    return replace(
-        cost,
-        forward=mean(cost.forward),
-        backward_input=mean(cost.backward_input),
-        backward_weight=mean(cost.backward_weight),
     )

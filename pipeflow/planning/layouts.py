@@ -14,10 +14,11 @@ from itertools import count
 from typing import NamedTuple
 
 from pipeflow.core.errors import ScheduleError
-from pipeflow.planning.estimate import Plan, StepParts, plan
+from pipeflow.planning.estimate import plan
 from pipeflow.planning.layout import Layout, Wanted
 from pipeflow.planning.layout_trials import Cell, LayoutTrial, cells, least_seconds, trials
 from pipeflow.planning.misfits import no_room
+from pipeflow.planning.step_plan import Plan, StepParts
 from pipeflow.soundness.schedule import verify
 
 TIE = 0.02

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.blocks import Part
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.estimate import StepPlan, step_plan
+from pipeflow.planning.estimate import step_plan
 from pipeflow.planning.mesh import Mesh
 from pipeflow.planning.physical import StageCosts, StageTimes, layer_times, physical_of, rates_of
 from pipeflow.planning.rank_memory import Held, transferred
 from pipeflow.planning.rates import RankGroup, Rates
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.step_plan import StepPlan
 from pipeflow.planning.work import DeviceWork
 
 LAYER_OPERATIONS = 16

@@ -17,11 +17,11 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.cluster import Cluster
-from pipeflow.planning.estimate import StepPlan
 from pipeflow.planning.module_costs import CountedStage, ForwardPart, counted_plan, piece_seconds
 from pipeflow.planning.physical import rates_of
 from pipeflow.planning.rates import Rates
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.step_plan import StepPlan
 from pipeflow.pricing.operators import Counter
 from pipeflow.stages.blocks import Blocks, Cuts, labels_of
 from pipeflow.stages.copies import Fakes, copied
@@ -43,7 +43,7 @@ class ModulePlan(StepPlan):
         cuts: the names of the last blocks of all stages but the last, for `Pipeline.from_module(cuts=...)`.
         pieces: what was counted, in order: before the first block, each block, and after the last one.
         parameters_total: of the whole module, each counted once.
-        schedule, setup, cost, timeline, ranks, cluster, step_parts: as in `CutPlan`.
+        schedule, setup, cost, timeline, ranks, cluster, step_parts: as in `Plan`.
     """
 
     cuts: tuple[str, ...]

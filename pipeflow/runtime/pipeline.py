@@ -29,11 +29,11 @@ from pipeflow.runtime.names import name_in_module
 from pipeflow.runtime.program.pairs import Overlap
 from pipeflow.runtime.programs import Options, Programs
 from pipeflow.runtime.stage import Stage
+from pipeflow.runtime.state_dict import cut_prefixes, rename_loaded, rename_saved
 from pipeflow.runtime.step import Runner
 from pipeflow.runtime.weighing import UNKNOWN_WEIGHTS, weighing_of
 from pipeflow.stages.blocks import Blocks, Cuts
 from pipeflow.stages.plan import CutPlan
-from pipeflow.stages.stage import ModuleStage
 from pipeflow.tensor.rules import Rule
 from pipeflow.tensor.stepping import watch
 from pipeflow.tensor.table import DEFAULT_RULES
@@ -49,8 +49,9 @@ KEEPS = (
 class Pipeline(nn.Module):
     """This rank's stages of a model, and the schedule that runs them. All ranks must make their Pipelines together.
 
-    Parameters, `zero_grad` and `state_dict` work as in any module. A Pipeline is not called; `execute_pipeline` runs
-    it.
+    Parameters, `zero_grad` and `state_dict` work as in any module. A Pipeline made by `from_module` also loads the
+    `state_dict` of the whole module, of which it takes what this rank needs. A Pipeline is not called;
+    `execute_pipeline` runs it.
 
     Args:
         chunks: this rank's module, or an nn.ModuleList of its modules, one per stage of
@@ -139,6 +140,9 @@ class Pipeline(nn.Module):
         self.loss_scale = 1.0
         self.clippings: WeakSet[Clipping] = WeakSet()
         self.cut: CutPlan | None = None
+        self.names_in_module: frozenset[str] = frozenset()  # of the state dict of the module that `from_module` cut
+        self.register_state_dict_post_hook(rename_saved)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(rename_loaded)  # type: ignore[no-untyped-call]
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
             own = fitting_stages(self.chunks, schedule, context, stages)
@@ -242,6 +246,7 @@ class Pipeline(nn.Module):
         context = current_context()
         with context.alarm.raised_everywhere():
             context.alarm.expect_slow()
+            names = frozenset(module.state_dict()) if isinstance(module, nn.Module) else frozenset()
             parts = parts_of(
                 module,
                 schedule,
@@ -267,7 +272,7 @@ class Pipeline(nn.Module):
             gradient_dtype=gradient_dtype,
             cost=parts.priced(cost),
         )
-        made.cut, made.runner.read = parts.plan, parts.read
+        made.cut, made.runner.read, made.names_in_module = parts.plan, parts.read, names
         return made
 
     def named_parameters(
@@ -276,7 +281,7 @@ class Pipeline(nn.Module):
         """Like `nn.Module.named_parameters`; parameters of a module that `from_module` cut keep their names in that
         module.
         """
-        cut = {f"chunks.{index}." for index, chunk in enumerate(self.chunks) if isinstance(chunk, ModuleStage)}
+        cut = cut_prefixes(self.chunks)
         for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             yield name_in_module(name, prefix, cut), parameter
 

@@ -13,13 +13,13 @@ from pipeflow.core.dataflow import Content
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.bounds import least_makespan
 from pipeflow.planning.cuts import cut_by_load
-from pipeflow.planning.estimate import Plan
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
 from pipeflow.planning.layout_trials import cells, families, least_seconds, trials
 from pipeflow.planning.layouts import TIE, find_layouts, plainness, ranking
 from pipeflow.planning.mesh_sizes import meshes
 from pipeflow.planning.schedule_peaks import peaks
 from pipeflow.planning.setup import Setup
+from pipeflow.planning.step_plan import Plan
 
 MODEL = GPT(4, 512, 4, 512, 8192)
 CLUSTER = Cluster.of("a100-40gb", devices_per_node=2)

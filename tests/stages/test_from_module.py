@@ -145,6 +145,34 @@ def test_frozen_parameters_have_no_gradient_and_the_others_theirs() -> None:
         require_near(gradients, expected)
 
 
+def test_the_whole_modules_state_dict_is_loaded_and_its_own_has_the_modules_names() -> None:
+    batch, whole = masked_sentences(4), seeded(Decoder().double(), 1)
+
+    def load() -> Named:
+        model = Pipeline.from_module(DECODER.module(), FOUR, batch)
+        model.load_state_dict(whole.state_dict())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({})
+        with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "strange"'):
+            model.load_state_dict(whole.state_dict() | {"strange": torch.zeros(1)})
+        return {name: each.detach().clone() for name, each in model.state_dict().items()}
+
+    loaded, expected = run_threads(load, 4), whole.state_dict()
+    assert set().union(*loaded) == set(expected)
+    assert all(torch.equal(each, expected[name]) for named in loaded for name, each in named.items())
+
+
+def test_a_ranks_state_dict_says_once_that_it_is_a_part(caplog: pytest.LogCaptureFixture) -> None:
+    def ask() -> None:
+        model = Pipeline.from_module(DECODER.module(), TWO, masked_sentences(4))
+        model.state_dict()
+        model.state_dict()
+
+    run_threads(ask, 2)
+    said = [each.message for each in caplog.records if "save_checkpoint saves those of all ranks" in each.message]
+    assert len(said) == 2
+
+
 def test_a_checkpoint_has_the_module_s_names_and_fits_any_cut(tmp_path: Path) -> None:
     batch = masked_sentences(4)
 

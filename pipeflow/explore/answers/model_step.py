@@ -12,9 +12,9 @@ from pipeflow.draw.captions import heading
 from pipeflow.draw.page.tables import table
 from pipeflow.explore.schedule_cache import schedule
 from pipeflow.explore.state import State
-from pipeflow.planning.estimate import Plan
 from pipeflow.planning.omissions import EXPERTS
 from pipeflow.planning.rank_memory import RankPlan
+from pipeflow.planning.step_plan import Plan
 
 PARTS = ("compute", "tensor", "bubble", "transfer", "reduction", "optimizer")
 

@@ -1,0 +1,266 @@
+"""Plan: the cost of a layout, on each rank and as a step, and its words. Must not contain: how it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from html import escape
+from typing import NamedTuple
+
+from pipeflow.analysis.simulation import simulate
+from pipeflow.core.cost import CostModel
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.text import aligned, bytes_text, count_text, number, percent
+from pipeflow.core.timeline import Timeline
+from pipeflow.planning.blocks import Transformer
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.rank_memory import RankPlan
+from pipeflow.planning.setup import Setup
+from pipeflow.planning.transformer_costs import head_forward, layer_forward, sequence_of
+
+TITLES = ("rank", "layers", "parameters", "weights +\ngradients", "optimizer", "activations", "peak", "idle")
+
+
+class StepParts(NamedTuple):
+    """The parts of a step's time, in seconds; their sum is the step.
+
+    Attributes:
+        compute: the busiest rank's computations, without what follows; with the time in which it waits for a processor
+            that other ranks use, if the cluster's ranks share processors.
+        tensor: communication of its tensor ranks.
+        bubble: its idle time while transfers are free.
+        transfer: what transfers between stages add to that.
+        reduction: what the reductions of gradients over the replicas add, and those of a word table of two ranks.
+        optimizer: its step.
+    """
+
+    compute: float
+    tensor: float
+    bubble: float
+    transfer: float
+    reduction: float
+    optimizer: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The part of a Plan that holds for any model: Plan describes the attributes."""
+
+    schedule: Schedule
+    setup: Setup
+    cost: CostModel
+    timeline: Timeline
+    ranks: tuple[RankPlan, ...]
+    cluster: Cluster | None
+    step_parts: StepParts | None
+
+    @property
+    def has_seconds(self) -> bool:
+        """Whether times are in seconds."""
+        return self.cluster is not None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The time of one step, in seconds; None if times are not. Without a cluster, only computations count."""
+        if self.step_parts is not None:
+            return sum(self.step_parts)
+        return self.timeline.makespan if self.has_seconds else None
+
+    @property
+    def peak_bytes(self) -> float:
+        """The memory of the fullest device, in bytes."""
+        return max(rank.peak_bytes for rank in self.ranks)
+
+    @property
+    def peak_parts(self) -> dict[str, float]:
+        """The parts of `peak_bytes`."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes).peak_parts
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the fullest device has room for `peak_bytes`. None without a cluster."""
+        return None if self.cluster is None else self.peak_bytes <= self.cluster.usable_bytes
+
+    @property
+    def makespan_bubble_ratio(self) -> float:
+        """The bubble of a step: the timeline's."""
+        return self.timeline.makespan_bubble_ratio
+
+    @property
+    def even_makespan_bubble_ratio(self) -> float:
+        """The schedule's bubble if all stages cost the same, as in its formula. It simulates a step."""
+        return simulate(self.schedule, _evened(self.cost)).makespan_bubble_ratio
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The bubble of the span: the timeline's."""
+        return self.timeline.bubble_ratio
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return len(self.ranks) * self.setup.tensor * self.setup.data
+
+    def __str__(self) -> str:
+        """The plan as `pipeflow plan` prints it."""
+        return "\n".join([*self.heading(), "", *aligned(TITLES, self.rows()), "", *self.totals()])
+
+    def _repr_html_(self) -> str:
+        """The plan as notebooks show it."""
+        lines = "<br>".join(map(escape, self.heading()))
+        head = "".join(f"<th>{escape(title)}</th>" for title in TITLES)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self.rows())
+        totals = "<br>".join(map(escape, self.totals()))
+        return f"<p>{lines}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{totals}</p>"
+
+    def heading(self) -> Iterator[str]:
+        """Lines on what is planned: the layout, and the bytes of a parameter."""
+        setup, precision = self.setup, self.setup.precision
+        split = f"pipeline {len(self.ranks)} x tensor {setup.tensor} x data {setup.data}"
+        yield f"{self.schedule.name} on {self.devices} devices: {split}"
+        yield self._batch()
+        states = {"master weight": precision.master, "moments": precision.moments}
+        parts = {"weight": precision.weight, "gradient": precision.gradient} | states
+        yield f"{precision.name}: {', '.join(f'{part} {of}' for part, of in parts.items() if of)} bytes a parameter"
+        if setup.zero and setup.data > 1:
+            yield f"ZeRO-1: the optimizer state is split over {setup.data} replicas"
+
+    def rows(self) -> list[list[str]]:
+        """The table of ranks, as text. The columns are TITLES."""
+        return [
+            [
+                str(rank.rank),
+                str(rank.layers),
+                count_text(rank.parameters),
+                *map(
+                    bytes_text, (rank.weight_bytes + rank.gradient_bytes, rank.optimizer_bytes, rank.activation_bytes)
+                ),
+                bytes_text(rank.peak_bytes),
+                percent(rank.idle),
+            ]
+            for rank in self.ranks
+        ]
+
+    def totals(self) -> Iterator[str]:
+        """Lines on the highest peak, the time of a step, and its bubble."""
+        highest = max(self.ranks, key=lambda rank: rank.peak_bytes)
+        what = "scores that are" if self.setup.checkpoint == "selective" else "layer that is"
+        again = (
+            f"{bytes_text(highest.recomputed_bytes)} for the {what} recomputed, " if highest.recomputed_bytes else ""
+        )
+        peak = f"peak: {bytes_text(highest.peak_bytes)} on rank {highest.rank}"
+        yield f"{peak}, of which {again}{bytes_text(highest.allocator_bytes)} for the allocator"
+        if self.cluster is not None and not self.fits:
+            usable, device = self.cluster.usable_bytes, self.cluster.device.name
+            more = (
+                f"{bytes_text(self.peak_bytes - usable)} more than the {bytes_text(usable)} that {device} has room for"
+            )
+            yield f"  does not fit: {more} (pipeflow plan --devices {self.devices} --batch B finds layouts that fit)"
+        yield self._step()
+        if self.step_parts is not None:
+            shares = self.step_parts._asdict().items()
+            yield "  " + ", ".join(f"{name} {number(value)} s" for name, value in shares if value)
+        busiest = min(self.ranks, key=lambda rank: rank.idle)
+        bubble, of_span = map(percent, (self.makespan_bubble_ratio, self.bubble_ratio))
+        beside = f"; bubble of span: {of_span}" if of_span != bubble else ""
+        yield f"bubble: {bubble} (idle time of rank {busiest.rank}, the busiest rank){beside}"
+        if bubble != (even := percent(self.even_makespan_bubble_ratio)):
+            work = [1 - rank.idle for rank in self.ranks]
+            times = f"{(1 - busiest.idle) * len(work) / sum(work):.3g} times as long as the average"
+            yield f"  With equal stages: {even}. Rank {busiest.rank} works {times},"
+            yield f"  with {self._share(busiest)}."
+
+    def _batch(self) -> str:
+        return f"{self.schedule.num_microbatches} microbatches of {self.setup.microbatch_size} samples"
+
+    def _step(self) -> str:
+        return f"step: {number(self.timeline.makespan if self.step_seconds is None else self.step_seconds)} s"
+
+    def _share(self, busiest: RankPlan) -> str:
+        """The part of the model that the busiest rank has."""
+        return f"{busiest.layers} of the {sum(rank.layers for rank in self.ranks)} layers"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(StepPlan):
+    """The result of `plan`. Times are in seconds if a cluster or `flops` was given, else in forwards of one layer.
+
+    Attributes:
+        model: the sizes of the model.
+        flops: operations per second of one device, or None.
+        schedule: the schedule that was simulated.
+        setup: the layout and the precision.
+        cost: the costs of the stages.
+        timeline: the simulated step, without reductions of gradients and without the optimizer.
+        ranks: parameters, bytes and times of each pipeline rank.
+        cluster: the cluster that was given, or None.
+        step_parts: the parts of the step's time; None without a cluster.
+    """
+
+    model: Transformer
+    flops: float | None
+
+    @property
+    def has_seconds(self) -> bool:
+        """Whether times are in seconds."""
+        return self.flops is not None or self.cluster is not None
+
+    @property
+    def parameters_total(self) -> int:
+        """The parameters of the whole model; tied weights count once."""
+        return self.model.parameters
+
+    @property
+    def sequence(self) -> int:
+        """The number of tokens of a sequence."""
+        return sequence_of(self.model, self.setup)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of a step, over all replicas."""
+        batch = self.schedule.num_microbatches * self.setup.microbatch_size * self.setup.data
+        return batch * self.sequence
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The speed of all devices together; None if times are not in seconds."""
+        return None if self.step_seconds is None else self.tokens / self.step_seconds
+
+    def heading(self) -> Iterator[str]:
+        """Lines on what is planned: the sizes of the model, the layout, and the bytes of a parameter."""
+        model = self.model
+        yield f"{self.parameters_total:,} parameters, {model.layers} layers, hidden {model.hidden}, {model.heads} heads"
+        if model.experts > 1:
+            active = count_text(model.active_parameters)
+            yield f"{model.experts} experts: a token uses {model.active_experts}, {active} parameters"
+        yield from super(Plan, self).heading()
+
+    def _batch(self) -> str:
+        each = f"{self.schedule.num_microbatches} microbatches of {self.setup.microbatch_size}"
+        return f"{each} x {self.sequence} tokens, {self.tokens:,} tokens a step"
+
+    def _step(self) -> str:
+        if self.step_seconds is None or self.tokens_per_second is None:
+            return f"step: {number(self.timeline.makespan)} times the forward of one layer (a device gives seconds)"
+        return f"step: {number(self.step_seconds)} s, {number(self.tokens_per_second)} tokens/s"
+
+    def _share(self, busiest: RankPlan) -> str:
+        share = f"{busiest.layers} of the {self.model.layers} layers"
+        if self.schedule.placement.num_stages - 1 in busiest.stages:
+            head = head_forward(self.model) / layer_forward(self.model, self.setup)
+            share += f" and the head, worth {head:.2g} layers"
+        return share
+
+
+def _evened(cost: CostModel) -> CostModel:
+    """The same work, spread evenly over the stages."""
+
+    def mean(times: tuple[float, ...]) -> tuple[float, ...]:
+        return (sum(times) / len(times),) * len(times)
+
+    return replace(
+        cost,
+        forward=mean(cost.forward),
+        backward_input=mean(cost.backward_input),
+        backward_weight=mean(cost.backward_weight),
+    )

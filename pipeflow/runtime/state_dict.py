@@ -1,0 +1,53 @@
+"""State dicts of a Pipeline: stages that were cut from a module have the names of that module. Must not contain:
+checkpoints of all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+from weakref import WeakSet
+
+from torch import nn
+
+from pipeflow.runtime.names import name_in_module
+from pipeflow.stages.stage import ModuleStage
+
+LOG = logging.getLogger("pipeflow")
+PART = (
+    "state_dict() has only the weights of rank %d's stages: save_checkpoint saves those of all ranks, and "
+    "save_safetensors writes them into one file"
+)
+
+_WARNED: WeakSet[nn.Module] = WeakSet()  # once is enough
+
+
+def cut_prefixes(chunks: nn.ModuleList) -> tuple[str, ...]:
+    """The prefixes of the chunks that were cut from a module."""
+    return tuple(f"chunks.{index}." for index, chunk in enumerate(chunks) if isinstance(chunk, ModuleStage))
+
+
+def rename_saved(model: Any, state: MutableMapping[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
+    """Gives the entries of a state dict the names in the module. A hook of `nn.Module.state_dict`."""
+    context = model.context
+    if context.pipeline_size * context.tensor.size > 1 and model not in _WARNED:
+        _WARNED.add(model)
+        LOG.warning(PART, context.rank)
+    if cut := cut_prefixes(model.chunks):
+        for name in [each for each in state if each.startswith(prefix)]:
+            state[name_in_module(name, prefix.removesuffix("."), cut)] = state.pop(name)
+
+
+def rename_loaded(model: Any, state: MutableMapping[str, Any], prefix: str, *_: object) -> None:
+    """Finds the entries of the stages under their names in the module, and leaves out those of other stages. A hook of
+    `nn.Module.load_state_dict`.
+    """
+    taken: set[str] = set()
+    for cut in cut_prefixes(model.chunks):
+        for name in model.chunks[int(cut.split(".")[1])].state_dict():
+            if prefix + name in state:
+                state[prefix + cut + name] = state[prefix + name]
+                taken.add(prefix + name)
+    for name in taken.union(prefix + name for name in model.names_in_module):
+        state.pop(name, None)
