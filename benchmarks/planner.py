@@ -1,6 +1,6 @@
 """The planner beside published training steps: its error, its ranking of layouts and their regret, with its own
 coefficients and with those that are fitted without the rows that they predict. It takes minutes, for the fits. With
---save it also writes the tables of README.md and docs/planning.md.
+--save it also writes the table of docs/planning.md.
 
 Regret: the layout that the search would list first, by how much it is slower than the fastest measured one of the same
 task, which is a model, a number of devices and a batch.

@@ -1,5 +1,5 @@
-"""The tables of README.md and docs/planning.md that say how close plans come to published steps, from the data of the
-benchmark `planner`. A test holds the documents to benchmarks/results/planner.json.
+"""The table of docs/planning.md that says how close plans come to published steps, from the data of the benchmark
+`planner`. A test holds the document to benchmarks/results/planner.json.
 """
 
 from __future__ import annotations
@@ -16,26 +16,6 @@ STEPS = {
     MULTI: "8 nodes of A100, a GPT of 3.6 billion (vTrain)",
     TABLE_5: "8 to 512 A100, GPTs of 22 to 1,000 billion ([arXiv 2205.05198](https://arxiv.org/abs/2205.05198))",
 }
-UNSEEN = {  # fits that never saw the rows
-    f"{SINGLE}, fitted without it": STEPS[SINGLE],
-    f"{SINGLE}, fitted without the model": "the same, each model planned with coefficients fitted on the others, too",
-    f"{MULTI}, fitted without it": STEPS[MULTI],
-    f"{TABLE_5}, fitted without it": STEPS[TABLE_5],
-}
-
-
-def readme_table(data: Mapping[str, Any]) -> str:
-    """The errors with coefficients that never saw the rows."""
-    lines = ["| published training steps | rows | mean error of the time | regret | mean error of the memory |"]
-    lines.append("|---|---:|---:|---:|---:|")
-    for label, steps in UNSEEN.items():
-        found = data["errors"][label]
-        is_paper = label.startswith(TABLE_5)
-        memory = f"{_percent(data['memory']['error'])} ({data['memory']['rows']} rows)" if is_paper else ""
-        lines.append(
-            f"| {steps} | {found['rows']:,} | {_percent(found['error'])} | {_percent(found['regret'])} | {memory} |"
-        )
-    return "\n".join(lines)
 
 
 def docs_table(data: Mapping[str, Any]) -> str:
@@ -54,8 +34,8 @@ def docs_table(data: Mapping[str, Any]) -> str:
 
 
 def tables(data: Mapping[str, Any]) -> dict[Path, str]:
-    """The table of each document."""
-    return {ROOT / "README.md": readme_table(data), ROOT / "docs" / "planning.md": docs_table(data)}
+    """The table, by document."""
+    return {ROOT / "docs" / "planning.md": docs_table(data)}
 
 
 def written(text: str) -> str:

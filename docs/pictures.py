@@ -1,5 +1,5 @@
-"""Makes the README's pictures: a timeline as a terminal shows it, and the page of `draw --html` in a browser. Needs
-Chromium for the second one: make pictures
+"""Makes the pictures of a timeline: as a terminal shows it, for docs/simulating.md, and the page of `draw --html` in a
+browser, for the README. Needs Chromium for the second one: make pictures
 """
 
 from __future__ import annotations
