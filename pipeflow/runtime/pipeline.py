@@ -141,8 +141,8 @@ class Pipeline(nn.Module):
         self.clippings: WeakSet[Clipping] = WeakSet()
         self.cut: CutPlan | None = None
         self.names_in_module: frozenset[str] = frozenset()  # of the state dict of the module that `from_module` cut
-        self.register_state_dict_post_hook(rename_saved)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(rename_loaded)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(rename_saved)  # type: ignore[no-untyped-call]  # torch has no types here
+        self.register_load_state_dict_pre_hook(rename_loaded)  # type: ignore[no-untyped-call]  # nor here
         with self.alarm.raised_everywhere():
             self.alarm.expect_slow()
             own = fitting_stages(self.chunks, schedule, context, stages)

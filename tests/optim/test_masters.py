@@ -75,7 +75,6 @@ def test_clipping_again_counts_what_was_clipped(dtype: torch.dtype) -> None:
     run_threads(clip_twice, 4, dtype, tensor=2)
 
 
-@pytest.mark.some(2)
 @HALVES
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_masters_are_stepped_in_float32(dtype: torch.dtype, max_norm: float) -> None:
@@ -106,7 +105,6 @@ def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
     return max(float((some[name] - others[name]).norm() / others[name].norm()) for name in some)
 
 
-@pytest.mark.some(1)
 @HALVES
 @pytest.mark.slow
 def test_masters_track_float32(dtype: torch.dtype) -> None:
@@ -143,7 +141,6 @@ def overflow(bad: int, clip: bool) -> list[tuple[int, float, bool]]:
     return told
 
 
-@pytest.mark.some(2)
 @pytest.mark.parametrize(("bad", "clip"), [(0, False), (3, True), (6, False), (7, True)])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: int, clip: bool) -> None:
     expected = [(0, 256.0, True), (1, 128.0, False), (1, 128.0, True)]

@@ -54,7 +54,6 @@ def ranks(size: int) -> list[Any]:
     return [Place(rank, size) for rank in range(size)]
 
 
-@pytest.mark.some(21)
 @NAMED
 @pytest.mark.parametrize("block", [1, 200, 2**24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
