@@ -50,8 +50,8 @@ class Pipeline(nn.Module):
     """This rank's stages of a model, and the schedule that runs them. All ranks must make their Pipelines together.
 
     Parameters, `zero_grad` and `state_dict` work as in any module. A Pipeline made by `from_module` also loads the
-    `state_dict` of the whole module, of which it takes what this rank needs. A Pipeline is not called;
-    `execute_pipeline` runs it.
+    `state_dict` of the whole module, of which it takes what this rank needs; over tensor ranks use `load_safetensors`.
+    A Pipeline is not called; `execute_pipeline` runs it.
 
     Args:
         chunks: this rank's module, or an nn.ModuleList of its modules, one per stage of

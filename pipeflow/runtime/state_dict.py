@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from pipeflow.core.errors import UsageError
 from pipeflow.runtime.names import name_in_module
 from pipeflow.stages.stage import ModuleStage
 
@@ -41,13 +42,23 @@ def rename_saved(model: Any, state: MutableMapping[str, Any], prefix: str, _: Ma
 
 def rename_loaded(model: Any, state: MutableMapping[str, Any], prefix: str, *_: object) -> None:
     """Finds the entries of the stages under their names in the module, and leaves out those of other stages. A hook of
-    `nn.Module.load_state_dict`.
+    `nn.Module.load_state_dict`. Raises UsageError for a whole weight of which this tensor rank has a part.
     """
     taken: set[str] = set()
     for cut in cut_prefixes(model.chunks):
-        for name in model.chunks[int(cut.split(".")[1])].state_dict():
+        for name, own in model.chunks[int(cut.split(".")[1])].state_dict().items():
             if prefix + name in state:
                 state[prefix + cut + name] = state[prefix + name]
                 taken.add(prefix + name)
+                _require_shape(model, name, own, state[prefix + name])
     for name in taken.union(prefix + name for name in model.names_in_module):
         state.pop(name, None)
+
+
+def _require_shape(model: Any, name: str, own: Any, whole: Any) -> None:
+    shapes = [tuple(getattr(each, "shape", ())) for each in (own, whole)]
+    if model.context.tensor.size > 1 and shapes[0] != shapes[1]:
+        raise UsageError(
+            f"{name} is split over the tensor ranks, so this rank has a part of shape {shapes[0]}, not {shapes[1]}: "
+            "load_state_dict does not split weights; save the module with safetensors, and use load_safetensors"
+        )

@@ -162,6 +162,33 @@ def test_the_whole_modules_state_dict_is_loaded_and_its_own_has_the_modules_name
     assert all(torch.equal(each, expected[name]) for named in loaded for name, each in named.items())
 
 
+def test_names_with_the_chunk_before_them_still_load() -> None:
+    batch = masked_sentences(4)
+
+    def load() -> bool:
+        model = Pipeline.from_module(DECODER.module(), TWO, batch)
+        values = {name: torch.full_like(each, 0.5) for name, each in model.chunks[0].state_dict().items()}
+        model.load_state_dict({f"chunks.0.{name}": each for name, each in values.items()})
+        return all(bool((each == 0.5).all()) for each in model.state_dict().values())
+
+    assert run_threads(load, 2) == [True, True]
+
+
+def test_a_whole_weight_is_not_loaded_into_a_part() -> None:
+    attention = pytest.importorskip("transformers").GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16)
+    from transformers import GPT2LMHeadModel
+
+    def load() -> None:
+        module = GPT2LMHeadModel(attention)
+        whole = {name: each.clone() for name, each in module.state_dict().items()}
+        example = {"input_ids": torch.zeros(4, 4, dtype=torch.long), "labels": torch.zeros(4, 4, dtype=torch.long)}
+        model = Pipeline.from_module(module, TWO, example)
+        with pytest.raises(UsageError, match=r"is split over the tensor ranks, .* use load_safetensors"):
+            model.load_state_dict(whole)
+
+    run_threads(load, 4, tensor=2)
+
+
 def test_a_ranks_state_dict_says_once_that_it_is_a_part(caplog: pytest.LogCaptureFixture) -> None:
     def ask() -> None:
         model = Pipeline.from_module(DECODER.module(), TWO, masked_sentences(4))
