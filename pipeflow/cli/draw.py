@@ -27,7 +27,7 @@ def add_to(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draws the timeline."""
+    """Draws the timeline in the terminal, or writes it into the files that are named."""
     paths = files_named(arguments, *FORMATS)
     if arguments.critical_path and STANDARD_OUTPUT in paths.values():
         raise UsageError("standard output can take one output, not a file and --critical-path")

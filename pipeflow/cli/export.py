@@ -25,6 +25,6 @@ def add_to(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the table."""
+    """Writes the schedule as CSV, with one line per rank."""
     write({arguments.csv: source(arguments.schedule, Request.of(arguments)).schedule.to_csv()})
     return 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Commands) -> None:
-    """Adds the command."""
+    """Adds `pipeflow list` to the subcommands."""
     command = commands.add_parser("list", help="list the schedules and their options")
     command.set_defaults(run=run)
 

@@ -145,7 +145,7 @@ def _add_layout(command: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan."""
+    """Prints the plan of one layout, the best layouts, or what other schedules would gain."""
     if arguments.measured is not None:
         from pipeflow.cli import replan
 

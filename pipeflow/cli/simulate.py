@@ -25,7 +25,7 @@ def add_to(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the measures."""
+    """Prints the makespan, bubble, peaks and transfers of a schedule or a timeline."""
     request = Request.of(arguments)
     timeline = sound_source(arguments.schedule, request).timeline(request.costs)
     if arguments.json:

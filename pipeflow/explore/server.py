@@ -98,7 +98,7 @@ class Server(ThreadingMixIn, TCPServer):
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection."""
+        """Closes a connection, which then counts as neither open nor waiting."""
         with self._lock:
             self._open.discard(request)
             self._waiting.pop(request, None)

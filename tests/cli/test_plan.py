@@ -43,6 +43,21 @@ def test_gpt_3_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "with 12 of the 96 layers and the head, worth 0.33 layers" in shown
 
 
+def test_a_plan_prints_as_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(GPT.named("gpt3-175b"), make_schedule("1f1b", ranks=8, microbatches=64), Setup(tensor=8))
+    shown, printed = out(capsys, "plan", *GPT3), str(found)
+    tables = [
+        [row.split() for row in text.splitlines() if row[:1].isdigit() and "GiB " in row] for text in (shown, printed)
+    ]
+    assert tables[0] == tables[1]
+    assert [row[0] for row in tables[1]] == [str(rank) for rank in range(8)]
+    for line in ("1f1b on 64 devices: pipeline 8 x tensor 8 x data 1", "bubble: 9.6% (idle time of rank 7"):
+        assert line in shown
+        assert line in printed
+    assert found._repr_html_().count("<tr>") == 9
+    assert "<td>7</td>" in found._repr_html_()
+
+
 @pytest.mark.parametrize(
     "options", [["--schedule", "zb-v"], ["--data", 4, "--zero", "--checkpoint"], ["--flops", 1e14]]
 )

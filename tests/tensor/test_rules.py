@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -590,3 +591,8 @@ def test_tensor_ranks_with_different_losses_are_an_error() -> None:
     first, second = run_threads(rank, 2, tensor=2)
     assert first == second
     assert "on rank 1, " in first
+
+
+def test_the_default_rules_keep_the_help_of_from_module_short() -> None:
+    assert str(inspect.signature(Pipeline.from_module)).endswith("rules: 'Sequence[Rule]' = DEFAULT_RULES) -> 'Self'")
+    assert [*DEFAULT_RULES] == list(DEFAULT_RULES) != []
