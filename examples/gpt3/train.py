@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> None:
     console.print(f"\nloss on held-out text: {before:.3f} before, {after:.3f} after {arguments.steps} steps\n")
     schedule = model.schedule.with_reductions() if context.data_size > 1 else model.schedule
     planned = pipeflow.simulate(schedule, pipeflow.measured_costs(measured))
-    console.print(Comparison(planned, measured, unit="ms", factor=1000))
+    console.print(Comparison(planned, measured))
     if arguments.timeline is not None and context.rank == 0:
         arguments.timeline.write_text(measured.to_json())
     ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), os.cpu_count() or 1

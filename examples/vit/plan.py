@@ -30,7 +30,7 @@ class PlanHook(Hook):
         if self.timeline is None or context.rank:
             return
         console = Console(highlight=False)
-        console.print(Comparison(planned(self.timeline), self.timeline, unit="ms", factor=1000))
+        console.print(Comparison(planned(self.timeline), self.timeline))
         ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), os.cpu_count() or 1
         if ranks > cores and context.device.type == "cpu":
             console.print(f"\n{ranks} ranks share {cores} cores here, so actions take longer than they would alone.")

@@ -48,4 +48,5 @@ def measured_costs(timeline: Timeline) -> CostModel:
         latency=latency,
         reduce=tuple(min(times.get((Kind.R, stage), [0.0])) for stage in stages) if reduces else (),
         times={kind: tuple(mean(kind, stage) for stage in stages) for kind in sorted(further)},
+        unit=timeline.unit,
     )

@@ -25,7 +25,7 @@ examples:
   pipeflow explore zb-v --ranks 8 --microbatches 32
   pipeflow compare --ranks 8 --microbatches 32 --transfer 0.1
   pipeflow diff 1f1b zb-h1
-  pipeflow diff 1f1b measured.json --unit ms --factor 1000
+  pipeflow diff 1f1b measured.json
   pipeflow plan gpt3-175b --pipeline 8 --tensor 8 --microbatches 64
   pipeflow plan gpt3-175b --devices 512 --batch 1536 --device a100-80gb
   pipeflow calibrate --output cluster.json

@@ -14,7 +14,8 @@ from pipeflow.cli.options import cost_options, schedule_name, schedule_options
 from pipeflow.cli.outputs import show
 from pipeflow.cli.request import Request
 from pipeflow.core.errors import UsageError
-from pipeflow.draw.columns import COLUMNS, Column, grouped, plot
+from pipeflow.draw.columns import COLUMNS, Column, columns_in, grouped, plot
+from pipeflow.draw.times import Unit
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.registry import COMPARED
 
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json and arguments.svg == "-":
         raise UsageError("standard output can take one output, not --json and --svg")
     names = list(dict.fromkeys(arguments.schedules)) or list(COMPARED)
-    found, refused = _measured(names, Request.of(arguments))
+    found, refused, unit = _measured(names, Request.of(arguments))
     if not found:
         raise UsageError("; ".join(grouped(refused)))
     found = _sorted(found, arguments.sort)
@@ -66,25 +67,27 @@ def run(arguments: argparse.Namespace) -> int:
         schedules = {name: asdict(measures) for name, measures in found.items()}
         print(json.dumps({"schedules": schedules, "refused": refused}))
     elif arguments.svg is None:
-        _show(found, refused)
+        _show(found, refused, columns_in(unit))
     return 0
 
 
-def _measured(names: list[str], request: Request) -> tuple[Found, dict[str, str]]:
-    """The measures of the schedules that can be made with these options, and for the others the reason why not. A name
-    that is unknown, or a file that does not fit, is an error.
+def _measured(names: list[str], request: Request) -> tuple[Found, dict[str, str], Unit]:
+    """The measures of the schedules that can be made with these options, the reasons why the others cannot, and the
+    unit of the times. A name that is unknown, or a file that does not fit, is an error.
     """
     found, refused = {}, {}
+    timelines = []
     beside = ComparedSchedules.of(names, request)
     for name in names:
         try:
             source = beside.source(name)
-            found[name] = Measures.of(source.schedule, beside.timeline(name, source))
+            timelines.append(beside.timeline(name, source))
+            found[name] = Measures.of(source.schedule, timelines[-1])
         except UsageError as error:
             if name not in SCHEDULES:
                 raise
             refused[name] = " ".join(str(error).split())
-    return found, refused
+    return found, refused, Unit.of(timelines)
 
 
 def _sorted(found: Found, by: str) -> Found:
@@ -97,12 +100,12 @@ def _sorted(found: Found, by: str) -> Found:
     return {name: found[name] for name in names}
 
 
-def _show(found: Found, refused: Mapping[str, str]) -> None:
+def _show(found: Found, refused: Mapping[str, str], columns: Mapping[str, Column]) -> None:
     from pipeflow.draw import Scatter
 
     shown = [
         column
-        for column in map(COLUMNS.__getitem__, TABLE)
+        for column in map(columns.__getitem__, TABLE)
         if any(column.of(each) is not None for each in found.values())
     ]
     same = [column for column in shown if len(found) > 1 and len({column.cell(each) for each in found.values()}) == 1]

@@ -94,6 +94,8 @@ def cost_model(text: str) -> CostModel:
 def _field(name: str, value: object) -> Any:
     if name == "links":
         return _links(value)
+    if name == "unit":
+        return value  # CostModel checks it
     if name == "route_bytes":
         return _routes(value)
     if name in NUMBERS:

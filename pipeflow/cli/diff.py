@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pipeflow.draw.times import Unit
 
     lines = difference_lines(sources[0].schedule, sources[1].schedule)
-    table = _table(names, sources, timelines, Unit(unit, factor))
+    table = _table(names, sources, timelines, Unit.of(timelines, unit, factor))
     picture = Comparison(timelines[0], timelines[1], unit, factor, titles, arguments.memory)
     show(*lines, "", table, *_ratio(timelines, measured), "", picture)
     return 0

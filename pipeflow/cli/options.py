@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipeflow.core.cost import LARGEST, SMALLEST
 from pipeflow.core.errors import UsageError
 from pipeflow.core.even_costs import EVEN_COSTS
+from pipeflow.draw.times import PER_SECOND
 from pipeflow.schedules import SCHEDULES
 from pipeflow.schedules.options import Option, family_options
 
@@ -129,7 +130,9 @@ def unit_options() -> Parser:
     """Options for the unit of written times."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group("times")
-    group.add_argument("--unit", default="", metavar="NAME", help="unit to write after times, such as ms")
+    known = ", ".join(PER_SECOND)
+    help_ = f"unit to write after times; times in seconds are converted to {known} (default: a readable one)"
+    group.add_argument("--unit", default="", metavar="NAME", help=help_)
     group.add_argument(
         "--factor", type=_factor, default=1.0, metavar="X", help="multiply times by this number, such as 1000"
     )

@@ -13,6 +13,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.core.files import read_text
 from pipeflow.core.text import number, percent
 from pipeflow.core.timeline import Timeline
+from pipeflow.draw.times import Unit
 from pipeflow.planning.replanning import Candidate, Replan, replan
 
 if TYPE_CHECKING:
@@ -58,18 +59,23 @@ def _for_programs(found: Replan) -> dict[str, object]:
 
 
 def _heading(found: Replan) -> Iterator[str]:
-    planned, measured = found.now.timeline.makespan, found.measured.makespan
-    yield f"{found.measured.name}: measured {number(measured)}, planned from its own costs {number(planned)}"
+    unit, planned, measured = _unit(found), found.now.timeline.makespan, found.measured.makespan
+    yield f"{found.measured.name}: measured {unit.text(measured)}, planned from its own costs {unit.text(planned)}"
     yield "Below, each schedule that has the same stages on the same ranks, under the measured costs."
+
+
+def _unit(found: Replan) -> Unit:
+    return Unit.of([found.measured])
 
 
 def _table(found: Replan) -> Table:
     from pipeflow.draw import Table
 
+    unit = _unit(found)
     rows = [
         [
             each.schedule.name,
-            number(each.timeline.makespan),
+            unit.text(each.timeline.makespan),
             percent(found.gain(each)),
             number(max(each.timeline.peak_activations)),
             "" if each.fits else "more",

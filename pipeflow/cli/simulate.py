@@ -11,6 +11,7 @@ from pipeflow.cli.request import Request
 from pipeflow.cli.sources import sound_source
 from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.core.timeline import Timeline
+from pipeflow.draw.times import Unit
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
@@ -42,6 +43,7 @@ def _measures(timeline: Timeline) -> dict[str, object]:
     by_rank, beside, waiting = path_times(timeline)
     others = {stream.value: time for stream, time in beside.items()}
     return {
+        **({"unit": timeline.unit} if timeline.unit else {}),
         "makespan": timeline.makespan,
         "span": timeline.span,
         "makespan_bubble_ratio": timeline.makespan_bubble_ratio,
@@ -54,8 +56,10 @@ def _measures(timeline: Timeline) -> dict[str, object]:
 
 
 def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
+    written = Unit.of([timeline], unit, factor)
+
     def time(value: float) -> str:
-        return f"{value * factor:.6g} {unit}".rstrip()
+        return f"{value * written.factor:.6g} {written.name}".rstrip()
 
     by_rank, beside, waiting = path_times(timeline)
     most = stream_times(timeline)
@@ -73,5 +77,5 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
         **({"peak memory": "  ".join(map(bytes_text, timeline.peak_bytes))} if timeline.saved_bytes else {}),
         **streams,
         "critical path": ", ".join(path),
-        "  by rank": " ".join(f"{each * factor:.4g}" for each in by_rank),
+        "  by rank": " ".join(f"{each * written.factor:.4g}" for each in by_rank),
     }

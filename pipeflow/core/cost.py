@@ -37,7 +37,7 @@ class Link(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """The times of actions and transfers, and optionally the bytes that a rank keeps. Times are in any unit, the same
-    for all of them.
+    for all of them; if it is seconds, `unit="s"` says so, and drawings and tables then write readable times.
 
     A full backward takes the time of both halves. A value that is sent to another rank occupies the link for
     `activation_bytes[stage] / bandwidth` and arrives a `latency` later. A gradient is as large as the activation it
@@ -61,11 +61,12 @@ class CostModel:
         times: for kinds of action without an argument here, the time per stage.
         kept_bytes: for contents without an argument here, the bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that pass on it.
+        unit: "s" if times are in seconds; "" if the unit is not known.
         durations: per kind of action, the time per stage. All of the times above, with 0 for those that are not given.
         sizes: per content that has a size, the bytes kept per stage. All of the kept bytes above.
 
-    Raises UsageError for tuples of different lengths, for pairs of stages that cannot be routes, and for numbers that
-    are negative, not finite, or outside `SMALLEST` to `LARGEST`.
+    Raises UsageError for tuples of different lengths, for pairs of stages that cannot be routes, for an unknown unit,
+    and for numbers that are negative, not finite, or outside `SMALLEST` to `LARGEST`.
     """
 
     forward: tuple[float, ...]
@@ -82,6 +83,7 @@ class CostModel:
     times: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict, hash=False)
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
     route_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
+    unit: str = ""
     durations: Mapping[Kind, tuple[float, ...]] = field(init=False, repr=False, compare=False)
     sizes: Mapping[Content, tuple[float, ...]] = field(init=False, repr=False, compare=False)
 
@@ -99,6 +101,7 @@ class CostModel:
             _require_cost("latency", link.latency)
             if not link.bandwidth >= SMALLEST:
                 raise UsageError(f"bandwidth must be positive, at least {SMALLEST:g}, got {link.bandwidth}")
+        require_unit(self.unit)
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is a share of the shorter half, from 0 to 1, got {self.overlap}")
         object.__setattr__(self, "durations", self._durations())
@@ -203,6 +206,12 @@ class CostModel:
         link that is free.
         """
         return self.link(sender, receiver).latency + self.holding(stage, sender, receiver)
+
+
+def require_unit(unit: str) -> None:
+    """Raises UsageError unless `unit` is "s" or ""."""
+    if unit not in ("", "s"):
+        raise UsageError(f"the unit is 's' (seconds) or '' (not known), got {unit!r}: convert the times to seconds")
 
 
 def _require_cost(what: str, number: float) -> None:

@@ -34,6 +34,7 @@ class Timeline(Shown):
         placement: which rank holds which stage.
         rows: per rank, its spans on all streams, in the order of their starts.
         saved_bytes, deferred_bytes, kept_bytes: those of the cost model. Empty: memory is counted in activations.
+        unit: "s" if times are in seconds, as in every measured timeline; "" if the unit is not known.
     """
 
     name: str
@@ -42,11 +43,13 @@ class Timeline(Shown):
     saved_bytes: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    unit: str = ""
 
     @classmethod
     def of(cls, schedule: Schedule, rows: tuple[Row, ...], cost: CostModel) -> Timeline:
-        """The timeline of `schedule` with these spans, which keeps the bytes of `cost`."""
-        return cls(schedule.name, schedule.placement, rows, cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes)
+        """The timeline of `schedule` with these spans, which keeps the bytes and the unit of `cost`."""
+        sizes = cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes
+        return cls(schedule.name, schedule.placement, rows, *sizes, unit=cost.unit)
 
     def __repr__(self) -> str:
         sizes = f"{len(self.rows)} ranks, {sum(map(len, self.rows))} spans, makespan {number(self.makespan)}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pipeflow.core.action import Action
-from pipeflow.core.cost import LARGEST
+from pipeflow.core.cost import LARGEST, require_unit
 from pipeflow.core.dataflow import Content
 from pipeflow.core.errors import UsageError
 from pipeflow.core.json_values import number, parse
@@ -24,6 +24,7 @@ class Fields(NamedTuple):
     saved_bytes: tuple[float, ...]
     deferred_bytes: tuple[float, ...]
     kept_bytes: Mapping[Content, tuple[float, ...]]
+    unit: str
 
 
 def to_json(timeline: Fields) -> str:
@@ -34,6 +35,7 @@ def to_json(timeline: Fields) -> str:
         "saved_bytes": timeline.saved_bytes,
         "deferred_bytes": timeline.deferred_bytes,
         **({"kept_bytes": timeline.kept_bytes} if timeline.kept_bytes else {}),
+        **({"unit": timeline.unit} if timeline.unit else {}),
     }
     lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in fields.items()]
     rows = ",\n".join("  [" + ",\n   ".join(json.dumps(_cells(span)) for span in row) + "]" for row in timeline.rows)
@@ -50,7 +52,7 @@ def from_json(text: str) -> Fields:
     fields = parse(text)
     if not isinstance(fields, dict) or not {"paths", "rows"} <= set(fields):
         raise UsageError("this is not a timeline: it lacks paths or rows, which Timeline.to_json writes")
-    if unknown := sorted(set(fields) - {"name", "paths", "rows", "saved_bytes", "deferred_bytes", "kept_bytes"}):
+    if unknown := sorted(set(fields) - {"paths", *Fields._fields}):
         raise UsageError(f"a timeline has no field {', '.join(unknown)}")
     paths = tuple(
         tuple(_whole(rank, "paths") for rank in _list(path, "paths")) for path in _list(fields["paths"], "paths")
@@ -63,7 +65,13 @@ def from_json(text: str) -> Fields:
         _bytes(fields, "saved_bytes", placement),
         _bytes(fields, "deferred_bytes", placement),
         _kept_bytes(fields.get("kept_bytes", {}), placement),
+        _unit(fields.get("unit", "")),
     )
+
+
+def _unit(value: object) -> str:
+    require_unit(unit := str(value))
+    return unit
 
 
 def _rows(value: object, placement: Placement) -> tuple[Row, ...]:

@@ -11,7 +11,7 @@ class Violation:
 
     Attributes:
         problem: what is there.
-        expected: what should be there.
+        expected: what should be there. Empty if `problem` says it.
         rank: the rank that it is on, if it is on one.
         position: index of the entry in the rank's row, or of the instruction in its program, if there is one.
         cycle: of a deadlock, the (rank, position) of all that wait for each other, each of which would have to come
@@ -31,7 +31,7 @@ class Violation:
     @property
     def sentence(self) -> str:
         """The violation without its place."""
-        if self.incomplete is not None:
+        if self.incomplete is not None or not self.expected:
             return self.problem
         if self.earlier is None:
             return f"{self.problem}; expected {self.expected}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 from pipeflow.analysis.measures import Measures
@@ -69,15 +69,19 @@ class MeasureChange(NamedTuple):
     part: str
 
 
+def columns_in(unit: Unit) -> dict[str, Column]:
+    """`COLUMNS`, with times in `unit`."""
+    return COLUMNS | {name: replace(COLUMNS[name], text=unit.text) for name in TIMES}
+
+
 def changes(first: Measures, second: Measures, unit: Unit) -> dict[str, MeasureChange]:
     """By the titles of their columns, the measures that both have, and by how much they differ."""
     found = {}
-    for name, column in COLUMNS.items():
+    for name, column in columns_in(unit).items():
         before, after = column.of(first), column.of(second)
         if before is not None and after is not None:
-            text = unit.text if name in TIMES else column.text
             found[" ".join(column.title.split())] = MeasureChange(
-                text(before), text(after), *_change(name, before, after, text)
+                column.text(before), column.text(after), *_change(name, before, after, column.text)
             )
     return found
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeflow.core.text import number
+from pipeflow.core.timeline import Timeline
 from pipeflow.draw.column_pieces import round_half_up
+
+PER_SECOND = {"h": 1 / 3600, "min": 1 / 60, "s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+"""How many of each unit are a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +25,20 @@ class Unit:
 
     name: str = ""
     factor: float = 1.0
+
+    @classmethod
+    def of(cls, timelines: Iterable[Timeline], name: str = "", factor: float = 1.0) -> Unit:
+        """The unit in which to write the times of `timelines`. If all are in seconds, they are converted to the unit
+        `name` or, without a name, to the largest unit in which the longest makespan is at least 1. A `factor` other
+        than 1 is used as it is.
+        """
+        drawn = list(timelines)
+        if factor != 1 or not drawn or any(timeline.unit != "s" for timeline in drawn):
+            return cls(name, factor)
+        longest = max(timeline.makespan for timeline in drawn)
+        fitting = (unit for unit in ("s", "ms") if longest * PER_SECOND[unit] >= 1)
+        name = name or next(fitting, "us")
+        return cls(name, PER_SECOND.get(name, 1.0))
 
     def text(self, time: float) -> str:
         """A time in this unit, with its name."""

@@ -12,13 +12,13 @@ from pipeflow.core.violation import Violation
 from pipeflow.explore.fields import CUSTOM
 from pipeflow.explore.proved_bound import par
 from pipeflow.explore.schedule_cache import drafted, schedule
-from pipeflow.explore.sentences import sentence_of_deadlock, sentence_of_wait
 from pipeflow.explore.state import State
 from pipeflow.schedules.registry_names import recognised
-from pipeflow.soundness.deadlock import Place
-from pipeflow.soundness.deadlocks import Wait, waits
+from pipeflow.soundness.cycles import Place
 from pipeflow.soundness.missing_actions import missing
 from pipeflow.soundness.schedule import verify
+from pipeflow.soundness.sentences import sentence_of_wait
+from pipeflow.soundness.waits import Wait, waits
 
 
 def custom(state: State) -> dict[str, Any]:
@@ -61,8 +61,7 @@ def _violations(made: Schedule, wrong: list[Violation], waiting: Mapping[Place, 
         wait = waiting.get(each.cycle[0]) if each.cycle else None
         if wait is not None and wait.maker is None:  # it waits for something else that is missing
             wait = None
-        sentence = each.sentence if wait is None else sentence_of_deadlock(made, wait, waiting)
-        yield _said(made, each.rank, each.position, sentence, wait)
+        yield _said(made, each.rank, each.position, each.sentence, wait)
 
 
 def _said(

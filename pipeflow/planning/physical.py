@@ -177,6 +177,7 @@ def physical_of(
             / cluster.sharing
             for stage, each in enumerate(stages)
         ),
+        unit="s",
     )
     communication = tuple(each.communication / cluster.sharing for each in times)
     processors = _processors(mesh, cluster) if cluster.sharing > 1 else None

@@ -124,7 +124,7 @@ class StepTrace:
         first_host, first_zero, _ = everyone[0]
         shifts = [zero - first_zero if of == first_host else 0.0 for of, zero, _ in everyone]
         rows = [_shifted(spans, shift) for (_, _, spans), shift in zip(everyone, shifts, strict=True)]
-        return Timeline(schedule.name, schedule.placement, tuple(rows))
+        return Timeline(schedule.name, schedule.placement, tuple(rows), unit="s")
 
     def _spans_beside(self, timed: list[TimedBeside], writing: Callable[[int], float]) -> list[Span]:
         spans: list[Span] = []

@@ -12,7 +12,7 @@ from pipeflow.core.dataflow import DATAFLOW, KEPT, PASSING, Content, Value, flow
 from pipeflow.core.program import Compute, Program, Recv, Release, Send
 from pipeflow.core.route import Routes
 from pipeflow.core.violation import Violation
-from pipeflow.soundness.deadlock import Place
+from pipeflow.soundness.cycles import Place
 from pipeflow.soundness.unbuffered import Table, waiting_for_ever
 
 

@@ -11,7 +11,7 @@ from pipeflow.core.action import Action, Kind, actions_of
 from pipeflow.core.dataflow import DATAFLOW
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
-from pipeflow.soundness.deadlock import Place
+from pipeflow.soundness.cycles import Place
 from pipeflow.soundness.joint import wrong_joint
 from pipeflow.soundness.memory import over_cap
 from pipeflow.soundness.missing_actions import nearest, ways_of
@@ -32,7 +32,8 @@ def verify(schedule: Schedule, *, memory_cap: MemoryCap | None = None) -> list[V
     - No stage is reduced; or each stage is, once on each rank that makes weight gradients of it, after the last of
       these, and with its microbatch.
     - No rank waits for ever: the order has no cycle. Where something above is wrong, what is in a wrong place is left
-      out here and what is missing counts as there, so each cycle is a violation of its own.
+      out here and what is missing counts as there, so each cycle is a violation of its own. Of
+      deadlocks that hide one behind the other, the first twenty are found.
     - With a `memory_cap`, no rank keeps more activations than that, counted as in `Timeline.peak_activations`.
 
     Args:

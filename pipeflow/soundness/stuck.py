@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pipeflow.analysis.order import Order
@@ -11,13 +11,17 @@ from pipeflow.core.action import Action, Entry, Kind, actions_of
 from pipeflow.core.dataflow import DATAFLOW, Value, makes, needs
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
-from pipeflow.soundness.deadlocks import cycles, waits
+from pipeflow.soundness.cycles import Cycle, Place, cycles
 from pipeflow.soundness.missing_actions import nearest, ways_of
+from pipeflow.soundness.sentences import sentence_of_deadlock
+from pipeflow.soundness.waits import Wait, waits
+
+ROUNDS = 20  # how often what was found is taken for mended, to find more
 
 
 def deadlocks_of(schedule: Schedule) -> Iterator[Violation]:
-    """Every deadlock of a schedule whose actions are the right ones, each once, on their ranks."""
-    return _found(schedule, Order(schedule))
+    """The deadlocks of a schedule whose actions are the right ones, each once, on their ranks."""
+    return _found(schedule, set(), schedule, lambda place: place)
 
 
 def deadlocks_besides(schedule: Schedule) -> Iterator[Violation]:
@@ -25,15 +29,47 @@ def deadlocks_besides(schedule: Schedule) -> Iterator[Violation]:
     another rank, run again or are too many, and reductions; nothing waits for a value that no action makes then.
     """
     places, rest = _rest(schedule)
-    for each in _found(rest, Order(rest, given=_unmade(rest))):
-        cycle = tuple((rank, places[rank][position]) for rank, position in each.cycle)
-        yield replace(each, position=cycle[0][1], cycle=cycle)
+    return _found(rest, _unmade(rest), schedule, lambda place: (place[0], places[place[0]][place[1]]))
 
 
-def _found(schedule: Schedule, order: Order) -> Iterator[Violation]:
+def _found(
+    schedule: Schedule, given: set[Value], whole: Schedule, place_of: Callable[[Place], Place]
+) -> Iterator[Violation]:
+    """The deadlocks of `schedule` if the values of `given` are there from the start. Violations are about the places in
+    `whole`, which `place_of` maps to.
+
+    A deadlock keeps its ranks from going on, so it hides those behind it. What its ranks wait for is therefore taken as
+    given, and the search is repeated until no rank is in a deadlock, at most `ROUNDS` times. Each further deadlock is
+    one in the whole schedule too, since the given values only take waits away. A place is told once.
+    """
+    told: set[Place] = set()
+    for _ in range(ROUNDS):
+        together = _together(schedule, given)
+        for cycle, waiting in together:
+            given = given | {wait.value for wait in waiting if wait.value is not None}
+            if told.intersection(cycle.stuck):
+                continue
+            told.update(cycle.stuck)
+            chain = [place_of(place) for place in cycle.chain[:-1]]
+            said = sentence_of_deadlock(whole, [_moved(wait, place_of) for wait in waiting])
+            yield Violation(said, "", *chain[0], tuple(chain))
+        if not together:
+            return
+
+
+def _together(schedule: Schedule, given: set[Value]) -> list[tuple[Cycle, list[Wait]]]:
+    """The cycles among the ranks that are stuck, each with the waits of its ranks."""
+    order = Order(schedule, given=given)
     for _ in order:
         pass
-    return cycles(schedule, waits(schedule, order.waiting))
+    found = {wait.rank: wait for wait in waits(schedule, order.waiting)}
+    stuck = [(wait.rank, wait.position) for wait in found.values()]
+    return [(each, [found[rank] for rank, _ in each.stuck]) for each in cycles(stuck, lambda at: found[at[0]].maker)]
+
+
+def _moved(wait: Wait, place_of: Callable[[Place], Place]) -> Wait:
+    _, position = place_of((wait.rank, wait.position))
+    return wait._replace(position=position, maker=wait.maker and place_of(wait.maker))
 
 
 def _rest(schedule: Schedule) -> tuple[list[list[int]], Schedule]:

@@ -10,7 +10,7 @@ from pipeflow.core.action import Kind, actions_of
 from pipeflow.core.dataflow import AtStage, Value
 from pipeflow.core.program import Compute, Instruction, Program, Recv, Release, Send
 from pipeflow.core.violation import Violation
-from pipeflow.soundness.deadlock import Place, deadlocks
+from pipeflow.soundness.cycles import Place, cycles
 
 Table = Mapping[tuple[Kind, int], AtStage]
 
@@ -65,7 +65,9 @@ class _Run:
             assert awaited is not None
             return places[Send if isinstance(step, Compute) else Recv, awaited]
 
-        return deadlocks(self.stuck, waits_for, lambda place: _text(self._steps[place[0]][place[1]]), expected)
+        for found in cycles(self.stuck, waits_for):
+            chain = " -> ".join(f"{_text(self._steps[rank][position])} (rank {rank})" for rank, position in found.chain)
+            yield Violation(f"deadlock: {chain}", expected, *found.stuck[0], tuple(found.chain[:-1]))
 
     def _go(self, rank: int) -> list[int]:
         """Runs a rank until it waits. Returns the ranks that can go on because of that."""

@@ -89,7 +89,7 @@ def test_files_are_compared_with_schedules(capsys: pytest.CaptureFixture[str], c
 
 def test_schedules_beside_a_measured_step_have_its_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     schedule = make_schedule("1f1b", ranks=2, microbatches=4)
-    slow = CostModel((0.001, 0.002), (0.001, 0.001), (0.001, 0.001), latency=0.0005)
+    slow = CostModel((0.001, 0.002), (0.001, 0.001), (0.001, 0.001), latency=0.0005, unit="s")
     measured = tmp_path / "measured.json"
     measured.write_text(simulate(schedule, slow).to_json())
     read = compared(capsys, "gpipe", measured, "1f1b", "zb-auto", "zb-v")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pipeflow.schedules import SCHEDULES, make_schedule
 def test_a_timeline_comes_back_as_it_was(name: str) -> None:
     schedule = make_schedule(name, ranks=4, microbatches=5)
     cost = CostModel.even(schedule.placement, 1 / 3, 0.1, 1e-9, 0.7, saved_bytes=3, deferred_bytes=1, reduce=1 / 7)
+    cost = replace(cost, unit="s")
     for timeline in (simulate(schedule, cost), simulate(schedule.with_reductions(), cost)):
         assert Timeline.from_json(timeline.to_json()) == timeline
 
@@ -60,6 +62,7 @@ def test_a_span_is_a_line_that_people_can_read() -> None:
         ({"kept_bytes": 3}, "kept_bytes: 3 is not an object"),
         ({"kept_bytes": {"gold": []}}, "kept_bytes: there is no content gold; known: "),
         ({"kept_bytes": {"saved": [1]}}, "saved: there are 1 for 2 stages"),
+        ({"unit": "ms"}, "the unit is 's' (seconds) or '' (not known), got 'ms': convert the times to seconds"),
         ({"colour": 1}, "a timeline has no field colour"),
     ],
     ids=str,

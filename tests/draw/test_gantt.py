@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -13,7 +14,7 @@ from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.span import Span
 from pipeflow.core.timeline import Timeline
-from pipeflow.draw import Comparison, Gantt
+from pipeflow.draw import Comparison, CriticalPath, Gantt
 from pipeflow.draw.colours import HUES
 from pipeflow.schedules import make_schedule
 from tests.draw.samples import planned, reducing
@@ -287,3 +288,12 @@ def test_bytes_are_drawn_where_they_are_known_for_all() -> None:
 def test_the_legend_breaks_between_its_items() -> None:
     lines = draw(Gantt(planned("interleaved-1f1b")), 50).splitlines()
     assert lines[-2:] == ["F forward   B backward   lower case: chunk 1", ". idle   1-6 activations kept, rounded up"]
+
+
+@pytest.mark.parametrize(("factor", "written"), [(1, "33 s"), (1e-3, "33 ms"), (1e-5, "330 us"), (10, "330 s")])
+def test_times_in_seconds_have_a_unit_that_people_read(factor: float, written: str) -> None:
+    timeline = replace(slower(planned(), factor), unit="s")
+    for drawing in (Gantt(timeline), CriticalPath(timeline), Comparison(timeline, timeline)):
+        assert written in draw(drawing)
+    assert f"makespan {33e3 * factor:g} ms" in draw(Gantt(timeline, unit="ms"))
+    assert f"makespan {33 * factor:.4g}  " in draw(Comparison(timeline, replace(timeline, unit="")))

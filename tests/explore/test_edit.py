@@ -279,8 +279,8 @@ def test_a_deadlock_is_told_on_its_block_and_as_a_cycle(explorer: Explorer) -> N
     editing.click(editing.block(1, 0))
     editing.type(Keys.SHIFT, Keys.ARROW_RIGHT)
     editing.type(Keys.SHIFT, Keys.ARROW_LEFT)
-    assert "1B0 needs" in explorer.text("#tip")
-    assert "1B0 needs" in explorer.text("#spoken")
+    assert "1B0 on rank 1 needs" in explorer.text("#tip")
+    assert "1B0 on rank 1 needs" in explorer.text("#spoken")
     explorer.find("#violations .link", 1).click()
     assert explorer.text("#tip h3").startswith("1F0")
 

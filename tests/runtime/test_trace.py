@@ -46,7 +46,7 @@ def require_traced(variant: Variant, results: list[tuple[Timeline, Timeline, flo
         assert 0 < mine.makespan < max(seconds for _, _, seconds in results)
         assert min(span.start for span in mine) > -0.1 * seconds  # ranks begin within an agreement of each other
     for timeline, ran in ((trained, schedule), (evaluated, schedule.forward_only())):
-        assert (timeline.name, timeline.placement) == (schedule.name, schedule.placement)
+        assert (timeline.name, timeline.placement, timeline.unit) == (schedule.name, schedule.placement, "s")
         computed = timeline.on(Stream.COMPUTE)
         assert tuple(tuple(span.action for span in row) for row in computed) == ran.rows
         for rank, row in enumerate(computed):
@@ -57,6 +57,7 @@ def require_traced(variant: Variant, results: list[tuple[Timeline, Timeline, flo
     cost = measured_costs(trained)
     assert all(value > 0 for value in (*cost.forward, *cost.backward_input, *cost.backward_weight))
     assert cost.latency >= 0
+    assert cost.unit == "s"
     assert simulate(schedule, cost).makespan > 0
 
 

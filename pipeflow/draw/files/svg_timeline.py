@@ -41,10 +41,11 @@ def svg(timeline: Timeline, *, unit: str = "", factor: float = 1.0, critical_pat
 
     Args:
         timeline: the timeline.
-        unit, factor: times are written multiplied by `factor` and followed by `unit`.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`. Default: a readable unit for
+            timelines in seconds.
         critical_path: whether to mark the chain of actions that makes up the makespan.
     """
-    times = Unit(unit, factor)
+    times = Unit.of([timeline], unit, factor)
     said = summary(timeline, times)
     at = frame(timeline, top=0)
     width = PAD + at.left + at.width + at.right

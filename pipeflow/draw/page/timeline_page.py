@@ -40,14 +40,16 @@ def html(
 
     Args:
         timelines: one timeline or several, in the same unit of time.
-        unit, factor: times are written multiplied by `factor` and followed by `unit`.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`. Default: a readable unit for
+            timelines in seconds.
         critical_path: whether the critical path is marked when the page opens.
         memory_cap: the most that a rank should keep, one number or one per rank, in bytes if the timelines have them
             and in activations otherwise. It is drawn as a line, and what is above it has another colour.
 
     Raises UsageError for an empty sequence of timelines, and for caps that are not one per rank.
     """
-    drawn, written = several(timelines), Unit(unit, factor)
+    drawn = several(timelines)
+    written = Unit.of(drawn, unit, factor)
     shown = parts(drawn, written, memory_cap)
     script = _program()
     return Template(file("page.html")).substitute(

@@ -21,7 +21,8 @@ class Comparison:
 
     Attributes:
         first, second: the timelines, in the same unit of time: simulate the plan under the measured costs.
-        unit, factor: times are written multiplied by `factor` and followed by `unit`.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`. Default: a readable unit for
+            timelines in seconds.
         titles: words before the two headings.
         memory: whether to draw the memory of each rank.
     """
@@ -35,5 +36,6 @@ class Comparison:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         timelines = self.first, self.second
+        unit = Unit.of(timelines, self.unit, self.factor)
         titles = [f"{title}: {heading(timeline)}" for title, timeline in zip(self.titles, timelines, strict=True)]
-        return stacked(titles, timelines, Unit(self.unit, self.factor), console, options, memory=self.memory)
+        return stacked(titles, timelines, unit, console, options, memory=self.memory)

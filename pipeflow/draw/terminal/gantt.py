@@ -32,8 +32,9 @@ class Gantt:
 
     Attributes:
         timeline: the timeline.
-        unit, factor: times are written multiplied by `factor` and followed by `unit`: for a timeline in seconds,
-            `unit="ms", factor=1000`.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`. Default: a readable unit for
+            timelines in seconds, for which `unit="ms"`
+            alone converts.
         memory: whether to draw, below each rank, what it keeps for its backwards: bars or, in plain text, a digit in
             each column in which the amount changes.
 
@@ -60,7 +61,7 @@ class Gantt:
         return svg(self.timeline, unit=self.unit, factor=self.factor)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        unit = Unit(self.unit, self.factor)
+        unit = Unit.of([self.timeline], self.unit, self.factor)
         return stacked([heading(self.timeline)], [self.timeline], unit, console, options, memory=self.memory)
 
 

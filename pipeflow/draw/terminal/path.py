@@ -65,7 +65,8 @@ class CriticalPath:
 
     Attributes:
         timeline: the timeline.
-        unit, factor: times are written multiplied by `factor` and followed by `unit`.
+        unit, factor: times are written multiplied by `factor` and followed by `unit`. Default: a readable unit for
+            timelines in seconds.
     """
 
     timeline: Timeline
@@ -73,14 +74,14 @@ class CriticalPath:
     factor: float = 1.0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        unit = Unit(self.unit, self.factor)
+        unit = Unit.of([self.timeline], self.unit, self.factor)
         by_rank, beside, waiting = path_times(self.timeline)
         painter = painter_for(num_chunks(self.timeline), console, options)
         yield Text(f"critical path of {printable(heading(self.timeline))}", "bold")
-        at = f"at {self.unit}".rstrip()
+        at = f"at {unit.name}".rstrip()
         titles = at, "waited" * bool(waiting), "after", "rank", Text("runs")
         folds = folded(stretches(self.timeline))
-        rows = [([self._row(stretch, painter) for stretch in fold.stretches], fold) for fold in folds]
+        rows = [([_row(stretch, painter, unit.factor) for stretch in fold.stretches], fold) for fold in folds]
         every = [titles, *(row for written, _ in rows for row in written)]
         widths = [max(len(row[column]) for row in every) for column in range(4)]
         yield _line(titles, widths, "bright_black")
@@ -92,12 +93,13 @@ class CriticalPath:
         others = [f"{stream} {unit.text(time)}" for stream, time in beside.items() if time]
         yield Text(", ".join([f"computing {unit.text(sum(by_rank))}", *others, f"waiting {unit.text(waiting)}"]))
 
-    def _row(self, stretch: Stretch, painter: Painter) -> Row:
-        start, wait = (f"{time * self.factor:.6g}" for time in (stretch.causes[0].span.start, stretch.wait))
-        return start, wait if stretch.wait else "", stretch.reason, str(stretch.rank), _runs(stretch, painter)
-
 
 Row = tuple[str, str, str, str, Text]  # all but the last one are aligned
+
+
+def _row(stretch: Stretch, painter: Painter, factor: float) -> Row:
+    start, wait = (f"{time * factor:.6g}" for time in (stretch.causes[0].span.start, stretch.wait))
+    return start, wait if stretch.wait else "", stretch.reason, str(stretch.rank), _runs(stretch, painter)
 
 
 def _line(row: Row, widths: list[int], style: str) -> Text:

@@ -4,15 +4,14 @@ ranks wait for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeflow.analysis.order import Stuck
 from pipeflow.core.action import Action, actions_of
 from pipeflow.core.dataflow import Value, makes, needs
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.violation import Violation
-from pipeflow.soundness.deadlock import Place, deadlocks
+from pipeflow.soundness.cycles import Place
 
 
 class Wait(NamedTuple):
@@ -53,17 +52,6 @@ def waits(schedule: Schedule, stuck: Sequence[Stuck]) -> list[Wait]:
         earlier = places[-1] if maker is None and places else None
         found.append(Wait(rank, position, action, value, maker, earlier))
     return found
-
-
-def cycles(schedule: Schedule, found: Sequence[Wait]) -> Iterator[Violation]:
-    """Every cycle among waits, one violation each."""
-    makers = {each.rank: each.maker for each in found}
-    return deadlocks(
-        [(each.rank, each.position) for each in found],
-        lambda place: makers[place[0]],
-        lambda place: str(schedule.rows[place[0]][place[1]]),
-        "an order in which no action waits for itself",
-    )
 
 
 def _makers(schedule: Schedule, values: set[Value]) -> dict[Value, list[Place]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from pipeflow.core.action import Action, Kind, actions_of
 from pipeflow.core.dataflow import MAKERS, Content, Value, makes
 from pipeflow.core.schedule import Schedule
-from pipeflow.soundness.deadlock import Place
-from pipeflow.soundness.deadlocks import Wait
+from pipeflow.soundness.cycles import Place
+from pipeflow.soundness.waits import Wait
 
 THINGS = {  # what an action of another place made
     Content.SAVED: "what {maker} saves",
@@ -17,16 +17,25 @@ THINGS = {  # what an action of another place made
 OTHER = "the {content} of {maker}"
 
 
-def sentence_of_deadlock(schedule: Schedule, wait: Wait, stuck: Collection[Place]) -> str:
-    """Why a rank that is in a deadlock cannot go on."""
-    why = sentence_of_wait(schedule, wait, stuck)
-    return f"{why}; this is a deadlock, since that waits for {wait.action} in turn"
+def sentence_of_deadlock(schedule: Schedule, found: Sequence[Wait]) -> str:
+    """Who waits for what in a deadlock, such as "deadlock: 0B0 on rank 0 needs the gradient of 1B0, which rank 1 runs
+    later, at position 3; 1F1 on rank 1 needs the activation of 0F1, which rank 0 runs later, at position 2".
+    """
+    stuck = {(wait.rank, wait.position) for wait in found}
+    return "deadlock: " + "; ".join(
+        _sentence(schedule, wait, stuck, f"{wait.action} on rank {wait.rank}") for wait in found
+    )
 
 
 def sentence_of_wait(schedule: Schedule, wait: Wait, stuck: Collection[Place]) -> str:
     """Why a rank cannot go on, such as "1F3 needs the activation of 0F3, which rank 0 runs later, at position 7".
     `stuck` has the places where ranks are stuck.
     """
+    return _sentence(schedule, wait, stuck, str(wait.action))
+
+
+def _sentence(schedule: Schedule, wait: Wait, stuck: Collection[Place], waiting: str) -> str:
+    """The sentence of a wait; `waiting` names the action that waits."""
     value = wait.value
     if value is None:
         return _foreign(schedule, wait)
@@ -34,10 +43,10 @@ def sentence_of_wait(schedule: Schedule, wait: Wait, stuck: Collection[Place]) -
     if place is None:
         names = [str(Action(kind, value.stage, value.microbatch)) for kind in _kinds(schedule, value)]
         holder = schedule.placement.rank_of(value.stage, value.microbatch)
-        return f"{_needed(wait, value, ' or '.join(names))}, which is missing on rank {holder}"
+        return f"{waiting} needs {_thing(value, ' or '.join(names))}, which is missing on rank {holder}"
     entry = schedule.rows[place[0]][place[1]]
     made = next(each for each in actions_of(entry) if value in _makes(schedule, each))
-    needed = _needed(wait, value, str(made))
+    needed = f"{waiting} needs {_thing(value, str(made))}"
     if wait.maker is None:
         return f"{needed}, which is used up already"
     who = "this rank" if place[0] == wait.rank else f"rank {place[0]}"
@@ -51,8 +60,8 @@ def _makes(schedule: Schedule, action: Action) -> list[Value]:
     return makes(action, stages) if action.stage < stages else []
 
 
-def _needed(wait: Wait, value: Value, maker: str) -> str:
-    return f"{wait.action} needs {THINGS.get(value.content, OTHER).format(content=value.content, maker=maker)}"
+def _thing(value: Value, maker: str) -> str:
+    return THINGS.get(value.content, OTHER).format(content=value.content, maker=maker)
 
 
 def _kinds(schedule: Schedule, value: Value) -> list[Kind]:
