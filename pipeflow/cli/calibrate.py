@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeflow.cli.outputs import show
 from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
-from pipeflow.core.text import number, percent, printable
+from pipeflow.core.text import number, percent, printable, seconds_text
 
 if TYPE_CHECKING:
     from pipeflow.calibration.machine_times import Measured
@@ -69,9 +69,9 @@ def _measured(arguments: argparse.Namespace) -> tuple[int, Measured]:
 
         if os.environ["RANK"] != "0":
             return measured_in_world(arguments.device, arguments.seconds)
-        with doing(what):
+        with doing(what, seconds=arguments.seconds):
             return measured_in_world(arguments.device, arguments.seconds)
-    with doing(what):
+    with doing(what, seconds=arguments.seconds):
         from pipeflow.calibration.processes import measured_here
 
         return 0, measured_here(arguments.ranks, arguments.device, arguments.seconds)
@@ -96,10 +96,11 @@ def _lines(measured: Measured, cluster: Cluster) -> Iterator[str | Table]:
     yield _table(measured, cluster)
     yield ""
     launches = known["forward_launch"], known["backward_launch"]
-    yield f"launching a layer: {_time(launches[0])} forward, {_time(launches[1])} backward"
+    yield f"launching a layer: {seconds_text(launches[0])} forward, {seconds_text(launches[1])} backward"
     yield f"products take twice as long at depth {number(known['depth'])} and at {number(known['rows'])} rows"
     start = cluster.link_latency + known["transfer_start"]
-    yield f"a transfer starts in {_time(start)}, a sum in {_time(cluster.link_latency + known['collective'])}"
+    begin = cluster.link_latency + known["collective"]
+    yield f"a transfer starts in {seconds_text(start)}, a sum in {seconds_text(begin)}"
     if "network" not in known:
         yield f"not measured, since there is one node: the network, taken as {_rate(cluster.network_bandwidth, 'B/s')}"
 
@@ -142,7 +143,3 @@ def _rate(value: float, unit: str) -> str:
         if value >= 0.9995 * factor:
             return f"{value / factor:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -14,7 +14,7 @@ from pipeflow.cli.options import flag
 from pipeflow.cli.outputs import show, wrapped
 from pipeflow.cli.progress import doing
 from pipeflow.core.errors import UsageError
-from pipeflow.core.text import bytes_text, number
+from pipeflow.core.text import bytes_text, number, seconds_text
 from pipeflow.planning.catalog import Model
 from pipeflow.planning.cuts import even_cut
 from pipeflow.planning.layout import SEARCHED, Layout, Wanted
@@ -82,8 +82,8 @@ def run(arguments: argparse.Namespace, model: Model) -> int:
     if arguments.json and arguments.svg == STANDARD_OUTPUT:
         raise UsageError("standard output can take one output, not --json and --svg")
     wanted = _wanted(arguments, model)
-    with doing("searching for layouts"):
-        found = find_layouts(wanted, top=top)
+    with doing("searching for layouts") as progress:
+        found = find_layouts(wanted, top=top, progress=progress)
     if arguments.svg is not None:
         write({arguments.svg: _plot(found)})
     if arguments.json:
@@ -183,7 +183,7 @@ def _table(found: Layouts) -> Table:
             f"{each.layout.tensor}x{each.layout.pipeline}x{each.layout.data}",
             f"{each.layout.microbatches}x{each.layout.microbatch_size}",
             "scores" if each.layout.checkpoint == "selective" else each.layout.checkpoint,
-            f"{number(each.step_seconds)} s",
+            seconds_text(each.step_seconds),
             number(each.plan.tokens_per_second or 0.0),
             bytes_text(each.plan.peak_bytes),
         ]
@@ -206,19 +206,29 @@ def _parts(found: Layouts) -> Table:
     from pipeflow.draw import Table
 
     names = found.ranked[0].parts._fields
-    rows = [
-        [str(place), *(f"{number(round(seconds, 4))} s" for seconds in each.parts)]
-        for place, each in enumerate(found.ranked, start=1)
-    ]
+    rows = [[str(place), *map(seconds_text, each.parts)] for place, each in enumerate(found.ranked, start=1)]
     return Table(["", *names], rows)
+
+
+def _ties(found: Layouts) -> Iterator[tuple[int, int]]:
+    """The first and the last place of the layouts that tie with each other, for each tie."""
+    times = [each.step_seconds for each in found.ranked]
+    place = 0
+    while place < len(times):
+        fastest = min(times[place:])
+        count = sum(time <= fastest * (1 + TIE) for time in times[place:])
+        if count > 1:
+            yield place + 1, place + count
+        place += count
 
 
 def _notes(found: Layouts) -> Iterator[str]:
     first, wanted = found.ranked[0], found.wanted
     for place, each in enumerate(found.ranked[1:], start=2):
         yield from wrapped(_why(place, each, first))
-    tie = "fewer tensor ranks come first, then fewer pipeline ranks, then less recomputation"
-    yield from wrapped(f"Times within {TIE:.0%} are ties: {tie}.")
+    rule = "fewer tensor ranks come first, then fewer pipeline ranks, then less recomputation"
+    if ties := ", ".join(f"{best}-{last}" for best, last in _ties(found)):
+        yield from wrapped(f"Ties, with times within {TIE:.0%}: {ties}. Among them, {rule}.")
     if wanted.tensor is None or wanted.pipeline is None:
         yield "Each row has other sizes; --tensor and --pipeline together compare schedules."
     if any("chunks" in each.layout.options for each in found.ranked):
@@ -235,9 +245,13 @@ def _why(place: int, each: Ranked, first: Ranked) -> str:
     """The parts of its time in which a layout differs from the first one by more than a thousandth."""
     more, least = each.step_seconds - first.step_seconds, 0.001 * first.step_seconds
     grown = each.grown(first).items()
-    changes = ", ".join(f"{name} {seconds:+.3g} s" for name, seconds in grown if abs(seconds) > least)
+    changes = ", ".join(f"{name} {_signed(seconds)}" for name, seconds in grown if abs(seconds) > least)
     is_tie = abs(more) <= TIE * min(each.step_seconds, first.step_seconds)
-    return f"{place} {'ties with 1: ' if is_tie else ''}{more:+.3g} s{f' ({changes})' if changes else ''}"
+    return f"{place} {'ties with 1: ' if is_tie else ''}{_signed(more)}{f' ({changes})' if changes else ''}"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' * (seconds >= 0)}{seconds_text(seconds)}"
 
 
 def _plot(found: Layouts) -> str:

@@ -7,11 +7,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeflow.core.cost import LARGEST, SMALLEST
-from pipeflow.core.errors import UsageError
+from pipeflow.core.errors import UsageError, closest, nearest
 from pipeflow.core.even_costs import EVEN_COSTS
 from pipeflow.draw.times import PER_SECOND
 from pipeflow.schedules import SCHEDULES
@@ -24,7 +25,28 @@ PLACEMENTS = ("linear", "looped", "vee", "bidirectional")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises errors as UsageError."""
+    """An argument parser that raises errors as UsageError, and suggests what a misspelt word may mean."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The arguments. Raises UsageError for those that nothing takes, with the nearest option."""
+        found, extra = self.parse_known_args(args, namespace)
+        if extra:
+            near = closest(extra[0].partition("=")[0], list(self._known_options()), cutoff=0.75)
+            self.error(f"unrecognized arguments: {' '.join(extra)}{f'; did you mean {near}?' if near else ''}")
+        return found
+
+    def _known_options(self) -> Iterator[str]:
+        """The options of this parser and of its commands."""
+        for action in self._actions:
+            yield from action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    yield from command._known_options()
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            said = nearest(str(value), [str(each) for each in action.choices])
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {said}")
 
     def error(self, message: str) -> NoReturn:
         """Raises UsageError with the message and a hint at the help."""

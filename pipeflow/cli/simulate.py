@@ -9,6 +9,7 @@ from pipeflow.analysis.measures import path_times, stream_times
 from pipeflow.cli.options import cost_options, schedule_argument, schedule_options, unit_options
 from pipeflow.cli.request import Request
 from pipeflow.cli.sources import sound_source
+from pipeflow.core.dataflow import Stream
 from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.times import Unit
@@ -48,11 +49,18 @@ def _measures(timeline: Timeline) -> dict[str, object]:
         "span": timeline.span,
         "makespan_bubble_ratio": timeline.makespan_bubble_ratio,
         "bubble_ratio": timeline.bubble_ratio,
+        "idle": _idle(timeline),
         "peak_activations": timeline.peak_activations,
         **({"peak_bytes": timeline.peak_bytes} if timeline.saved_bytes else {}),
         **({"exposed": timeline.exposed} if beside else {}),
         "critical_path": {"computing": sum(by_rank), **others, "waiting": waiting, "computing_by_rank": by_rank},
     }
+
+
+def _idle(timeline: Timeline) -> list[float]:
+    """Per rank, the time of the makespan in which it does not compute."""
+    busy = (sum(span.end - span.start for span in row) for row in timeline.on(Stream.COMPUTE))
+    return [timeline.makespan - each for each in busy]
 
 
 def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
@@ -71,8 +79,9 @@ def _texts(timeline: Timeline, unit: str, factor: float) -> dict[str, str]:
     return {
         "makespan": time(timeline.makespan),
         "span": time(timeline.span),
-        "bubble": f"{round(timeline.makespan_bubble_ratio, 4) + 0.0:.4f}",
-        "bubble of span": f"{round(timeline.bubble_ratio, 4) + 0.0:.4f}",
+        "bubble": f"{percent(timeline.makespan_bubble_ratio)} of the makespan, in which the busiest rank is idle",
+        "bubble of span": percent(timeline.bubble_ratio),
+        "idle by rank": " ".join(f"{each * written.factor:.4g}" for each in _idle(timeline)),
         "peak activations": " ".join(map(number, timeline.peak_activations)),
         **({"peak memory": "  ".join(map(bytes_text, timeline.peak_bytes))} if timeline.saved_bytes else {}),
         **streams,

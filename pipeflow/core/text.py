@@ -20,6 +20,15 @@ def number(value: float) -> str:
     return f"{value:{'.4g' if abs(value) < 9999.5 else '.0f'}}"
 
 
+def seconds_text(seconds: float) -> str:
+    """A time in the largest of s, ms and us in which it is at least 1, such as `83.6 s` or `1.5 ms`. Less than a
+    nanosecond is `0 s`.
+    """
+    if abs(seconds) < 1e-9 or abs(seconds) >= 1:
+        return f"{number(seconds if abs(seconds) >= 1 else 0.0)} s"
+    return f"{number(seconds * 1e3)} ms" if abs(seconds) >= 1e-3 else f"{number(seconds * 1e6)} us"
+
+
 def percent(ratio: float) -> str:
     """A share as a percentage. A value that differs from 0 only by rounding is written without a sign."""
     return f"{ratio if abs(ratio) >= 5e-4 else 0.0:.1%}"

@@ -5,7 +5,7 @@ not contain: the terminal, and the language of a file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, final
@@ -41,12 +41,22 @@ class Axis:
     text: Callable[[float], str]
     base: int = 10
 
-    def ticks(self, highest: float, number: int) -> list[float]:
-        """At most `number` round values from 0 on, of which the last is at least `highest`."""
-        highest = max(highest, 1e-12)
-        unit = float(self.base) ** math.floor(math.log(highest, self.base))
-        step = unit * round_step(highest / unit / max(number - 1, 1))
-        return [index * step for index in range(math.ceil(highest / step - 1e-9) + 1)]
+    def ticks(self, values: Collection[float], number: int) -> list[float]:
+        """About `number` round values at equal distances, from the first below all of `values` to the first above. They
+        begin at 0 unless the values are close together, beyond half of the highest.
+        """
+        lowest, highest = min(values), max(*values, 1e-12)
+        if not highest / 2 < lowest < highest:
+            lowest = 0.0
+        unit = float(self.base) ** math.floor(math.log(highest - lowest, self.base))
+        step = unit * round_step((highest - lowest) / unit / max(number - 1, 1))
+        first, last = math.floor(lowest / step + 1e-9), math.ceil(highest / step - 1e-9)
+        return [index * step for index in range(first, last + 1)]
+
+
+def share(value: float, ticks: Sequence[float]) -> float:
+    """The place of a value on an axis with these ticks: 0 at the first one, 1 at the last one."""
+    return (value - ticks[0]) / (ticks[-1] - ticks[0])
 
 
 Place = tuple[float, float]

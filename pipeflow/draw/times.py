@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeflow.core.text import number
+from pipeflow.core.text import number, seconds_text
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw.column_pieces import round_half_up
 
@@ -35,9 +35,7 @@ class Unit:
         drawn = list(timelines)
         if factor != 1 or not drawn or any(timeline.unit != "s" for timeline in drawn):
             return cls(name, factor)
-        longest = max(timeline.makespan for timeline in drawn)
-        fitting = (unit for unit in ("s", "ms") if longest * PER_SECOND[unit] >= 1)
-        name = name or next(fitting, "us")
+        name = name or seconds_text(max(timeline.makespan for timeline in drawn)).split()[-1]
         return cls(name, PER_SECOND.get(name, 1.0))
 
     def text(self, time: float) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from pipeflow.core.errors import UsageError, unknown
+from pipeflow.core.errors import UsageError, closest, unknown
 from pipeflow.planning.efficiency import REACHES
 
 SLOWEST, FASTEST = 1e6, 1e14  # bytes/s of a memory or a link: outside of it the unit must be wrong
@@ -80,12 +80,21 @@ class Device:
         """
         written = name.strip().lower().replace("_", "-").replace(" ", "-")
         if written not in DEVICES:
-            near = [known for known in DEVICES if written and written in known] or list(DEVICES)
             raise UsageError(
-                f"unknown device {name!r}; known: {', '.join(near)}; describe any other one in a cluster file, with "
-                "its flops, memory_bytes and memory_bandwidth"
+                f"unknown device {name!r}; known: {', '.join(_near(written))}; describe any other one in a cluster "
+                "file, with its flops, memory_bytes and memory_bandwidth"
             )
         return DEVICES[written]
+
+
+def _near(written: str) -> list[str]:
+    """The devices whose names contain what was written, or else begin nearly as it does; all of them if none does."""
+    series = closest(written.partition("-")[0], {name.partition("-")[0] for name in DEVICES}, cutoff=0.5)
+    return (
+        [name for name in DEVICES if written and written in name]
+        or [name for name in DEVICES if name.partition("-")[0] == series]
+        or list(DEVICES)
+    )
 
 
 def require_bandwidth(name: str, value: object) -> None:

@@ -29,12 +29,14 @@ class LayerCosts:
         backward_input: per layer, the time of the first half of its backward, in the same unit.
         backward_weight: per layer, the time of the second half.
         output_bytes: per layer, the size of its output.
+        unit: "s" if times are in seconds; "" if the unit is not known.
     """
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     output_bytes: tuple[float, ...]
+    unit: str = ""
 
     def __post_init__(self) -> None:
         columns = (self.forward, self.backward_input, self.backward_weight, self.output_bytes)
@@ -67,4 +69,5 @@ class LayerCosts:
             backward_input=per_stage(self.backward_input),
             backward_weight=per_stage(self.backward_weight),
             activation_bytes=tuple(self.output_bytes[end - 1] for _, end in parts),
+            unit=self.unit,
         )

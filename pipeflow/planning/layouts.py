@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -74,8 +74,9 @@ class Layouts:
     simulated: int
 
 
-def find_layouts(wanted: Wanted, *, top: int = 5) -> Layouts:
+def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], None] | None = None) -> Layouts:
     """The `top` best layouts. Each one is sound, within memory, and priced by a simulation of its whole step.
+    `progress` is called now and then with a rough share of the work that is done, from 0 to 1.
 
     One layout is listed for each choice of tensor, pipeline and data sizes; where `wanted` says the tensor and the
     pipeline size, one for each schedule. Times within TIE of each other are ties: the layout with fewer tensor ranks
@@ -88,7 +89,7 @@ def find_layouts(wanted: Wanted, *, top: int = 5) -> Layouts:
     Raises UsageError for devices or a batch that no layout divides, with the nearest that one does, and for a model
     that fits nowhere, with what is missing and what would make it fit.
     """
-    search = _Search(wanted, top)
+    search = _Search(wanted, top, progress)
     with _no_collections():
         search.run()
     if not search.groups:
@@ -169,9 +170,11 @@ class _Checked(NamedTuple):
 class _Search:
     """Tries what has the lowest bound first: cells become trials, trials are checked, then simulated."""
 
-    def __init__(self, wanted: Wanted, top: int) -> None:
+    def __init__(self, wanted: Wanted, top: int, progress: Callable[[float], None] | None) -> None:
+        self._progress = progress
         self.groups: dict[tuple[object, ...], _Group] = {}
         self.simulated = 0
+        self._first = math.inf
         self._wanted, self._top, self._number = wanted, top, count()
         self._heap: list[tuple[float, int, Cell | LayoutTrial | _Checked]] = []
         for cell in cells(wanted):
@@ -181,6 +184,7 @@ class _Search:
         """Runs the search, which fills `groups`."""
         while self._heap and self._heap[0][0] <= self._highest():
             bound, _, node = heapq.heappop(self._heap)
+            self._report(bound)
             if isinstance(node, Cell):
                 for least, trial in trials(self._wanted, node, self._wanted.limit):
                     self._push(max(bound, least), trial)
@@ -188,6 +192,14 @@ class _Search:
                 self._check(bound, node)
             else:
                 self._simulate(bound, node.trial)
+
+    def _report(self, bound: float) -> None:
+        """Tells how far the bound of what is tried has come, from the first one to the one that ends the search."""
+        self._first = min(self._first, bound)
+        if self._progress is None:
+            return
+        if self._first < (end := self._highest()) < math.inf:
+            self._progress((bound - self._first) / (end - self._first))
 
     def _push(self, bound: float, node: Cell | LayoutTrial | _Checked) -> None:
         heapq.heappush(self._heap, (bound, next(self._number), node))

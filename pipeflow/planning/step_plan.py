@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.text import aligned, bytes_text, count_text, number, percent
+from pipeflow.core.text import aligned, bytes_text, count_text, number, percent, seconds_text
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
@@ -159,7 +159,7 @@ class StepPlan:
         yield self._step()
         if self.step_parts is not None:
             shares = self.step_parts._asdict().items()
-            yield "  " + ", ".join(f"{name} {number(value)} s" for name, value in shares if value)
+            yield "  " + ", ".join(f"{name} {seconds_text(value)}" for name, value in shares if value)
         busiest = min(self.ranks, key=lambda rank: rank.idle)
         bubble, of_span = map(percent, (self.makespan_bubble_ratio, self.bubble_ratio))
         beside = f"; bubble of span: {of_span}" if of_span != bubble else ""
@@ -174,7 +174,7 @@ class StepPlan:
         return f"{self.schedule.num_microbatches} microbatches of {self.setup.microbatch_size} samples"
 
     def _step(self) -> str:
-        return f"step: {number(self.timeline.makespan if self.step_seconds is None else self.step_seconds)} s"
+        return f"step: {seconds_text(self.timeline.makespan if self.step_seconds is None else self.step_seconds)}"
 
     def _share(self, busiest: RankPlan) -> str:
         """The part of the model that the busiest rank has."""
@@ -242,7 +242,7 @@ class Plan(StepPlan):
     def _step(self) -> str:
         if self.step_seconds is None or self.tokens_per_second is None:
             return f"step: {number(self.timeline.makespan)} times the forward of one layer (a device gives seconds)"
-        return f"step: {number(self.step_seconds)} s, {number(self.tokens_per_second)} tokens/s"
+        return f"step: {seconds_text(self.step_seconds)}, {number(self.tokens_per_second)} tokens/s"
 
     def _share(self, busiest: RankPlan) -> str:
         share = f"{busiest.layers} of the {self.model.layers} layers"

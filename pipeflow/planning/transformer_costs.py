@@ -102,6 +102,7 @@ def stage_costs(
         backward_weight=tuple(weight / unit for _, _, weight in work),
         saved_bytes=tuple(for_shares(parts, lambda share: tokens * _saved(model, setup, share))),
         deferred_bytes=tuple(for_shares(parts, lambda share: tokens * _deferred(model, setup, share))),
+        unit="" if flops is None else "s",
     )
 
 

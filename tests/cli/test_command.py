@@ -67,14 +67,16 @@ def test_what_a_search_is_for_and_may_keep_are_options(capsys: pytest.CaptureFix
     assert papers["span"] <= step["span"]
     assert max(found("--bytes-cap", 10)["peak_bytes"]) <= 10 < max(found()["peak_bytes"])
     assert found("--memory-cap", "4,3,2,1")["peak_activations"] == [4, 3, 2, 1]
-    assert "choose from 'makespan', 'span'" in error(capsys, "draw", "zb-auto", "--objective", "bubble")
+    assert "known: makespan, span" in error(capsys, "draw", "zb-auto", "--objective", "bubble")
     assert "bytes_cap needs costs with saved_bytes" in error(capsys, "draw", "zb-auto", "--bytes-cap", 10)
     assert "it must be a number, got 'x'" in error(capsys, "draw", "zb-auto", "--memory-cap", "1,x")
 
 
 def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
     assert out(capsys, "simulate", "1f1b", "--forward", 2, "--transfer", 0.5) == (
-        "makespan          52\nspan              52\nbubble            0.3846\nbubble of span    0.3846\n"
+        "makespan          52\nspan              52\n"
+        "bubble            38.5% of the makespan, in which the busiest rank is idle\nbubble of span    38.5%\n"
+        "idle by rank      20 20 20 20\n"
         "peak activations  4 3 2 1\ncritical path     computing 44, waiting 8 (15.4%)\n  by rank         8 12 12 12\n"
     )
 
@@ -86,6 +88,7 @@ def test_simulate_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
         "span": 26.25,
         "makespan_bubble_ratio": pytest.approx(2.25 / 26.25),
         "bubble_ratio": pytest.approx(2.25 / 26.25),
+        "idle": [2.25] * 4,
         "peak_activations": [4.75, 4.25, 3.75, 3.25],
         "critical_path": {"computing": 26.25, "waiting": 0, "computing_by_rank": [6.75, 0.75, 0.75, 18]},
     }
@@ -251,7 +254,9 @@ def test_times_of_any_size_are_drawn_or_refused(
 
 
 def test_an_unknown_command_or_placement_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "choose from" in error(capsys, "drow", "1f1b")
+    assert "'drow'; did you mean 'draw'?" in error(capsys, "drow", "1f1b")
+    assert "known: list, draw, simulate, " in error(capsys, "zzz", "1f1b")
+    assert "--microbatchs=3; did you mean --microbatches?" in error(capsys, "draw", "1f1b", "--microbatchs=3")
     assert "looped" in error(capsys, "verify", "some.csv", "--placement", "round")
 
 

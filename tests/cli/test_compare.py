@@ -128,4 +128,4 @@ def test_what_cannot_be_compared_is_one_line(capsys: pytest.CaptureFixture[str],
 
 def test_an_unknown_column_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--sort", "colour"]) == 2
-    assert "'makespan', 'bubble'" in capsys.readouterr().err
+    assert "known: name, makespan, bubble, " in capsys.readouterr().err

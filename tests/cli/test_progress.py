@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 
@@ -10,6 +11,10 @@ import pytest
 
 from pipeflow.cli import main, progress
 from pipeflow.cli.progress import doing
+from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.layout import Wanted
+from pipeflow.planning.layouts import find_layouts
+from pipeflow.planning.transformer import GPT
 from pipeflow.schedules.registry import COMPARED
 from tests.cli.run import error, out
 
@@ -37,9 +42,29 @@ def test_progress_is_a_line_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress_goes_away_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = said(monkeypatch, Terminal(), " s")
-    assert text.startswith("\rsimulating 1f1b ... ")
-    assert text.endswith("\r\x1b[K")
+    text = said(monkeypatch, Terminal(), " 0 s")
+    assert "simulating 1f1b" in text
+    assert text.endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize("seconds", [None, 1e-6])
+def test_a_bar_says_the_time_left(monkeypatch: pytest.MonkeyPatch, seconds: float | None) -> None:
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    monkeypatch.setattr(sys, "stderr", err := Terminal())
+    end = time.monotonic() + DEADLINE
+    with doing("searching", seconds=seconds) as report:
+        report(0.5)
+        while "left" not in err.getvalue() and time.monotonic() < end:
+            time.sleep(0.01)
+    assert re.search(r"searching .* \d s, about \d s left", err.getvalue())
+
+
+def test_a_search_reports_how_far_it_is() -> None:
+    shares: list[float] = []
+    wanted = Wanted(GPT.named("gpt3-2.7b"), Cluster.of("a100-80gb"), 16, 64)
+    find_layouts(wanted, top=2, progress=shares.append)
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] < 0.5 < shares[-1] <= 1
 
 
 def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,15 @@ def test_labels_overlap_nothing_and_stay_inside(points: list[Point]) -> None:
 
 
 def test_ticks_are_round_and_reach_the_highest() -> None:
-    assert Axis("", str).ticks(0.33, 7) == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
-    assert Axis("", str, base=1024).ticks(30 * 2**30, 5) == [0, 10 * 2**30, 20 * 2**30, 30 * 2**30]
-    assert Axis("", str).ticks(0, 5)[0] == 0
+    assert Axis("", str).ticks([0.01, 0.33], 7) == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+    assert Axis("", str, base=1024).ticks([30 * 2**30], 5) == [0, 10 * 2**30, 20 * 2**30, 30 * 2**30]
+    assert Axis("", str).ticks([0], 5)[0] == 0
+
+
+def test_ticks_of_values_close_together_begin_below_the_lowest() -> None:
+    assert Axis("", str).ticks([83.6, 97.1, 88], 6) == [80, 85, 90, 95, 100]
+    assert Axis("", str, base=1024).ticks([67.5 * 2**30, 76 * 2**30], 6) == [each * 2**30 for each in range(66, 78, 2)]
+    assert Axis("", str).ticks([5.0, 5.0], 5)[0] == 0
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -133,6 +139,6 @@ def test_the_svg_names_every_point_and_hides_none(points: list[Point]) -> None:
 
 
 def test_a_name_away_from_its_point_has_a_line_to_it() -> None:
-    text = scatter_svg(CROWDS[0], X, Y)
+    text = scatter_svg([Point("apart", 0, 0), *CROWDS[0]], X, Y)
     assert text.count('class="leader"') > 0
     assert 'class="leader"' not in scatter_svg(POINTS, X, Y)

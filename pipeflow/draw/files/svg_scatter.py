@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from pipeflow.draw.plane import Axis, Place, Point, front, nearest, place_labels
+from pipeflow.draw.plane import Axis, Place, Point, front, nearest, place_labels, share
 
 WIDTH, HEIGHT = 720, 460
 LEFT, TOP, MARGIN, BOTTOM = 78, 52, 30, 392  # the margin is that on the right
@@ -52,14 +52,11 @@ def scatter_svg(points: Sequence[Point], x: Axis, y: Axis, *, width: int = WIDTH
         marked: the names whose points have a ring.
     """
     right = width - MARGIN
-    across = x.ticks(max(point.x for point in points), max(width // 90, 2))
-    up = y.ticks(max(point.y for point in points), 6)
+    across = x.ticks([point.x for point in points], max(width // 90, 2))
+    up = y.ticks([point.y for point in points], 6)
 
     def at(point_x: float, point_y: float) -> tuple[float, float]:
-        return (
-            LEFT + (right - LEFT) * (point_x / across[-1] if across[-1] else 0),
-            BOTTOM - (BOTTOM - TOP) * (point_y / up[-1] if up[-1] else 0),
-        )
+        return LEFT + (right - LEFT) * share(point_x, across), BOTTOM - (BOTTOM - TOP) * share(point_y, up)
 
     best = front(points)
     title = f"{y.title} against {x.title}"
@@ -74,8 +71,8 @@ def scatter_svg(points: Sequence[Point], x: Axis, y: Axis, *, width: int = WIDTH
             f"<style>{STYLE}</style>",
             f'<rect class="paper" width="{width}" height="{height}"/>',
             _text(title[:1].upper() + title[1:], LEFT, 28, "title"),
-            *(_grid([at(tick, 0) for tick in across], [x.text(tick) for tick in across], 0)),
-            *(_grid([at(0, tick) for tick in up], [y.text(tick) for tick in up], right)),
+            *(_grid([at(tick, up[0]) for tick in across], [x.text(tick) for tick in across], 0)),
+            *(_grid([at(across[0], tick) for tick in up], [y.text(tick) for tick in up], right)),
             _text(x.title, (LEFT + right) / 2, BOTTOM + 42, "quiet", "middle"),
             f'<g transform="rotate(-90)">{_text(y.title, -(TOP + BOTTOM) / 2, 20, "quiet", "middle")}</g>',
             *_front_line([at(point.x, point.y) for point in best], right),

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from pipeflow.core.text import printable
-from pipeflow.draw.plane import Axis, Point, front, place_labels
+from pipeflow.draw.plane import Axis, Point, front, place_labels, share
 
 
 @final
@@ -46,15 +46,14 @@ class Scatter:
 
     def _plotted(self, width: int, height: int, marks: tuple[str, str]) -> tuple[list[Text], list[str]]:
         """The plot, `height` rows high, and the names that have no room in it."""
-        ticks = self.y.ticks(max(point.y for point in self.points), height // 2)
-        across = self.x.ticks(max(point.x for point in self.points), width // 12)
+        ticks = self.y.ticks([point.y for point in self.points], height // 2)
+        across = self.x.ticks([point.x for point in self.points], width // 12)
         margin = max(len(self.y.text(tick)) for tick in ticks) + 2
         columns = width - margin - 2
         best = {point.name for point in front(self.points)}
 
         def cell(point: Point) -> tuple[int, int]:
-            column = round(point.x / across[-1] * (columns - 1)) if across[-1] else 0
-            return column, round((1 - point.y / ticks[-1]) * (height - 1)) if ticks[-1] else height - 1
+            return round(share(point.x, across) * (columns - 1)), round((1 - share(point.y, ticks)) * (height - 1))
 
         places: dict[tuple[int, int], list[str]] = {}
         for point in sorted(self.points, key=lambda point: point.name not in best):
@@ -74,7 +73,7 @@ class Scatter:
         return [*self._framed(canvas, ticks, margin), *self._below(across, margin, columns)], nameless
 
     def _framed(self, canvas: list[Text], ticks: list[float], margin: int) -> Iterator[Text]:
-        named = {round((1 - tick / (ticks[-1] or 1)) * (len(canvas) - 1)): self.y.text(tick) for tick in ticks}
+        named = {round((1 - share(tick, ticks)) * (len(canvas) - 1)): self.y.text(tick) for tick in ticks}
         for row, line in enumerate(canvas):
             framed = Text.assemble((f"{named.get(row, ''):>{margin - 2}} |", "bright_black"), line, no_wrap=True)
             framed.rstrip()
@@ -85,7 +84,7 @@ class Scatter:
         line = ""
         for tick in ticks:
             text = self.x.text(tick)
-            column = round(tick / (ticks[-1] or 1) * (columns - 1)) - len(text) // 2
+            column = round(share(tick, ticks) * (columns - 1)) - len(text) // 2
             column = margin + min(column, columns - len(text))
             if column > len(line):
                 line = line.ljust(column) + text

@@ -54,12 +54,18 @@ def measure_layers(layers: Layers, example: Any, *, runs: int = 5, clock: Clock 
         first = context.pipeline_rank == 0 and context.data_rank == 0  # all tensor ranks of it: they compute together
         costs = _measured(layers, example, runs, context.device, clock) if first else None
         told: Any = all_gather_object(context.world, None if costs is None else _rows(costs))[0]
-        return LayerCosts(*map(tuple, told))
+        return _costs(*map(tuple, told), clock=clock)
 
 
 def _rows(costs: LayerCosts) -> list[list[float]]:
     """The costs as lists, to be sent to other ranks."""
-    return [list(getattr(costs, column.name)) for column in fields(costs)]
+    return [list(getattr(costs, column.name)) for column in fields(costs) if column.name != "unit"]
+
+
+def _costs(*columns: tuple[float, ...], clock: Clock) -> LayerCosts:
+    forward, backward_input, backward_weight, output_bytes = columns
+    unit = "s" if clock is time.perf_counter else ""
+    return LayerCosts(forward, backward_input, backward_weight, output_bytes, unit)
 
 
 def _after_work(clock: Clock, device: torch.device) -> float:
@@ -91,7 +97,7 @@ def _measured(layers: Layers, example: Any, runs: int, device: torch.device, clo
             value = made(_given(value))
             size = float(sum(tensor.numel() * tensor.element_size() for tensor in _tensors(value)))
             rows.append((forward, backward_input, max(0.0, backward - backward_input), size))
-    return LayerCosts(*zip(*rows, strict=True))
+    return _costs(*zip(*rows, strict=True), clock=clock)
 
 
 def _run(layer: nn.Module, value: Any, now: Clock) -> _Times:
