@@ -3,6 +3,7 @@ r"""Train a vision transformer from a configuration file: on one process, or wit
     python examples/vit/train.py                                        configs/hybrid.py: four processes
     python examples/vit/train.py --config examples/vit/configs/single.py
     python examples/vit/train.py --world_size 8                         two replicas of four processes
+    python examples/vit/train.py --short                                two epochs
     python examples/vit/train.py --check                                compares with one process, in float64
     python examples/vit/train.py --checkpoints folder                   resumes where the last run ended
     DATA=folder python examples/vit/train.py                            CIFAR-10 from that folder
@@ -52,6 +53,8 @@ def main() -> None:
     arguments, is_first = read_arguments(), os.environ.get("RANK", "0") == "0"
     try:
         config = read_config(arguments.config)
+        if arguments.short:
+            config = read_config({**config.given, "NUM_EPOCHS": 2, "WARMUP_EPOCHS": 1})
         require_keys(config)
         layout, images = layout_of(config, arguments.world_size), load_images(config.IMG_SIZE)
         validate(config, layout, images)
@@ -73,6 +76,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--world_size", type=int, help="processes to start without torchrun; by default one replica's")
     parser.add_argument("--device", help="device such as cpu; by default a GPU if there is one")
     parser.add_argument("--checkpoints", metavar="FOLDER", help="save every epoch there, and resume from the newest")
+    parser.add_argument("--short", action="store_true", help="train for two epochs")
     parser.add_argument("--check", action="store_true", help="take a few steps, and compare them with one process")
     return parser.parse_args()
 

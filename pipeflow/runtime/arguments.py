@@ -98,7 +98,9 @@ def fitting_stages(
     """The stages that this rank holds. Raises UsageError if schedule, ranks and chunks do not fit."""
     ranks, rank = schedule.placement.num_ranks, context.pipeline_rank
     if ranks != context.pipeline_size:
-        raise UsageError(f"schedule {schedule.name!r} is for {ranks} ranks, the pipeline has {context.pipeline_size}")
+        alone = f"; start {ranks} processes: torchrun --nproc-per-node {ranks}" if context.world_size == 1 else ""
+        has = f"the pipeline has {context.pipeline_size}{alone}"
+        raise UsageError(f"schedule {schedule.name!r} is for {ranks} ranks, {has}")
     require_sound(schedule, schedule.placement)
     own = schedule.placement.stages_of(rank)
     there = f"rank {rank} holds stages {list(own)} under {schedule.name!r}"

@@ -385,6 +385,16 @@ except pipeflow.UsageError as error:
 """
 
 
+def test_a_process_alone_is_told_how_to_start_the_others() -> None:
+    def alone() -> str:
+        with pytest.raises(UsageError) as raised:
+            Pipeline(chunks(0), TWO)
+        return str(raised.value)
+
+    [said] = run_threads(alone, 1)
+    assert said.endswith("the pipeline has 1; start 2 processes: torchrun --nproc-per-node 2")
+
+
 @pytest.mark.slow
 def test_a_single_process_needs_no_launcher() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
