@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -60,3 +61,20 @@ def require_none(offenders: Iterable[str]) -> None:
     """Fails with all of them."""
     if found := list(offenders):
         pytest.fail("\n".join(found), pytrace=False)
+
+
+BLOCK = re.compile(r"^([ ]*```)(\{\w+\})?(.*?)^\1|<!--.*?-->", re.DOTALL | re.MULTILINE)
+NO_PROSE = re.compile(r"^(?:\||#|!\[|\[[^]]*\]: |:\w+:).*", re.MULTILINE)
+PARAGRAPH = re.compile(r"\S(?:.|\n(?!\s*(?:\n|[-*] |\d+\. )))*")
+
+
+def prose(document: Source) -> Iterator[tuple[int, str]]:
+    """The paragraphs and list items of a Markdown document in plain words, each with its first line.
+
+    Leaves out tables, headings and blocks other than notes. A link is its text, and code, or a list of it, is one word.
+    """
+    lines = BLOCK.sub(lambda block: block[3] if block[2] else "\n" * block[0].count("\n"), document.text)
+    text = NO_PROSE.sub("", lines)
+    for found in PARAGRAPH.finditer(text):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`(?:,\s+`[^`]*`)*", "code", found[0]))
+        yield line_of(text, found.start()), " ".join(re.sub(r"^(?:[-*]|\d+\.) |\*\*", "", plain).split())

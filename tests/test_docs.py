@@ -15,7 +15,7 @@ import pytest
 
 from pipeflow import Timeline
 from pipeflow.schedules import SCHEDULES
-from tests.sources import Fault, Source, documents, line_of, require, require_none
+from tests.sources import Fault, Source, documents, line_of, prose, require, require_none
 
 ROOT = Path(__file__).parent.parent
 OWN = (ROOT / "docs" / "own-schedule.md").read_text()
@@ -133,3 +133,31 @@ def test_links_between_documents_lead_somewhere() -> None:
 def test_the_guard_sees_dead_links() -> None:
     text = "[a](schedules.md)\n[b](never.md#c)\n[d](https://never)\n[e](#f) [g](../README.md)\n"
     assert list(dead_links(Source("docs/one.md", text))) == [(2, "there is no never.md")]
+
+
+LONGEST = 30
+OTHERS = {"docs/explore.md", "docs/design.md"}  # the explorer's page; a page for those who read the code
+
+
+def long_sentences(source: Source) -> Iterator[Fault]:
+    for line, paragraph in prose(source):
+        for sentence in re.split(r"[.?!][\"')]*\s+", paragraph):
+            if (words := len(re.findall(r"\S*\w\S*", sentence))) > LONGEST:
+                yield line, f"{words} words, more than {LONGEST}: {sentence[:60]} ..."
+
+
+@pytest.mark.lint
+def test_sentences_of_guides_are_short() -> None:
+    guides = (each for each in documents() if each.name not in OTHERS and "/design/" not in each.name)
+    require(long_sentences, guides)
+
+
+@pytest.mark.lint
+def test_the_guard_sees_long_sentences() -> None:
+    long = "word " * LONGEST
+    hidden = f"# {long}a\n| {long}b |\n```text\n{long}c\n```\n<!-- {long}d -->\n"
+    seen = (
+        f"{long}e.\n\n- {long}.\n- `a`, `b` {long}\n\n```{{note}}\n{long}\nf\n```\n1. [two words](of/a/link) {long}\n"
+    )
+    short = f"\n{long.strip()}. {long.strip()}?\nYes. [{long}](a.md).\n"
+    assert [line for line, _ in long_sentences(Source("docs/one.md", hidden + seen + short))] == [7, 10, 13, 16]

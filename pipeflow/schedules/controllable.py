@@ -22,10 +22,10 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
     A forward advances one rank every 2 passes on the way down and every pass on the way up. Backwards do the same.
 
-    Source: arXiv 2405.15362; `_repeated` makes the schedule from the block. With R ranks, M >= 2R microbatches and F =
-    I = W: peak R+2 chunk activations on every rank (R > 1; 1F1B: 2R on rank 0), plus what waiting weight-gradient
-    halves keep, which is one more; bubble 3(R-3) passes for R >= 6 (published: 3R-7; 1F1B: 6(R-1)). In the picture,
-    lower case is the way up.
+    Source: arXiv 2405.15362; `_repeated` makes the schedule from the block. With R > 1 ranks, M >= 2R microbatches and
+    F = I = W, the peak is R+2 chunk activations on every rank (1F1B: 2R on rank 0). Weight-gradient halves that wait
+    keep one more. For R >= 6, the bubble is 3(R-3) passes (published: 3R-7; 1F1B: 6(R-1)). In the picture, lower case
+    is the way up.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -50,8 +50,8 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     Forwards and backwards advance one rank every pass.
 
     Source: arXiv 2405.15362; `_repeated` makes the schedule from the block. With R ranks, M >= 2R microbatches and F =
-    I = W: peak 2 floor((R+4)/3) chunk activations on every rank (1F1B: 2R on rank 0), plus what waiting weight-gradient
-    halves keep, which is one more; bubble at most 4R-5 passes, and 4R-7 if 3 divides R, as published (1F1B: 6(R-1)). In
+    I = W, the peak is 2 floor((R+4)/3) chunk activations on every rank (1F1B: 2R on rank 0). Weight-gradient halves
+    that wait keep one more. The bubble is at most 4R-5 passes, and 4R-7 if 3 divides R, as published (1F1B: 6(R-1)). In
     the picture, lower case is the way up.
 
     >>> from pipeflow import simulate
@@ -74,8 +74,8 @@ def _repeated(name: str, ranks: int, microbatches: int, block: Block, *, peak: i
     """The `block` once per microbatch, PASSES apart, which fixes the order of F and I on each rank. It then runs pass
     by pass:
 
-    - An action that cannot start yet is overtaken by the next one that can; by a forward only if no more than `peak`
-      activations are kept because of it.
+    - If an action cannot start yet, the next one that can start runs first. A forward runs first only if no more than
+      `peak` activations are then kept.
     - A weight-gradient half fills a free pass. It goes before a forward if the waiting halves (half an activation each)
       exceed `peak` by more than one activation.
     """

@@ -17,17 +17,17 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """Microbatches in both directions, forwards overlapped with backwards.
 
     A rank holds one stage of each direction. Even microbatches enter at rank 0, odd ones at the last rank. Warm-up:
-    forwards of the direction that begins nearer, then of both in turn; then, as the first gradients of the other
-    direction arrive, its backwards in halves. Steady state: a forward of one direction with a backward of the other, as
-    a `Pair` that overlaps them, and the other way round. Cool-down: the remaining backwards, the last ones in halves,
-    so that weight-gradient halves fill idle time. With fewer than 2R microbatches, or an odd number, those that do not
-    exist are left out.
+    forwards of the direction that begins nearer, then of both in turn. When the first gradients of the other direction
+    arrive, its backwards run in halves. Steady state: a forward of one direction with a backward of the other, as a
+    `Pair` that overlaps them, and the other way round. Cool-down: the remaining backwards, the last ones in halves, so
+    that weight-gradient halves fill idle time. With fewer than 2R microbatches, or an odd number, the order is the same
+    without the missing ones.
 
-    Source: DeepSeek-V3, arXiv 2412.19437, section 3.2.1. With R ranks (even, otherwise UsageError), M >= 2R even:
-    published bubble (R/2-1)(F&B + B - 3W), with B a whole backward and F&B a pair. With F = I = W, and pairs that save
-    no time, this is (R-2)F, and half of it if pairs are taken apart. Peak R+1 activations on every rank; two copies of
-    the weights. In the picture, lower case is the later stage; a forward directly before a whole backward is a pair
-    with it, except the first one on the middle ranks.
+    Source: DeepSeek-V3, arXiv 2412.19437, section 3.2.1. The number of ranks R must be even, otherwise UsageError. With
+    M >= 2R even, the published bubble is (R/2-1)(F&B + B - 3W), where B is a whole backward and F&B a pair. With F = I
+    = W, and pairs that save no time, this is (R-2)F, and half of it if pairs are taken apart. The peak is R+1
+    activations on every rank. There are two copies of the weights. In the picture, lower case is the later stage. A
+    forward directly before a whole backward is a pair with it, except the first one on the middle ranks.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -53,13 +53,13 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe folded into a V, with one copy of the weights.
 
     It is DualPipe on twice the ranks, with the second half folded onto the first. Rank r holds stages r (the way down)
-    and 2R-1-r (the way up), which are the two directions. With fewer than 2R microbatches, those that do not exist are
-    left out.
+    and 2R-1-r (the way up), which are the two directions. With fewer than 2R microbatches, the order is the same
+    without the missing ones.
 
     Source: the "cut-in-half" of DualPipe (Sea AI Lab), in its repository as DualPipeV. With R ranks, M >= 2R and the
-    times of a chunk: published bubble (R-1)(F&B + B - 3W), with B a whole backward and F&B a pair. With F = I = W, and
-    pairs that save no time, this is 2(R-1)F, and half of it if pairs are taken apart. Peak 2R+1 chunk activations on
-    every rank; one copy of the weights. In the picture, lower case is the way up.
+    times of a chunk, the published bubble is (R-1)(F&B + B - 3W), where B is a whole backward and F&B a pair. With F =
+    I = W, and pairs that save no time, this is 2(R-1)F, and half of it if pairs are taken apart. The peak is 2R+1 chunk
+    activations on every rank. There is one copy of the weights. In the picture, lower case is the way up.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

@@ -12,12 +12,12 @@ def gis(ranks: int, microbatches: int, *, chunks: int = 2, group: int | None = N
     """Interleaved 1F1B in the memory of 1F1B: split backwards, a shorter warm-up.
 
     Groups of g microbatches (`group`, at least R/2; default: R) go through a rank's chunks, as in interleaved 1F1B.
-    Warm-up: one forward for each rank after this one, and the first group through every chunk but the last. Then a
-    forward and both halves of a backward in turn; the rank before waits only for the first half.
+    Warm-up: one forward for each rank after this one, and the first group through every chunk but the last. Then the
+    rank alternates between a forward and both halves of a backward. The rank before it waits only for the first half.
 
-    Source: arXiv 2503.01328. With R ranks, v chunks and M a multiple of g: bubble (R-1)(F+I)/v, and with F = I = W
-    (R-g)(v-1)F/v more if g < R; peak min(g(v-1) + R-r, Mv) chunk activations on rank r, so Rv on rank 0 if g = R. In
-    the picture, lower case is chunk 1.
+    Source: arXiv 2503.01328. With R ranks, v chunks and M a multiple of g, the bubble is (R-1)(F+I)/v. If g < R and F =
+    I = W, it is longer by (R-g)(v-1)F/v. The peak is min(g(v-1) + R-r, Mv) chunk activations on rank r, which is Rv on
+    rank 0 if g = R. In the picture, lower case is chunk 1.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -35,8 +35,8 @@ def gis_h(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
 
     It is `gis` with the smallest possible groups, of g = ceil(R/2) microbatches.
 
-    Source: arXiv 2503.01328. With R ranks, v chunks, M a multiple of g and F = I = W: bubble (R-1)(F+I)/v +
-    (R-g)(v-1)F/v; peak min(g(v-1) + R-r, Mv) chunk activations on rank r.
+    Source: arXiv 2503.01328. With R ranks, v chunks, M a multiple of g and F = I = W, the bubble is (R-1)(F+I)/v +
+    (R-g)(v-1)F/v. The peak is min(g(v-1) + R-r, Mv) chunk activations on rank r.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

@@ -10,8 +10,8 @@ from pipeflow.core.schedule import Schedule
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards, both in microbatch order.
 
-    Source: GPipe, arXiv 1811.06965. With R ranks and M microbatches, F the time of a forward and B of a full
-    backward: bubble (R-1)(F+B), peak M activations on every rank.
+    Source: GPipe, arXiv 1811.06965. F is the time of a forward, and B the time of a full backward. With R ranks and M
+    microbatches, the bubble is (R-1)(F+B), and the peak is M activations on every rank.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

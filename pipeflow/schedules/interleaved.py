@@ -13,16 +13,16 @@ def interleaved_one_f_one_b(
 ) -> Schedule:
     """1F1B over several stages per rank, so that the pipeline fills in smaller steps.
 
-    Microbatches go through a rank's chunks in groups of g (`group`, at least R; default: R): a group through chunk 0,
-    then through chunk 1, and so on; backwards likewise from the last chunk on. If M is no multiple of g, the last group
-    is padded, and microbatches that do not exist are left out.
+    Microbatches go through a rank's chunks in groups of g (`group`, at least R; default: R). A group runs through chunk
+    0, then through chunk 1, and so on. Its backwards start at the last chunk. If M is not a multiple of g, the last
+    group is padded, and the microbatches that do not exist are left out.
 
-    Source: Megatron-LM, arXiv 2104.04473, section 2.2.2. With R ranks, v chunks and M a multiple of g: bubble
-    (R-1)(F+B)/v, peak min(2(R-r-1) + (v-1)g + 1, Mv) chunk activations on rank r. In the picture, lower case is chunk
-    1.
+    Source: Megatron-LM, arXiv 2104.04473, section 2.2.2. With R ranks, v chunks and M a multiple of g, the bubble is
+    (R-1)(F+B)/v, and the peak is min(2(R-r-1) + (v-1)g + 1, Mv) chunk activations on rank r. In the picture, lower case
+    is chunk 1.
 
-    A larger group leaves more time between two chunks of a rank, which hides slow transfers. Each of `extra_warmup`
-    additional forwards, which every rank runs first, costs an activation, and no time if M is a multiple of g and
+    A larger group leaves more time between two chunks of a rank, which hides slow transfers. Every rank first runs
+    `extra_warmup` additional forwards. Each of them costs an activation, but no time if M is a multiple of g and
     transfers are free. With one of them, adjacent forwards and backwards are of different microbatches on the last rank
     too, so they can overlap (as in Megatron-core's combined 1F1B).
 

@@ -13,11 +13,12 @@ def interleaved_zb(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedul
 
     Microbatches go through a rank's chunks in groups of R, as in interleaved 1F1B. Warm-up: one forward for each rank
     after this one, and the first group through every chunk but the last. Steady state: a forward and an input-gradient
-    half in turn, and on rank r, from turn r+1 on, also a weight-gradient half. Cool-down: the remaining halves.
+    half in turn. From turn r+1 on, rank r also runs a weight-gradient half in each turn. Cool-down: the remaining
+    halves.
 
-    Source: zero bubble, arXiv 2401.10241, on the chunks of Megatron-LM, arXiv 2104.04473. With R ranks, v chunks, M a
-    multiple of R: bubble (R-1)(F+I-W)/v if W <= F and W <= I, peak Rv chunk activations on rank 0, one fewer on each
-    rank after it. In the picture, lower case is chunk 1.
+    Source: zero bubble, arXiv 2401.10241, on the chunks of Megatron-LM, arXiv 2104.04473. With R ranks, v chunks and M
+    a multiple of R, the bubble is (R-1)(F+I-W)/v if W <= F and W <= I. The peak is Rv chunk activations on rank 0, and
+    one fewer on each rank after it. In the picture, lower case is chunk 1.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

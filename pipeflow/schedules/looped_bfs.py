@@ -11,11 +11,12 @@ from pipeflow.schedules.rows import in_groups
 def looped_bfs(ranks: int, microbatches: int, *, chunks: int = 2) -> Schedule:
     """GPipe over several stages per rank, chunk after chunk.
 
-    All forwards of chunk 0, then of chunk 1, and so on; then the backwards, from the last chunk on; all in microbatch
-    order. With sharded weights, each chunk is gathered once for all microbatches.
+    A rank runs all forwards of chunk 0, then of chunk 1, and so on. Then it runs the backwards, from the last chunk to
+    the first. Each chunk takes the microbatches in order. With sharded weights, each chunk is gathered once for all
+    microbatches.
 
-    Source: Breadth-First Pipeline Parallelism, arXiv 2211.05953. With R ranks, v chunks and M >= R microbatches: bubble
-    (R-1)(F+B)/v, peak Mv chunk activations on every rank.
+    Source: Breadth-First Pipeline Parallelism, arXiv 2211.05953. With R ranks, v chunks and M >= R microbatches, the
+    bubble is (R-1)(F+B)/v, and the peak is Mv chunk activations on every rank.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

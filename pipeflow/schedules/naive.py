@@ -10,9 +10,9 @@ from pipeflow.core.schedule import Schedule
 def naive(ranks: int, microbatches: int) -> Schedule:
     """One microbatch at a time, so one rank computes and all others wait.
 
-    It is what a model that is spread over devices does without a schedule, and shows what schedules are for. With R
-    ranks and M microbatches, F the time of a forward and B of a full backward: bubble (R-1) M (F+B), so each rank is
-    busy for 1/R of the time; peak 1 activation on every rank.
+    This is how a model that is spread over devices runs without a schedule; it is a baseline for the others. F is the
+    time of a forward, and B the time of a full backward. With R ranks and M microbatches, the bubble is (R-1) M (F+B),
+    so each rank is busy for 1/R of the time. The peak is 1 activation on every rank.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

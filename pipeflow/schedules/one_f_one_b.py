@@ -12,11 +12,12 @@ def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0) -> Sche
     """One forward and one backward in turn, so that few activations are kept.
 
     Warm-up: one forward for each rank after this one. Steady state: a forward and a backward in turn. Cool-down: the
-    remaining backwards. Each of `extra_warmup` additional forwards, on ranks with at least as many ranks after them,
-    costs an activation and hides part of a slow transfer. eager-1f1b has as many of them as help.
+    remaining backwards. `extra_warmup` adds forwards to the warm-up, at most one for each rank after this one. Each of
+    them costs an activation and hides part of a slow transfer. eager-1f1b has the largest number that helps.
 
     Source: PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, section 2.2.1. With R ranks and M
-    microbatches: bubble (R-1)(F+B), as in GPipe; peak min(R-r + min(extra_warmup, R-r-1), M) activations on rank r.
+    microbatches, the bubble is (R-1)(F+B), as in GPipe. The peak is min(R-r + min(extra_warmup, R-r-1), M) activations
+    on rank r.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -33,11 +34,12 @@ def one_f_one_b(ranks: int, microbatches: int, *, extra_warmup: int = 0) -> Sche
 def eager_one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """1F1B with twice the warm-up, which hides slow transfers.
 
-    If a transfer takes time c, the steady state of 1F1B waits for it at every microbatch: a microbatch's way to the
-    last rank and back has no slack. More forwards in the warm-up give it some.
+    If a transfer takes time c, the steady state of 1F1B waits for it at every microbatch. The path of a microbatch to
+    the last rank and back has no slack. More forwards in the warm-up add slack.
 
     Source: the warm-up of Megatron-LM's interleaved schedule, arXiv 2104.04473, section 2.2.2, for one chunk. With R
-    ranks and M microbatches: bubble (R-1)(F+B), plus 2(R-1)c if M >= 2R; peak min(2(R-r)-1, M) activations.
+    ranks and M microbatches, the bubble is (R-1)(F+B), plus 2(R-1)c if M >= 2R. The peak is min(2(R-r)-1, M)
+    activations on rank r.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

@@ -19,12 +19,13 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     """1F1B from both ends of the pipeline at once.
 
     A rank holds one stage of each direction. Even microbatches enter at rank 0, odd ones at the last rank, R/2 of each
-    at a time. A rank runs a backward if one can start, otherwise a forward, in both cases of the earliest microbatch.
+    at a time. A rank runs a backward if one can start, otherwise a forward. In both cases it takes the earliest
+    microbatch.
 
-    Source: Chimera, arXiv 2107.06925: its basic unit of R microbatches, followed by others by direct concatenation.
-    With R ranks (even, otherwise UsageError), M a multiple of R, and B >= F the time of a whole backward: bubble
-    (R-2)(B + (M/R-1)(B-F)), which is (R-2)F if B = F; peak R/2 + 1 + min(r, R-1-r) activations on rank r; two copies of
-    the weights. In the picture, lower case is the later stage.
+    Source: Chimera, arXiv 2107.06925: its basic unit of R microbatches, followed by others by direct concatenation. The
+    number of ranks R must be even, otherwise UsageError. B is the time of a whole backward. With M a multiple of R and
+    B >= F, the bubble is (R-2)(B + (M/R-1)(B-F)), which is (R-2)F if B = F. The peak is R/2 + 1 + min(r, R-1-r)
+    activations on rank r. There are two copies of the weights. In the picture, lower case is the later stage.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -41,13 +42,14 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
 def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Schedule:
     """1F1B in waves that go down the ranks and back up.
 
-    Rank r holds stages r, 2R-1-r, 2R+r and so on, two for each of the `waves`. At most R microbatches are under way. A
-    rank runs a backward if one can start, otherwise a forward, in both cases of the earliest microbatch.
+    Rank r holds stages r, 2R-1-r, 2R+r and so on, two for each of the `waves`. At most R microbatches are in the
+    pipeline at a time. A rank runs a backward if one can start, otherwise a forward. In both cases it takes the
+    earliest microbatch.
 
-    Source: Hanayo, arXiv 2308.15762. With R ranks, W waves, M a multiple of R and B >= F the time of a whole backward:
-    bubble (R-1)(B + (M/R-1)(B-F))/W, which is (R-1)F/W if B = F; peak (2W-1)R + r + 1 chunk activations on rank r,
-    those of at most R microbatches. One wave is Chimera with its two directions folded onto one copy of the weights. In
-    the picture, lower case is the way up.
+    Source: Hanayo, arXiv 2308.15762. W is the number of waves, and B the time of a whole backward. With R ranks, M a
+    multiple of R and B >= F, the bubble is (R-1)(B + (M/R-1)(B-F))/W, which is (R-1)F/W if B = F. The peak is (2W-1)R +
+    r + 1 chunk activations on rank r, of at most R microbatches. One wave is Chimera with its two directions folded
+    onto one copy of the weights. In the picture, lower case is the way up.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -61,10 +63,10 @@ def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Schedule:
 
 
 def _backward_first(name: str, placement: Placement, microbatches: int) -> Schedule:
-    """In each pass, every rank runs a backward if one can start, otherwise a forward, in both cases of the earliest
-    microbatch.
+    """In each pass, every rank runs a backward if one can start, otherwise a forward. In both cases it takes the
+    earliest microbatch.
 
-    As many microbatches as there are ranks are under way: when one leaves, the next one enters.
+    The pipeline holds as many microbatches as there are ranks: when one leaves, the next one enters.
     """
     ranks = placement.num_ranks
     follows = {maker: user for user, maker in sources((Kind.F, Kind.B), placement.num_stages).items()}

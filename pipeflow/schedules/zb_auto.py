@@ -26,21 +26,23 @@ def zb_auto(
 ) -> Schedule:
     """Split backwards, in the best order found for given costs and memory.
 
-    `cost` has one stage per rank; default: F = I = W and free transfers. `objective` is "makespan", the time of a step
-    that ends with a barrier, or "span", the papers' measure, in which ranks may begin one after the other.
+    `cost` is a cost model with one stage per rank. The default has F = I = W and free transfers. `objective` is
+    "makespan", the time of a step that ends with a barrier, or "span". The span is the measure of the papers, in which
+    ranks may begin one after the other.
 
-    `memory_cap` is the most activations kept on a rank, in microbatches; `bytes_cap` the most bytes that forwards save
-    and waiting weight-gradient halves keep (`saved_bytes` and `deferred_bytes` of the cost). Give one of them, as one
-    number or one per rank; default: R activations on every rank, which 1F1B keeps on the first.
+    `memory_cap` limits the activations kept on a rank, in microbatches. `bytes_cap` limits the bytes that forwards save
+    and that waiting weight-gradient halves keep (`saved_bytes` and `deferred_bytes` of the cost). Pass one of them, as
+    one number or one per rank. The default is R activations on every rank, as 1F1B keeps on the first.
 
-    `candidates` is how many orders are tried; default: as many as take about 2 seconds.
+    `candidates` is the number of orders that are tried. By default, the search takes about 2 seconds.
 
     The result depends on the arguments only: the size sets how many candidates `pipeflow.search` tries. Its objective
-    is never worse than that of a named schedule with one stage per rank that keeps within the cap. Call `search` itself
-    to learn how far from the best possible order the result is, to use other placements, or to search longer.
+    is never worse than the objective of any named schedule with one stage per rank and within the cap. Call `search`
+    itself to learn how far from the best possible order the result is, to use other placements, or to search longer.
 
     Source: arXiv 2401.10241, section 3. Its ZB-1p and ZB-2p are such orders for the span, with caps of R and 2R whole
-    activations in bytes. With M >= R, F = I = W and a cap of R activations: bubble at most (R-1)(F+I-W), as in ZB-H1.
+    activations in bytes. With M >= R, F = I = W and a cap of R activations, the bubble is at most (R-1)(F+I-W), as in
+    ZB-H1.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

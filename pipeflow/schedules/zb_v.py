@@ -16,11 +16,11 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     Rank r holds stages r (the way down) and 2R-1-r (the way up). Warm-up: forwards down until the first one comes back
     up, then both in turn, then forwards up with their whole backwards. Steady state: down forward, down backward, up
     forward, up backward. Cool-down: input-gradient halves first, weight-gradient halves in idle time. With fewer than
-    2R-1 microbatches, those that do not exist are left out.
+    2R-1 microbatches, the order is the same without the missing ones.
 
-    Source: arXiv 2401.10241. With R ranks, M >= 2R-1 microbatches and F = I = W: every rank works without a gap, so
-    `span` has no bubble; rank r begins r chunks late, so `makespan` has (R-1)F/2. Peak 2R chunk activations on every
-    rank, those of R microbatches. In the picture, lower case is the way up.
+    Source: arXiv 2401.10241. With R ranks, M >= 2R-1 microbatches and F = I = W, every rank works without a gap, so the
+    span has no bubble. Rank r begins r chunks late, so the bubble of the makespan is (R-1)F/2. The peak is 2R chunk
+    activations on every rank, which are R microbatches. In the picture, lower case is the way up.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture

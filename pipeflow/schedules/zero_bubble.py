@@ -11,11 +11,12 @@ from pipeflow.schedules.rows import in_turn
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """1F1B with split backwards: no more activations, a third of the bubble.
 
-    Warm-up: one forward for each rank after this one. Steady state: a forward and an input-gradient half in turn, and
-    on rank r, from turn r+1 on, also a weight-gradient half. Cool-down: the remaining halves.
+    Warm-up: one forward for each rank after this one. Steady state: a forward and an input-gradient half in turn. From
+    turn r+1 on, rank r also runs a weight-gradient half in each turn. Cool-down: the remaining halves.
 
-    Source: arXiv 2401.10241, section 2. With R ranks and M >= R microbatches: bubble (R-1)(F+I-W) if W <= F and W <= I;
-    peak R-r activations on rank r, as in 1F1B; what waiting weight-gradient halves keep grows with the rank.
+    Source: arXiv 2401.10241, section 2. With R ranks and M >= R microbatches, the bubble is (R-1)(F+I-W) if W <= F and
+    W <= I. The peak is R-r activations on rank r, as in 1F1B. Later ranks keep more memory for weight-gradient halves
+    that wait.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
@@ -34,9 +35,9 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     Warm-up: two forwards for each rank after this one, so that a rank is busy until its first gradient arrives. Then as
     in ZB-H1, with weight-gradient halves from turn 2r+1 on.
 
-    Source: arXiv 2401.10241, section 2. With R ranks, M >= 2R-1 microbatches and F = I = W: every rank works without a
-    gap, so `span` has no bubble; rank r begins r forwards late, so `makespan` has (R-1)F. Peak 2(R-r)-1 activations on
-    rank r. It is faster than ZB-H1 only if steps do not end in a barrier.
+    Source: arXiv 2401.10241, section 2. With R ranks, M >= 2R-1 microbatches and F = I = W, every rank works without a
+    gap, so the span has no bubble. Rank r begins r forwards late, so the bubble of the makespan is (R-1)F. The peak is
+    2(R-r)-1 activations on rank r. It is faster than ZB-H1 only if steps do not end in a barrier.
 
     >>> from pipeflow import simulate
     >>> from pipeflow.draw import picture
