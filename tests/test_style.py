@@ -71,6 +71,18 @@ def public_without_docstring(source: Source) -> Iterator[Fault]:
                     yield method.lineno, f"{node.name}.{method.name} has no docstring"
 
 
+def words(node: Function | ast.ClassDef) -> int:
+    return len(re.findall(r"\S*\w\S*", ast.get_docstring(node) or ""))
+
+
+def empty_docstrings(source: Source) -> Iterator[Fault]:
+    """Docstrings that are too short to say more than the name, such as "Does nothing."."""
+    for node in source.tree.body:
+        for each in (node, *node.body) if isinstance(node, ast.ClassDef) else (node,):
+            if isinstance(each, Function | ast.ClassDef) and 0 < words(each) < 4:
+                yield each.lineno, f"the docstring of {each.name} has fewer than 4 words"
+
+
 STATE = {  # a table that users fill, under ColossalAI's name; the context
     ("colossalai/policies.py", "_POLICY_LIST: dict[str, PolicyLocation] = {}"),
     ("parallel/context.py", "ContextVar"),
@@ -98,6 +110,7 @@ RULES = (
     checks_off_without_reason,
     module_without_docstring,
     public_without_docstring,
+    empty_docstrings,
 )
 
 
@@ -115,6 +128,7 @@ def test_the_package_keeps_one_state() -> None:
 LONG = "def f():\n    'so'\n" + "    pass\n" * 60
 SWITCHES = "a  # type: ignore[misc]\nb  # noqa\nc  # noqa: N801  # as torch has it\nd  # type: ignore[a]  # so\n"
 PUBLIC = "def told(): 'so'\ndef bare(): ...\ndef _own(): ...\nclass A:\n    'so'\n    def of(self): ...\n"
+EMPTY = "def f(): 'Does nothing.'\ndef g(): 'The rank of this process.'\nclass A:\n    def f(self): 'Always.'\n"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +140,7 @@ PUBLIC = "def told(): 'so'\ndef bare(): ...\ndef _own(): ...\nclass A:\n    'so'
         (checks_off_without_reason, SWITCHES, [1, 2]),
         (module_without_docstring, "a = 1\n", [1]),
         (public_without_docstring, PUBLIC, [2, 6]),
+        (empty_docstrings, EMPTY, [1, 4]),
         (state, "a = ContextVar('a')\nb: list[int] = []\nc = [1]\ndef f():\n    global c\n", [1, 5, 2]),
     ],
 )

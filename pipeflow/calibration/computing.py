@@ -236,7 +236,7 @@ class _Layers:
             self._outputs.append(output)
 
     def backward(self) -> None:
-        """The backwards of all microbatches."""
+        """Runs the backwards of all microbatches whose forwards have run."""
         for output in self._outputs:
             output.backward(self._gradient)
         self._outputs.clear()

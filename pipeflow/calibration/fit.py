@@ -233,5 +233,5 @@ def _network(measured: Measured, efficiency: dict[str, float]) -> dict[str, floa
 
 
 def _typical(rates: Iterable[float]) -> float:
-    """The geometric mean."""
+    """The geometric mean of `rates`."""
     return math.exp(fmean(map(math.log, rates)))

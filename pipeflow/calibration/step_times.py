@@ -39,7 +39,7 @@ def steps(watch: Stopwatch, budget: float, sizes: Sequence[tuple[int, int]] = ST
 
 
 class _Step:
-    """A step of this rank."""
+    """A small GPT in a pipeline, whose steps this rank measures."""
 
     def __init__(self, gpt: GPT, schedule: Schedule, device: torch.device) -> None:
         stages = build_gpt_pipeline(

@@ -113,7 +113,7 @@ class Index:
     values: Mapping[str, Where]
 
     def content(self) -> dict[str, Any]:
-        """The index as JSON."""
+        """The index as dicts and lists that `json.dumps` takes."""
         tensors = {
             name: {
                 "dtype": dtype_name(stored.dtype),

@@ -65,7 +65,7 @@ class Manifest:
     files: Mapping[str, Digest]
 
     def write(self, folder: Path) -> None:
-        """Writes the manifest. Raises OSError."""
+        """Writes the manifest into `folder` and flushes it to the disk. Raises OSError if that fails."""
         content = {"format": FORMAT, **asdict(self)}
         write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _sha256(content)}, indent=1).encode())
 

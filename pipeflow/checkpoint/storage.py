@@ -74,7 +74,7 @@ class _Sink:
         """Does nothing; torch.save calls it, and `close` flushes."""
 
     def save(self, value: Tensor) -> Where:
-        """Appends a tensor. Raises OSError."""
+        """Appends a tensor as `torch.save` writes it, and returns where it is. Raises OSError if writing fails."""
         begin = self.bytes
         try:
             torch.save(value, cast(IO[bytes], self))
@@ -86,7 +86,7 @@ class _Sink:
         return Where(self.name, begin, self.bytes - begin)
 
     def append(self, value: bytes) -> Where:
-        """Appends bytes. Raises OSError."""
+        """Appends bytes and returns where they are. Raises OSError if writing fails."""
         return Where(self.name, self.bytes, self.write(value))
 
     def close(self) -> Digest:

@@ -78,7 +78,7 @@ class Epoch:
         return next(self._batches)
 
     def begin_next(self) -> None:
-        """Starts the next epoch."""
+        """Starts the next epoch, with a new iterator over its batches."""
         self._batches = self._steps.batches()
 
 
@@ -122,7 +122,7 @@ class Listener(Protocol):
     """An object that an engine calls for every batch."""
 
     def before_batch(self, *, is_training: bool) -> None:
-        """Called before a batch."""
+        """Called before each batch of training or evaluation."""
 
     def after_batch(self, output: Output, labels: object, *, is_training: bool) -> None:
         """Called after a batch, with its labels."""
@@ -139,7 +139,7 @@ class Engine(native.Engine):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of a batch."""
+        """The pipeline schedule that each batch runs."""
         return self.model.schedule
 
     @property

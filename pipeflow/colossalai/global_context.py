@@ -40,7 +40,7 @@ class GlobalContext:
         return current_config() if is_launched() else None
 
     def load_config(self, config: object) -> None:
-        """Sets the configuration; for launchers."""
+        """Makes `config` the configuration of this process. The functions that launch a job call it."""
         keep_config(config)
 
     def is_initialized(self, mode: ParallelMode) -> bool:
@@ -163,7 +163,7 @@ class DistCoordinator:
         return self.local_rank == 0
 
     def print_on_master(self, msg: str, process_group: dist.ProcessGroup | None = None) -> None:
-        """Prints on the first rank."""
+        """Prints `msg` on the first rank of `process_group`, or of the world if that is None."""
         if self.is_master(process_group):
             print(msg, flush=True)  # noqa: T201  # what it is for
 

@@ -217,7 +217,7 @@ class PipelinableContext(AbstractContextManager["PipelinableContext"]):
         return chunks[0] if num_chunks == 1 else chunks
 
     def _dealt(self, num_chunks: int, pipeline_size: int) -> Sequence[Sequence[Part]]:
-        """The parts of each rank."""
+        """The ranges of layers of each rank, by the policy. Raises UsageError for an unknown or unfit policy."""
         if isinstance(self.policy, Mapping):
             if lacking := [rank for rank in range(pipeline_size) if rank not in self.policy]:
                 raise UsageError(f"the policy lacks rank {lacking[0]}: give parts to each of {pipeline_size} ranks")

@@ -141,7 +141,7 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
 
 
 class GeminiPlugin:
-    """Not supported. Raises UsageError."""
+    """This plugin is not supported: its constructor raises UsageError."""
 
     def __init__(self, **options: Any) -> None:
         raise UsageError(

@@ -65,7 +65,7 @@ class Policy:
     shard_config: ShardConfig
 
     def set_model(self, model: nn.Module) -> None:
-        """Sets the model to shard."""
+        """Sets the model that the policy applies to."""
         self.model = model
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:

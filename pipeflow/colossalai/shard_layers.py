@@ -61,11 +61,11 @@ class Classifier1D(_Named, Classifier):
 
 
 class VocabParallelClassifier1D(_Named, VocabParallelClassifier):
-    """A classifier, split by classes."""
+    """A linear classifier whose classes are split over the tensor ranks."""
 
 
 class VocabParallelEmbedding1D(_Named, VocabParallelEmbedding):
-    """An embedding, split by vocabulary."""
+    """An embedding whose vocabulary is split over the tensor ranks."""
 
 
 class Embedding1D(_Named, HiddenParallelEmbedding):
@@ -73,7 +73,7 @@ class Embedding1D(_Named, HiddenParallelEmbedding):
 
 
 class PatchEmbedding1D(_Named, PatchEmbedding):
-    """An embedding of image patches."""
+    """An embedding of image patches, whole on every tensor rank."""
 
 
 class LayerNorm1D(_Named, LayerNorm):
@@ -85,7 +85,7 @@ class Dropout1D(_Named, Dropout):
 
 
 class VocabParallelCrossEntropyLoss1D(_Named, VocabParallelCrossEntropy):
-    """Cross-entropy of split logits."""
+    """The cross-entropy of logits that are split by classes over the tensor ranks."""
 
 
 def split_forward_gather_backward(input_: Tensor, dim: int, process_group: Any = None) -> Tensor:

@@ -103,7 +103,7 @@ class ProcessGroup:
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """Every rank has the whole."""
+    """A layout in which every rank has the whole tensor."""
 
 
 class ShardSpec:

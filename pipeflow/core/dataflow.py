@@ -15,7 +15,7 @@ from pipeflow.core.route import Routes
 
 
 class Content(StrEnum):
-    """The content of a value."""
+    """The kind of tensors that a value holds."""
 
     ACTIVATION = "activation"  # a stage's output, for the next stage
     GRADIENT = "gradient"  # the gradient of a stage's input, for the previous stage
@@ -157,7 +157,7 @@ class End(NamedTuple):
     to: int | None = None
 
     def of(self, microbatch: int) -> Value:
-        """The value of one microbatch."""
+        """The value of `microbatch` at this end."""
         return Value(self.content, self.stage, microbatch, self.to)
 
 

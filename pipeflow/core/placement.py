@@ -63,7 +63,7 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks."""
+        """The number of pipeline ranks that hold stages."""
         return max(max(path) for path in self.paths) + 1
 
     @property

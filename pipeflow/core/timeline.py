@@ -80,7 +80,7 @@ class Timeline(Shown):
 
     @cached_property
     def num_microbatches(self) -> int:
-        """The number of microbatches."""
+        """The number of different microbatches in the spans."""
         return len({span.action.microbatch for row in self.rows for span in row})
 
     @cached_property

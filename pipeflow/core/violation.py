@@ -30,7 +30,7 @@ class Violation:
 
     @property
     def sentence(self) -> str:
-        """The violation without its place."""
+        """The violation in words, without its rank and position."""
         if self.incomplete is not None or not self.expected:
             return self.problem
         if self.earlier is None:

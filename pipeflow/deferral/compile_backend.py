@@ -79,7 +79,7 @@ class CompiledCall:
         self._deferral = deferral
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Calls the compiled module."""
+        """Calls the compiled module. Weight gradients go to its deferral if the backend splits backwards."""
         if self._backend is None:
             return self._code(self._module, *arguments, **keywords)
         with self._backend.deferring(self._deferral):
@@ -158,7 +158,7 @@ class CompiledProduct(Deferred):
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """The weights of all products."""
+        """The weights whose gradients the products compute."""
         return self._weights
 
     def compute(self) -> list[tuple[nn.Parameter, Tensor]]:

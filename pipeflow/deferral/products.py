@@ -28,7 +28,7 @@ class Deferred(ABC):
 
     @abstractmethod
     def compute(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The gradient of each parameter."""
+        """Computes the weight gradients and returns each parameter with its gradient."""
 
 
 class Product(Deferred):

@@ -102,7 +102,7 @@ class Host(Protocol):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Answers the requests of one connection."""
 
     server: Host  # type: ignore[assignment]  # a TCPServer with more
     protocol_version = "HTTP/1.1"

@@ -54,7 +54,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """The class of a layer."""
+    """The class of a layer, as Megatron-LM's ModuleSpec names it."""
 
     module: type[nn.Module]
 

@@ -59,7 +59,7 @@ class DistributedDataParallel(nn.Module):
         self.module.set_input_tensor(input_tensor)  # type: ignore[operator]  # a method
 
     def zero_grad_buffer(self) -> None:
-        """Clears the gradients."""
+        """Clears the gradients of all parameters."""
         self.zero_grad()
 
 

@@ -20,7 +20,7 @@ _SEED = 1234  # of dropout, until model_parallel_cuda_manual_seed sets another
 
 @dataclass
 class _Stages:
-    """Settings of this rank's stages."""
+    """The number and the seed of this rank's stages, and the stage that is being made."""
 
     number: int | None  # of stages
     making: int | None = None  # index of the stage that is being made
@@ -143,7 +143,7 @@ def get_pipeline_model_parallel_last_rank() -> int:
 
 
 def get_data_parallel_world_size() -> int:
-    """Returns the number of replicas."""
+    """Returns the number of data-parallel replicas."""
     return context_here().data_size
 
 

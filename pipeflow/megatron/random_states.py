@@ -28,7 +28,7 @@ class CudaRNGStatesTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all states."""
+        """Removes the random states of all names."""
         self._generators: dict[str, Generator] = {}
 
     def is_initialized(self) -> bool:

@@ -146,7 +146,7 @@ class _Loss:
     """The criterion of the Pipeline; it stores the values to log."""
 
     def begin(self, collect_non_loss_data: bool) -> None:
-        """Called before a step."""
+        """Called before a step; removes what the last step logged."""
         self.collect_non_loss_data, self.logged = collect_non_loss_data, list[Any]()
 
     def __call__(self, output: tuple[Tensor, LossFunction], _: Tensor) -> Tensor:

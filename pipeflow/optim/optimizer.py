@@ -188,7 +188,7 @@ def stepped_by(optimizer: Optimizer) -> dict[nn.Parameter, nn.Parameter]:
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside all wrappers."""
+    """The optimizer of torch inside all wrappers of pipeflow."""
     return innermost(optimizer.inner) if isinstance(optimizer, Wrapper) else optimizer
 
 

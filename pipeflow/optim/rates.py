@@ -26,13 +26,13 @@ class Scheduler(Protocol):
     """A learning-rate scheduler, such as torch's."""
 
     def step(self) -> None:
-        """Sets the next learning rate."""
+        """Sets the learning rate of the next step or epoch."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the scheduler's state in plain values."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a saved state."""
+        """Restores the state that `state_dict` returned."""
 
 
 class WarmupLR(LRScheduler, ABC):

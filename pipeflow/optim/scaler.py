@@ -74,5 +74,5 @@ class LossScaler:
         return {"scale": self.scale, "clean": self._clean, "patience": self._patience}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a `state_dict`."""
+        """Restores the state that `state_dict` returned."""
         self.scale, self._clean, self._patience = (state_dict[key] for key in ("scale", "clean", "patience"))

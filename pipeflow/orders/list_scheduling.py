@@ -68,7 +68,7 @@ def arrival_times(problem: Problem) -> tuple[list[list[float]], list[User | None
 
 
 class _State:
-    """A pass under way."""
+    """The state of a pass over all operations."""
 
     def __init__(self, problem: Problem, rules: Rules) -> None:
         operations = range(len(problem.source))

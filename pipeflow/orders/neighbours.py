@@ -18,7 +18,7 @@ class RunTimes(NamedTuple):
     ends: list[float]
 
     def candidate(self, problem: Problem, sequences: Sequence[Operations]) -> ScoredOrder:
-        """`sequences` with their measures."""
+        """The order of `sequences`, scored with these times."""
         return ScoredOrder.of(problem, [row[0] for row in self.starts], self.ends, list(sequences))
 
 

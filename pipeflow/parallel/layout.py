@@ -68,7 +68,7 @@ class WorldLayout:
         return Coordinates(replica, *divmod(within, self.tensor))
 
     def rank(self, place: Coordinates) -> int:
-        """The world rank at `place`."""
+        """The rank in the world of the process at `place`."""
         return (place.data * self.pipeline + place.pipeline) * self.tensor + place.tensor
 
     def pipeline_ranks(self, rank: int) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class Transformer(ABC):
 
     @property
     def head_width(self) -> int:
-        """Width of one head."""
+        """The width of one attention head, in elements."""
         return self.hidden // self.heads if self.head_size is None else self.head_size
 
     @property

@@ -65,7 +65,7 @@ class Family:
         return replace(self, options=(*self.options, ("cost", cost))) if "cost" in options_of(self.name) else self
 
     def make(self, microbatches: int) -> Schedule:
-        """Makes the schedule."""
+        """Makes the schedule of this family with so many microbatches."""
         return _made(self.name, self.placement.num_ranks, microbatches, self.options)
 
     def actions(self, microbatches: int) -> int:
@@ -116,7 +116,7 @@ class LayoutTrial:
 
     @property
     def layout(self) -> Layout:
-        """The layout as a Layout."""
+        """The sizes, schedule and cut of this trial as a `Layout`."""
         return Layout(*self.cell, self.family.name, dict(self.family.options), self.cut)
 
     @property
@@ -133,7 +133,7 @@ class LayoutTrial:
         return self._peak_bytes(min(many, 2 * ranks + odd))
 
     def peak_bytes(self) -> float:
-        """Bytes of its fullest device."""
+        """The highest memory of a device, in bytes."""
         return self._peak_bytes(self.cell.microbatches)
 
     def _peak_bytes(self, microbatches: int) -> float:
@@ -164,7 +164,7 @@ class LayoutTrial:
 
 
 def cells(wanted: Wanted) -> Iterator[Cell]:
-    """All layouts that are wanted."""
+    """All combinations of sizes, microbatches and recomputation that `wanted` allows."""
     for sizes in meshes(wanted):
         for size in microbatch_sizes(wanted, sizes):
             many = wanted.batch // (sizes.data * size)

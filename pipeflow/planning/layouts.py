@@ -49,7 +49,7 @@ class Ranked:
 
     @property
     def parts(self) -> StepParts:
-        """The parts of the time."""
+        """The parts of the step time, in seconds."""
         assert self.plan.step_parts is not None
         return self.plan.step_parts
 
@@ -146,7 +146,7 @@ class _Group:
         self._least = first[0]
 
     def add(self, timed: Timed) -> None:
-        """Adds a layout."""
+        """Adds a layout, and picks the plainest of those that tie with the fastest."""
         self._timed.append(timed)
         self._least = min(self._least, timed[0])
         tied = (each for each in self._timed if each[0] <= self._least * (1 + TIE))

@@ -29,7 +29,7 @@ class Mesh:
 
     @property
     def data_group(self) -> RankGroup:
-        """The replicas of one stage."""
+        """The group of the replicas of one stage."""
         return RankGroup(
             self.data, self._in_node(self.data, self.tensor * (self.pipeline if self.inner == "pipeline" else 1))
         )

@@ -62,7 +62,7 @@ class RankPlan:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Master weights and moments."""
+        """The bytes of master weights and moments together."""
         return self.master_bytes + self.moment_bytes
 
     @property
@@ -72,7 +72,7 @@ class RankPlan:
 
     @property
     def peak_parts(self) -> dict[str, float]:
-        """What `peak_bytes` consists of."""
+        """The parts that `peak_bytes` is the sum of, in bytes."""
         return {
             "weights": self.weight_bytes,
             "gradients": self.gradient_bytes,

@@ -56,7 +56,7 @@ class StepPlan:
 
     @property
     def has_seconds(self) -> bool:
-        """Whether times are in seconds."""
+        """Whether times are in seconds, and not relative to each other."""
         return self.cluster is not None
 
     @property
@@ -73,7 +73,7 @@ class StepPlan:
 
     @property
     def peak_parts(self) -> dict[str, float]:
-        """The parts of `peak_bytes`."""
+        """The parts of `peak_bytes`, in bytes."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes).peak_parts
 
     @property
@@ -98,7 +98,7 @@ class StepPlan:
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """The number of devices in all replicas."""
         return len(self.ranks) * self.setup.tensor * self.setup.data
 
     def __str__(self) -> str:
@@ -202,7 +202,7 @@ class Plan(StepPlan):
 
     @property
     def has_seconds(self) -> bool:
-        """Whether times are in seconds."""
+        """Whether times are in seconds, and not relative to each other."""
         return self.flops is not None or self.cluster is not None
 
     @property

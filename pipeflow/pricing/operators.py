@@ -200,7 +200,7 @@ class Counter:
 
 
 class _Operators(TorchDispatchMode):
-    """Counts the operators below autograd."""
+    """Counts the operators that are dispatched below autograd."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's

@@ -60,7 +60,7 @@ class Stage:
         self.keywords = batch.split({name: entry for name, entry in batch.named.items() if name in self.takes})
 
     def unload(self) -> None:
-        """Drops what a step needed."""
+        """Releases the references that only a running step needs."""
         self.deferral.copies = None
         self.keywords = []
 

@@ -77,7 +77,7 @@ class Fakes:
 
     @property
     def of_parameters(self) -> int:
-        """The bits of all parameters."""
+        """The bit mask of all parameters."""
         return ((1 << len(self.parameters)) - 1) << 1
 
     def owners(self, sources: int) -> list[str]:

@@ -25,7 +25,7 @@ Within = Callable[[Flow], AbstractContextManager[Any]]
 
 
 class Recorder:
-    """Records calls while they run."""
+    """Records the calls of modules during one forward."""
 
     def __init__(self, flow: Flow, modules: dict[str, nn.Module]) -> None:
         self.flow = flow

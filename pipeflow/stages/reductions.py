@@ -112,7 +112,7 @@ class Reductions:
         self._given.update(self.key(each) for each in batch if isinstance(each, Tensor))
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Notes one operator."""
+        """Records one operator, its arguments and its output."""
         first = output[0] if isinstance(output, tuple | list) and output else output  # losses come first
         name = func.overloadpacket.__name__
         if not isinstance(first, Tensor):
@@ -138,7 +138,7 @@ class Reductions:
             self.targets += [term for term in _counted(parts) or () if isinstance(term, Mean)]
 
     def terms(self, loss: Tensor | None) -> Terms:
-        """The terms of a loss."""
+        """The terms that the loss is a sum of; None for no loss."""
         return None if loss is None else _terms(self._part(loss))
 
     def _argument(self, value: Any) -> Any:

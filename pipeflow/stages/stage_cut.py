@@ -179,7 +179,7 @@ class StageCut:
                 )
 
     def _write(self) -> None:
-        """Writes the script."""
+        """Writes the script of this stage from the traced calls."""
         calls, start, skipped = self.trace.calls, self.start, -1
         for call in calls[1:]:
             if start is None or call.exit > start.exit or call.enter < skipped:

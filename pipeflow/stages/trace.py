@@ -42,7 +42,7 @@ class Look(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, flow: Flow) -> Look:
-        """The properties of `tensor`."""
+        """The shape, stride, dtype and sources of `tensor`."""
         stride = tensor.stride() if tensor.layout is torch.strided else ()
         shape, sources, storage = tuple(tensor.shape), flow.sources(tensor), flow.key(tensor)
         return cls(shape, tuple(stride), tensor.dtype, tensor.requires_grad, sources, storage)
@@ -187,7 +187,7 @@ class Trace:
 
     @property
     def returned(self) -> Returned:
-        """The output of the module."""
+        """The output of the whole module's forward."""
         returned = self.calls[0].returned
         assert returned is not None
         return returned

@@ -84,7 +84,7 @@ def places_in(modules: Sequence[nn.Module]) -> Iterator[Place]:
 
 
 def integers_of(module: nn.Module) -> dict[str, int]:
-    """The module's own integer attributes."""
+    """The attributes of the module itself that are integers, by name."""
     return {name: each for name, each in vars(module).items() if isinstance(each, int) and not isinstance(each, bool)}
 
 

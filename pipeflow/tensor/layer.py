@@ -64,7 +64,7 @@ class TensorLayer(nn.Module):
         self._eager = _call_eagerly()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Calls the module."""
+        """Calls the module. While torch.compile compiles, a layer that was told to stays outside the compiled code."""
         if self._eager is not None and torch.compiler.is_compiling():
             return self._eager(self, *arguments, **keywords)
         return super().__call__(*arguments, **keywords)

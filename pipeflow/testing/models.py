@@ -192,7 +192,7 @@ class KeywordFirst(LayersStage):
 
 
 class KeywordMiddle(LayersStage):
-    """Takes the mask by name."""
+    """A middle stage that takes the mask as a keyword argument."""
 
     def forward(self, hidden: Tensor, *, attention_mask: Tensor) -> Tensor:
         return self.run(hidden, attention_mask)

@@ -24,19 +24,19 @@ class DistributedLogger:
         self.logger = logger
 
     def debug(self, message: str, *, ranks: Collection[int] | None = None) -> None:
-        """Logs a message on those `ranks` of the world, by default on all."""
+        """Logs `message` at level DEBUG on the given ranks of the world, or on all if `ranks` is None."""
         self._say(logging.DEBUG, message, ranks)
 
     def info(self, message: str, *, ranks: Collection[int] | None = None) -> None:
-        """Like `debug`, at this level."""
+        """Logs `message` at level INFO on the given ranks of the world, or on all if `ranks` is None."""
         self._say(logging.INFO, message, ranks)
 
     def warning(self, message: str, *, ranks: Collection[int] | None = None) -> None:
-        """Like `debug`, at this level."""
+        """Logs `message` at level WARNING on the given ranks of the world, or on all if `ranks` is None."""
         self._say(logging.WARNING, message, ranks)
 
     def error(self, message: str, *, ranks: Collection[int] | None = None) -> None:
-        """Like `debug`, at this level."""
+        """Logs `message` at level ERROR on the given ranks of the world, or on all if `ranks` is None."""
         self._say(logging.ERROR, message, ranks)
 
     def _say(self, level: int, message: str, ranks: Collection[int] | None) -> None:

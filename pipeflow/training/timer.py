@@ -41,11 +41,11 @@ class Timer:
         return self.elapsed
 
     def get_elapsed_time(self) -> float:
-        """Returns `elapsed`."""
+        """Returns `elapsed`, the seconds of the last interval."""
         return self.elapsed
 
     def get_history_sum(self) -> float:
-        """Returns the sum of `history`."""
+        """Returns the sum of `history`, in seconds."""
         return sum(self.history)
 
     def get_history_mean(self) -> float:
@@ -70,7 +70,7 @@ class MultiTimer:
         self._timers: dict[str, Timer] = {}
 
     def start(self, name: str) -> None:
-        """Starts the timer `name`."""
+        """Starts the timer `name`, unless timers are off."""
         if self.is_on:
             self._timers.setdefault(name, Timer()).start()
 

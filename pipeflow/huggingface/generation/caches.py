@@ -155,16 +155,16 @@ class _Ledger:
     told: list[Told]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """As in transformers' caches."""
+        """Reorders the rows of the caches on all ranks by `beam_idx`, as in transformers."""
         self._tell("reorder_cache", beam_idx)
 
     def crop(self, length: int) -> None:
-        """As in transformers' caches."""
+        """Shortens the caches on all ranks to `length` tokens, as in transformers."""
         self._tell("crop", length)
         call(self, "crop", length)
 
     def activate_past_recording(self) -> None:
-        """As in transformers' caches."""
+        """Calls the method of the same name of the caches on all ranks."""
         self._tell("activate_past_recording")
         call(self, "activate_past_recording")
 
@@ -201,11 +201,11 @@ class CacheEntry(Stateful):
         return type(self).__name__
 
     def planned(self) -> object:
-        """An empty cache."""
+        """The empty cache with which the stages are planned."""
         return empty_cache(self.caches.config)
 
     def own(self, stage: int) -> object:
-        """The stage's own cache."""
+        """The cache of stage `stage` for these rows."""
         return self.caches.of(stage, self.rows)
 
 
@@ -225,7 +225,7 @@ class GrowingEntry(Stateful):
         return self.value[:, -self.new :].clone()
 
     def own(self, stage: int) -> object:
-        """The whole tensor."""
+        """The whole tensor, which is the same for every stage."""
         return self.value
 
 

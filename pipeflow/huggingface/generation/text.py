@@ -197,7 +197,7 @@ class _Turns:
         return order, is_over, output
 
     def _run(self, past: int | None, told: list[Told], changed: dict[str, Any], gone: list[str]) -> Any:
-        """Runs this rank's stages."""
+        """Runs the forward of this rank's stages for one step of the loop."""
         kept = {name: each for name, each in self._entries.items() if name not in gone}
         self._entries = {**kept, **changed}
         ids = _ids(self._entries)

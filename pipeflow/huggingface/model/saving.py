@@ -79,7 +79,7 @@ def module_of(model: Pipeline) -> Any:
 
 
 def _config(root: Any) -> Any:
-    """The configuration to save."""
+    """A copy of the configuration that names the model's class and dtype."""
     config = copy.deepcopy(root.config)
     config.architectures = [type(root).__name__]
     config.dtype = next(each.dtype for each in root.parameters() if each.is_floating_point())

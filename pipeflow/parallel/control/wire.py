@@ -19,7 +19,7 @@ GREETING = 1 << 10  # bytes: the longest message of a connection that has not pr
 
 
 def pack(message: Message) -> bytes:
-    """A message as bytes."""
+    """The message as bytes: its length in 4 bytes, then its JSON."""
     body = json.dumps(message).encode()
     return len(body).to_bytes(4) + body
 
@@ -55,7 +55,7 @@ def prove(secret: bytes, challenge: str, rank: int) -> str:
 
 
 class Connected(Protocol):
-    """An object that has connections."""
+    """An object with open connections, such as a coordinator."""
 
     def sockets(self) -> list[int]:
         """The file descriptors of the connections."""

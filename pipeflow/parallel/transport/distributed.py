@@ -81,7 +81,7 @@ class DistributedTransport:
             self._channels.break_all()
 
     def _break(self, generation: int) -> None:
-        """Called on the monitor's thread."""
+        """Breaks the channels of this generation. The monitor's thread calls it after a failure."""
         channels = self._channels
         if channels is not None and generation == self._generation:
             channels.break_all()

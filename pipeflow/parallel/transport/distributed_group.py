@@ -18,7 +18,7 @@ class GroupTransport(Protocol):
 
     @property
     def channels(self) -> Channels:
-        """The open channels."""
+        """The open channels of this rank."""
 
 
 class DistributedGroup:

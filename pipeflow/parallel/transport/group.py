@@ -45,7 +45,7 @@ class Done:
     """Work that is already done, as in a group of one rank."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Returns at once, because the work is complete."""
 
 
 _DONE = Done()
@@ -58,7 +58,7 @@ class Alone:
     size = 1
 
     def connect(self) -> None:
-        """Does nothing."""
+        """Does nothing, because a single rank needs no connection."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return _DONE
@@ -86,7 +86,7 @@ class Unconnected:
         self.size = size
 
     def connect(self) -> None:
-        """Does nothing."""
+        """Does nothing, because this group needs no connection."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
         return _DONE

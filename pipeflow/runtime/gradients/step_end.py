@@ -145,7 +145,7 @@ class Gradients:
         all_gather(self._context.world, [0.0])
 
     def forget(self) -> None:
-        """Drops work under way."""
+        """Discards the sums that are not complete, after a failed step."""
         self._sums.forget()
         if self._new is not None:
             self._new.forget()

@@ -60,7 +60,7 @@ class BucketSum(ABC):
         self.forget()
 
     def forget(self) -> None:
-        """Drops work under way."""
+        """Releases the packed gradients and their transfers, complete or not."""
         self.row, self.works = None, []
 
 
@@ -104,7 +104,7 @@ class TiedSum(BucketSum):
         self.works += [_Once(self.transport, peer, self.row, sending=True) for peer in self.peers]
 
     def post(self) -> None:
-        """Posts the receives, once."""
+        """Posts the receives of the other copies, unless they are posted already."""
         if not self.arriving:
             self.arriving = {peer: self.bucket.empty() for peer in self.peers}
             self.works += [_Once(self.transport, peer, row, sending=False) for peer, row in self.arriving.items()]
@@ -228,7 +228,7 @@ class Sums:
             _finish(self._averages)
 
     def forget(self) -> None:
-        """Drops work under way."""
+        """Discards the sums that are not complete, after a failed step."""
         for each in self._all:
             each.forget()
         self._earlier = []

@@ -72,5 +72,5 @@ def share_in_pipeline(tensor: Tensor, ranks: tuple[int, ...], transport: Transpo
 
 
 def _bytes_of(values: Tensor) -> Tensor:
-    """The same memory, as bytes."""
+    """A view of the same memory as bytes."""
     return values.view(-1).view(torch.uint8)

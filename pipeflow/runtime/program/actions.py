@@ -61,7 +61,7 @@ def _activation(source: int, target: int, microbatch: int) -> Value:
 
 
 def _gradient(activation: Value) -> Value:
-    """The gradient of an activation."""
+    """The value that is the gradient of an activation."""
     target = None if activation.to is None else activation.stage
     return Value(Content.GRADIENT, activation.user, activation.microbatch, target)
 

@@ -81,7 +81,7 @@ class Forward(Compute):
 
 
 class FromBatch:
-    """The first stage's input."""
+    """The input of the first stage, taken from the batch."""
 
     __slots__ = ("microbatch", "positionals")
 

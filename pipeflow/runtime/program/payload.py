@@ -42,7 +42,7 @@ class Metadata(NamedTuple):
         return True
 
     def empty(self, device: torch.device) -> list[Tensor]:
-        """Memory for such an activation."""
+        """Allocates tensors for an activation of these shapes and dtypes."""
         pairs = zip(self.shapes, self.dtypes, strict=True)
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in pairs]
 

@@ -34,16 +34,16 @@ class TrainingProgress:
 
 
 class Display(Protocol):
-    """An object that shows progress."""
+    """An object that shows the progress of training."""
 
     def step(self, state: TrainingProgress, metrics: Mapping[str, float]) -> None:
-        """Called after a step."""
+        """Called after each training step with its metrics."""
 
     def evaluating(self, state: TrainingProgress, batch: int) -> None:
         """Called after each batch of an evaluation."""
 
     def evaluated(self, state: TrainingProgress, metrics: Mapping[str, float]) -> None:
-        """Called after an evaluation."""
+        """Called after each evaluation with its metrics."""
 
     def close(self) -> None:
         """Called at the end, also after an error."""

@@ -20,13 +20,13 @@ class Metric(Protocol):
     """A metric with the methods of torchmetrics' Metric."""
 
     def update(self, outputs: Any, labels: Any, /) -> None:
-        """Adds one batch."""
+        """Adds the outputs and labels of one batch."""
 
     def compute(self) -> Any:
         """Returns the metric of the batches so far, a number or a tensor with one entry."""
 
     def reset(self) -> None:
-        """Removes all batches."""
+        """Removes all batches that were added."""
 
 
 class MetricHook(Hook):

@@ -61,7 +61,7 @@ class Hook:
         """Called before a step; `trainer.trace_next_step()` here measures its timeline."""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Called after a step."""
+        """Called after each training step, with its loss and metrics."""
 
     def after_training(self, trainer: Trainer) -> None:
         """Called after the last step of an epoch, before its evaluation."""
@@ -81,7 +81,7 @@ class Hook:
         """Called after an epoch and its evaluation; `trainer.epoch` already counts this epoch."""
 
     def after_fit(self, trainer: Trainer) -> None:
-        """Called after the last epoch."""
+        """Called after the last epoch, also if no step was left to run."""
 
     def close(self, trainer: Trainer) -> None:
         """Called last, also if training failed."""
