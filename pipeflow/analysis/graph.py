@@ -23,9 +23,8 @@ def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
 
     Nodes are actions, with their `rank` and `position`. An edge leads from an action to each action that waits for it.
     Its `reason` is "row" for the next action on the same rank, or the text of the value that passes. The two actions of
-    a pair wait, and are waited for, together. A reduction, which runs beside the computations, waits for the
-    computation before it and for the one before it on its stream, and no action waits for it unless it needs what it
-    makes.
+    a pair share their dependencies, in both directions. A reduction runs beside the computations. It waits for the
+    computation before it and for the reduction before it. An action waits for a reduction only if it needs its result.
 
     A schedule can run to its end if and only if every needed value is made and this graph has no cycle.
 
@@ -55,7 +54,7 @@ def dependency_graph(schedule: Schedule) -> networkx.DiGraph[Action]:
 
 
 def _in_row(row: tuple[Entry, ...]) -> Iterator[tuple[Entry, Entry]]:
-    """Pairs of entries of which the second waits for the first because of the row: every entry waits for the
+    """Pairs of entries in which the second waits for the first because of the row. Every entry waits for the
     computation before it and for the entry before it on its stream.
     """
     last: dict[Stream, Entry] = {}

@@ -53,10 +53,11 @@ class Cause(NamedTuple):
 
 def causes(timeline: Timeline) -> tuple[tuple[Cause, ...], ...]:
     """Per rank and span, the cause: the span before it on its stream, or the span elsewhere that made its input. A
-    reduction starts after the latest of what its rank, and the other ranks that take part in it, had to do first.
+    reduction has several possible causes: the spans that its rank, and the other ranks that take part in it, ran
+    before. The latest of them is its cause.
 
     The time of a transfer is not known from a timeline. So the input counts as the cause only if the rank was idle for
-    more than a twentieth of the span: longer than the gap between any two spans of a measured rank.
+    more than a twentieth of the span. The gaps between two spans of a measured rank are shorter than that.
     """
     run = _Run(timeline)
     return tuple(tuple(run.cause(span) for span in row) for row in timeline.rows)
@@ -64,8 +65,8 @@ def causes(timeline: Timeline) -> tuple[tuple[Cause, ...], ...]:
 
 def critical_path(timeline: Timeline) -> tuple[Cause, ...]:
     """The chain of spans that the makespan consists of, earliest first. The cause of each span is the span before it in
-    the chain. The chain ends in a reduction only if that outlasts all computations. In a timeline that could not run,
-    it begins where it would come to a span again.
+    the chain. The chain ends in a reduction only if the reduction ends after all computations. If the timeline could
+    not run, the chain may be a cycle; it then begins where it would reach a span for the second time.
     """
     run = _Run(timeline)
     last = max((row[-1] for row in run.rows() if row), key=lambda span: span.end, default=None)

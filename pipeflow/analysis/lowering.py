@@ -32,12 +32,13 @@ def lower(schedule: Schedule, cost: CostModel | None = None, routes: Routes = ()
     """One program per rank. A value that is made and used on different ranks becomes a Send directly after the action
     that makes it, and a Recv before the action that uses it. Values that pass on `routes` do so too.
 
-    Receives are posted ahead, so that transfers overlap with computation. A sender may start only once it knows of the
-    post, which takes the latency of the link, so a receive must be posted that long before the value is made. The times
-    come from a simulation under `cost`; since real times differ, each receive is posted one action earlier than that.
-    Between an ordered pair of ranks, activations keep the sender's order at both ends, and so do gradients. A Release
-    follows as soon as a value that was made after the use of the sent one has come back. Actions on other streams, such
-    as reductions, follow the sends of the computation before them, and change nothing else of the program.
+    Receives are posted ahead, so that transfers overlap with computation. A sender may start only when it knows that
+    the receive is posted. This takes the latency of the link, so a receive must be posted that long before the value is
+    made. The times come from a simulation under `cost`; since real times differ, each receive is posted one action
+    earlier than that. Between an ordered pair of ranks, activations keep the sender's order at both ends, and so do
+    gradients. A Release of a sent value follows when a value has come back that was made after the sent value was used.
+    Actions on other streams, such as reductions, follow the sends of the computation before them, and change nothing
+    else in the program.
 
     Args:
         schedule: the schedule.

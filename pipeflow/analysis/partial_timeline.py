@@ -40,9 +40,9 @@ class Draft:
 
 
 def draft(schedule: Schedule, cost: CostModel) -> Draft:
-    """Draws up any schedule. A rank stops at the first action whose stage it does not hold or that does not exist; the
-    others stop where they wait for what that rank does not make. For a sound schedule the timeline is that of
-    `simulate`.
+    """Draws up any schedule. A rank stops at the first action that does not exist or whose stage it does not hold. The
+    other ranks stop where they wait for a value that this rank does not make. For a sound schedule the timeline is that
+    of `simulate`.
 
     Raises UsageError for costs with another number of stages.
     """

@@ -8,12 +8,12 @@ from pipeflow.core.timeline import Timeline
 
 
 def step_time(timeline: Timeline, cost: CostModel) -> float:
-    """The time from the start of a step until its last rank goes on: the makespan, plus the agreement at the end.
+    """The time from the start of a step until its last rank continues: the makespan, plus the agreement at the end.
 
-    A rank at its end posts the receives of all rounds of the agreement. In each round it sends what it knows to one
-    rank and waits for what another one knows. A message leaves when its rank has it and knows that the other end has
-    posted its receive, which takes a latency; then it takes a latency to arrive. Messages are so short that their bytes
-    do not count.
+    When a rank has finished its row, it posts the receives of all rounds of the agreement. In each round it sends its
+    results to one rank and waits for the results of another rank. A message leaves when its rank has it and knows that
+    the receiver has posted its receive. The rank knows this one latency after the post. The message then takes another
+    latency to arrive. Messages are so short that their bytes do not count.
 
     Two ranks end at 11 and at 10, with a latency of 1. Rank 1 knows at 12 of the receive that rank 0 posts at 11, and
     its message arrives at 13:

@@ -12,11 +12,11 @@ from pipeflow.core.timeline import Timeline
 
 
 def measured_costs(timeline: Timeline) -> CostModel:
-    """The costs that a timeline shows. The time of an action is the mean over the actions of its kind and stage, plus
-    what its rank takes before it although nothing is missing, which is the engine's own work. The latency is the mean
-    time that an idle rank waited for a value after it was made. The time of a whole backward is
-    divided between its halves in the proportion of the backwards that ran in halves, or equally if there are none. Of
-    the ranks that reduce a stage together, the last one to start waits least, so its time is the cost of the reduction.
+    """The costs that a timeline shows. The time of an action is the mean over the actions of its kind and stage. It
+    includes the time before an action in which the rank has all inputs, since the engine itself works then. The latency
+    is the mean time that an idle rank waited for a value after it was made. The time of a whole backward is divided
+    between its halves in the proportion of the backwards that ran in halves, or equally if there are none. When several
+    ranks reduce a stage together, the last one to start waits least, so its time is the cost of the reduction.
     """
     times: dict[tuple[Kind, int], list[float]] = {}
     for span in timeline:

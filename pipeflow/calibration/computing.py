@@ -81,9 +81,9 @@ def _kept(precision: str) -> Precision:
 def products(
     watch: Stopwatch, precisions: Sequence[str], budget: float, sizes: Sequence[MatrixProduct] = PRODUCTS
 ) -> Iterator[ProductTime]:
-    """Yields times of products, of growing `sizes` in the first precision and of some of them in others, as long
-    as they are short enough to be measured in `budget` seconds. Each time is the mean of a product in a forward and of
-    the two in its backward.
+    """Yields times of products of growing `sizes`, until they are too long to be measured in `budget` seconds. The
+    first precision is measured with all sizes, the others with some of them. Each time is the mean of a product in a
+    forward and of the two in its backward.
     """
     chosen = {name: sizes[:: 1 if index == 0 else OTHERS] for index, name in enumerate(precisions)}
     each = budget / sum(map(len, chosen.values()))
@@ -122,8 +122,8 @@ def _copies(size: int) -> int:
 
 
 def moved(watch: Stopwatch, precision: str, budget: float, sizes: Sequence[int] | None = None) -> Iterator[MovedTime]:
-    """Yields times in which memory is copied, and those of a layer's elementwise operations, forward and backward, on
-    tensors of growing `sizes` in bytes that are short enough to be measured in `budget` seconds.
+    """Yields times of copies of memory, and of a layer's elementwise operations, forward and backward. The tensors have
+    growing `sizes` in bytes, until they are too large to be measured in `budget` seconds.
     """
     device, dtype = watch.context.device, DTYPES[precision]
     sizes = sizes or (MOVED_ON_CPU if device.type == "cpu" else MOVED)

@@ -116,9 +116,9 @@ def step_seconds(step: StepTime, cluster: Cluster) -> float:
 
 
 def layers_longer(measured: Measured, cluster: Cluster) -> tuple[tuple[float, float], float, float]:
-    """What whole layers take beside their operations, which were measured one by one: the seconds to launch their
-    forward and their backward, and how many times as long both compute as `cluster` predicts for a forward, or for half
-    of a backward.
+    """The time of whole layers in addition to their operations, which were measured one by one. Returns the seconds to
+    launch their forward and their backward. Also returns how many times as long they compute as `cluster` predicts for
+    a forward, or for half of a backward.
 
     Where the host runs ahead, launches were measured by themselves, and the rest is the geometric mean over the layers
     that take much longer than their launch. Elsewhere each of the two times is a line: the launch, and the operations.
@@ -158,8 +158,8 @@ def _is_near(each: SumTime) -> bool:
 
 
 def product_coefficients(times: Sequence[ProductTime]) -> tuple[float, float, float]:
-    """The FLOP/s that large products approach, and the depth and the rows at which products take twice as long, for the
-    least squares of the logarithms of predicted over measured times.
+    """The FLOP/s that large products approach, and the depth and the rows at which products take twice as long. They
+    minimize the squares of the logarithms of predicted over measured times.
     """
     seconds = np.log([each.seconds / each.product.flops for each in times])
     shortest = np.array([min(each.product.columns, each.product.depth) for each in times])

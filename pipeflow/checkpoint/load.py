@@ -46,14 +46,14 @@ def load_checkpoint(
     names: Names | None = None,
     check: Callable[[Loaded], None] | None = None,
 ) -> Loaded:
-    """Loads a checkpoint of `save_checkpoint` and returns what describes the run. All ranks call it together.
+    """Loads a checkpoint of `save_checkpoint` and returns its step, data and extra values. All ranks call it together.
 
     The layout may differ from that of the save: the number of pipeline, tensor and data ranks, the chunks and the
     schedule. Weights keep their bits. Under the same layout, each rank's random states of torch, Python and numpy are
     restored, too, and the run continues as if it had not stopped.
 
     Nothing is changed until every rank has checked the files and has read all that it needs. No code in a checkpoint is
-    run, whoever wrote it; but its values are not checked.
+    run, even if its source is untrusted. Its values are not checked.
 
     Args:
         path: the checkpoint's folder.
@@ -64,8 +64,8 @@ def load_checkpoint(
         names: as in `save_checkpoint`.
         check: called on every rank with the result before anything is changed; its error is raised on every rank.
 
-    If the path is not a checkpoint, or the checkpoint is damaged, of another model or of a newer format, raises
-    UsageError on the rank that noticed, and PipelineError on the others.
+    Raises UsageError if the path is not a checkpoint, or if the checkpoint is damaged, of another model or of a newer
+    format. The rank that noticed it raises UsageError, and the others raise PipelineError.
     """
     context = context_of(model)
     with context.alarm.raised_everywhere():

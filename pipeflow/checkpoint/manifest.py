@@ -120,8 +120,9 @@ def find(path: Path) -> Path:
 
 
 def verified(folder: Path, rank: int, ranks: int) -> Manifest:
-    """The manifest of a checkpoint after checking the sizes of all files, and the digests of the share of files that
-    falls to `rank` of `ranks` (no digests if `ranks` is 0). Raises UsageError for damaged or unreadable files.
+    """Returns the manifest of a checkpoint after a check of its files. The sizes of all files are checked, and the
+    digests of this rank's share: `rank` is its index among `ranks`. If `ranks` is 0, no digests are checked. Raises
+    UsageError for damaged or unreadable files.
     """
     manifest = Manifest.read(folder)
     try:

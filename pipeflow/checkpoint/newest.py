@@ -23,9 +23,9 @@ _LEFT_OUT = "checkpoint %s is skipped: %s"
 
 
 def latest_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) -> Path | None:
-    """Returns the newest complete checkpoint in `folder`, None if there is none. It is the one with the highest step;
-    among equal steps, the one whose save began last. A checkpoint saved without a step counts as having the highest
-    step before it. Damaged checkpoints are skipped with a warning in the logger "pipeflow".
+    """Returns the newest complete checkpoint in `folder`, None if there is none. It is the one with the highest step.
+    If steps are equal, it is the one whose save began last. A checkpoint that was saved without a step counts as having
+    the highest step before it. Damaged checkpoints are skipped with a warning in the logger "pipeflow".
 
     Args:
         folder: the folder that contains the checkpoints.

@@ -40,8 +40,9 @@ class Transform:
 
     @staticmethod
     def interleaved(heads: int, parts: int = 3) -> Transform:
-        """Reorders the rows of a packed projection from [parts, heads, width] (all queries, all keys, all values) to
-        [heads, parts, width] (queries, keys, values of each head), so that the layer can be split by heads.
+        """Reorders the rows of a packed projection, so that the layer can be split by heads. The stored order is
+        [parts, heads, width]: all queries, all keys, all values. The model's order is [heads, parts, width]: queries,
+        keys and values of each head.
         """
         return Transform(
             lambda theirs: _swapped(theirs, parts, heads),

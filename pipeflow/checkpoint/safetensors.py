@@ -58,8 +58,8 @@ def load_safetensors(
             without one has the same name in the files. Other tensors in the files are ignored.
         names: as in `save_checkpoint`.
 
-    Raises UsageError, before anything is changed, if a weight is missing or has another shape, or if the package
-    safetensors is not installed; PipelineError on the ranks that did not notice.
+    Raises UsageError if a weight is missing or has another shape, or if the package safetensors is not installed.
+    Nothing is then changed. Ranks that did not notice the error raise PipelineError.
     """
     context = context_of(model)
     with context.alarm.raised_everywhere():
@@ -117,8 +117,8 @@ def save_safetensors(
         rename: as in `load_safetensors`. A tied weight with two names is written once if `rename` maps both to one.
         shard_bytes: maximum size of a file in bytes, unless a single weight is larger.
 
-    Raises UsageError if two weights get one name, or if the package safetensors is not installed; PipelineError on the
-    ranks that did not notice.
+    Raises UsageError if two weights get one name, or if the package safetensors is not installed. Ranks that did not
+    notice the error raise PipelineError.
     """
     path, context = Path(path), context_of(model)
     with context.alarm.raised_everywhere():

@@ -24,7 +24,7 @@ LOG = logging.getLogger("pipeflow")
 
 
 class Saving:
-    """A checkpoint that is being written; `save_checkpoint` returns it. Its folder has its name when the last rank is
+    """A checkpoint that is being written; `save_checkpoint` returns it. Its folder gets its name when the last rank is
     done.
 
     Args:
@@ -103,8 +103,8 @@ def save_checkpoint(
         model: a Pipeline, or any module that every rank holds whole except for parameters split over tensor ranks.
         optimizer: optimizer whose states and options to save, by the names of its parameters.
         scheduler: learning-rate scheduler to save; rank 0's is stored, so groups must be alike on all ranks.
-        step: number of steps taken; `latest_checkpoint` returns the highest, and among equal or missing steps the last
-            save.
+        step: number of steps taken; `latest_checkpoint` returns the checkpoint with the highest step. If steps are
+            equal or missing, it returns the last save.
         data: position in the data of all replicas together, as plain values and tensors; rank 0's is stored.
         extra: further plain values and tensors; rank 0's are stored.
         names: `names(stage, name)` returns a tensor's name in the whole model, if its name in the stage differs.

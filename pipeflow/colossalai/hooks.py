@@ -94,7 +94,7 @@ class SaveCheckpointHook(native.CheckpointHook):
     """pipeflow's CheckpointHook: saves the state of training, and resumes from the newest checkpoint in its folder.
 
     If stages use the same names for their tensors, such as with an nn.ModuleList in each, names in the checkpoint
-    include the stage; it can then only be loaded with the same number of stages.
+    include the stage. Such a checkpoint can only be loaded with the same number of stages.
 
     Args:
         interval: number of epochs between two checkpoints; with `save_by_iter` number of optimizer steps.

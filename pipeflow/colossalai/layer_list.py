@@ -96,8 +96,8 @@ class Listed:
 
     @classmethod
     def of(cls, exec_seq: Sequence[Any], model: nn.Module) -> Listed:
-        """Reads a list of names of the model's modules; of functions, which are called behind the layer before them,
-        or, as `(function, "front")`, before the next layer; and of "SPLIT_NODE" between stages.
+        """Reads a list of layers. An entry is the name of a module, a function that is called after the layer before
+        it, or `(function, "front")` for a function that is called before the next layer. "SPLIT_NODE" separates stages.
 
         Raises UsageError for a name that is no module, for a function without its layer, and for another element.
         """

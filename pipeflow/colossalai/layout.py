@@ -45,9 +45,9 @@ def lay_out(pipeline: int, tensor: int) -> Context:
 
 
 def tensor_group(process_group: Any) -> Group:
-    """The tensor group for `process_group`: a group of torch.distributed with neighbouring ranks, to which the layout
-    is adapted; a group of pipeflow, which is returned; or None for the launch's tensor ranks, or for the whole world if
-    it has none.
+    """Returns the tensor group for `process_group`. If it is a group of torch.distributed with neighbouring ranks, the
+    layout is adapted to it. If it is a group of pipeflow, it is returned. If it is None, the group is the launch's
+    tensor ranks, or the whole world if the launch has none.
 
     Raises UsageError if the ranks are not neighbours, and as `lay_out` does.
     """

@@ -29,8 +29,8 @@ def held_cuts(policy: Policy, module: nn.Module, plugin: HybridParallelPlugin) -
     """Asks the policy for this rank's layers of the whole module and for its shared parameters. Returns the names of
     the last blocks of all stages but the last, or None if no rank's policy names layers. All ranks call it together.
 
-    Raises UsageError if a block is held by no rank or by several, if the ranks hold blocks in another order than that
-    of their stages, and if shared parameters are not one parameter of the module.
+    Raises UsageError if no rank or several ranks hold a block, or if the order of the blocks is not the order of the
+    ranks' stages. Also raises it if shared parameters are not one parameter of the module.
     """
     with plugin.context.alarm.raised_everywhere():
         policy.set_model(module)

@@ -1,6 +1,6 @@
-"""ColoTensor and ColoParameter: tensors of which a rank may hold a part, and that any of torch's functions computes
-with as if it were the whole: products and embeddings in their own way, as in Megatron-LM (Shoeybi et al., arXiv
-1909.08053, section 3), pointwise functions part by part, all others with the whole.
+"""ColoTensor and ColoParameter: tensors of which a rank may hold a part. Every function of torch returns the same
+result as with the whole tensor. Products and embeddings compute with the part, as in Megatron-LM (Shoeybi et al., arXiv
+1909.08053, section 3), and so do pointwise functions. All others get the whole tensor.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ class AtStage(NamedTuple):
 def flows(num_stages: int, routes: Routes = ()) -> dict[tuple[Kind, int], AtStage]:
     """The table for a pipeline of `num_stages`: per (kind, stage), the values that an action needs and makes.
 
-    The first stage's input comes from the batch and the last stage's gradient from the loss, and no action uses the
-    last stage's activation or the first stage's gradient, so none of these are values of a schedule.
+    The first stage's input comes from the batch, and the last stage's gradient from the loss. No action uses the last
+    stage's activation or the first stage's gradient. So none of these are values of a schedule.
 
     What passes from a stage to the next also passes on `routes`, and gradients pass back on them. A stage runs after
     all earlier stages anyway, so a schedule that is sound without routes is sound with any routes.
@@ -235,8 +235,8 @@ def sources(kinds: tuple[Kind, ...], num_stages: int) -> dict[Place, Place | Non
 
 
 def _is_whole(kinds: tuple[Kind, ...]) -> bool:
-    """Whether `kinds`, each once, are all the work of a microbatch on a stage: every value that passes to another stage
-    is made once, and every value that is kept is made as often as it is used.
+    """Whether `kinds`, each once, are all the work of a microbatch on a stage. This is so if every value that passes to
+    another stage is made once, and every value that is kept is made as often as it is used.
     """
     made = [content for kind in kinds for content, _ in DATAFLOW[kind].makes]
     used = [content for kind in kinds for content, _ in DATAFLOW[kind].needs]

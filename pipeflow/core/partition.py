@@ -16,10 +16,11 @@ Cut = Literal["uniform"] | Sequence[float] | Sequence[Part]
 
 
 def partition_uniform(num_layers: int, pipeline_size: int, num_chunks: int = 1) -> Parts:
-    """Per rank, its parts `(start, end)` of the layers, end excluded, one part a chunk; layers counted equal.
+    """Per rank, its parts `(start, end)` of the layers, end excluded, one part per chunk. All layers have the same
+    weight.
 
-    The layers are cut into `num_chunks` equal runs, each dealt over the ranks; the last ranks take what is left
-    over. Rank r's part c is stage c * pipeline_size + r.
+    The layers are cut into `num_chunks` equal pieces, and each piece is divided among the ranks. If they do not divide
+    evenly, the last ranks get one layer more. Part c of rank r is stage c * pipeline_size + r.
 
     >>> partition_uniform(10, 4)
     [[(0, 2)], [(2, 4)], [(4, 7)], [(7, 10)]]
@@ -38,11 +39,11 @@ def partition_uniform(num_layers: int, pipeline_size: int, num_chunks: int = 1) 
 
 
 def partition_balanced(weights: Sequence[float], pipeline_size: int, num_chunks: int = 1) -> Parts:
-    """Like `partition_uniform`, but so that the heaviest stage is as light as it can be; `weights` are the
-    layers' costs in any unit, like times or parameter counts.
+    """Like `partition_uniform`, but makes the heaviest stage as light as possible. `weights` are the layers' costs in
+    any unit, such as times or parameter counts.
 
-    Dynamic programming over the prefix sums, len(weights)^2 * stages steps: every stage has a layer, and among
-    equally good cuts the most even one is taken.
+    Every stage gets at least one layer, and among equally good cuts the most even one is taken. Dynamic programming
+    over the prefix sums takes len(weights)^2 * stages steps.
 
     >>> partition_balanced([5, 1, 1, 1, 1, 5], 2)
     [[(0, 3)], [(3, 6)]]
@@ -73,9 +74,9 @@ def stage_parts(num_layers: int, num_stages: int, cut: Cut = "uniform") -> list[
     Args:
         num_layers: in the whole model.
         num_stages: as many as the placement has.
-        cut: "uniform" counts all layers equal, as `partition_uniform` does; one weight a layer makes the heaviest stage
-            as light as it can be, as `partition_balanced` does; pairs `(start, end)`, one a stage, are checked and
-            taken.
+        cut: where to cut. "uniform" gives all layers the same weight, as `partition_uniform` does. A list with one
+            weight per layer makes the heaviest stage as light as possible, as `partition_balanced` does. A list of
+            pairs `(start, end)`, one per stage, is checked and used as it is.
 
     >>> stage_parts(6, 3)
     [(0, 2), (2, 4), (4, 6)]

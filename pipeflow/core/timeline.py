@@ -90,8 +90,8 @@ class Timeline(Shown):
 
     @property
     def exposed(self) -> float:
-        """The time by which reductions and other work beside the computations outlast the last computation: what they
-        add to the makespan.
+        """The time from the end of the last computation to the end of the last reduction or other parallel work. The
+        makespan is longer by this time.
         """
         return self.makespan - max((row[-1].end for row in self.on(Stream.COMPUTE) if row), default=0.0)
 
@@ -137,8 +137,8 @@ class Timeline(Shown):
         return tuple(map(_highest, self._bytes))
 
     def memory(self, rank: int) -> Curve:
-        """The memory that `rank` keeps for its backwards, as (time, amount from that time on), in order of time: in
-        bytes if the cost model has them, otherwise in activations as `peak_activations` counts them.
+        """The memory that `rank` keeps for its backwards, as (time, amount from that time on), in order of time. The
+        amount is in bytes if the cost model has them, otherwise in activations as `peak_activations` counts them.
         """
         return self._bytes[rank] if self.saved_bytes else self._activations[rank]
 

@@ -32,17 +32,19 @@ class Deferrable(Protocol):
 def defer_weight_gradients(module: nn.Module, deferral: Deferral | None = None) -> Deferral:
     """Makes layers of `module` hand their weight gradients to a Deferral, which is returned.
 
-    These layers are every nn.Linear, nn.Conv1d, nn.Conv2d and nn.Embedding, and every layer that is Deferrable. Not
-    changed are subclasses of these classes, layers with their own forward or whose weight is not a plain floating-point
-    parameter (a parametrization, a DTensor), and embeddings with `sparse` or `max_norm`. I computes the weight gradient
-    of such a layer, and `Deferral.remaining` names it; the same holds for modules that torch.compile compiled.
+    These layers are every nn.Linear, nn.Conv1d, nn.Conv2d and nn.Embedding, and every layer that is Deferrable. Some
+    layers are not changed: subclasses of these classes, layers with their own forward, and embeddings with `sparse` or
+    `max_norm`. Layers whose weight is not a plain floating-point parameter (a parametrization, a DTensor) are not
+    changed either. I computes the weight gradient of such a layer, and `Deferral.remaining` names it; the same is true
+    for modules that torch.compile compiled.
 
-    A gradient that somebody sees is not deferred: I computes it if the weight or the bias has hooks, or if code holds
-    the autograd node of one, as code does that hooks the node; torch.autograd.grad computes it. A backward with
-    create_graph=True is refused. While `Deferral.active` is False, all layers are the plain ones.
+    A gradient that other code can observe is not deferred. I computes it if the weight or the bias has hooks, or if
+    other code holds its autograd node, for example to hook the node. torch.autograd.grad computes it as usual. A
+    backward with create_graph=True is refused. While `Deferral.active` is False, all layers are the plain ones.
 
-    It may be called again: layers keep their Deferral, except that a layer which is also part of another module goes to
-    the last caller's; a backward of the other module then computes that layer's gradient at once.
+    The function may be called again for the same module, and layers keep their Deferral. A layer that is also part of
+    another module gets the Deferral of the last call. A backward of the other module then computes the gradient of this
+    layer at once.
 
     Args:
         module: the module whose layers defer.

@@ -1,5 +1,5 @@
-"""Models of transformers in pipelines: loading, training and saving, where each rank makes only its own part. The
-library is an optional extra, `huggingface`; it is imported when a function here first needs it.
+"""Models of transformers in pipelines: loading, training and saving, where each rank creates and loads only its own
+weights. The library is an optional extra, `huggingface`; it is imported when a function here first needs it.
 """
 
 from __future__ import annotations

@@ -55,8 +55,9 @@ class GPTDatasetConfig:
 class MockGPTDataset(Dataset[Sample]):
     """A data set of `size` samples. A sample is a sequence of documents that count upwards from random numbers.
 
-    For a sequence length s, a sample has `tokens`, `labels` and `position_ids`, int64 (s,); `loss_mask`, float (s,), 0
-    for tokens excluded from the loss; `attention_mask`, bool (1, s, s), True where a token must not attend.
+    For a sequence length s, a sample has `tokens`, `labels` and `position_ids`, int64 (s,). Its `loss_mask`, float
+    (s,), is 0 for tokens excluded from the loss. Its `attention_mask`, bool (1, s, s), is True where a token must not
+    attend.
     """
 
     def __init__(self, config: GPTDatasetConfig, size: int) -> None:

@@ -39,8 +39,8 @@ def initialize_model_parallel(
     pipeline ranks, then replicas. Makes torch.distributed's process group if there is none. If `pipeflow.launch` was
     called with these sizes, its Context is used. After `destroy_model_parallel` it can be called with other sizes.
 
-    If the ranks of a replica are not seeded alike, it seeds torch's default generator on all of them with the first
-    rank's seed, so that loaders that shuffle with it read the same data.
+    If the ranks of a replica have different seeds, the function seeds torch's default generator on all of them with the
+    first rank's seed. Loaders that shuffle with this generator then read the same data.
 
     Args:
         tensor_model_parallel_size: number of tensor ranks.

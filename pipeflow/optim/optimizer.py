@@ -142,8 +142,8 @@ def named_state(optimizer: Optimizer, model: nn.Module) -> dict[str, dict[str, A
     `model.named_parameters()`. Tensors are not copied. If a float32 master is stepped in a parameter's place, it is the
     state "master". With Zero, each data rank has the states of the parameters that it owns.
 
-    Tensor ranks hold the same part of a state as of its parameter, if the two have the same shape; other states, such
-    as Adafactor's means over rows, they hold whole.
+    A state with the shape of its parameter is split over the tensor ranks like the parameter. Other states, such as
+    Adafactor's means over rows, are whole on every tensor rank.
     """
     names = _names_of(model)
     return {

@@ -28,8 +28,8 @@ class Zero(Wrapper):
     """Distributes an optimizer's states over the data ranks. Each data rank owns some parameters: it keeps their
     states, steps them, and sends the new values to the other data ranks. All data ranks call `step` together.
 
-    Parameters are owned whole, so optimizers that need whole weights work, such as Muon, and results are bit-identical
-    to those of one rank. For float32 masters of only the owned parameters, wrap it:
+    Each parameter has one owner, which has all of it. So optimizers that need whole weights work, such as Muon, and
+    results are bit-identical to those of one rank. For float32 masters of only the owned parameters, wrap it:
     `MasterWeights(model, Zero(model, optimizer))`.
 
     Args:
@@ -39,8 +39,8 @@ class Zero(Wrapper):
     Attributes:
         owners: the data rank that owns each parameter.
 
-    Raises UsageError if `optimizer` is a wrapper, has parameters that are not in the model, or if the model uses
-    fully_shard; `step` raises it for an optimizer that computes a weight's step from all weights, such as LBFGS.
+    Raises UsageError if `optimizer` is a wrapper, if it has parameters that are not in the model, or if the model uses
+    fully_shard. `step` raises it for an optimizer that computes a weight's step from all weights, such as LBFGS.
     """
 
     # torch.distributed.optim.ZeroRedundancyOptimizer is not used: it needs torch's process groups (no threads, no fresh

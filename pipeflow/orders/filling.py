@@ -55,13 +55,13 @@ class Builder:
 
 
 def filled(problem: Problem, skeleton: Sequence[Operations], ends: Sequence[float], stop: float) -> ScoredOrder | None:
-    """The order of F and I in `skeleton`, with every W where there is time for it; None when its objective is found to
-    be more than `stop`.
+    """The order of F and I in `skeleton`, with each W placed where there is time for it. None if its objective exceeds
+    `stop`.
 
-    A rank that waits for an F or I runs W meanwhile. A W that would end after that action has arrived may begin only
-    if all ranks can still end by `ends` (`_latest_starts`), or if the rank itself could not if it waited. An action
-    for which memory is short has W run before it. (The idea of idling as long as another rank idles more anyway is
-    that of the heuristic in arXiv 2401.10241, section 3.1.)
+    A rank that waits for an F or I runs W in the meantime. A W that would end after that action has arrived may begin
+    only in two cases: if all ranks can still end by `ends` (`_latest_starts`), or if the rank itself could not end by
+    then if it waited. If memory is short for an action, W runs before it. (The heuristic in arXiv 2401.10241, section
+    3.1, also lets a rank idle as long as another rank idles more.)
     """
     durations, memory = problem.durations, problem.memory
     needs = [max(start, start + end) for start, end in zip(memory.at_start, memory.at_end, strict=True)]
@@ -125,8 +125,8 @@ def _steps(problem: Problem, skeleton: Sequence[Operations]) -> list[SkeletonSte
 
 
 def _latest_starts(problem: Problem, steps: Sequence[SkeletonStep], ends: Sequence[float]) -> list[float]:
-    """Per step, when it can begin at the latest so that every rank ends by its end, were all W run right after their I
-    and those of other ranks wherever they fit.
+    """Per step, the latest start with which every rank ends by its end. It assumes that all W of this rank run right
+    after their I, and those of other ranks wherever they fit.
     """
     followers = {source: operation for operation, source in enumerate(problem.source) if operation % 3 < 2}
     starts = [[0.0] * problem.num_microbatches for _ in problem.source]

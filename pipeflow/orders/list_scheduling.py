@@ -15,13 +15,16 @@ from pipeflow.orders.problem import Operations, Problem
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a free rank does.
+    """The rules by which a free rank chooses its next action.
 
-    Of the F and I that it could run it takes the one with the smallest `pace * microbatch + offsets[operation]`. A
-    stage has at most `limits[stage]` activations alive. W runs when nothing else can; and an F or a W is not begun when
-    what is known to arrive (a gradient; for a W also an activation) does so within `patience[operation]` of its
-    duration. With a `slack`, these rules are for F and I alone, and W comes after them (`pipeflow.orders.filling`): it
-    may delay them as long as the objective stays below `1 + slack` times its lower bound.
+    Among the F and I that can run, it takes the one with the smallest `pace * microbatch + offsets[operation]`. A stage
+    has at most `limits[stage]` activations alive. W runs when nothing else can.
+
+    An F is not begun if a gradient is known to arrive within `patience[operation]` of the F's duration. The same is
+    true for a W, if a gradient or an activation is known to arrive.
+
+    With a `slack`, these rules are for F and I alone, and W is added later (`pipeflow.orders.filling`). It may delay
+    them as long as the objective stays below `1 + slack` times its lower bound.
     """
 
     pace: float
@@ -32,7 +35,7 @@ class Rules:
 
 
 class ScoredOrder(NamedTuple):
-    """An order and its measures, the objective first; the smaller these, in their order, the better."""
+    """An order and its measures, the objective first. Orders are compared by these measures; smaller is better."""
 
     objective: float
     other: float

@@ -25,14 +25,15 @@ class Arc(NamedTuple):
 def arcs(problem: Problem) -> Iterator[Arc]:
     """The arcs that hold in every order within the memory in which microbatches do not overtake each other.
 
-    They are alike: when the k-th that an operation meets is called microbatch k, no time changes, and the k-th use of a
-    value still follows k times that it was made. So overtaking gains nothing, but for one thing that is left aside: it
-    could let a rank begin later than it must, which counts for `Timeline.span`.
+    Microbatches are interchangeable. If the k-th microbatch of each operation is renamed to k, no time changes, and the
+    k-th use of a value still follows its k-th production. So overtaking gains nothing, with one exception that is
+    ignored here: it could let a rank begin later than necessary, which counts for `Timeline.span`.
 
-    Memory: let a rank begin F of its i-th stage for microbatch n before I of its j-th stage for m <= n has ended, and
-    let l <= h be i and j in order. Then there comes a moment when its first l stages keep what forwards saved of all of
-    m..n, and each after them, up to the h-th, of one more. Where there is no room for all these, F must wait. So must
-    it for W, while its stage keeps of m..n what a forward saved or what a W waits with.
+    Memory: let a rank begin F of its i-th stage for microbatch n before I of its j-th stage for microbatch m <= n has
+    ended. Let l be the smaller and h the larger one of i and j. Then at some time its first l stages keep the
+    activations of all of m..n, and each stage after them, up to the h-th, keeps one activation. If there is no room for
+    all these, F must wait. In the same way F must wait for W, while its stage keeps activations or deferred products of
+    m..n.
     """
     for operation, source in enumerate(problem.source):
         yield Arc(operation, operation, 1, 0.0)
@@ -68,12 +69,12 @@ def bounds(problem: Problem) -> Bounds:
     """The least objective of any order of `problem`, as far as three arguments prove it.
 
     - Work: a rank's span is at least its work. A makespan is no shorter than a span.
-    - Paths: the longest way through `arcs` to an action, the action, and the longest way from there to a rank's
-      end; a rank whose stage and all before it are the first of their ranks begins with it as soon as one microbatch
-      can get there, so that its span is its end less a constant.
-    - One rank: the actions of a rank run one at a time, none before its head. If they could be interrupted, running
-      the one with the longest tail of those there are would end all, tails included, soonest (Jackson's preemptive
-      schedule; J. Carlier, The one-machine sequencing problem, 1982): no order does better.
+    - Paths: the longest path through `arcs` to an action, the action, and the longest path from there to a rank's end.
+      If a stage and all stages before it are the first of their ranks, its rank begins as soon as one microbatch can
+      get there. The span of this rank is then its end minus a constant.
+    - One rank: the actions of a rank run one at a time, none before its head. If actions could be interrupted, always
+      running the available one with the longest tail would end all of them, tails included, soonest. This is Jackson's
+      preemptive schedule (J. Carlier, The one-machine sequencing problem, 1982). No order can be faster.
     """
     order = _topological(problem)
     found = list(arcs(problem))

@@ -50,8 +50,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Per operation its `durations`, the operation whose value it waits for (`source`, -1 for none) and how long that
-    value travels (`delays`); per rank its stages in ascending order; the memory; and what is to be small.
+    """The data of a search. Per operation, `durations` is its time, `source` the operation whose value it waits for (-1
+    for none), and `delays` the time of the transfer of that value. `stages` has per rank its stages in ascending order.
+    `objective` is what the search makes small.
     """
 
     placement: Placement
@@ -87,9 +88,9 @@ def make_problem(
     bytes_cap: MemoryCap | None = None,
     objective: Objective = "makespan",
 ) -> Problem:
-    """Raises UsageError for a placement of two paths, a stage without a cost, a cap under which some rank cannot
-    keep one microbatch on all of its stages, two caps, bytes of which the cost model says nothing, and an objective
-    that is none.
+    """Makes the problem of a search. Raises UsageError for a placement of two paths, for a stage without a cost, and
+    for an unknown objective. Also raises it for two caps, for a cap in bytes if the cost model has no bytes, and for a
+    cap under which a rank cannot keep one microbatch on all of its stages.
     """
     require_positive(microbatches=microbatches)
     if objective not in get_args(Objective):
@@ -187,8 +188,8 @@ def to_schedule(name: str, problem: Problem, sequences: Sequence[Operations]) ->
 
 
 def to_sequences(schedule: Schedule) -> list[Operations]:
-    """Per rank of a schedule its sequence, a full backward taken as its two halves and every microbatch as any other;
-    what holds up no rank, as reductions, is left out.
+    """Per rank of a schedule, its sequence of operations. A full backward is split into its two halves, and
+    microbatches lose their numbers. Actions that hold up no rank, such as reductions, are left out.
     """
     return [
         [3 * action.stage + half for action in schedule.actions(rank) for half in PARTS[action.kind]]

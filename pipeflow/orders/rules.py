@@ -18,12 +18,14 @@ SLACKS = (0.0, 0.003)
 
 
 def plain_rules(problem: Problem, heads: Times) -> Iterator[Rules]:
-    """Two grids in turn, of rules with a slack and of rules without, each over a few numbers, the last running fastest.
+    """Two grids of rules in turn, one with a slack and one without. Each is a grid over a few numbers, of which the
+    last one varies fastest.
 
     - A stage may have as many activations alive as its rank has room for; or its share of them, or of more than them
       (`_shares`).
-    - How far into the pipeline an action lies counts nothing, so that the oldest microbatch goes first and a backward
-      before younger forwards; or up to twice its head, so that forwards of younger ones go first.
+    - The depth of an action in the pipeline has the weight 0, so that the oldest microbatch goes first, and a backward
+      goes before later forwards. Or it has a weight of up to twice its head, so that forwards of later microbatches go
+      first.
     - F waits for a gradient that comes within a part of its duration.
     - With a slack the oldest microbatch goes first; without, W waits for what comes within none, half or all of its
       duration.

@@ -47,9 +47,9 @@ class Found:
     Attributes:
         schedule: the best schedule that was found.
         timeline: its timeline under the given costs.
-        lower_bound: a makespan or span that no order can undercut if every stage takes the microbatches in the same
-            order (see `lower_bounds.arcs`).
-        objective: which of the two it is.
+        lower_bound: a lower bound on the makespan or span of all orders in which every stage takes the microbatches in
+            the same order (see `lower_bounds.arcs`).
+        objective: "makespan" or "span": the measure that the search made small.
     """
 
     schedule: Schedule
@@ -59,7 +59,7 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """How much longer than the lower bound the objective is, as a part of it; at 0 the order is proved best."""
+        """The objective relative to the lower bound, minus 1. At 0 the order is proved to be the best."""
         return measured(self.timeline, self.objective) / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
@@ -113,8 +113,8 @@ def improved(
 
 
 def _may_gain(problem: Problem, cost: CostModel, schedule: Schedule) -> bool:
-    """Whether a schedule may be better as it is than with backwards in halves and pairs apart: where halves keep more,
-    where pairs hide time, and where links are occupied, which the search does not count.
+    """Whether a schedule may become worse when its backwards are split into halves and its pairs are taken apart. This
+    is so if halves keep more memory, if pairs hide time, or if links are occupied, which the search does not count.
     """
     pairs = bool(cost.overlap) and has_pairs(schedule)
     return pairs or bool(cost.activation_bytes or cost.route_bytes) or any(problem.memory.spare)

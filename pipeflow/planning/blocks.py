@@ -1,17 +1,16 @@
-"""Blocks: the sizes of a transformer's layers, how many parameters they have, and how many operations they take. What
-must not live here: what stands before and after the layers, bytes, times and layouts.
+"""Blocks: the sizes of a transformer's layers, how many parameters they have, and how many operations they take. Must
+not contain: what precedes and follows the layers, bytes, times and layouts.
 
-A block is norm, attention, norm, MLP, each norm before what it is for (pre-LN). Attention is one linear for
-query, key and value and an output linear; the MLP is a wide linear and an output linear, or with `gated` two
-wide linears whose outputs are multiplied (SwiGLU, arXiv 2002.05202). With `kv_heads`, groups of query heads share a
-head of key and value (arXiv 2305.13245). With `experts`, a linear without bias, the router, sends each token to
-`experts_per_token` of so many MLPs (arXiv 2401.04088), beside `shared_experts` that see all tokens (arXiv
-2401.06066).
+A block is norm, attention, norm, MLP (pre-LN). Attention is one linear for query, key and value, and an output linear.
+The MLP is a wide linear and an output linear. With `gated` it has two wide linears whose outputs are multiplied
+(SwiGLU, arXiv 2002.05202). With `kv_heads`, groups of query heads share a head of key and value (arXiv 2305.13245).
+With `experts`, the router, a linear without bias, sends each token to `experts_per_token` of the MLPs (arXiv
+2401.04088). `shared_experts` are further MLPs that get all tokens (arXiv 2401.06066).
 
-A tensor split by t cuts query-key-value and wide by columns (weight and bias / t), and the two outputs by rows
-(weight / t, the bias on every rank); norms and router are whole on every rank. Where there are fewer heads of key and
-value than ranks, each rank keeps an equal part of their weights and computes with one whole head. Experts are split
-like any MLP, so that each rank has a part of all of them. Source: arXiv 1909.08053 (Megatron-LM), section 3.
+A tensor split by t cuts the query-key-value and wide linears by columns (weight and bias / t). It cuts the two output
+linears by rows (weight / t, the bias on every rank). Norms and router are whole on every rank. If there are fewer heads
+of key and value than ranks, each rank keeps an equal part of their weights and computes with one whole head. Experts
+are split like any MLP, so that each rank has a part of all of them. Source: arXiv 1909.08053 (Megatron-LM), section 3.
 """
 
 from __future__ import annotations

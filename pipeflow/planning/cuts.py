@@ -16,8 +16,8 @@ def cut_by_load(layers: int, placement: Placement, first: float, last: float) ->
     """Per stage its layers [start, end). All layers cost the same, 1; what stands before them costs `first`, and what
     stands after them costs `last`.
 
-    Each stage gets a layer; each other layer goes to the stage whose rank has least to do with it, among these to the
-    lightest stage, and among these to the last one. With one stage per rank no cut has a lighter busiest rank.
+    Each stage gets a layer. Each other layer goes to the stage whose rank has the least work with it. Ties go to the
+    lightest stage, then to the last one. With one stage per rank, no other cut has a lighter busiest rank.
 
     >>> cut_by_load(32, Placement.linear(8), 0.0, 2.4)
     ((0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 25), (25, 30), (30, 32))

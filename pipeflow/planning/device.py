@@ -4,15 +4,16 @@ connected into a cluster.
 One device is what one rank computes on, and what torch counts as a device: an MI250X is two of them.
 
 Sources: the data sheets of NVIDIA (V100, T4, A10, A100, A800, L4, L40S, H100, H800, H20, H200, HGX B200, GB200
-NVL72) and AMD (CDNA 2 and CDNA 3), and NVIDIA's white papers on GA102 and AD102 (RTX 3090, RTX 4090). All rates are
-dense, half of those that data sheets give with sparsity. Those of the RTX cards add up in float32, which halves what
-they reach with float16 sums. Memory is in GiB: a data sheet's "80 GB" of HBM is 80 GiB, of which drivers and error
-correction take a few percent. Link bandwidths go one way: half of the number that data sheets give for both.
+NVL72) and AMD (CDNA 2 and CDNA 3). RTX 3090 and RTX 4090 are from NVIDIA's white papers on GA102 and AD102. All rates
+are dense: half of the rates that data sheets give with sparsity. The rates of the RTX cards are those with float32
+sums, which are half of those with float16 sums. Memory is in GiB: a data sheet's "80 GB" of HBM is 80 GiB, of which
+drivers and error correction take a few percent. Link bandwidths are in one direction: half of the number that data
+sheets give for both.
 
-Not certain: H20, H800 and A800 have no public data sheet of NVIDIA's own, the numbers are those of their resellers;
-H100 with 96 GB is a part for single customers with slower HBM2e and less power, so its peaks are those of H100 SXM and
-its bandwidth is an estimate; B200 is sold with 180 and 192 GB. H100 NVL is joined in pairs (300e9 bytes/s), and an
-MI250X's two dies by 200e9 bytes/s; between the pairs only what is given here.
+Some values are not certain. H20, H800 and A800 have no public data sheet of NVIDIA, so the numbers are those of their
+resellers. H100 with 96 GB is a part for single customers with slower HBM2e and less power: its peaks are those of H100
+SXM, and its bandwidth is an estimate. B200 is sold with 180 and 192 GB. H100 NVL is joined in pairs (300e9 bytes/s),
+and the two dies of an MI250X by 200e9 bytes/s. The link bandwidth here is that between pairs.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ def require_between(least: float, most: float, name: str, value: object, unit: s
 
 
 class _Row(NamedTuple):
-    """GiB, GB/s of the memory and of all links of one device together one way, the measured device that is nearest,
-    and TFLOP/s; 0 for what it has no units for.
+    """A row of the table of devices: memory in GiB, bandwidths of the memory and of all links of one device in GB/s in
+    one direction, the most similar measured device, and TFLOP/s. A rate is 0 if the device has no units for it.
     """
 
     name: str

@@ -20,8 +20,8 @@ class RankGroup(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Times of a part of the model on one device, without communication and launches: of its forward, of its whole
-    backward, of the part of that which computes weight gradients, and of computing attention scores again.
+    """Times of a part of the model on one device, without communication and launches: its forward, its whole backward,
+    the weight gradients in its backward, and the recomputation of attention scores.
     """
 
     forward: float
@@ -92,8 +92,8 @@ class Rates:
         return Seconds(forward, backward * (2 * forward + again), backward * products, scores)
 
     def all_reduce(self, group: RankGroup, count: float, link: float, network: float) -> float:
-        """Seconds to sum so many bytes over a group, by a ring that enters and leaves a node through the network of all
-        of the group's ranks in it; `link` and `network` are the shares of the two bandwidths that are reached.
+        """Seconds to sum so many bytes over a group by a ring. Between nodes, the ring uses the network of all ranks of
+        the group in a node. `link` and `network` are the shares of the two bandwidths that are reached.
         """
         if group.ranks == 1:
             return 0.0

@@ -1,12 +1,12 @@
-"""GPT: the sizes of a decoder-only transformer, and what stands before and after its layers. Must not contain: bytes,
+"""GPT: the sizes of a decoder-only transformer, and what precedes and follows its layers. Must not contain: bytes,
 times and layouts; `blocks.py` has the layers.
 
-Before the blocks stand a word table and, unless positions are rotary, a position table; after them a last norm and the
-head, whose weight is the word table's where they are `tied`.
+Before the blocks there are a word table and, unless positions are rotary, a position table. After the blocks there are
+a last norm and the head. With `tied`, the head has the weight of the word table.
 
-A tensor split by t cuts the word table and the head by words (each rank has as many rows as the vocabulary has words /
-t, rounded up), and the position table by hidden. Sources: arXiv 1909.08053 (Megatron-LM), section 3; the position table
-by hidden is pipeflow's own.
+A tensor split by t cuts the word table and the head by words, and the position table by hidden. Each rank has
+vocabulary / t rows of the word table, rounded up. Sources: arXiv 1909.08053 (Megatron-LM), section 3; the position
+table by hidden is pipeflow's own.
 """
 
 from __future__ import annotations

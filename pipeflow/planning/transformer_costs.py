@@ -1,11 +1,13 @@
 """The costs of a transformer's stages: the time, and the bytes kept, of one microbatch on each. Must not contain: the
 order in which they run, and what follows from it.
 
-Activations are those of arXiv 2205.05198 (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models"), section 4, with its dropouts; operations those of arXiv 2104.04473 (Narayanan et al.), section 5.1 and
-appendix, where an activation function or a norm costs nothing. Below, s is the sequence, b the microbatch size, h
-`hidden`, a the heads, r the MLP's width by h, V the vocabulary and t the tensor size; formulas in them are those
-of a GPT whose heads all have their own key and value, and whose MLP has two matrices.
+Activations are counted as in arXiv 2205.05198 (Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models"), section 4, with its dropouts. Operations are counted as in arXiv 2104.04473 (Narayanan et al.),
+section 5.1 and appendix, where an activation function or a norm costs nothing.
+
+Below, s is the sequence, b the microbatch size, h `hidden`, a the number of heads, r the MLP's width / h, V the
+vocabulary and t the tensor size. Formulas with these letters are for a GPT whose heads all have their own key and
+value, and whose MLP has two matrices.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ class Share(NamedTuple):
 
 
 def stage_layers(model: Transformer, placement: Placement, cut: Cut = "uniform") -> list[Part]:
-    """Per stage its layers [start, end): by default as even as can be, else as `stage_parts` has it. With one stage
-    more than layers the last one has none, with two more also the first one: they hold what stands after and before the
-    layers, as in Llama 3 (arXiv 2407.21783, section 3.3.2). A cut may say the same.
+    """Per stage its layers [start, end): by default as even as possible, otherwise by `stage_parts`. With one stage
+    more than layers, the last stage has no layers; with two more, the first stage has none either. These stages hold
+    what follows and precedes the layers, as in Llama 3 (arXiv 2407.21783, section 3.3.2). A cut may say the same.
 
     Raises UsageError for more stages than that, and as `stage_parts`.
     """
@@ -84,8 +86,8 @@ def for_shares(parts: Sequence[Part], of: Callable[[Share], T]) -> list[T]:
 def stage_costs(
     model: Transformer, placement: Placement, setup: Setup, *, flops: float | None = None, cut: Cut = "uniform"
 ) -> CostModel:
-    """The costs of one microbatch on each stage, layers dealt as `stage_layers` does. Times are in seconds where
-    `flops`, the operations per second of one device, is given, else in forwards of one layer; bytes are those of one
+    """The costs of one microbatch on each stage, with the layers of `stage_layers`. Times are in seconds if `flops`,
+    the operations per second of one device, is given, otherwise in forwards of one layer. Bytes are those of one
     device. Transfers are free.
 
     Raises UsageError for a model that the setup does not fit.
@@ -117,8 +119,8 @@ def head_forward(model: Transformer) -> float:
 
 
 def recomputed_bytes(model: Transformer, setup: Setup) -> int:
-    """Bytes that the backward of one layer recomputes while it runs: with "full" recomputation all that the layer needs
-    but its input; with "selective" its scores, where it has them in memory; else nothing.
+    """Bytes that the backward of one layer recomputes while it runs: with "full" recomputation everything that the
+    layer needs except its input. With "selective" recomputation its scores, if they are stored. Otherwise 0.
     """
     tokens = setup.microbatch_size * sequence_of(model, setup)
     if setup.checkpoint == "full":
@@ -142,9 +144,9 @@ def passed_bytes(model: Transformer, setup: Setup) -> int:
 
 
 def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, float, float]:
-    """Per token, of F, I and W: a linear's two halves cost its forward each, attention's backward is all in I and costs
-    twice its forward (arXiv 2401.10241, table 1). What is computed again, layers alone, is a part of I. No I is needed
-    of a linear that reads the batch.
+    """Operations per token of F, I and W. Each half of a linear's backward costs as much as its forward. Attention's
+    backward is all in I and costs twice its forward (arXiv 2401.10241, table 1). Recomputation, which layers alone
+    have, is a part of I. A linear that reads the batch needs no I.
     """
     layers, linears = share.layers, model.linear_flops
     attention = model.attention_flops(sequence_of(model, setup))
@@ -156,17 +158,18 @@ def _operations(model: Transformer, setup: Setup, share: Share) -> tuple[float, 
 
 
 def _whole(model: Transformer, setup: Setup) -> int:
-    """Numbers that a token has in what tensor ranks do not split: h, or h/t where they share it by sequence."""
+    """Numbers per token in tensors that tensor ranks do not split: h, or h/t with sequence parallelism."""
     return model.hidden // setup.tensor if setup.sequence_parallel else model.hidden
 
 
 def _split(model: Transformer, setup: Setup) -> int:
-    """Numbers that a token has in what tensor ranks split in a layer: (4 + 2r) h/t. For a backward these are query, key
-    and value, what goes into attention's output linear, what comes out of the wide linears, and what goes into the
-    output linear after them; the gradients of the same numbers, or these themselves, are what W needs. Every rank has
-    at least one head of key and value. A gated MLP counts as fused: its activation is made again.
+    """Numbers per token in the tensors of a layer that tensor ranks split: (4 + 2r) h/t. A backward needs query, key
+    and value, the input of attention's output linear, the output of the wide linears, and the input of the output
+    linear after them. W needs these numbers or their gradients. Every rank has at least one head of key and value. A
+    gated MLP counts as fused: its activation is recomputed.
 
-    Experts add what the router sends to each and what comes back, which no rank splits, and a number for each of them.
+    Experts add the inputs that the router sends to each and their outputs, which are not split, and one number per
+    expert.
     """
     key = 2 * max(model.key_width // setup.tensor, model.head_width)
     mlp = (3 if model.gated else 2) * model.wide // setup.tensor

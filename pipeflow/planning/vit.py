@@ -1,8 +1,9 @@
-"""ViT: the sizes of a vision transformer, and what stands before and after its layers (arXiv 2010.11929). What must not
-live here: bytes, times and layouts; `blocks.py` has the layers.
+"""ViT: the sizes of a vision transformer, and what precedes and follows its layers (arXiv 2010.11929). Must not
+contain: bytes, times and layouts; `blocks.py` has the layers.
 
-Before the blocks stand a linear that makes a token of each patch of the image, a class token, and a position table;
-after them a last norm and a head, a linear that reads the class token. A tensor split leaves all of these whole.
+Before the blocks there are a linear that makes a token of each patch of the image, a class token, and a position table.
+After the blocks there are a last norm and a head, a linear that reads the class token. A tensor split leaves all of
+these whole.
 """
 
 from __future__ import annotations

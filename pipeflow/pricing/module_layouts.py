@@ -29,7 +29,7 @@ class ModuleLayout:
     """A layout that `find_module_layouts` found.
 
     Attributes:
-        layout: itself; its `cut` is one of the blocks.
+        layout: its sizes and schedule; its `cut` divides the blocks among the stages.
         plan: its cost. `plan.cuts` is what `Pipeline.from_module` takes.
     """
 
@@ -56,23 +56,24 @@ def find_module_layouts(
     memory: float | None = None,
     top: int = 5,
 ) -> tuple[ModuleLayout, ...]:
-    """The `top` best layouts of a module, the best first; one for each choice of pipeline ranks and replicas. All
-    schedules with their chunks, full recomputation, and the given sizes of a microbatch are tried, as `plan_module`
-    plans them. Ties are broken as in `find_layouts`.
+    """The `top` best layouts of a module, the best first, with one layout for each choice of pipeline ranks and
+    replicas. The search tries all schedules with their chunks, full recomputation, and the given sizes of a microbatch,
+    and plans them as `plan_module` does. Ties are broken as in `find_layouts`.
 
     Args:
         module: as in `plan_module`.
-        examples: by the number of samples, one microbatch each, in a form that `Pipeline.from_module` takes.
+        examples: a dict from the number of samples to an example of one microbatch of that size, in a form that
+            `Pipeline.from_module` takes.
         cluster, devices: what it is trained on.
         batch: samples per step, on all devices together.
         setup: the precision.
         schedules: names to try.
         blocks: as in `plan_module`.
-        memory: bytes that the plan of a device may count; by default the device's memory less what drivers take.
-        top: how many layouts.
+        memory: the most bytes of a device in a plan; by default the device's memory minus what drivers take.
+        top: how many layouts to return.
 
-    Raises UsageError as `plan_module`, for devices and a batch that no layout divides, and for a module that fits
-    nowhere, with what is missing.
+    Raises UsageError as `plan_module` does, and if no layout divides the devices and the batch. If the module fits
+    nowhere, the error says how much memory is missing.
     """
     require_positive(devices=devices, batch=batch, top=top)
     base, limit = Setup() if setup is None else setup, cluster.usable_bytes if memory is None else memory

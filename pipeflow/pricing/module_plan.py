@@ -41,8 +41,9 @@ class ModulePlan(StepPlan):
 
     Attributes:
         cuts: the names of the last blocks of all stages but the last, for `Pipeline.from_module(cuts=...)`.
-        pieces: what was counted, in order: before the first block, each block, and after the last one.
-        parameters_total: of the whole module, each counted once.
+        pieces: the parts of the module whose operations were counted, in order: before the first block, each block, and
+            after the last one.
+        parameters_total: the number of parameters of the whole module, each counted once.
         schedule, setup, cost, timeline, ranks, cluster, step_parts: as in `Plan`.
     """
 
@@ -74,8 +75,8 @@ def plan_module(
         cluster: the devices.
         cuts, blocks: as in `Pipeline.from_module`. By default the slowest stage takes as little time as possible.
 
-    Raises UsageError for a module that cannot be cut, for an example that its forward does not take, for a setup with
-    tensor ranks or with sizes that the example says, and as `plan` does for the cluster.
+    Raises UsageError for a module that cannot be cut, and for an example that its forward does not take. Also raises it
+    for a setup with tensor ranks or with sizes that follow from the example, and for a cluster as `plan` does.
     """
     setup = Setup() if setup is None else setup
     return CountedModule.of(module, example, setup, blocks).plan(schedule, setup, cluster, cuts)

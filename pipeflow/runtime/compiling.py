@@ -115,8 +115,8 @@ def _call(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
 
 
 def chosen_of(stage: Stage, plan: CutPlan | None, *, blocks: bool) -> dict[str, nn.Module]:
-    """The modules of a stage to compile, by name: its blocks, which are the children of outermost lists and have
-    children of their own; without such blocks, the whole stage, by the name "".
+    """The modules of a stage to compile, by name. These are its blocks: the children of outermost lists that have
+    children of their own. Without such blocks, it is the whole stage, under the name "".
 
     Raises UsageError for a stage of `from_module` that is to be compiled whole, and for modules that are already
     compiled.

@@ -129,8 +129,8 @@ def _require_plain(module: object) -> None:
 
 
 def _other_size(batch: Batch, planner: Planner, module: nn.Module) -> tuple[Made | None, int]:
-    """How the loss of a microbatch of another size is made, None if the forward does not take it, and the size, 0 if
-    the batch is too small for one.
+    """The computation of the loss for a microbatch of another size, and this size. The computation is None if the
+    forward does not accept the size. The size is 0 if the batch is too small for another one.
     """
     samples, size = sum(batch.sizes), batch.sizes[0]
     other = size + 1 if samples > size else size - 1

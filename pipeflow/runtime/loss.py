@@ -1,5 +1,5 @@
-"""The loss of a step, and the agreement of all ranks that ends it: the replica's share of the whole batch, the mean
-loss, and the check that all ranks did the same.
+"""The loss of a step, and the agreement of all ranks at its end. They agree on each replica's share of the whole batch
+and on the mean loss, and check that all ranks did the same.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class AgreementRow(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The result of the agreement: the loss if it is known here, the largest change of parameters, over all replicas
-    the number of samples and, if the loss is known here, their weight, and whether buffers have changed on any rank.
+    """The result of the agreement: the loss, the largest change of parameters, the number of samples over all replicas
+    and their weight, and whether buffers have changed on any rank. Loss and weight are known on some ranks only.
     """
 
     loss: Tensor | None

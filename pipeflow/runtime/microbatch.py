@@ -139,8 +139,8 @@ def next_batch(
     Sizes are those of `torch.tensor_split` (13 samples into 6: 3,2,2,2,2,2). A batch with fewer samples than
     `microbatches` gets one microbatch per sample.
 
-    Raises UsageError if `data_iter` is not an iterator or has ended, if the batch is not such a pair, and if its
-    tensors differ in dim 0 or have no samples.
+    Raises UsageError if `data_iter` is not an iterator or has ended, or if the batch is not such a pair. Also raises it
+    if the tensors of the batch differ in dim 0 or have no samples.
     """
     if not isinstance(data_iter, Iterator):
         raise UsageError(f"data_iter must be an iterator, got {type(data_iter).__name__}: pass iter(loader)")
@@ -204,8 +204,8 @@ def _snapshot(tensor: Tensor) -> Tensor:
 
 
 def may_be_overwritten(tensor: Tensor) -> bool:
-    """Returns True if the tensor's memory may be overwritten after a stage has returned it, as that of a static buffer:
-    it was written in place before, or it belongs to no graph and something else holds its memory, too.
+    """Returns True if the tensor's memory may be overwritten after a stage has returned it, as in a static buffer. This
+    may happen if it was written in place before, or if it belongs to no graph and another object holds its memory, too.
     """
     if tensor.is_inference() or tensor._version:
         return True

@@ -12,10 +12,10 @@ from pipeflow.parallel.transport.work import Exchange
 
 
 class Pace:
-    """At the end of a step, waits until the GPU has done the step before. It has the current step to do meanwhile.
+    """At the end of a step, waits until the GPU has finished the step before. Meanwhile the GPU runs the current step.
 
-    Nothing else in a step waits for the GPU. So this is where a GPU that waits for ever for another one is noticed:
-    like any wait for other ranks, it ends with an error on all ranks after the timeout.
+    Nothing else in a step waits for the GPU. So this wait notices a GPU that waits for another one for ever. Like any
+    wait for other ranks, it ends with an error on all ranks after the timeout.
 
     Args:
         world: the transport of all ranks.

@@ -105,9 +105,9 @@ class StepTrace:
         )
 
     def timeline(self, schedule: Schedule, writing: Callable[[int], float]) -> Timeline:
-        """The spans of every rank in seconds since rank 0 started the step; the same on every rank. `writing` gives
-        the seconds in which the sums of a stage were written into its gradients at the end of the step: the reduction
-        lasts so much longer, since nobody can use its result before.
+        """The spans of every rank in seconds since rank 0 started the step; the same on every rank. `writing`
+        returns the seconds in which the sums of a stage were written into its gradients at the end of the step. The
+        reduction includes this time, since its result cannot be used before.
 
         Ranks on rank 0's machine share its clock; ranks on other machines count from the moment at which all ranks
         started.

@@ -30,8 +30,8 @@ def recognised(schedule: Schedule) -> tuple[str, ...]:
 
 
 def _alike(schedule: Schedule) -> Rows | None:
-    """The rows as numbers, the same for schedules that differ by the numbers of microbatches alone: these are numbered
-    in the order in which they begin, those of each path for themselves. None if some do not begin once.
+    """The rows as numbers, which are equal for schedules that differ only in the numbers of microbatches. Microbatches
+    are renumbered in the order in which they begin, separately for each path. None if one does not begin exactly once.
     """
     paths, stages, many = schedule.placement.paths, schedule.placement.num_stages, schedule.num_microbatches
     numbers: dict[int, int] = {}

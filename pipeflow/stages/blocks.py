@@ -138,8 +138,8 @@ def labels_of(calls: Sequence[Call]) -> list[str]:
 def choose(trace: Trace, module: nn.Module, blocks: Blocks, stages: int, cuts: Cuts) -> list[Call]:
     """The last block of every stage except the last one. `module` is the module of the trace.
 
-    Raises UsageError if there are fewer blocks than stages, if the number of costs is not the number of blocks, and if
-    names are not those of calls in their order.
+    Raises UsageError if there are fewer blocks than stages, or if the number of costs is not the number of blocks. Also
+    raises it if the names are not names of calls in the order of the calls.
     """
     listed: list[Any] | None = None if cuts is None or isinstance(cuts, str) else list(cuts)
     if listed is None and cuts not in (None, "uniform"):

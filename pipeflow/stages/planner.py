@@ -163,8 +163,8 @@ class Planner:
         return [(call.name, call.turn, [look.sources & mine for look in call.looks.values()]) for call in trace.calls]
 
     def _made_afresh(self, trace: Trace) -> bool:
-        """Copies the module again, and returns True, if the first trace may have filled a cache: a cache of the
-        module's class is filled by whoever comes first, and afterwards there is no leak.
+        """Copies the module again, and returns True, if the first trace may have filled a cache. A cache of the
+        module's class is filled by the first forward; later forwards leak nothing into it.
         """
         module, unknown = self._module(), self._fakes.of_parameters | RANDOM
         if module is None or all(leak.sources & unknown for leak in trace.leaks):

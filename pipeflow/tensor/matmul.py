@@ -1,6 +1,6 @@
-"""The two linear products of tensor parallelism, and the order of their backwards: the collective for the input's
-gradient is started, then the weight's product runs or is handed to a Deferral, then the collective is waited for. Must
-not contain: parameters and their owners.
+"""The two linear products of tensor parallelism, and the order of their backwards. A backward starts the collective for
+the input's gradient. Then it runs the weight's product or hands it to a Deferral. Then it waits for the collective.
+Must not contain: parameters and their owners.
 
 Source: Shoeybi et al., arXiv 1909.08053, section 3; with a split sequence, Korthikanti et al., arXiv 2205.05198,
 section 4.2.2.
@@ -24,8 +24,8 @@ from pipeflow.tensor.regions import SEQUENCE
 
 
 class Mode(NamedTuple):
-    """The mode of a product: the group, True if the sequence is split outside the layer, and the deferred weights, or
-    None if autograd computes the weight's gradient; and where the layer keeps copies in autocast's dtype.
+    """The mode of a product: its group, whether the sequence is split outside the layer, the deferred weights, and the
+    layer's copies in autocast's dtype. Without deferred weights, autograd computes the weight's gradient.
     """
 
     group: Group

@@ -44,13 +44,14 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
 
     An embedding, and a head that shares its weight, can be split for any vocabulary size. If there are fewer heads of
     key and value than ranks, several ranks share a head. Layers stay whole if a rule matches their name but cannot
-    split their class, such as convolutions, and within nn.MultiheadAttention. An attention stays whole unless it is
-    certain that its parts compute the same, that is, unless rules cover all its parameters and counts of heads; so does
-    a layer that a default rule splits by columns, unless a layer after it takes its outputs in parts and the modules
-    between the two compute each output by itself. The logger "pipeflow" reports which layers stay whole, and why.
+    split their class, such as convolutions, and within nn.MultiheadAttention. An attention is split only if pipeflow
+    can prove that this is safe: rules must cover all its parameters and counts of heads. A default rule splits a layer
+    by columns only if a layer after it takes its outputs in parts, and if the modules between the two compute each
+    output by itself. Otherwise the layer stays whole. The logger "pipeflow" reports which layers stay whole, and why.
 
-    Raises UsageError, and changes nothing, for a rule of your own that matches nothing, for a tensor size that does not
-    divide the heads or a width, with sizes that do, and if a graph of an earlier forward needs a whole parameter.
+    Raises UsageError for a rule of your own that matches nothing, and for a tensor size that does not divide the heads
+    or a width; the error names sizes that do. Also raises it if a graph of an earlier forward needs a whole parameter.
+    Nothing is then changed.
     """
     group = group_of(group)
     for rule in rules:

@@ -1,6 +1,6 @@
-"""Random numbers of a tensor rank: one stream that all ranks of a group share, for tensors that are the same on all,
-and one of its own, for tensors that are split. They use explicit generators, because ranks may be threads and all
-threads share torch's default generator.
+"""Random numbers of a tensor rank. All ranks of a group share one stream, for tensors that are the same on all of them.
+Each rank also has its own stream, for tensors that are split. Both use explicit generators, because ranks may be
+threads and all threads share torch's default generator.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Regions: Megatron's mappings between whole and split tensors, each with the collective that its gradient needs. A
-region is a part of the model in which something is split over the tensor ranks: the hidden dimension (the last one) in
-a tensor region, the sequence (dimension 1 of batch, sequence, hidden) in a sequence region.
+region is a part of the model in which a dimension is split over the tensor ranks. In a tensor region it is the hidden
+dimension (the last one). In a sequence region it is the sequence (dimension 1 of batch, sequence, hidden).
 
 With a group of one rank every mapping returns its input. Source: Shoeybi et al., arXiv 1909.08053, section 3 (f and g);
 Korthikanti et al., arXiv 2205.05198, section 4.2.2 (their sequence-parallel forms).

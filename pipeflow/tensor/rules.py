@@ -38,17 +38,17 @@ class Rule:
 
     Attributes:
         kind: how a module, parameter or attribute with a matching name is treated:
-            "column": each rank has some of the outputs of a linear layer;
-            "attention": like "column"; the outputs are attention heads, of query, key and value or of all three in one;
-            "row": each rank has some of the inputs of a linear layer; outputs are summed before the bias is added;
-            "vocabulary": each rank has some of the rows of an embedding;
-            "head": each rank has some of the outputs of a linear layer; all outputs are gathered;
-            "parameter": each rank has a part of a parameter along `dim`, such as a parameter with an entry per head;
-            "partial": a whole parameter that is used with split tensors only, so its gradient is summed over the ranks;
-            "sum": a module that computes with split parameters; its output is summed over the ranks;
-            "argument": each rank gets its part, along `dim`, of an argument of a module's forward;
-            "attribute": an integer, such as a number of heads, that is divided by the number of ranks;
-            "groups": an integer: how many heads of the query share one head of key and value;
+            "column": each rank has some of the outputs of a linear layer.
+            "attention": like "column". The outputs are attention heads, of query, key and value or of all three in one.
+            "row": each rank has some of the inputs of a linear layer. Outputs are summed before the bias is added.
+            "vocabulary": each rank has some of the rows of an embedding.
+            "head": each rank has some of the outputs of a linear layer. All outputs are gathered.
+            "parameter": each rank has a part of a parameter along `dim`, such as a parameter with an entry per head.
+            "partial": a whole parameter that is used with split tensors only, so its gradient is summed over the ranks.
+            "sum": a module that computes with split parameters. Its output is summed over the ranks.
+            "argument": each rank gets its part, along `dim`, of an argument of a module's forward.
+            "attribute": an integer, such as a number of heads, that is divided by the number of ranks.
+            "groups": an integer: how many heads of the query share one head of key and value.
             "whole": unchanged, even if a later rule matches.
         pattern: regular expression for the end of the name, starting at a dot or at the beginning. "parameter" matches
             names of parameters; "partial" those of parameters or modules; "attribute", "groups" and "argument" those of
@@ -59,8 +59,8 @@ class Rule:
             equal, or their relative sizes. Names stand for integer attributes of the surrounding module: a single name
             for the size of each part, several for relative sizes.
         dim: dimension that is split, for "parameter" and "argument".
-        together: for "attention", how many parts lie together: 3 if query, key and value of one head come one after the
-            other, then those of the next; or the name of an attribute that counts such groups.
+        together: for "attention", how many parts lie together. It is 3 if query, key and value of one head come one
+            after the other, and then those of the next head. Or the name of an attribute that counts such groups.
         shared: for "attention", the indices of parts whose heads several ranks share if there are fewer heads than
             ranks: those of key and value. (0,) for a layer that has only such heads, and for an "attribute" that counts
             them.

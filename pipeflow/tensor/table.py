@@ -1,4 +1,4 @@
-"""The default rules, by names that models of transformers and many others use. Must not contain: anything else.
+"""The default rules, for the layer names in transformers and many other libraries. Must not contain: anything else.
 
 Different models pack query, key and value under one name in different orders. Rules for such names therefore name the
 class around the layer, so that no order is guessed; the same layers of other classes stay whole, which is logged.

@@ -15,8 +15,8 @@ _GENERATOR = RLock()  # torch's own, which all threads share
 
 
 class SeededDraws(TorchDispatchMode):
-    """Inside the `with` block, each random operator of this thread gets its own seed, made from `seed`, the name of the
-    tensor that it fills, and how often that tensor was filled before. torch's generator stays unchanged.
+    """Inside the `with` block, each random operator of this thread gets its own seed. It depends on `seed`, the name of
+    the tensor that the operator fills, and how often that tensor was filled before. torch's generator stays unchanged.
 
     Attributes:
         place: used instead of the name if an operator fills no named tensor.

@@ -1,5 +1,5 @@
 """from_pretrained and from_config: Pipelines of transformers models with a checkpoint's weights or initial ones. Each
-rank makes only its own part.
+rank creates and loads only its own weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """PipelineAccelerator: the object that transformers' Trainer uses instead of accelerate's. accelerate would wrap the
-model in DistributedDataParallel and give each process other data; this one gives each replica its part of the data and
-leaves the model and its gradients to the Pipeline. Must not contain: the training loop.
+model in DistributedDataParallel and give each process other data. PipelineAccelerator gives each replica its part of
+the data and leaves the model and its gradients to the Pipeline. Must not contain: the training loop.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Copy:
-    """The mark of a copy: its `index` in the order of registration on this rank, and the `name` of its parameter, or
-    None if it is all parameters of a module.
+    """The mark of a copy. `index` counts registrations on this rank. `name` is that of its parameter, or None if the
+    copy is all parameters of a module.
     """
 
     shared: _Shared

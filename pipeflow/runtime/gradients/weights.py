@@ -60,8 +60,8 @@ def weights_of(
 ) -> list[Weight]:
     """Every parameter of `stages` once, in order, with its name in `model`.
 
-    Raises UsageError for a weight that is tied to one set of ranks and copied on another, neither of which contains the
-    other, and for a weight under fully_shard that other ranks hold, too.
+    Raises UsageError for a weight that is tied to one set of ranks and copied on another, unless one of the sets
+    contains the other. Also raises it for a weight under fully_shard that other ranks hold, too.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     splits, parts, sharded = splits_of(model), set(map(id, partial_in(model))), fully_sharded_parameters(model)

@@ -40,8 +40,8 @@ class Compiled:
     def fit(self, sizes: list[int], transport: Transport) -> None:
         """Prepares the transfers for microbatches of `sizes` samples.
 
-        If the sizes changed since the last step and determine the lengths of messages, the ranks of the pipeline
-        compare them first, because gloo ends a process whose message is too long. Raises UsageError if they differ.
+        If the sizes determine the lengths of messages and have changed since the last step, the ranks of the pipeline
+        compare them first. gloo would end a process whose message is too long. Raises UsageError if the sizes differ.
         """
         if self.promise is None or sizes == self.sizes:
             return
