@@ -33,9 +33,9 @@ class Cause(NamedTuple):
 
     Attributes:
         span: the span.
-        after: the span that it started after. None: it started at once.
-        value: the value that it waited for, from another rank or from another stream of its own rank. None: it came
-            after other work on its own rank.
+        after: the span that ended before it could start. None if it started at once.
+        value: the value that it waited for, from another rank or from another stream of its own rank. None if it waited
+            for other work on its own rank.
     """
 
     span: Span

@@ -20,16 +20,15 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     """The timeline of `schedule` under `cost`.
 
     Transfers: a value from another rank arrives one transfer after the action that made it ends. Transfers overlap with
-    computation, and with transfers on other links. On one link, values occupy the link one after the other, and each
-    one's latency runs beside the next. Values on a route are waited for only if the costs have their size.
+    computation, and with transfers on other links. Values occupy a link one after the other, and the latency of a value
+    overlaps with the next value. An action waits for a value on a route only if the costs have its size.
 
-    Backwards and pairs: another rank sees the gradient of a full backward only when the whole backward has ended. A
-    pair starts when both of its actions have their values, takes the time of `CostModel.pair`, and is seen by others
-    when both have ended. To run pairs one action after the other, simulate `schedule.without_pairs()`.
+    Backwards and pairs: another rank gets the gradient of a full backward only when the whole backward has ended. A
+    pair starts when both of its actions have their values, and takes the time of `CostModel.pair`. Other ranks get its
+    values when both actions have ended. To run pairs one action after the other, simulate `schedule.without_pairs()`.
 
-    Reductions, which run beside computations, start when their rank reaches them, their values are there and their
-    stream is free, on all ranks that hold the stage. They do not hold up their rank. The step ends when everything has
-    ended.
+    Reductions run beside computations. A reduction starts when all ranks that hold the stage have reached it, have its
+    values, and have a free stream. It does not hold up its rank. The step ends when everything has ended.
 
     Args:
         schedule: the schedule.

@@ -94,15 +94,15 @@ def save_checkpoint(
     If a process is killed during the save, `load_checkpoint` still reads the previous checkpoint at `path`; the next
     save in the same folder removes what the killed one left.
 
-    Every weight and persistent buffer is stored under its name in the whole model. That is its name within its stage,
-    so a stage must not number its blocks from 0 again. A weight with two names is stored under both. Buffers are those
-    of the first replica.
+    Every weight and persistent buffer is stored under its name in the whole model. By default this is its name within
+    its stage, so a stage must not number its blocks from 0 again. A weight with two names is stored under both. Buffers
+    are those of the first replica.
 
     Args:
         path: the checkpoint's name in a folder that only one run writes to, such as `runs/7/step-00001000`.
         model: a Pipeline, or any module that every rank holds whole except for parameters split over tensor ranks.
         optimizer: optimizer whose states and options to save, by the names of its parameters.
-        scheduler: learning-rate scheduler to save; rank 0's is stored, so groups must be alike on all ranks.
+        scheduler: learning-rate scheduler to save; rank 0's is stored, so groups must be the same on all ranks.
         step: number of steps taken; `latest_checkpoint` returns the checkpoint with the highest step. If steps are
             equal or missing, it returns the last save.
         data: position in the data of all replicas together, as plain values and tensors; rank 0's is stored.

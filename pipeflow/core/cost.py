@@ -36,12 +36,11 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The times of actions and transfers, and optionally the bytes that a rank keeps. Times are in any unit, the same
-    for all of them; if it is seconds, `unit="s"` says so, and drawings and tables then write readable times.
+    """The times of actions and transfers, and optionally the bytes that a rank keeps. All times are in the same unit,
+    which may be any. `unit="s"` says that it is seconds, so that drawings and tables can choose a readable unit.
 
     A full backward takes the time of both halves. A value that is sent to another rank occupies the link for
-    `activation_bytes[stage] / bandwidth` and arrives a `latency` later. A gradient is as large as the activation it
-    belongs to.
+    `activation_bytes[stage] / bandwidth` and arrives a `latency` later. A gradient is as large as its activation.
 
     Attributes:
         forward: per stage, the time of a forward.
@@ -51,22 +50,23 @@ class CostModel:
         bandwidth: bytes per unit of time between two ranks. Default: infinite.
         activation_bytes: per stage, the bytes of its output. Empty: a transfer takes its latency alone.
         links: the `Link` of each ordered pair of ranks (from, to) that differs from `latency` and `bandwidth`.
-        overlap: the share of a pair's shorter half that the longer half hides. 0: a pair takes the sum of both times;
-            1: the time of the longer half.
+        overlap: the share of a pair's shorter action that the longer action hides. With 0 a pair takes the sum of both
+            times, with 1 the time of the longer action.
         saved_bytes: per stage, the bytes that a forward keeps for its backward. Empty: memory is counted in
             activations.
         deferred_bytes: per stage, the bytes that a backward keeps between its two halves. Empty: they are not counted.
         reduce: per stage, the time to reduce its weight gradients over the ranks that hold it, once per step. Empty: no
             time.
-        times: for kinds of action without an argument here, the time per stage.
-        kept_bytes: for contents without an argument here, the bytes kept per stage.
-        route_bytes: per route (from stage, to stage), the bytes that pass on it.
+        times: per kind of action that has no argument here, the time per stage.
+        kept_bytes: per content that has no argument here, the bytes kept per stage.
+        route_bytes: per route (from stage, to stage), the bytes that are sent on it.
         unit: "s" if times are in seconds; "" if the unit is not known.
-        durations: per kind of action, the time per stage. All of the times above, with 0 for those that are not given.
-        sizes: per content that has a size, the bytes kept per stage. All of the kept bytes above.
+        durations: per kind of action, the time per stage. These are all times above, with 0 for those that are not
+            given.
+        sizes: per content that has a size, the bytes kept per stage. These are all kept bytes above.
 
-    Raises UsageError for tuples of different lengths, for pairs of stages that cannot be routes, for an unknown unit,
-    and for numbers that are negative, not finite, or outside `SMALLEST` to `LARGEST`.
+    Raises UsageError for tuples of different lengths, for pairs of stages that cannot be routes, and for an unknown
+    unit. Also raises it for numbers that are negative, not finite, or outside `SMALLEST` to `LARGEST`.
     """
 
     forward: tuple[float, ...]
@@ -154,7 +154,7 @@ class CostModel:
             forward, backward_input, backward_weight: the time of a forward, and of the two halves of a backward.
             transfer: the latency of a transfer between two ranks.
             saved_bytes: the bytes that a forward keeps for its backward. 0: memory is counted in activations.
-            deferred_bytes: the bytes of those that the weight-gradient half still needs.
+            deferred_bytes: the part of `saved_bytes` that the weight-gradient half still needs.
             overlap: as in `CostModel`.
             reduce: the time to reduce the weight gradients of a rank's share.
         """

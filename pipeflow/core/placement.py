@@ -49,8 +49,8 @@ class Placement:
 
     @classmethod
     def zigzag(cls, ranks: int, waves: int) -> Placement:
-        """`waves` times `vee`, one after the other: 2 `waves` stages per rank. Where the direction turns, a rank holds
-        two stages in a row.
+        """`vee` repeated `waves` times, with 2 * `waves` stages per rank. Where the direction turns, a rank holds two
+        consecutive stages.
         """
         require_positive(ranks=ranks, waves=waves)
         return cls(((*range(ranks), *reversed(range(ranks))) * waves,))
@@ -73,7 +73,9 @@ class Placement:
 
     @property
     def chunks_per_rank(self) -> float:
-        """The number of stages that one microbatch visits on a rank, on average: a rank's whole share of the model."""
+        """The average number of stages that one microbatch visits on a rank, which is a rank's whole share of the
+        model.
+        """
         return self.num_stages / self.num_ranks
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:

@@ -65,7 +65,7 @@ class Schedule(Shown):
         return frozenset(stream_of(entry) for row in self.rows for entry in row)
 
     def forward_only(self) -> Schedule:
-        """The same schedule without backwards, for evaluation. It is sound whenever this one is, since a forward needs
+        """The same schedule without backwards, for evaluation. It is sound if this schedule is, since a forward needs
         only forwards.
         """
         rows = tuple(
@@ -74,7 +74,7 @@ class Schedule(Shown):
         return Schedule(f"{self.name} (forward only)", self.placement, self.num_microbatches, rows)
 
     def without_pairs(self) -> Schedule:
-        """The same schedule with every pair replaced by its forward, then its backward. It is sound whenever this one
+        """The same schedule with every pair replaced by its forward, then its backward. It is sound if this schedule
         is.
         """
         rows = tuple(tuple(self.actions(rank)) for rank in range(len(self.rows)))
@@ -83,21 +83,21 @@ class Schedule(Shown):
     def with_reductions(self) -> Schedule:
         """The same schedule with a reduction directly after the last weight gradient of each stage on each rank: for
         data parallelism, and for stages that several ranks hold. Existing reductions stay where they are. The result is
-        sound whenever this schedule is; a schedule without backwards is returned as it is.
+        sound if this schedule is. A schedule without backwards is returned as it is.
         """
         if self.is_forward_only:
             return self
         return Schedule(self.name, self.placement, self.num_microbatches, tuple(map(reduced, self.rows)))
 
     def without_reductions(self) -> Schedule:
-        """The same schedule without reductions. It is sound whenever this one is."""
+        """The same schedule without reductions. It is sound if this schedule is."""
         rows = tuple(tuple(entry for entry in row if not is_reduction(entry)) for row in self.rows)
         return Schedule(self.name, self.placement, self.num_microbatches, rows)
 
     def first(self, microbatches: int) -> Schedule:
         """The same schedule for its first `microbatches` alone; the schedule itself if it has no more than that. If
-        microbatches are left out, so are the reductions, and a pair that loses one action becomes the other one. The
-        result is sound whenever this schedule is, since microbatches do not depend on each other.
+        microbatches are left out, reductions are left out, too, and a pair that loses one action becomes the other
+        action. The result is sound if this schedule is, since microbatches do not depend on each other.
         """
         if microbatches >= self.num_microbatches:
             return self
@@ -107,8 +107,8 @@ class Schedule(Shown):
     def to_csv(self) -> str:
         """The schedule as CSV in the format of torch.distributed.pipelining: one line per rank, one cell per entry.
 
-        torch's `_load_csv` reads only tables `without_reductions()`. It adds reductions itself, where
-        `with_reductions()` puts them.
+        torch's `_load_csv` reads only tables without reductions. It adds reductions itself, in the same places as
+        `with_reductions()`.
         """
         return "".join(",".join(cells(row)) + "\n" for row in self.rows)
 
@@ -124,12 +124,12 @@ class Schedule(Shown):
 
         Args:
             text: the table.
-            placement: which rank holds which stage. None: each stage is on the rank in whose line it stands; if no
-                placement fits the lines, stages are looped over the ranks, and `verify` says what is wrong.
+            placement: which rank holds which stage. With None, each stage is on the rank of the line that contains it.
+                If no placement fits the lines, stages are looped over the ranks, and `verify` says what is wrong.
             num_microbatches: number of microbatches. None: the largest microbatch + 1.
             name: name of the schedule.
 
-        Raises ScheduleError with the line, the cell and its text, or with the argument that does not fit.
+        Raises ScheduleError that names the line, the cell and its text, or the argument that does not fit.
         """
         rows = tuple(_parse_lines(text))
         actions = [action for row in rows for entry in row for action in actions_of(entry)]

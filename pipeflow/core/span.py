@@ -12,8 +12,8 @@ from pipeflow.core.dataflow import DATAFLOW, Stream
 class Span:
     """One action on one rank, with its start and end in the timeline's unit of time.
 
-    The two actions of a pair have one span each, one after the other. Because they overlap, these spans are shorter
-    than the actions alone.
+    The two actions of a pair have one span each, one after the other. Because the actions overlap, these spans are
+    shorter than the actions alone.
 
     Attributes:
         action: the action.

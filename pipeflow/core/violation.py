@@ -10,14 +10,14 @@ class Violation:
     """One thing that is wrong with a schedule or a program. `str` gives it as one sentence.
 
     Attributes:
-        problem: what is there.
-        expected: what should be there. Empty if `problem` says it.
-        rank: the rank that it is on, if it is on one.
-        position: index of the entry in the rank's row, or of the instruction in its program, if there is one.
-        cycle: of a deadlock, the (rank, position) of all that wait for each other, each of which would have to come
-            before the next, and the last before the first. Empty for everything else.
-        earlier: of an action that runs again, the (rank, position) where it ran before.
-        incomplete: the (stage, microbatch) whose actions are not all there, or too many.
+        problem: what the schedule or program has.
+        expected: what it should have instead. Empty if `problem` says it.
+        rank: the rank of the violation, or None if it has none.
+        position: index of the entry in the rank's row, or of the instruction in its program; None if there is none.
+        cycle: for a deadlock, the (rank, position) of all entries that wait for each other. Each would have to come
+            before the next one, and the last before the first. Empty for other violations.
+        earlier: for an action that runs again, the (rank, position) where it ran before.
+        incomplete: the (stage, microbatch) that has too few or too many actions.
     """
 
     problem: str

@@ -20,8 +20,9 @@ def grad_norm(model: Pipeline, norm_type: float = 2.0) -> Tensor:
     scalar on this rank's device, bit-identical on every rank of the world. All ranks call it together. On a GPU the
     host does not wait for it.
 
-    Every weight counts once: a weight that is split over ranks by its parts, a tied weight by one copy, replicas by the
-    first one. A complex entry counts by its magnitude. The norm is infinite if any gradient on any rank is not finite.
+    Every weight counts once. Of a weight that is split over ranks, all parts count. Of a tied weight, one copy counts.
+    Of the replicas, the first one counts. A complex entry counts by its magnitude. The norm is infinite if any gradient
+    on any rank is not finite.
 
     Args:
         model: the pipeline whose gradients to measure.

@@ -22,16 +22,16 @@ LOG = logging.getLogger("pipeflow")
 
 
 class MasterWeights(Wrapper):
-    """Wraps an optimizer so that it steps float32 copies (masters) of the model's bfloat16 or float16 parameters; the
-    parameters are rounded from them after each step. float32 and float64 parameters are their own masters.
+    """Wraps an optimizer so that it steps float32 copies (masters) of the model's bfloat16 or float16 parameters. After
+    each step, the parameters are set to the rounded masters. float32 and float64 parameters are their own masters.
 
     If other code changes a parameter, such as a checkpoint loaded without this optimizer, the next step copies it to
     its master. torch does not report writes through `parameter.data`, so write to the parameter itself, under
     torch.no_grad().
 
     With a scaler, gradients are `model.loss_scale` times too large until `step` divides them, in float32. If any
-    gradient on any rank of the world is not finite, all ranks skip the step and change the scale alike. All ranks make
-    a MasterWeights and call `step` together.
+    gradient on any rank of the world is not finite, all ranks skip the step and change the scale in the same way. All
+    ranks make a MasterWeights and call `step` together.
 
     Args:
         model: this rank's Pipeline.
@@ -70,7 +70,7 @@ class MasterWeights(Wrapper):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closure, so no loss
-        """Steps the masters and rounds the parameters from them; with a scaler, skips the step if a gradient
+        """Steps the masters and sets the parameters to the rounded masters. With a scaler, skips the step if a gradient
         overflowed. Raises PipelineError as `execute_pipeline` does.
         """
         self.refuse_closure(closure)
@@ -124,7 +124,7 @@ class MasterWeights(Wrapper):
         return {**super().state_dict(), **scaler}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a `state_dict`; the model's parameters are rounded from its masters. Raises UsageError if it does
+        """Restores a `state_dict`, and sets the model's parameters to its rounded masters. Raises UsageError if it does
         not fit.
         """
         super().load_state_dict(state_dict)

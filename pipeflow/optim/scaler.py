@@ -17,8 +17,8 @@ class LossScaler:
         growth_factor: factor by which the scale grows.
         backoff_factor: factor by which the scale shrinks, less than 1.
         growth_interval: number of consecutive steps without overflow after which the scale grows.
-        hysteresis: number of overflows since it last grew from which each overflow shrinks the scale; 1 shrinks it at
-            every overflow.
+        hysteresis: after so many overflows since the scale last grew, each overflow shrinks it; 1 shrinks it at every
+            overflow.
         min_scale, max_scale: bounds of the scale.
 
     Attributes:
@@ -56,7 +56,7 @@ class LossScaler:
         self._patience = hysteresis
 
     def update(self, *, overflow: bool) -> None:
-        """Updates the scale after a step. All ranks call it alike."""
+        """Updates the scale after a step. All ranks call it with the same argument."""
         if overflow:
             factor, _, smallest = self._backoff
             self._clean, self._patience = 0, max(0, self._patience - 1)

@@ -90,7 +90,7 @@ def make_problem(
 ) -> Problem:
     """Makes the problem of a search. Raises UsageError for a placement of two paths, for a stage without a cost, and
     for an unknown objective. Also raises it for two caps, for a cap in bytes if the cost model has no bytes, and for a
-    cap under which a rank cannot keep one microbatch on all of its stages.
+    cap below one microbatch on all stages of a rank.
     """
     require_positive(microbatches=microbatches)
     if objective not in get_args(Objective):

@@ -44,29 +44,29 @@ def launch(
 ) -> Context:
     """Connects this process to the others and returns its context, which all of its threads see.
 
-    The world is arranged as replicas x pipeline x tensor: tensor ranks are neighbours, then come the ranks of a
-    pipeline; any further processes become data-parallel replicas.
+    The world is arranged as replicas x pipeline x tensor. Tensor ranks are neighbours, then come the ranks of a
+    pipeline. Any further processes become data-parallel replicas.
 
     Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initializes
     torch.distributed's default process group unless this was done before, also for a world of one process. Without that
-    environment, this process is a world of its own and needs no process group.
+    environment, the world is this process alone, which needs no process group.
 
     Args:
         pipeline: number of ranks in a pipeline; by default all ranks form one pipeline.
         tensor: number of processes that share every layer.
-        timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call; ten times
-            as long if that rank may have to compile first. There is no limit for a rank between calls, for example
-            during a long upload, as long as its process answers. On GPUs it must be longer than a step takes.
-        device: device of this process: "cpu", "cuda" for its own GPU, which is the one of its LOCAL_RANK or the only
-            one that it sees, or another one such as "cuda:3". A GPU becomes torch's current device. By default its own
-            GPU if there is one, else the CPU.
+        timeout: seconds to wait for all ranks to launch, and later for another rank that makes the same call. The limit
+            is ten times as long if that rank may have to compile first. There is no limit for a rank between calls, for
+            example during a long upload, as long as its process answers. On GPUs it must be longer than a step.
+        device: device of this process: "cpu", "cuda" for its own GPU, or another GPU such as "cuda:3". Its own GPU is
+            the one of its LOCAL_RANK, or the only visible one. A GPU becomes torch's current device. By default its own
+            GPU if there is one, otherwise the CPU.
 
     On GPUs, this sets environment variables that CUDA, NCCL and torch read (docs/clusters.md lists them), so call it
     before CUDA is used.
 
-    Raises UsageError, before any process group exists, if the world size does not fit, if the device is not there or
-    not supported, and if CUDA_DEVICE_MAX_CONNECTIONS is less than 32; and PipelineError, naming the missing ranks, if
-    not all ranks launch in time.
+    Raises UsageError if the world size does not fit, if the device does not exist or is not supported, and if
+    CUDA_DEVICE_MAX_CONNECTIONS is less than 32. No process group exists then. Raises PipelineError if not all ranks
+    launch in time; the error names the missing ranks.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     layout = WorldLayout.of(world_size, pipeline, tensor)

@@ -30,7 +30,7 @@ Norm = Literal["layer", "rms"]
 
 @dataclass(frozen=True, slots=True)
 class Transformer(ABC):
-    """The base of all transformers; GPT and ViT add what stands before and after the layers.
+    """The base of all transformers; GPT and ViT add what precedes and follows the layers.
 
     Attributes:
         layers, hidden, heads: how many layers, how wide they are, and how many heads of attention each has.
@@ -174,8 +174,8 @@ class Transformer(ABC):
 
     @property
     def linear_flops(self) -> int:
-        """Operations per token in the forward of one layer's linears, two for each weight that the token uses:
-        (4 + 2r) 2h^2 for an MLP of r times `hidden` and all heads alike (arXiv 2104.04473, appendix).
+        """Operations per token in the forward of one layer's linears, two for each weight that the token uses. With an
+        MLP of r times `hidden` and equal heads these are (4 + 2r) 2h^2 (arXiv 2104.04473, appendix).
         """
         return 2 * (self._attention + self._router + self.active_experts * self._expert(1))
 

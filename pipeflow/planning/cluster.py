@@ -37,13 +37,13 @@ class Cluster:
     """Devices of one kind, `devices_per_node` of them in each node, as many nodes as needed.
 
     Attributes:
-        device: each of them.
+        device: the device, the same everywhere.
         devices_per_node: devices that reach each other over `link_bandwidth`.
-        link_bandwidth: bytes/s that one device sends to others of its node, one way, while it may receive as many.
+        link_bandwidth: bytes/s that one device sends to others of its node. It may receive as many at the same time.
         link_latency: seconds until the first byte of such a transfer arrives.
-        network_bandwidth, network_latency: the same between nodes, of one device when all of its node send.
+        network_bandwidth, network_latency: the same between nodes, for one device while all devices of its node send.
         sharing: ranks that share one processor, such as 2 for 4 processes on 2 cores. The device's rates are then those
-            while all of them compute; where some wait, the others are faster. 1 for devices of their own.
+            while all these ranks compute; while some wait, the others are faster. 1 if each rank has its own device.
         efficiency: measured coefficients of a cost model, by name.
 
     >>> Cluster.of("a100-80gb", network_bandwidth=12.5e9).link_bandwidth
@@ -73,16 +73,16 @@ class Cluster:
 
     @property
     def usable_bytes(self) -> float:
-        """What the plan of a device may count: its memory less ALLOWANCE."""
+        """The most bytes of a device in a plan: its memory minus ALLOWANCE."""
         return (1 - ALLOWANCE) * self.device.memory_bytes
 
     @classmethod
     def of(cls, device: str | Device, **given: Any) -> Cluster:
-        """A cluster of a device of DEVICES, with the link that it is sold with and a network of 200 Gbit/s (25e9
-        bytes/s) per device; `given` are other attributes than the device. None stands for the usual value.
+        """Makes a cluster of a device, by its name in DEVICES or as a `Device`. It has the link that the device is sold
+        with, and a network of 200 Gbit/s (25e9 bytes/s) per device. `given` sets other attributes; None stands for the
+        usual value.
 
-        Raises UsageError for an unknown device, and where a device that is not in DEVICES comes without
-        `link_bandwidth`.
+        Raises UsageError for an unknown device, and for a device that is not in DEVICES without `link_bandwidth`.
         """
         known = Device.named(device) if isinstance(device, str) else device
         given = {name: value for name, value in given.items() if value is not None}
@@ -94,11 +94,11 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
-        """The cluster that `save` wrote, or one written by hand; `efficiency`, `sharing`, `units` and the
+        """Reads the cluster that `save` wrote, or one written by hand. `efficiency`, `sharing`, `units` and the
         device's `runs_ahead` and `like` may be missing.
 
-        Raises UsageError, which names the file, for one that cannot be read, is not JSON, lacks keys, has unknown ones,
-        other units, or values that cannot be.
+        Raises UsageError, which names the file, if it cannot be read or is not JSON. Also raises it for missing or
+        unknown keys, other units, and impossible values.
         """
         text = read_text(path)
         try:
@@ -107,7 +107,7 @@ class Cluster:
             raise UsageError(f"{os.fspath(path)}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the cluster as JSON, for `load`; a file that is there is replaced at once. Raises UsageError where the
+        """Writes the cluster as JSON, for `load`. An existing file is replaced atomically. Raises UsageError if the
         file cannot be written.
         """
         content = {"units": UNITS} | asdict(self)

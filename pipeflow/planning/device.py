@@ -35,15 +35,15 @@ class Device:
     """A device that computes.
 
     Attributes:
-        name: as DEVICES has it, or any other.
+        name: a name in DEVICES, or any other name.
         flops: FLOP/s of dense products per precision: "fp16", "bf16", "fp8", "tf32", "float32". A precision that the
             device has no units for is left out.
-        memory_bytes: of memory.
-        memory_bandwidth: bytes/s that it reads or writes.
-        runs_ahead: whether a host launches operations while the device computes earlier ones. A CPU does both itself,
-            one after the other.
-        like: the measured device, of `efficiency.REACHES`, that reaches about the same share of its rates. A device
-            that its power limits, as H100, reaches less than A100.
+        memory_bytes: bytes of memory.
+        memory_bandwidth: bytes/s that the memory reads or writes.
+        runs_ahead: whether a host launches operations while the device computes earlier ones. A CPU does both, one
+            after the other.
+        like: the measured device, a name in `efficiency.REACHES`, that reaches about the same share of its rates. A
+            device whose power is limited, such as H100, reaches less than A100.
 
     >>> Device.named("A100-80GB").flops["bf16"]
     312000000000000.0
@@ -118,8 +118,9 @@ def require_between(least: float, most: float, name: str, value: object, unit: s
 
 
 class _Row(NamedTuple):
-    """A row of the table of devices: memory in GiB, bandwidths of the memory and of all links of one device in GB/s in
-    one direction, the most similar measured device, and TFLOP/s. A rate is 0 if the device has no units for it.
+    """A row of the table of devices: memory in GiB, two bandwidths in GB/s, the most similar measured device, and
+    TFLOP/s. The bandwidths are those of the memory, and of all links of one device in one direction. A rate is 0 if the
+    device has no units for it.
     """
 
     name: str

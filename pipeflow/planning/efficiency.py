@@ -19,23 +19,22 @@ class Efficiency:
 
     Attributes:
         products: share of the peak FLOP/s that large matrix products reach.
-        depth: of a product whose smaller weight dimension is this long, the time doubles.
-        rows: of a product with this many rows (tokens), the time doubles.
+        depth: a product whose smaller weight dimension has this length takes twice as long.
+        rows: a product with this many rows (tokens) takes twice as long.
         attention: share of the peak FLOP/s that attention's products reach.
         memory: share of the memory bandwidth that elementwise operations reach.
-        forward_launch: time in which the host launches the forward of one layer. A layer takes at least that. On a
-            device that does not run ahead, its computations come on top.
+        forward_launch: time in which the host launches the forward of one layer. A layer takes at least this time. On a
+            device that does not run ahead, the time of its computations is added.
         backward_launch: the same for the backward of one layer, without what it recomputes.
         sync: time that a tensor-parallel collective adds to a launch for each other rank of its group. On a device that
             does not run ahead, the collective takes that much longer.
         link: share of the bandwidth inside a node that collectives reach.
         network: share of the bandwidth between nodes that tensor-parallel collectives and transfers reach.
         reduction: share of the bandwidth between nodes that gradient reductions reach.
-        collective: time that a collective takes for each doubling of its group, whatever it carries.
+        collective: time that a collective takes for each doubling of its group, independent of its size.
         transfer: share of the bandwidth inside a node that a transfer between stages reaches.
-        transfer_start: time that such a transfer takes, whatever it carries.
-        backward: how many times as long as those of its forward the computations of a backward take, without the
-            attention that it computes again.
+        transfer_start: fixed time of such a transfer, independent of its size.
+        backward: the time of a backward's computations, without recomputed attention, relative to those of its forward.
         gradients: share of the bandwidth inside a node that gradient reductions reach; as `link` unless given.
         optimizer: share of the memory bandwidth that the optimizer's step reaches; as `memory` unless given.
 
@@ -71,8 +70,8 @@ class Efficiency:
 
     @classmethod
     def of(cls, given: Mapping[str, float], like: str = "a100", precision: str = "") -> Efficiency:
-        """PUBLISHED with what is known of a device of REACHES in that precision, and with the coefficients that are
-        `given` in its place, as a cluster file holds them. Raises UsageError for unknown names.
+        """PUBLISHED with the known coefficients of a device of REACHES in that precision. Coefficients in `given`, as
+        in a cluster file, replace them. Raises UsageError for unknown names.
         """
         known = asdict(PUBLISHED) | dict(REACHES[like].get(precision, {}))
         if unknown := sorted(set(given) - set(known)):

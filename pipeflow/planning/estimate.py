@@ -37,13 +37,13 @@ def plan(
     cluster: Cluster | None = None,
     cut: Cut = "uniform",
 ) -> Plan:
-    """The cost of training `model` under `schedule` in a `setup`, by default with one device per pipeline rank. Layers
-    are dealt over the stages as `stage_layers` does; the tables and the head come on top.
+    """The cost of training `model` under `schedule` in a `setup`, by default with one device per pipeline rank.
+    `stage_layers` divides the layers among the stages; the first and the last stage also have the tables and the head.
 
-    With a `cluster`, times are in seconds and everything is counted: computations at the efficiency that their sizes
-    reach, launches, communication of tensor ranks, transfers, reductions of gradients and the optimizer.
-    `benchmarks/planner.py` compares such plans with measured steps. With `flops`, the operations per second that one
-    device reaches, times are in seconds too, and communication is free.
+    With a `cluster`, times are in seconds and everything is counted: computations, launches, communication of tensor
+    ranks, transfers, reductions of gradients and the optimizer. Computations have the efficiency that their sizes
+    reach. `benchmarks/planner.py` compares such plans with measured steps. With `flops`, the operations per second that
+    one device reaches, times are in seconds too, and communication is free.
 
     >>> from pipeflow import GPT, make_schedule
     >>> found = plan(GPT.named("gpt3-175b"), make_schedule("1f1b", ranks=8, microbatches=64), Setup(tensor=8))

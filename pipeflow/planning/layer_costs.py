@@ -49,15 +49,15 @@ class LayerCosts:
         return tuple(map(sum, zip(self.forward, self.backward_input, self.backward_weight, strict=True)))
 
     def parts(self, num_stages: int) -> list[Part]:
-        """The parts `(start, end)` of the layers, one a stage, of which the slowest takes as little time as it can.
-        Raises UsageError when there are fewer layers than stages.
+        """The parts `(start, end)` of the layers, one per stage, with which the slowest stage is as fast as possible.
+        Raises UsageError if there are fewer layers than stages.
         """
         return stage_parts(len(self.forward), num_stages, self.weights)
 
     def cost_model(self, parts: Sequence[Part]) -> CostModel:
-        """The costs of stages with these `parts`, for `simulate` and `search`: links take no time, until
-        `dataclasses.replace(..., latency=, bandwidth=)` says what they do. Raises UsageError for parts that do not
-        cover the layers.
+        """The costs of stages with these `parts`, for `simulate` and `search`. Links take no time;
+        `dataclasses.replace(..., latency=, bandwidth=)` sets their times. Raises UsageError for parts that do not cover
+        the layers.
         """
         parts = stage_parts(len(self.forward), len(parts), parts)
 

@@ -28,9 +28,9 @@ class Layout:
     Attributes:
         setup: the work of a pipeline rank; its sizes, `checkpoint` and `zero` can be read from the layout, too.
         pipeline: number of pipeline ranks.
-        microbatches: per step and replica.
-        schedule, options: a name of SCHEDULES, and the schedule's options.
-        cut: per stage its layers [start, end).
+        microbatches: number of microbatches per step and replica.
+        schedule, options: a name in SCHEDULES, and the schedule's options.
+        cut: per stage, its layers [start, end).
     """
 
     setup: Setup
@@ -72,12 +72,12 @@ class Wanted:
     Attributes:
         model, cluster, devices: what is trained, and on what.
         batch: sequences per step, on all devices together.
-        memory: bytes that the plan of a device may count; by default the device's memory less ALLOWANCE.
+        memory: the most bytes of a device in a plan; by default the device's memory minus ALLOWANCE.
         setup: the sequence, the precision, and how activations are split and kept; its other fields are not used.
-        tensor, pipeline, microbatch_size, checkpoint, zero: where given, all layouts have these.
+        tensor, pipeline, microbatch_size, checkpoint, zero: if given, all layouts have these values.
         schedules: names to try; by default SEARCHED.
 
-    Raises UsageError for sizes below 1, more pipeline ranks than layers, no schedule or an unknown one, and for another
+    Raises UsageError for sizes below 1, more pipeline ranks than layers, no schedule or an unknown one, and an unknown
     `checkpoint` or `zero`.
     """
 
@@ -115,12 +115,12 @@ class Wanted:
 
     @property
     def limit(self) -> float:
-        """Bytes that the plan of a device may count."""
+        """The most bytes of a device in a plan."""
         return self.cluster.usable_bytes if self.memory is None else self.memory
 
     @property
     def checkpoints(self) -> tuple[Checkpoint, ...]:
-        """The kinds of recomputation to try. That of scores alone saves nothing where they are not kept."""
+        """The kinds of recomputation to try. Without stored scores, recomputing them saves nothing and is left out."""
         if self.checkpoint is not None:
             return (self.checkpoint,)
         return CHECKPOINTS if self.setup.stores_scores else ("none", "full")

@@ -34,8 +34,8 @@ class Ranked:
     """A layout that was found.
 
     Attributes:
-        layout: itself.
-        plan: its cost; all of it from a simulation of the whole step.
+        layout: its sizes, schedule and cut.
+        plan: its cost, from a simulation of the whole step.
     """
 
     layout: Layout
@@ -54,7 +54,7 @@ class Ranked:
         return self.plan.step_parts
 
     def grown(self, best: Ranked) -> dict[str, float]:
-        """Per part of the time, the seconds that it takes more than in `best`, the largest first."""
+        """Per part of the step time, the seconds by which it is longer than in `best`, the largest first."""
         more = {name: seconds - getattr(best.parts, name) for name, seconds in self.parts._asdict().items()}
         return {name: more[name] for name in sorted(more, key=lambda name: -more[name])}
 
@@ -65,7 +65,7 @@ class Layouts:
 
     Attributes:
         wanted: what was searched for.
-        ranked: the layouts, the best first; with different sizes, or where sizes were given, with different schedules.
+        ranked: the layouts, the best first. They have different sizes, or different schedules if the sizes were given.
         simulated: how many layouts were simulated.
     """
 
@@ -78,16 +78,16 @@ def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], No
     """The `top` best layouts. Each one is sound, within memory, and priced by a simulation of its whole step.
     `progress` is called now and then with a rough share of the work that is done, from 0 to 1.
 
-    One layout is listed for each choice of tensor, pipeline and data sizes; where `wanted` says the tensor and the
-    pipeline size, one for each schedule. Times within TIE of each other are ties: the layout with fewer tensor ranks
-    comes first, then the one with fewer pipeline ranks, then the one that recomputes less.
+    One layout is listed for each choice of tensor, pipeline and data sizes. If `wanted` sets the tensor and the
+    pipeline size, one layout is listed for each schedule. Times within TIE of each other are ties: the layout with
+    fewer tensor ranks comes first, then the one with fewer pipeline ranks, then the one that recomputes less.
 
-    Layouts are tried in the order of a bound that no step is shorter than, until the bound exceeds the times found. So
-    none that is left out is better, with one exception: steps much longer than a pipeline is deep are estimated from
-    two shorter ones first, and left out where the estimate is more than 2 % too long.
+    Layouts are tried sorted by a lower bound on their step time, until the bound exceeds the times found. So no layout
+    that is left out is better, with one exception. Steps with many more microbatches than stages are first estimated
+    from two shorter steps. Such a layout may be left out wrongly, if its estimate is more than 2 % too long.
 
-    Raises UsageError for devices or a batch that no layout divides, with the nearest that one does, and for a model
-    that fits nowhere, with what is missing and what would make it fit.
+    Raises UsageError if no layout divides the devices or the batch; the error names the nearest numbers that work. Also
+    raises it if the model fits nowhere; the error says how much memory is missing and which changes would make it fit.
     """
     search = _Search(wanted, top, progress)
     with _no_collections():

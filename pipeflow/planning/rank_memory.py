@@ -32,14 +32,15 @@ class RankPlan:
         rank: the pipeline rank.
         stages: its stages.
         parts: their layers [start, end).
-        parameters: held by one device, a word table that is also the head once.
-        weight_bytes, gradient_bytes: of them.
-        master_bytes, moment_bytes: the optimizer's: master weights, Adam's two moments.
-        activation_bytes: the most that the schedule keeps at once for backwards.
-        recomputed_bytes: beside that, what the backward of one layer is computing again.
-        transfer_bytes: of received activations and gradients that no computation has taken yet, one of each for each
-            stage that is next to one on another rank.
-        idle: the part of the step in which the rank computes nothing.
+        parameters: number of parameters on one device. A word table that is also the head counts once.
+        weight_bytes, gradient_bytes: bytes of these parameters and of their gradients.
+        master_bytes, moment_bytes: bytes of the optimizer's master weights, and of Adam's two moments.
+        activation_bytes: the most bytes that the schedule keeps at once for backwards.
+        recomputed_bytes: additional bytes that the backward of one layer recomputes.
+        transfer_bytes: bytes of received activations and gradients that no computation has taken yet. This is one
+            activation for each stage whose previous stage is on another rank, and one gradient for each stage whose
+            next stage is.
+        idle: the part of the step time in which the rank computes nothing.
     """
 
     rank: int
@@ -85,12 +86,12 @@ class RankPlan:
 
     @property
     def allocator_bytes(self) -> float:
-        """An allowance for what the allocator takes without handing it out: ALLOCATOR of all the rest."""
+        """An allowance for memory that the allocator reserves but does not use: the share ALLOCATOR of all the rest."""
         return ALLOCATOR * self._used_bytes
 
     @property
     def peak_bytes(self) -> float:
-        """All of it, with the allowance. Not counted: buffers of single operations."""
+        """The sum of all these bytes, with the allowance. Buffers of single operations are not counted."""
         return self._used_bytes + self.allocator_bytes
 
 

@@ -20,8 +20,8 @@ class RankGroup(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Times of a part of the model on one device, without communication and launches: its forward, its whole backward,
-    the weight gradients in its backward, and the recomputation of attention scores.
+    """Times of a part of the model on one device, without communication and launches. They are the times of its
+    forward, its whole backward, the weight gradients in its backward, and the recomputation of attention scores.
     """
 
     forward: float

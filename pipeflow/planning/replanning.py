@@ -43,8 +43,9 @@ class Replan:
     Attributes:
         measured: the step that was measured.
         cost: the costs that it shows.
-        now: the schedule that ran, simulated under them.
-        candidates: the others, the fastest first; of those that keep no more activations and of the rest.
+        now: the schedule that ran, simulated under these costs.
+        candidates: the other schedules. Those that keep no more activations come first; both groups are sorted by their
+            time.
     """
 
     measured: Timeline
@@ -54,18 +55,18 @@ class Replan:
 
     @property
     def best(self) -> Candidate:
-        """The fastest schedule that keeps no more activations; the one that ran, where no other is faster."""
+        """The fastest schedule that keeps no more activations; the one that ran if no other is faster."""
         fitting = [each for each in self.candidates if each.fits]
         return min([self.now, *fitting], key=lambda each: each.timeline.makespan)
 
     def gain(self, candidate: Candidate) -> float:
-        """The part of a step that the candidate saves, both as planned."""
+        """The part of the planned step time that the candidate saves."""
         return 1 - candidate.timeline.makespan / self.now.timeline.makespan
 
 
 def replan(measured: Timeline, *, candidates: int = CANDIDATES) -> Replan:
-    """Plans a step again from its measured timeline: with every named schedule that has its placement, and with the
-    best order that a search finds within the activations that it kept.
+    """Plans a step again from its measured timeline. It simulates every named schedule with the same placement, and the
+    best order that a search finds within the activations that the step kept.
 
     Args:
         measured: a timeline of `execute_pipeline(..., trace=True)`.

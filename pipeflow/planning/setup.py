@@ -55,7 +55,7 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How the work of one pipeline rank is laid out over devices, and what of it is kept.
+    """How the work of one pipeline rank is divided among devices, and what is kept for backwards.
 
     Attributes:
         tensor: devices that share every layer of a stage.
@@ -63,16 +63,17 @@ class Setup:
         microbatch_size: sequences per microbatch.
         sequence: tokens per sequence; the model's `positions` unless given.
         precision: of weights, gradients, optimizer and activations.
-        zero: with 1, the `data` ranks share out master weights and moments among them (ZeRO-1, arXiv 1910.02054); with
-            0, each has all of them. True and False stand for 1 and 0.
-        checkpoint: what a layer's backward computes again. "full": the whole layer, which keeps its input alone;
-            "selective": attention's scores, which are not kept (arXiv 2205.05198, section 5); "none": nothing. True and
+        zero: with 1, master weights and moments are divided among the `data` ranks (ZeRO-1, arXiv 1910.02054); with 0,
+            each has all of them. True and False stand for 1 and 0.
+        checkpoint: what a layer's backward recomputes. "full": the whole layer, which keeps only its input.
+            "selective": attention's scores, which are not kept (arXiv 2205.05198, section 5). "none": nothing. True and
             False stand for "full" and "none".
-        sequence_parallel: the tensor ranks share what each else had whole (arXiv 2205.05198, section 4.2.2).
-        keep_scores: attention has its scores in memory, as without torch's scaled_dot_product_attention or
-            FlashAttention (arXiv 2205.14135), and keeps them unless they are computed again. See `stores_scores`.
+        sequence_parallel: activations that each tensor rank would have whole are split by the sequence (arXiv
+            2205.05198, section 4.2.2).
+        keep_scores: attention writes its scores to memory, as without torch's scaled_dot_product_attention or
+            FlashAttention (arXiv 2205.14135), and keeps them unless they are recomputed. See `stores_scores`.
 
-    Raises UsageError for sizes below 1, and for another `zero` or `checkpoint`.
+    Raises UsageError for sizes below 1, and for an unknown `zero` or `checkpoint`.
     """
 
     tensor: int = 1
@@ -99,7 +100,7 @@ class Setup:
 
     @property
     def stores_scores(self) -> bool:
-        """Whether attention writes its scores to memory: as `keep_scores` says, and also where they are recomputed
-        alone (selective checkpoints), or where training runs in fp16, whose programs are older than fused attention.
+        """Whether attention writes its scores to memory. It does so with `keep_scores`, with selective checkpoints,
+        which recompute only the scores, and in fp16, since programs that train in fp16 have no fused attention.
         """
         return self.keep_scores or self.checkpoint == "selective" or self.precision.products == "fp16"

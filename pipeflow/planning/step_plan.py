@@ -25,13 +25,14 @@ class StepParts(NamedTuple):
     """The parts of a step's time, in seconds; their sum is the step.
 
     Attributes:
-        compute: the busiest rank's computations, without what follows; with the time in which it waits for a processor
-            that other ranks use, if the cluster's ranks share processors.
+        compute: the busiest rank's computations, without the parts below. If ranks of the cluster share processors,
+            this includes the time in which it waits for a processor.
         tensor: communication of its tensor ranks.
-        bubble: its idle time while transfers are free.
-        transfer: what transfers between stages add to that.
-        reduction: what the reductions of gradients over the replicas add, and those of a word table of two ranks.
-        optimizer: its step.
+        bubble: its idle time if transfers were free.
+        transfer: the time that transfers between stages add.
+        reduction: the time that the reductions of gradients over the replicas add, and those of a word table on two
+            ranks.
+        optimizer: the step of the optimizer.
     """
 
     compute: float

@@ -75,7 +75,7 @@ class GPT(Transformer):
 
     @property
     def wide(self) -> int:
-        """Width of the MLP, of one expert where there are several."""
+        """Width of the MLP, or of one expert if there are several."""
         return self.mlp_ratio * self.hidden if self.ffn is None else self.ffn
 
     @property
@@ -85,7 +85,7 @@ class GPT(Transformer):
 
     @property
     def embedding_flops(self) -> float:
-        """None: looking up is no product."""
+        """0, because looking up a row is no matrix product."""
         return 0
 
     @property
@@ -103,7 +103,7 @@ class GPT(Transformer):
             raise UsageError(f"a sequence of {sequence} tokens is too long for a model with {self.positions} positions")
 
     def vocabulary_rows(self, tensor: int = 1) -> int:
-        """The rows of the word table on one of `tensor` ranks, those that pad it included."""
+        """The rows of the word table on one of `tensor` ranks, including padding."""
         return -(-self.vocabulary // tensor)
 
     def _ends(self, tensor: int, *, first: bool, last: bool) -> int:

@@ -60,7 +60,7 @@ class ViT(Transformer):
 
     @property
     def tokens(self) -> int:
-        """One for each patch, and the class token."""
+        """Tokens per image: one for each patch, and the class token."""
         return (self.image // self.patch) ** 2 + 1
 
     @property
@@ -70,15 +70,15 @@ class ViT(Transformer):
 
     @property
     def head_flops(self) -> float:
-        """Operations per token in the forward of the head, which reads one token of them all."""
+        """Operations per token in the forward of the head, which reads only the class token."""
         return 2 * self.hidden * self.classes / self.tokens
 
     def head_outputs(self, tensor: int = 1) -> float:
-        """Logits per token: those of the image, shared out over its tokens."""
+        """Logits per token: the logits of an image divided by its number of tokens."""
         return self.classes / self.tokens
 
     def require_sequence(self, sequence: int) -> None:
-        """Raises UsageError unless it is what an image has."""
+        """Raises UsageError unless `sequence` is the number of tokens of an image."""
         if sequence != self.tokens:
             raise UsageError(
                 f"a sequence of {sequence} tokens is no image of {self.image} in patches of {self.patch}, "

@@ -35,15 +35,15 @@ def execute_pipeline(
         data_iter: iterator of `(inputs, labels)`. Tensors are split into microbatches along dim 0; entries wrapped in
             `pipeflow.Whole` are not split. If `inputs` is a dict, each stage receives the entries that its `forward`
             has parameters for; otherwise `inputs` is the first stage's argument. If inputs require gradients, each rank
-            gives them the part that its own stages compute.
+            adds the part of their gradients that its own stages compute.
         model: this rank's Pipeline.
         forward_only: evaluate only: no graph is built and no gradient changes. Labels may be None if no loss is needed.
             If a batch has fewer samples than the schedule has microbatches, each sample becomes a microbatch.
         return_outputs: return the last stage's outputs in `Output.outputs`.
         broadcast_loss: return the loss on every rank.
         trace: measure the step and return `Output.timeline`.
-        reduce: average the gradients over the replicas. With False each replica accumulates its own gradients, until a
-            step that reduces averages them all: gradient accumulation over several calls.
+        reduce: average the gradients over the replicas. With False each replica accumulates its own gradients over
+            several calls. The next call with True averages all of them.
         schedule: schedule of this step; by default that of the Pipeline. It must be sound and have the same placement;
             its number of microbatches may differ. Programs are compiled when a schedule is first used, separately for
             training and evaluation; the 16 most recently used ones are kept.
@@ -51,9 +51,9 @@ def execute_pipeline(
             the sum over n calls is the gradient of their mean loss.
 
     Raises:
-        UsageError: if a batch, a schedule, an output or a loss does not fit, on the rank that noticed it; if the ranks
-            made different calls, on every rank.
-        PipelineError: on every rank, naming the rank where the error began, if anything failed on any rank. Gradients
+        UsageError: on the rank that noticed it, if a batch, a schedule, an output or a loss does not fit. On every
+            rank, if the ranks made different calls.
+        PipelineError: on every rank, if anything failed on any rank. The error names the rank where it began. Gradients
             are then undefined. The next step works again, unless a rank died.
     """
     if not isinstance(model, Pipeline):

@@ -50,43 +50,44 @@ class Pipeline(nn.Module):
     """This rank's stages of a model, and the schedule that runs them. All ranks must make their Pipelines together.
 
     Parameters, `zero_grad` and `state_dict` work as in any module. A Pipeline made by `from_module` also loads the
-    `state_dict` of the whole module, of which it takes what this rank needs; over tensor ranks use `load_safetensors`.
-    A Pipeline is not called; `execute_pipeline` runs it.
+    `state_dict` of the whole module, and takes from it the weights that this rank needs. With tensor ranks, use
+    `load_safetensors`. A Pipeline is not called; `execute_pipeline` runs it.
 
     Args:
         chunks: this rank's module, or an nn.ModuleList of its modules, one per stage of
             `schedule.placement.stages_of(rank)`, in that order.
         schedule: the schedule of the steps, the same on every rank; it is verified here. `execute_pipeline` accepts
             other schedules of the same placement.
-        criterion: `criterion(output, labels)` returns the mean loss of a microbatch, a scalar tensor. A loss module
-            with `reduction="sum"` returns its sum: then those of all microbatches and replicas are added up. Needed for
-            training. If it is a module, the ranks that have the last stage hold it as `criterion`, so its parameters
+        criterion: `criterion(output, labels)` returns the mean loss of a microbatch, a scalar tensor. It is needed for
+            training. The results of a loss module with `reduction="sum"` are added up over microbatches and replicas.
+            If the criterion is a module, the ranks that have the last stage hold it as `criterion`, so its parameters
             belong to the Pipeline.
         tensor_shape: shape of the tensor that passes between stages, with the microbatch's size as first entry; this
             saves a header per message. If the first entry is None, the size follows from each batch, in training and in
-            evaluation. Leave `tensor_shape` None if the shape varies, differs between stages, or a tree of tensors is
-            passed: shapes are then sent along in headers. If the first entry is a number, evaluation uses headers, too.
+            evaluation. Leave `tensor_shape` None if the shape varies or differs between stages, or if a tree of tensors
+            is passed. Shapes are then sent along in headers. If the first entry is a number, evaluation uses headers,
+            too.
         tensor_dtype: dtype of that tensor; ignored if `tensor_shape` is None.
         weigh: `weigh(labels)` returns the weight of a microbatch in the batch's mean loss, such as its number of
-            tokens. By default its number of samples, or for a loss module with an `ignore_index`, such as
-            nn.CrossEntropyLoss, of its labels that count, each times the `weight` of its class. These attributes are
-            read when the Pipeline is made.
+            tokens. By default it is the number of samples. For a loss module with an `ignore_index`, such as
+            nn.CrossEntropyLoss, it is the number of labels that are not ignored, each times the `weight` of its class.
+            These attributes are read when the Pipeline is made.
         stages: indices of the stages that `chunks` were built for, to check them against the schedule's placement.
         overlap: `overlap(forward, backward)` runs a pair of the schedule. It must call both functions, each once, in
             any order, on any thread or stream, and return when both are done. By default a forward runs before its
             backward.
-        autocast: dtype of a torch.autocast in which stages and criterion run; by default that of a torch.autocast
-            around `execute_pipeline`, if there is one. Backwards run outside of it.
+        autocast: dtype of a torch.autocast in which stages and criterion run. By default it is the dtype of a
+            torch.autocast around `execute_pipeline`, if there is one. Backwards run outside of it.
         gradient_dtype: dtype in which gradients are added up over microbatches and ranks, for parameters of a narrower
             dtype; for example torch.float32 for a model in bfloat16. `.grad` keeps this dtype, for MasterWeights to
             step with. By default the dtype of the parameter. With fully_shard, set its MixedPrecisionPolicy instead.
-        cost: times of stages and links, in one unit. If a link has a long latency, receives are posted earlier by it,
-            into more buffers, so that no transfer waits for its receiver. By default links take no time.
-        routes: pairs of stages (from, to) that are not neighbours, of which the first passes tensors to the second,
-            like skip connections. A stage where routes begin returns a tuple: the value for the next stage, then the
-            value for each route, in the order of the destinations. A stage where routes end takes arguments in the same
-            order: the value of the previous stage, then the value of each route. Between two ranks a value is sent once
-            and directly; on one rank it stays in memory. Stages made by `from_module` have their own routes.
+        cost: times of stages and links, in one unit. If a link has a long latency, receives are posted earlier by this
+            time, into more buffers, so that no transfer waits for its receiver. By default links take no time.
+        routes: pairs of stages (from, to) that are not neighbours. The first stage of a pair passes tensors to the
+            second, as in skip connections. A stage where routes begin returns a tuple: the value for the next stage,
+            then the value for each route, in the order of the destinations. A stage where routes end takes arguments in
+            the same order: the value of the previous stage, then the value of each route. Between two ranks a value is
+            sent once and directly; on one rank it stays in memory. Stages made by `from_module` have their own routes.
 
     Attributes:
         loss_scale: factor of the gradients of a step, which keeps gradients in half precision from underflowing.
@@ -95,12 +96,12 @@ class Pipeline(nn.Module):
 
     Chunks and criterion are moved to `context.device`. Modules on the meta device must be given memory and values
     before the first step. Weights that replicas or tensor ranks hold in full are made equal here, with the values of
-    the first of these ranks. Buffers of replicas are made equal, too; those of tensor ranks must be equal, unless the
+    the first of these ranks. Buffers of replicas are made equal, too. Buffers of tensor ranks must be equal, unless the
     layer has a method `own_buffers` that names them; see "Tensor parallelism" in the reference.
 
-    If training changes buffers, such as running statistics, each replica changes its own by its own samples; after each
-    step all replicas get those of the first one, as with DistributedDataParallel. A BatchNorm sees one microbatch at a
-    time.
+    If training changes buffers, such as running statistics, each replica updates its own buffers with its own samples.
+    After each step, all replicas get the buffers of the first one, as with DistributedDataParallel. A BatchNorm sees
+    one microbatch at a time.
 
     In a bidirectional schedule each stage is on two ranks. Their weights are made equal here, with the values of the
     lower rank, and each step sums their gradients.
@@ -213,35 +214,35 @@ class Pipeline(nn.Module):
             module: the whole module, on the CPU or the meta device, the same on every rank. The Pipeline shares the
                 parameters that this rank owns; delete the module to free the others.
             schedule: as in `Pipeline`.
-            example: a batch, whose first microbatch is traced: a dict of the forward's keywords including labels, or
-                `(inputs, labels)`, where inputs are such a dict, the first argument, or a tuple of all arguments.
-                `execute_pipeline` then takes batches of these forms, also with other shapes.
-                With a `criterion`, the labels of a pair reach the forward only if it names a parameter `labels`.
-            cuts: where to cut. "uniform", the default, distributes the blocks evenly; a list of numbers, one per
-                block, gives the costs of the blocks, which are balanced; a list of names gives the blocks after which
-                to cut, with `:k` for the k-th call of a module.
+            example: a batch, whose first microbatch is traced. It is a dict of the forward's keywords including labels,
+                or `(inputs, labels)`. Inputs are such a dict, the first argument, or a tuple of all arguments.
+                `execute_pipeline` then takes batches of these forms, also with other shapes. With a `criterion`, the
+                labels of a pair reach the forward only if it names a parameter `labels`.
+            cuts: where to cut. "uniform", the default, distributes the blocks evenly. A list of numbers, one per block,
+                gives the costs of the blocks, which are balanced. A list of names gives the blocks after which to cut,
+                with `:k` for the k-th call of a module.
             blocks: modules after which a cut is possible: a class or its name, or names of modules. By default the
                 children of outermost nn.ModuleLists; if too few, also those of nn.ModuleDicts, then of nn.Sequentials.
             criterion: as in `Pipeline`. By default the module's own loss: its output if that is a scalar, or the
                 output's `.loss`.
-            weigh: as in `Pipeline`. By default, what the module's own loss is divided by, as its operators show: the
-                labels that count, by its `ignore_index` and class weights, or the samples; a sum is added up. If that
-                cannot be seen, a warning says how microbatches are weighted.
+            weigh: as in `Pipeline`. By default, the divisor of the module's own loss, which pipeflow finds in its
+                operators: the number of samples, or of labels, with `ignore_index` and class weights. A loss that is a
+                sum is added up. If the divisor cannot be found, a warning says how microbatches are weighted.
             overlap, autocast, gradient_dtype: as in `Pipeline`.
             cost: as in `Pipeline`; if it has no `activation_bytes`, those of the plan are used.
             rules: which layers are split over the tensor ranks, and how. Put your own rules first, as in
                 `rules=[Rule("attention", r"attn\.qkv", parts=3), *DEFAULT_RULES]`. With () no layer is split, and
                 all tensor ranks compute the same.
 
-        Parameters keep their names in `module`, here and in checkpoints. Parameters that several stages need are tied;
-        parameters that no stage needs belong to the last one. A buffer is stored by the first stage that needs it.
+        Parameters keep their names in `module`, here and in checkpoints. Parameters that several stages need are tied.
+        Parameters that no stage needs belong to the last stage. A buffer is stored by the first stage that needs it.
 
         torch's default random generators on all tensor ranks are set to the state of the first of them, so that stock
         dropout drops the same entries on all.
 
-        Raises UsageError for a module that cannot be cut, naming the submodule and the reason, for fewer blocks than
-        stages, for an example that cannot be split, for a rule of your own that matches nothing, and for a tensor size
-        that does not divide the heads or a width.
+        Raises UsageError for a module that cannot be cut; the error names the submodule and the reason. Also raises it
+        for fewer blocks than stages, and for an example that cannot be split. With tensor ranks, it raises it for a
+        rule of your own that matches nothing, and for a tensor size that does not divide the heads or a width.
         """
         context = current_context()
         with context.alarm.raised_everywhere():

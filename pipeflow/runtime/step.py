@@ -36,10 +36,11 @@ class Output:
         outputs: the last stage's outputs, concatenated along dim 0 over the microbatches. None unless `return_outputs`
             was set, and on ranks without the last stage.
         timeline: measured spans of every rank, in seconds. None unless `trace` was set.
-        losses: mean loss, a scalar tensor, of each microbatch whose loss this rank computed, by the microbatch's index.
+        losses: a dict from the index of each microbatch whose loss this rank computed to its mean loss, a scalar
+            tensor.
         samples: number of samples in the batch over all replicas.
-        weight: weight of the batch in a mean over several batches, over all replicas: the sum of what `weigh` returned
-            for its microbatches, or its number of samples. 0 where `loss` is None.
+        weight: weight of the batch in a mean over several batches, over all replicas. It is the sum of the results of
+            `weigh` for its microbatches, or its number of samples. 0 if `loss` is None.
     """
 
     loss: Tensor | None

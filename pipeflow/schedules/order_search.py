@@ -31,29 +31,30 @@ def search(
 ) -> Found:
     """Searches for a good order with split backwards, and proves how good it is.
 
-    It starts from every named schedule of the placement (`schedules.families.schedules_on`), so the result is never
-    worse than one of them that keeps within the cap, however small the budget. With `candidates` the result is
+    It starts from every named schedule of the placement (`schedules.families.schedules_on`). So even with a small
+    budget, the result is never worse than any of them that is within the cap. With `candidates` the result is
     reproducible; otherwise it depends on how fast the machine is.
 
     Args:
-        placement: which rank has which stage; it has one path.
-        microbatches: their number.
-        cost: times per stage, of transfers, and bytes.
-        objective: what to make small. "makespan" is the time of a step that ends with a barrier, as steps with an
-            ordinary optimizer do. "span" is the papers' measure, in which ranks may begin one after the other. Of
-            orders that are equal in one the search takes the one that is better in the other.
-        memory_cap: the most activations that a rank may keep, as `Timeline.peak_activations` counts them, in
-            microbatches of a rank's whole share of the model; one number, or one per rank.
-        bytes_cap: instead of it, the most bytes, as `Timeline.peak_bytes` counts them: what forwards save and what
-            waiting weight-gradient halves hold. Weights, gradients and the optimizer's state are not in it.
-        budget: seconds to search for; it ends sooner when an order is proved best.
-        candidates: how many orders to try, instead of a time.
-        start: more schedules to begin with. The result is never worse than those of them that keep within the cap.
+        placement: which rank holds which stage. It must have one path.
+        microbatches: number of microbatches.
+        cost: times of stages and transfers, and bytes.
+        objective: the measure to minimize. "makespan" is the time of a step that ends with a barrier, as steps with an
+            ordinary optimizer do. "span" is the measure of the papers, in which ranks may begin one after the other.
+            Orders with equal values are compared by the other measure.
+        memory_cap: the most activations that a rank may keep, in microbatches of a rank's whole share of the model, as
+            `Timeline.peak_activations` counts them. One number, or one per rank.
+        bytes_cap: instead of `memory_cap`, the most bytes that a rank may keep, as `Timeline.peak_bytes` counts them:
+            for forwards and for waiting weight-gradient halves. Weights, gradients and the optimizer's state do not
+            count.
+        budget: the most seconds to search; the search ends sooner if an order is proved to be the best.
+        candidates: the number of orders to try, instead of a time.
+        start: more schedules to begin with. The result is never worse than any of them that is within the cap.
         name: of the schedule.
 
-    Raises UsageError for a placement of two paths, a stage without a cost, a cap under which a rank cannot keep one
-    microbatch with split backwards (with the least that it needs), and a `start` of another placement, of other
-    microbatches, or incomplete.
+    Raises UsageError for a placement of two paths, and for a stage without a cost. Also raises it for a cap under which
+    a rank cannot keep one microbatch with split backwards; the error names the smallest cap that works. Also raises it
+    for a `start` that is incomplete or has another placement or other microbatches.
     """
     problem = make_problem(placement, microbatches, cost, memory_cap, bytes_cap, objective)
     deadline = perf_counter() + budget
@@ -73,19 +74,19 @@ def exact(
     start: Iterable[Schedule] = (),
     workers: int = 1,
 ) -> Found:
-    """Improves what `search` finds by a solver, until it is proved best or `budget` seconds have passed; arguments and
-    result are those of `search`, and the solver uses `workers` threads. Up to about 400 actions a proof takes seconds
-    or minutes.
+    """Improves the result of `search` with a solver, until it is proved to be the best or `budget` seconds have passed.
+    Arguments and result are those of `search`, and the solver uses `workers` threads. For up to about 400 actions a
+    proof takes seconds or minutes.
 
     The solver chooses the starts of all actions, for every stage in microbatch order (see `orders.lower_bounds.arcs`).
-    It computes in whole numbers of a small unit, to which times are rounded down, so that its bound holds. It knows no
-    pairs that overlap, and no whole backwards where the halves would keep too much: if what `search` found has these,
-    it is returned as it is.
+    It computes with integers: times are rounded down to a small unit, so that its bound holds. It does not support
+    pairs that overlap, nor whole backwards whose halves would keep too much. If the result of `search` has these, it is
+    returned as it is.
 
     Source of the formulation: arXiv 2401.10241, appendix on the integer program, with CP-SAT's intervals for its pairs
     of orders and its reservoir for memory.
 
-    Raises UsageError where `search` does, and when OR-tools is not there.
+    Raises UsageError as `search` does, and if OR-tools is not installed.
     """
     require_solver()
     deadline = perf_counter() + budget

@@ -27,20 +27,20 @@ def verify(schedule: Schedule, *, memory_cap: MemoryCap | None = None) -> list[V
     """Every violation of `schedule`. An empty list proves that it is sound:
 
     - Every action is on the rank that holds its stage, and its stage and microbatch exist.
-    - Every microbatch runs forward once on every stage, and backward once, whole or in two halves; or the schedule has
-      forwards alone. What one action keeps another one uses.
-    - No stage is reduced; or each stage is, once on each rank that makes weight gradients of it, after the last of
-      these, and with its microbatch.
-    - No rank waits for ever: the order has no cycle. Where something above is wrong, what is in a wrong place is left
-      out here and what is missing counts as there, so each cycle is a violation of its own. Of
-      deadlocks that hide one behind the other, the first twenty are found.
+    - Every microbatch runs forward once on every stage, and backward once, whole or in two halves. Or the schedule has
+      only forwards. Every value that an action keeps is used by another action.
+    - Either no stage is reduced, or each stage is reduced once on each rank that makes weight gradients of it. The
+      reduction comes after the last of these gradients, and has its microbatch.
+    - No rank waits for ever: the order has no cycle. For this check, actions in a wrong place are left out and missing
+      actions count as present, so each cycle is a separate violation. Of deadlocks that hide one
+      behind the other, the first twenty are found.
     - With a `memory_cap`, no rank keeps more activations than that, counted as in `Timeline.peak_activations`.
 
     Args:
         schedule: the schedule to check.
         memory_cap: one number or one per rank, in microbatches of a rank's whole share of the model. None: not checked.
 
-    Raises UsageError unless `memory_cap` is positive, and has one number per rank if it has several.
+    Raises UsageError if `memory_cap` is not positive, or if it has several numbers but not one per rank.
     """
     ran: Ran = {}
     for rank, row in enumerate(schedule.rows):

@@ -70,9 +70,9 @@ class Flow(TorchDispatchMode):
         fakes: mode of the fake parameters.
         real: bits of the sources that have values, which are buffers.
         draw: value to use for a single random number, to find out whether a forward branches on it.
-        guess: how to treat values that are not known. If True, values that determine a shape are taken as nonzero, so
-            that the result has its largest size, and values that are read are taken as zero; if False, the opposite. So
-            a forward that loops over entries until a value says stop visits all of them.
+        guess: how to treat values that are not known. If True, values that determine a shape count as nonzero, so that
+            the result has its largest size. Values that are read count as zero. If False, it is the opposite. So a
+            forward that loops over entries until a value ends the loop visits all of them.
 
     Attributes:
         where: index of the call in which operators run, set by the watcher of calls.

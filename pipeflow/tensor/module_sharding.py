@@ -46,12 +46,13 @@ def shard(*modules: nn.Module, rules: Sequence[Rule] = DEFAULT_RULES, group: Gro
     key and value than ranks, several ranks share a head. Layers stay whole if a rule matches their name but cannot
     split their class, such as convolutions, and within nn.MultiheadAttention. An attention is split only if pipeflow
     can prove that this is safe: rules must cover all its parameters and counts of heads. A default rule splits a layer
-    by columns only if a layer after it takes its outputs in parts, and if the modules between the two compute each
-    output by itself. Otherwise the layer stays whole. The logger "pipeflow" reports which layers stay whole, and why.
+    by columns only in one case: a layer after it takes its outputs in parts, and the modules between the two compute
+    each output by itself. Otherwise the layer stays whole. The logger "pipeflow" reports which layers stay whole, and
+    why.
 
-    Raises UsageError for a rule of your own that matches nothing, and for a tensor size that does not divide the heads
-    or a width; the error names sizes that do. Also raises it if a graph of an earlier forward needs a whole parameter.
-    Nothing is then changed.
+    Raises UsageError for a rule of your own that matches nothing. Raises it for a tensor size that does not divide the
+    heads or a width; the error names sizes that do. Also raises it if a graph of an earlier forward needs a whole
+    parameter. Nothing is then changed.
     """
     group = group_of(group)
     for rule in rules:

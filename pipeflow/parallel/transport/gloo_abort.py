@@ -1,5 +1,5 @@
-"""Abort: ends the wait for one of gloo's transfers from another thread. When a connection breaks, gloo wakes up those
-who wait for a transfer that has not begun, but not those who wait for one that is half received or half sent. Its
+"""Abort: ends the wait for one of gloo's transfers from another thread. When a connection breaks, gloo ends the waits
+for transfers that have not begun. It does not end the waits for transfers that are half received or half sent. Its
 classes have a method for that, `abort`, which torch does not offer in Python; so it is called in torch's library.
 """
 

@@ -23,8 +23,8 @@ class Connection(Protocol):
         """Returns when all `works` are done. Pass the errors it raises to `lost`."""
 
     def lost(self, error: BaseException) -> BaseException:
-        """The error to raise for an error of a start or a wait: a LinkError if the channel is broken or time is up,
-        else the error itself, which is then about this rank's own tensor.
+        """The error to raise for an error of a start or a wait. It is a LinkError if the channel is broken or time is
+        up. Otherwise it is the error itself, which is then about this rank's own tensor.
         """
 
 

@@ -93,9 +93,9 @@ def read_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
     Args:
         source: a dict, the path of a Python file whose variables are the keys, or a Config, which is returned as it is.
 
-    Raises UsageError for a missing file, for invalid values, for unknown keys in the sections `parallel`, `fp16`,
-    `bf16` and `dali`, and for an unknown key that is spelled much like a known one. Other unknown keys are kept for
-    the user.
+    Raises UsageError for a missing file, for invalid values, and for unknown keys in the sections `parallel`, `fp16`,
+    `bf16` and `dali`. Also raises it for an unknown key whose spelling is similar to a known one. Other unknown keys
+    are kept for the user.
     """
     if isinstance(source, Config):
         return source
@@ -248,8 +248,8 @@ def _precision(dtype: torch.dtype, scaling: Collection[str], key: str, section: 
 
 
 class Key(NamedTuple):
-    """How a key of a configuration is read: the attribute of Config that it sets, and a function `read(key, value)`
-    that returns the attribute's value, or None for no value, and raises UsageError for an invalid one.
+    """How a key of a configuration is read: the attribute of Config that it sets, and a function `read(key, value)`.
+    The function returns the attribute's value, or None for no value. It raises UsageError for an invalid value.
     """
 
     attribute: str

@@ -12,9 +12,9 @@ from pipeflow.training.loop.trainer import Hook, Trainer
 
 
 class BubbleHook(Hook):
-    """Reports the metric "bubble", the fraction of a step in which the busiest rank is idle, and "planned bubble", what
-    the bubble would be if every action took the mean time of its kind. It traces the second step, then every
-    `every`-th step; steps that another hook traces are reported too.
+    """Reports the metric "bubble", the fraction of a step in which the busiest rank is idle. Also reports "planned
+    bubble", the bubble if every action took the mean time of its kind. It traces the second step, then every `every`-th
+    step; steps that another hook traces are reported too.
 
     Args:
         every: number of steps between two traced steps.

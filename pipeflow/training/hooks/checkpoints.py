@@ -29,9 +29,9 @@ class CheckpointHook(Hook):
     """Saves checkpoints during `Trainer.fit`; a new run resumes from the newest complete checkpoint in the folder.
 
     A checkpoint holds the model, the optimizer with its loss scaler, learning rates, random states, epoch, step,
-    position in the data and the state of hooks (`Hook.state_dict`). A run that is killed and resumed therefore
-    ends with the same weights, bit for bit. The resumed run may have another number of pipeline, tensor or data ranks,
-    another batch size or other accumulation; then random states start again and sums are rounded in another order.
+    position in the data and the state of hooks (`Hook.state_dict`). A run that is killed and resumed therefore ends
+    with the same weights, bit for bit. The resumed run may have another number of pipeline, tensor or data ranks,
+    another batch size or other accumulation. Then random states start again and sums are rounded in another order.
 
     Resuming within an epoch depends on the loader. A loader from `get_dataloader` continues under any layout. A loader
     with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader, needs the same number of data
@@ -57,8 +57,8 @@ class CheckpointHook(Hook):
         best_value: best value of the metric `best` so far; NaN before the first.
 
     Raises UsageError for invalid arguments. Before training starts, raises UsageError on every rank if the folder
-    cannot be written, if it has checkpoints but no complete one, or if the newest belongs to another model, other
-    schedulers or other data.
+    cannot be written, or if it has checkpoints but no complete one. Also raises it if the newest checkpoint belongs to
+    another model, other schedulers or other data.
     """
 
     priority = 60  # after what changes the state, before what shows it

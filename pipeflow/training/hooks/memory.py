@@ -18,9 +18,9 @@ _STATM = Path("/proc/self/statm")
 
 
 class MemoryHook(Hook):
-    """Reports the metric "memory GiB", the memory of the rank that uses most: on an accelerator the peak that torch
-    allocated since the epoch began, on CPUs the process's current resident memory. It is measured after each epoch
-    and every `every`-th step.
+    """Reports the metric "memory GiB", the memory of the rank that uses most. On an accelerator it is the peak that
+    torch allocated since the epoch began, on CPUs the process's current resident memory. It is measured after each
+    epoch and every `every`-th step.
 
     Args:
         every: number of steps between two measurements.

@@ -42,17 +42,17 @@ def build_stages(
             argument, the output of the layer before it.
         placement: the schedule's placement; by default one stage per rank. Without a launch there is one rank.
         partition: where to cut; the same on all ranks. "uniform" gives each stage the same number of layers (as nearly
-            as possible). "parameters" balances the number of parameters, the result of `measure_layers(...)` the
-            time, and a list of weights, one per layer, the weight: each makes the largest stage as small as possible.
-            A list of pairs `(start, end)`, one per stage, sets the stages.
+            as possible). "parameters" balances the number of parameters, the result of `measure_layers(...)` balances
+            the time, and a list with one weight per layer balances the weights. Each of these makes the largest stage
+            as small as possible. A list of pairs `(start, end)`, one per stage, sets the stages.
         seed: callables draw initial weights from this seed and the layer's name, so weights are the same under any
             layout. By default they draw from torch's default generator.
 
     If layers of several stages share a parameter object, it is tied over the ranks of these stages, as
     PipelineSharedModuleWrapper does. The logger "pipeflow" logs the number of parameters of each stage.
 
-    Raises UsageError if `layers` is not a list of layers, if the placement does not fit the ranks, if there are fewer
-    layers than stages, or if the partition does not fit the layers.
+    Raises UsageError if `layers` is not a list of layers, or if the placement does not fit the ranks. Also raises it if
+    there are fewer layers than stages, or if the partition does not fit the layers.
     """
     context, named = context_if_launched(), named_layers(layers)
     size, rank = (1, 0) if context is None else (context.pipeline_size, context.pipeline_rank)
