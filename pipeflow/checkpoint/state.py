@@ -120,8 +120,8 @@ def _common_options(names: Iterable[str], options: Mapping[str, Mapping[str, Any
             first = name
         elif options[name] != options[first]:
             raise UsageError(
-                f"one group of the optimizer has {first!r}, saved with {dict(options[first])}, and {name!r}, saved "
-                f"with {dict(options[name])}: make the groups as they were at the save"
+                f"one group of the optimizer has {first!r} and {name!r}, which were saved with different options, "
+                f"{dict(options[first])} and {dict(options[name])}: make the groups as they were at the save"
             )
     return {} if first is None else dict(options[first])
 

@@ -106,4 +106,6 @@ def gather_forward_split_backward(input_: Tensor, dim: int, process_group: Any =
 
 def _require_sequence(dim: int) -> None:
     if dim != 1:
-        raise UsageError(f"dim must be 1, that of the sequence, got {dim}; pipeflow.tensor has the other mappings")
+        raise UsageError(
+            f"dim must be 1, the dimension of the sequence, got {dim}; pipeflow.tensor has the other mappings"
+        )

@@ -83,5 +83,5 @@ def parse_cell(text: str, before: Sequence[Entry]) -> Entry:
     stage = int(match[1])
     last = last_made(before).get(stage)
     if last is None:
-        raise ScheduleError(f"{text} stands before any weight gradient of its stage: put it after {stage}B or {stage}W")
+        raise ScheduleError(f"{text} comes before any weight gradient of its stage: put it after {stage}B or {stage}W")
     return Action(Kind.R, stage, last.microbatch)

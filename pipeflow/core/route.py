@@ -38,8 +38,8 @@ def routes_among(stages: int, routes: Iterable[tuple[int, int]]) -> Routes:
     for source, target in found:
         if not 0 <= source < target - 1 < stages - 1:
             raise UsageError(
-                f"a route goes from a stage to one behind the next, among stages 0 to {stages - 1}, got "
-                f"{(source, target)}: leave it out if it leads to the next stage"
+                f"a route must skip at least one stage, among stages 0 to {stages - 1}, got {(source, target)}: leave "
+                "it out if it leads to the next stage"
             )
     return tuple(found)
 

@@ -167,7 +167,7 @@ def _parse_lines(text: str) -> Iterator[tuple[Entry, ...]]:
     lines = text.rstrip().split("\n")
     first = next((number for number, line in enumerate(lines, start=1) if line.strip()), None)
     if first is None:
-        raise ScheduleError("the CSV is empty: it needs one line a rank, with cells like 0F0,0F1,0B0")
+        raise ScheduleError("the CSV is empty: it needs one line per rank, with cells like 0F0,0F1,0B0")
     for number, line in enumerate(lines[first - 1 :], start=first):
         row = _parse_line(line, number, number - first)
         if not row:

@@ -36,7 +36,7 @@ class Violation:
         if self.earlier is None:
             return f"{self.problem}; expected {self.expected}"
         rank, position = self.earlier
-        return f"{self.problem}: it stands on rank {rank} already, at position {position}"
+        return f"{self.problem}: it is on rank {rank} already, at position {position}"
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}"

@@ -126,7 +126,7 @@ def _memory(placement: Placement, cost: CostModel, memory_cap: MemoryCap | None,
         sizes: Mapping[Content, Sequence[float]] = {Content.SAVED: (1.0,) * placement.num_stages}
         return _within("memory_cap", memory_cap, placement, sizes, placement.chunks_per_rank)
     if memory_cap is not None:
-        raise UsageError("memory_cap counts activations and bytes_cap bytes: give one of them")
+        raise UsageError("memory_cap counts activations and bytes_cap counts bytes: pass only one of them")
     if Content.SAVED not in cost.sizes:
         raise UsageError(
             "bytes_cap needs costs with saved_bytes, and deferred_bytes if weight-gradient halves hold any"

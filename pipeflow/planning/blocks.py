@@ -80,7 +80,7 @@ class Transformer(ABC):
         if self.experts_per_token > self.experts:
             raise UsageError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
         if self.shared_experts and self.experts == 1:
-            raise UsageError(f"shared_experts={self.shared_experts} need experts beside them: give experts, at least 2")
+            raise UsageError(f"shared_experts={self.shared_experts} need other experts, too: set experts to at least 2")
         for name, value, known in (("biases", self.biases, ("all", "qkv", "none")), ("norm", self.norm, NORMS)):
             if value not in known:
                 raise UsageError(f"{name} must be one of {', '.join(known)}; got {value!r}")
@@ -161,7 +161,9 @@ class Transformer(ABC):
         """
         parts = list(parts)
         if wrong := [part for part in parts if not 0 <= part[0] < part[1] <= self.layers]:
-            raise UsageError(f"layers {wrong[0]} are no part of {self.layers} layers: give (start, end), end excluded")
+            raise UsageError(
+                f"layers {wrong[0]} are not a part of {self.layers} layers: give (start, end), end excluded"
+            )
         first, last = any(start == 0 for start, _ in parts), any(end == self.layers for _, end in parts)
         return self.parameters_held(sum(end - start for start, end in parts), tensor, first=first, last=last)
 
@@ -205,11 +207,11 @@ class Transformer(ABC):
         shared = tensor % self.key_heads == 0 and self.key_width % tensor == 0
         if self.key_heads % tensor and not shared:
             raise UsageError(
-                f"tensor={tensor} neither divides {self.key_heads} heads of key and value nor is a multiple of them"
+                f"tensor={tensor} neither divides {self.key_heads} heads of key and value nor is a multiple of that"
             )
         if self.wide % tensor:
             near = near_divisors(self.wide, tensor)
-            raise UsageError(f"tensor={tensor} does not divide an MLP {self.wide} wide: {near}")
+            raise UsageError(f"tensor={tensor} does not divide the MLP width of {self.wide}: {near}")
 
     @property
     def norm_parameters(self) -> int:

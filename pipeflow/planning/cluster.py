@@ -88,7 +88,9 @@ class Cluster:
         given = {name: value for name, value in given.items() if value is not None}
         if "link_bandwidth" not in given:
             if known.name not in LINK_BANDWIDTHS:
-                raise UsageError(f"device {known.name!r} has no usual link: give link_bandwidth in bytes/s, one way")
+                raise UsageError(
+                    f"device {known.name!r} has no usual link: give link_bandwidth in bytes/s, in one direction"
+                )
             given["link_bandwidth"] = LINK_BANDWIDTHS[known.name]
         return cls(known, **given)
 

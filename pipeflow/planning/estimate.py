@@ -57,7 +57,7 @@ def plan(
     if cluster is None:
         cost = stage_costs(model, schedule.placement, setup, flops=flops, cut=cut)
     elif flops is not None:
-        raise UsageError("flops and cluster both say how fast a device is: give one of them")
+        raise UsageError("flops and cluster both give the speed of a device: pass only one of them")
     else:
         mesh = Mesh(setup.tensor, len(schedule.rows), setup.data, cluster.devices_per_node)
         physical = physical_costs(model, schedule.placement, setup, mesh, cluster, cut=cut)

@@ -24,7 +24,7 @@ def no_room(wanted: Wanted) -> UsageError:
     missing = least - wanted.limit
     return UsageError(
         f"no layout fits: the closest one, {described(layout)}, needs {bytes_text(least)} on its fullest device, "
-        f"which is {bytes_text(missing)} more than the {bytes_text(wanted.limit)} there are; {_advice(wanted)}"
+        f"which is {bytes_text(missing)} more than the limit of {bytes_text(wanted.limit)}; {_advice(wanted)}"
     )
 
 

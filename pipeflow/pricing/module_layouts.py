@@ -98,8 +98,8 @@ def find_module_layouts(
         more, layout = least.plan.peak_bytes - limit, least.layout
         raise UsageError(
             f"no layout fits: the closest one, pipeline {layout.pipeline} x data {layout.data} with {layout.schedule} "
-            f"and microbatches of {layout.microbatch_size}, needs {bytes_text(more)} more than the {bytes_text(limit)} "
-            "there are: use more devices, smaller blocks, or smaller microbatches"
+            f"and microbatches of {layout.microbatch_size}, needs {bytes_text(more)} more than the limit of "
+            f"{bytes_text(limit)}: use more devices, smaller blocks, or smaller microbatches"
         )
     return _ranked([_ranked(group)[0] for group in found.values()])[:top]
 

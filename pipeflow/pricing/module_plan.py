@@ -117,7 +117,7 @@ class CountedModule:
         """Counts one forward, in the precision of the setup. Raises UsageError as `plan_module`."""
         _require_plain(setup)
         if not isinstance(module, nn.Module):
-            raise UsageError(f"an nn.Module can be planned, got {type(module).__name__}")
+            raise UsageError(f"plan_module takes an nn.Module, got {type(module).__name__}")
         dtype = _DTYPES.get(setup.precision.name.removesuffix("-mixed"), torch.bfloat16)
         typed = _typed(module, dtype)
         planner = Planner(typed, 1, blocks=blocks)

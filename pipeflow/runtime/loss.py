@@ -145,9 +145,9 @@ def _require_one_loss(rows: Sequence[tuple[int, AgreementRow]]) -> None:
         both_nan = math.isnan(row.loss) and math.isnan(first.loss)
         if not both_nan and not math.isclose(row.loss, first.loss, rel_tol=rounding**0.5, abs_tol=rounding):
             raise UsageError(
-                f"the loss of one batch is {row.loss:.9g} on rank {rank}, {first.loss:.9g} on rank {lowest}: a layer "
-                "is split over the tensor ranks that must stay whole (add a Rule of kind 'whole' for it), or a value "
-                "that all of them hold differs, such as a mask of dropout drawn with another seed"
+                f"the loss of one batch is {row.loss:.9g} on rank {rank}, {first.loss:.9g} on rank {lowest}: either a "
+                "layer was split that must stay whole (add a Rule of kind 'whole' for it), or the tensor ranks have "
+                "different values, such as a dropout mask with another seed"
             )
 
 

@@ -55,6 +55,6 @@ def loss_weights(
     weights = [float(weigh(part)) for part in labels] if weigh else [float(size) for size in batch.sizes]
     for microbatch, weight in enumerate(weights):
         if not 0 <= weight < float("inf"):
-            raise UsageError(f"weigh(labels) gave {weight} for microbatch {microbatch}: a weight must be 0 or more")
+            raise UsageError(f"weigh(labels) returned {weight} for microbatch {microbatch}: a weight must be 0 or more")
     total = sum(weights)
     return [weight / total if total else 0.0 for weight in weights], total

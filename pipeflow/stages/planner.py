@@ -206,7 +206,7 @@ class Planner:
             if more := mine.owned - first.owned:
                 raise UsageError(
                     f"for a batch of these shapes stage {stage} needs {min(more)}, which it does not have: make the "
-                    "Pipeline with an example batch like it"
+                    "Pipeline with an example batch of these shapes"
                 )
         return plan
 
@@ -280,7 +280,7 @@ def _same_calls(trace: Trace, first: CutPlan) -> list[Call | None]:
     if made != sorted(made):
         raise UsageError(
             f"for a batch of these shapes the forward does not call {names[-1 - made[::-1].index(False)]}, after which "
-            "it was cut: make the Pipeline with an example batch like it"
+            "it was cut: make the Pipeline with an example batch of these shapes"
         )
     return found
 

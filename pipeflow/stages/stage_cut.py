@@ -124,15 +124,15 @@ class StageCut:
         same = here.spec == there.spec and mine.keys() == its.keys()
         if not same or any(mine[leaf].shape != its[leaf].shape for leaf in mine):
             raise UsageError(
-                f"cut after {self.start and self.start.name}, the module no longer returns the same "
+                f"after a cut at {self.start and self.start.name}, the module no longer returns the same "
                 f"({len(mine)} tensors, not {len(its)}): tensors that it collects from blocks, such as all hidden "
-                "states or caches, are missing; switch that off"
+                "states or caches, are missing; switch off their collection"
             )
         return [("the module's output", mine[leaf], its[leaf]) for leaf in mine]
 
     def _check(self, made: Sequence[tuple[str, Look, Look]], bits: dict[TensorRef, int]) -> int:
-        """The sources of everything that the stage makes. Raises UsageError if a source that flows into it in the whole
-        forward does not do so here.
+        """The sources of everything that the stage makes. Raises UsageError if such a value lacks a source that it has
+        in the whole forward.
         """
         found = 0
         for what, here, there in made:
@@ -149,8 +149,9 @@ class StageCut:
                 )
             if missing := self.fakes.owners(there.sources & ~through & self.fakes.of_parameters):
                 raise UsageError(
-                    f"cut after {self.start and self.start.name}, {what} no longer depends on {missing[0]}: its module "
-                    "passes something on outside its output, by writing to its input or to an attribute; return it"
+                    f"after a cut at {self.start and self.start.name}, {what} no longer depends on {missing[0]}: its "
+                    "module passes a value on outside its output, by writing to its input or to an attribute; return "
+                    "this value"
                 )
         return found
 

@@ -51,7 +51,7 @@ def _of_parameters(change: Change, taken: Collection[int], kind_of: RuleKind) ->
         partial = place.full(leaf) if kind == "partial" else partial
         uncovered = place.full(leaf) if kind is None else uncovered
     if partial and uncovered:
-        return f"it is not certain whether {partial} is used with its outputs, since no rule covers {uncovered}"
+        return f"pipeflow cannot prove that {partial} is used with its outputs, since no rule covers {uncovered}"
     return None
 
 

@@ -54,8 +54,8 @@ class AttentionLayers:
     def settle(self) -> None:
         """Sets for each layer which of its parts are shared, and by how many ranks.
 
-        Raises Doubt if it is not certain that the ranks' parts compute the same as the whole, and UsageError if the
-        number of ranks does not divide the heads.
+        Raises Doubt if pipeflow cannot prove that the split is safe, and UsageError if the number of ranks does not
+        divide the heads.
         """
         size = self._head_size()
         if size is None:

@@ -82,8 +82,8 @@ def _require_no_graphs(found: RuleMatches) -> None:
             _notes(parameter)[_KEY] = True  # forgotten with the node, unless a graph has it
             if _KEY in _notes(parameter):
                 raise UsageError(
-                    f"{name.partition('.')[2]} is split, but a loss or an output that was computed before still has a "
-                    "graph with the whole of it: compute it under torch.no_grad(), or delete it before"
+                    f"{name.partition('.')[2]} is split, but the graph of an earlier loss or output still needs the "
+                    "whole parameter: compute that loss or output under torch.no_grad(), or delete it before"
                 )
 
 

@@ -68,7 +68,7 @@ class Rule:
             argument; the rule applies to such modules only.
         where: attributes of that module with their required values; the rule applies only if all of them match.
 
-    Raises UsageError for an unknown kind, and for a pattern that is no regular expression.
+    Raises UsageError for an unknown kind, and for a pattern that is not a regular expression.
     """
 
     kind: Kind
@@ -86,7 +86,7 @@ class Rule:
         try:
             self._expression, self._classes  # noqa: B018  # compiles both
         except re.error as error:
-            raise UsageError(f"the pattern of {self} is no regular expression: {error}") from error
+            raise UsageError(f"the pattern of {self} is not a regular expression: {error}") from error
 
     @cached_property
     def _expression(self) -> re.Pattern[str]:

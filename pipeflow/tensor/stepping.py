@@ -168,8 +168,8 @@ def _before_step(
         return None
     if any(each is not None for each in (*arguments[1:], *keywords.values())):
         raise UsageError(
-            f"{type(optimizer).__name__} needs whole weights, of which tensor ranks have parts, so its step takes no "
-            "closure: run the batch first, then call step()"
+            f"{type(optimizer).__name__} needs whole weights, but tensor ranks have parts of them, so its step takes "
+            "no closure: run the batch first, then call step()"
         )
     with context.alarm.raised_everywhere(), torch.no_grad():
         _step(optimizer, way, context.tensor)

@@ -134,7 +134,7 @@ def test_verify_lists_every_violation_and_exits_with_1(capsys: pytest.CaptureFix
     assert captured.err == ""
     assert captured.out.splitlines() == [
         "rank 0: 0B1 is missing: stage 0 runs 0F1 for microbatch 1",
-        "rank 1, position 4: 1B1 runs again: it stands on rank 1 already, at position 3",
+        "rank 1, position 4: 1B1 runs again: it is on rank 1 already, at position 3",
     ]
 
 

@@ -77,7 +77,7 @@ def test_bytes_are_said_where_they_are_known(capsys: pytest.CaptureFixture[str])
         (json.dumps(SOUND | {"overlap": 2}), "overlap is a share of the shorter half"),
         (json.dumps(SOUND | {"links": [1]}), "links must be like "),
         (json.dumps(SOUND | {"route_bytes": {"0": 1}}), "route_bytes must be like "),
-        (json.dumps(SOUND | {"route_bytes": {"0->1": 1}}), "a route goes from a stage to one behind the next"),
+        (json.dumps(SOUND | {"route_bytes": {"0->1": 1}}), "a route must skip at least one stage"),
         (json.dumps(SOUND | {"links": {"0-1": {}}}), "links: '0-1' must be like "),
         (json.dumps(SOUND | {"links": {"0->1": {"speed": 1}}}), "links: '0->1' must be like "),
         (json.dumps(SOUND | {"links": {"0->1": {"latency": -1}}}), "link 0->1: latency must not be negative"),

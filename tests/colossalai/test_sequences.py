@@ -140,7 +140,7 @@ def test_rules_keep_sequences_whole() -> None:
 
 def test_other_dimensions_and_modes() -> None:
     for function in (split_forward_gather_backward, gather_forward_split_backward):
-        with pytest.raises(UsageError, match="dim must be 1, that of the sequence, got 0"):
+        with pytest.raises(UsageError, match="dim must be 1, the dimension of the sequence, got 0"):
             function(torch.ones(1, 2, 3), 0)
     for layer in (Linear1D_Col, Linear1D_Row):
         with pytest.raises(UsageError, match="sequence_parallelism_mode='all_to_all' is not supported"):

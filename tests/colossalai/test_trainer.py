@@ -171,7 +171,7 @@ def refused() -> None:
         Trainer(engine).fit(batches)
     with pytest.raises(UsageError, match="the engine that initialize returned"):
         Trainer(engine.model)
-    with pytest.raises(UsageError, match="a hook is a Hook"):
+    with pytest.raises(UsageError, match="a hook must be a Hook"):
         Trainer(engine).fit(batches, 1, hooks=[hooks.LossHook])  # type: ignore[list-item]  # a class, by mistake
     assert engine.steps == 0
 

@@ -103,7 +103,7 @@ def test_inputs_and_outputs_are_in_the_order_of_their_stages() -> None:
 
 @pytest.mark.parametrize("route", [(0, 1), (1, 1), (2, 0), (1, 4), (-1, 2)])
 def test_what_is_no_route(route: tuple[int, int]) -> None:
-    with pytest.raises(UsageError, match="a route goes from a stage to one behind the next, among stages 0 to 3, got"):
+    with pytest.raises(UsageError, match="a route must skip at least one stage, among stages 0 to 3, got"):
         routes_among(4, [route])
 
 

@@ -64,7 +64,7 @@ def test_more_microbatches_than_the_file_has_can_be_given() -> None:
         ("0F0;0B0", "not an action"),
         (
             "0F0,0REDUCE_GRAD,0B0",
-            r"cell 2: 0REDUCE_GRAD stands before any weight gradient of its stage: put it after 0B",
+            r"cell 2: 0REDUCE_GRAD comes before any weight gradient of its stage: put it after 0B",
         ),
         ("0F0,0B0,0REDUCE_GRAD0", "not an action"),
         ("", "empty"),

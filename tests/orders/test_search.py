@@ -309,7 +309,7 @@ def test_what_cannot_be_searched_for_is_refused() -> None:
         search(LINEAR, 4, sized, bytes_cap=[50])
     with pytest.raises(UsageError, match="bytes_cap needs costs with saved_bytes"):
         search(LINEAR, 4, cost, bytes_cap=100)
-    with pytest.raises(UsageError, match="give one of them"):
+    with pytest.raises(UsageError, match="pass only one of them"):
         search(LINEAR, 4, sized, bytes_cap=100, memory_cap=4)
     with pytest.raises(UsageError, match="objective must be 'makespan' or 'span', got 'bubble'"):
         search(LINEAR, 4, cost, objective="bubble")  # type: ignore[arg-type] # refused, too, where nobody checks types

@@ -114,9 +114,7 @@ def test_less_memory_gives_slower_steps_and_then_an_error() -> None:
     roomy, tight = find_layouts(wanted()).ranked[0], find_layouts(wanted(memory=145e6)).ranked[0]
     assert roomy.layout.pipeline == 1  # no pipeline is an answer, too
     assert tight.step_seconds > roomy.step_seconds
-    with pytest.raises(
-        UsageError, match=r"no layout fits: the closest one, tensor 4.* more than the .* there are"
-    ) as no:
+    with pytest.raises(UsageError, match=r"no layout fits: the closest one, tensor 4.* more than the limit of") as no:
         find_layouts(wanted(memory=60e6, checkpoint="none"))
     assert "it fits with" in str(no.value)
     assert " devices" in str(no.value)

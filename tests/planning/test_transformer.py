@@ -359,8 +359,8 @@ def test_llama_405b_is_planned_as_it_was_trained() -> None:
         (lambda: GPT(layers=0, hidden=4, heads=2), "layers must be an integer of at least 1, got 0"),
         (lambda: GPT(layers=1, hidden=10, heads=4), "hidden 10 does not divide into 4 heads: .* are 2 and 5"),
         (lambda: GPT(layers=1, hidden=4, heads=2, mlp_ratio=0), "mlp_ratio must be an integer of at least 1, got 0"),
-        (lambda: SMALL.parameters_of([(3, 3)]), r"layers \(3, 3\) are no part of 8 layers"),
-        (lambda: SMALL.parameters_of([(0, 9)]), r"layers \(0, 9\) are no part of 8 layers"),
+        (lambda: SMALL.parameters_of([(3, 3)]), r"layers \(3, 3\) are not a part of 8 layers"),
+        (lambda: SMALL.parameters_of([(0, 9)]), r"layers \(0, 9\) are not a part of 8 layers"),
         (lambda: Setup(tensor=0), "tensor must be an integer of at least 1, got 0"),
         (lambda: Setup(zero=3), "zero must be 0 or 1, got 3: ZeRO-2 and ZeRO-3 are not planned"),
         (lambda: Setup(checkpoint="some"), "checkpoint must be one of none, full, selective; got 'some'"),  # type: ignore[arg-type]  # so it is refused

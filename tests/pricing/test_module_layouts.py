@@ -59,7 +59,7 @@ def test_less_memory_leaves_layouts_out_and_then_none() -> None:
     assert tight
     assert all(each.plan.peak_bytes <= limit for each in tight)
     assert tight[0].step_seconds >= roomy[0].step_seconds
-    with pytest.raises(UsageError, match=r"no layout fits: the closest one, pipeline 2 x data 1 .* than the 1 MiB"):
+    with pytest.raises(UsageError, match=r"no layout fits: the closest one, pipeline 2 x data 1 .* limit of 1 MiB"):
         searched(memory=2**20)
 
 

@@ -146,7 +146,7 @@ def test_a_batch_without_any_label_that_counts_is_an_error(evaluate: bool, broad
 
 def run_weighing(weight: float) -> None:
     pipeline = build(MODEL, schedule_of(("1f1b", 2, 1), 4), weigh=lambda labels: weight)
-    with pytest.raises((UsageError, PipelineError), match=r"weigh\(labels\) gave .* for microbatch 0"):
+    with pytest.raises((UsageError, PipelineError), match=r"weigh\(labels\) returned .* for microbatch 0"):
         execute_pipeline(iter([MODEL.batch(4)]), pipeline)
 
 

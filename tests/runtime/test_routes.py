@@ -243,7 +243,7 @@ def refused(given: Any, error: Any = UsageError, modules: Any = None, **options:
 
 
 def test_routes_that_are_refused() -> None:
-    assert all("a route goes from a stage to one behind the next" in told for told in refused([(0, 1)]))
+    assert all("a route must skip at least one stage" in told for told in refused([(0, 1)]))
     assert all("leave it None" in told for told in refused([(0, 2)], tensor_shape=(2, 3, WIDTH)))
     told = refused(lambda rank: [(0, 2)] if rank else [])
     assert all("rank 1 was given another routes than rank 0" in each for each in told)

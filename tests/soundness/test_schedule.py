@@ -273,7 +273,7 @@ def test_what_cannot_run_is_neither_simulated_nor_lowered() -> None:
 @pytest.mark.parametrize(
     ("text", "messages"),
     [
-        ("0F0,0B0,0B0", ["rank 0, position 2: 0B0 runs again: it stands on rank 0 already, at position 1"]),
+        ("0F0,0B0,0B0", ["rank 0, position 2: 0B0 runs again: it is on rank 0 already, at position 1"]),
         ("0F0,0F1,0B0", ["rank 0: 0B1 is missing: stage 0 runs 0F1 for microbatch 1"]),
         ("0F0,0I0", ["rank 0: 0W0 is missing: stage 0 runs 0F0 and 0I0 for microbatch 0"]),
         ("0B0", ["rank 0: 0F0 is missing: stage 0 runs 0B0 for microbatch 0"]),
@@ -283,13 +283,13 @@ def test_what_cannot_run_is_neither_simulated_nor_lowered() -> None:
         ("0B0,0W0", ["rank 0: 0F0 is missing, and 0W0 should not be there: stage 0 runs 0B0 and 0W0 for microbatch 0"]),
         ("0F0,0B0\n1F0,1B0,0F0", [
             "rank 1, position 2: 0F0 is on rank 1; expected it on rank 0, which holds its stage",
-            "rank 1, position 2: 0F0 runs again: it stands on rank 0 already, at position 0",
+            "rank 1, position 2: 0F0 runs again: it is on rank 0 already, at position 0",
         ]),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B2", [
             "rank 1, position 3: 1B2 does not exist; expected stages 0..1 and microbatches 0..1",
             "rank 1: 1B1 is missing: stage 1 runs 1F1 for microbatch 1",
         ]),
-        ("0F0\n1F0,1F0", ["rank 1, position 1: 1F0 runs again: it stands on rank 1 already, at position 0"]),
+        ("0F0\n1F0,1F0", ["rank 1, position 1: 1F0 runs again: it is on rank 1 already, at position 0"]),
         ("0F0,0F1\n1F0", ["rank 1: 1F1 is missing: stage 1 runs nothing for microbatch 1"]),
     ],
 )  # fmt: skip
@@ -310,7 +310,7 @@ def test_every_violation_is_listed() -> None:
     ("spoilt", "said"),
     [
         (("2B5", ""), "rank 2: 2B5 is missing: stage 2 runs 2F5 for microbatch 5"),
-        (("2B5", "2B5,2B5"), "rank 2, position 12: 2B5 runs again: it stands on rank 2 already, at position 11"),
+        (("2B5", "2B5,2B5"), "rank 2, position 12: 2B5 runs again: it is on rank 2 already, at position 11"),
         (("2F5", "2F9"), "rank 2, position 9: 2F9 does not exist; expected stages 0..3 and microbatches 0..5"),
         (("2B5", "2B5,2I5"), "rank 2: 2I5 should not be there: stage 2 runs 2F5, 2B5 and 2I5 for microbatch 5"),
         (("2F0", "2F0,0F0"), "rank 2, position 1: 0F0 is on rank 2; expected it on rank 0, which holds its stage"),

@@ -227,7 +227,7 @@ def test_what_is_not_installed_is_told_at_once(
     [
         (lambda: LoggerHook("tensorbord"), "did you mean 'tensorboard'"),
         (lambda: LoggerHook(print), r"has no log\(\)"),  # type: ignore[arg-type]  # wrong on purpose
-        (lambda: LoggerHook(Kept(), project="mine"), "project: options are for loggers by name"),
+        (lambda: LoggerHook(Kept(), project="mine"), "project: options are only for loggers that are given by name"),
         (lambda: LoggerHook(Kept(), every=0), "every must be at least 1"),
         (lambda: LoggerHook(Kept(), picture_every=-1), "picture_every at least 0"),
     ],

@@ -391,10 +391,10 @@ def test_what_cannot_go_on_is_said_before_anything_changes(tmp_path: Path) -> No
         "checkpoints of another run: choose another folder",
         "of an epoch of 24 samples, but this loader has 21",
         "of a loader of get_dataloader, but this is a loader without a state_dict",
-        "give fit a test_loader",
+        "pass a test_loader to fit",
         "other/step-1",
         "step-1 was not saved by a CheckpointHook",
-        "learning rates of StepLR, ExponentialLR, and this run of ExponentialLR",
+        "states of StepLR, ExponentialLR, but this run has ExponentialLR",
         "has checkpoints, and none is whole",
     )
     for messages in run_threads(refusals, 2, tmp_path):

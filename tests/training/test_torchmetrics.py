@@ -95,4 +95,4 @@ def several() -> str:
 
 
 def test_a_metric_is_one_number_and_every_rank_is_told() -> None:
-    assert all("metric 'accuracy' is to be one number" in message for message in run_threads(several, 4, data=2))
+    assert all("metric 'accuracy' must be one number" in message for message in run_threads(several, 4, data=2))

@@ -38,7 +38,7 @@ def pack(value: object) -> bytes:
     try:
         return json.dumps(_written(value)).encode()
     except RecursionError:
-        raise UsageError("a value that contains itself, or is nested too deeply, is no plain value") from None
+        raise UsageError("a value that contains itself, or is nested too deeply, is not a plain value") from None
 
 
 def unpack(body: bytes) -> Any:
@@ -47,7 +47,7 @@ def unpack(body: bytes) -> Any:
         return _read(json.loads(body.decode("ascii")))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UsageError(f"a rank sent bytes that are no plain value: {reason}") from None
+        raise UsageError(f"a rank sent bytes that are not a plain value: {reason}") from None
 
 
 def _written(value: Any) -> Any:
@@ -64,7 +64,7 @@ def _written(value: Any) -> Any:
         return ["node", _name(kind), _written(context), *map(_written, children)]
     if kind is type and value in _FACTORIES.values():  # the factory of a defaultdict
         return ["type", value.__name__]
-    raise UsageError(f"a {kind.__name__} is no plain value, so ranks cannot send it to each other: {value!r}")
+    raise UsageError(f"a {kind.__name__} is not a plain value, so ranks cannot send it to each other: {value!r}")
 
 
 def _writer(tag: str) -> Callable[[Any], list[Any]]:

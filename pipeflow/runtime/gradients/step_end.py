@@ -232,8 +232,8 @@ class Gradients:
         copies = {name: buffer.clone() for name, buffer in self._whole() if name in names}
         for name in share_in_group(copies, self._context.tensor):
             raise UsageError(
-                f"buffer {name!r} of tensor rank {self._context.tensor_rank} has other values than that of tensor rank "
-                "0: if all should be equal, make them so, for example with one seed; if every tensor rank should keep "
-                "its own, name it in the layer's own_buffers() and register it with persistent=False, or name it in "
-                "splits() if it is a part of a whole"
+                f"buffer {name!r} of tensor rank {self._context.tensor_rank} differs from that of tensor rank 0: if "
+                "they should be equal, make them equal, for example with one seed; if every tensor rank should keep "
+                "its own buffer, name it in the layer's own_buffers() and register it with persistent=False; if it is "
+                "a part of a whole, name it in splits()"
             )

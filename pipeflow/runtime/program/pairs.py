@@ -98,7 +98,7 @@ class Both(Compute):
         if draws.seen and self.forward.thread != self.backward.thread:
             error = UsageError(
                 "a backward recomputed its forward and drew from torch's own generator while a forward ran on "
-                "another thread, so its dropout masks were other ones: call pipeflow.tensor.manual_seed(seed) and use "
+                "another thread, so its dropout masks differed: call pipeflow.tensor.manual_seed(seed) and use "
                 "pipeflow.tensor.Dropout inside pipeflow.tensor.checkpoint, or run both halves on one thread"
             )
             raise ActionError(self.backward.action) from error

@@ -110,7 +110,7 @@ class CheckpointHook(Hook):
 
     def before_fit(self, trainer: Trainer) -> None:
         if self.best is not None and trainer.test_loader is None:
-            raise UsageError(f"best={self.best!r} takes an evaluation after each epoch: give fit a test_loader")
+            raise UsageError(f"best={self.best!r} needs an evaluation after each epoch: pass a test_loader to fit")
         context = trainer.engine.model.context
         _raise_together(context, self._fault(context))
         if trainer.engine.steps:

@@ -61,7 +61,7 @@ class LoggerHook(Hook):
                 f"give such an object, or one of {', '.join(map(repr, LOGGERS))}"
             )
         elif options:
-            raise UsageError(f"{', '.join(options)}: options are for loggers by name; yours is made already")
+            raise UsageError(f"{', '.join(options)}: options are only for loggers that are given by name")
         else:
             self._make = lambda: logger
         self.every = every

@@ -74,7 +74,7 @@ class MetricHook(Hook):
             return float(value)
         except (TypeError, ValueError, RuntimeError):
             raise UsageError(
-                f"metric {self.name!r} is to be one number, got {value!r}: give each number its own MetricHook, or "
+                f"metric {self.name!r} must be one number, got {value!r}: give each number its own MetricHook, or "
                 "choose how they are averaged"
             ) from None
 

@@ -47,7 +47,7 @@ class ThroughputHook(Hook):
     ) -> None:
         for name, number in (("tokens_per_sample", tokens_per_sample), ("flops_per_sample", flops_per_sample)):
             if not (math.isfinite(number) and number >= 0):
-                raise UsageError(f"{name} must be positive, or 0 where it is not known, got {number}")
+                raise UsageError(f"{name} must be positive, or 0 if it is not known, got {number}")
         if peak is not None and not peak > 0:
             raise UsageError(f"peak must be positive, got {peak}: the operations per second of one device")
         if ignored_steps < 0 or window < 1:

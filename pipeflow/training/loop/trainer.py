@@ -118,7 +118,7 @@ class Trainer:
             if not isinstance(hook, Hook):
                 made = isinstance(hook, type) and issubclass(hook, Hook)
                 hint = f"make one, as in {hook.__name__}()" if made else "derive its class from pipeflow.training.Hook"
-                raise UsageError(f"a hook is a Hook, got {hook!r}: {hint}")
+                raise UsageError(f"a hook must be a Hook, got {hook!r}: {hint}")
         if progress:
             missing = [kind for kind in self.progress_hooks if not any(isinstance(hook, kind) for hook in hooks)]
             hooks = [*hooks, *(kind() for kind in missing)]
@@ -245,7 +245,7 @@ class Trainer:
         saved, here = [name for name, _ in state["rates"]], [type(each).__name__ for each in self._all_schedulers()]
         if saved != here:
             raise UsageError(
-                f"the checkpoint has learning rates of {', '.join(saved) or 'no scheduler'}, and this run of "
+                f"the checkpoint has states of {', '.join(saved) or 'no scheduler'}, but this run has "
                 f"{', '.join(here) or 'no scheduler'}: continue with the same schedulers"
             )
         self._position.require_fits(state["position"], state["epoch"])
@@ -342,5 +342,5 @@ class Trainer:
             return frozenset(needing)
         if needing and not return_outputs:
             hook = type(next(iter(needing.values()))).__name__
-            raise UsageError(f"{hook} needs the outputs, and return_outputs=False drops them: leave one of the two out")
+            raise UsageError(f"{hook} needs the outputs, but return_outputs=False drops them: remove one of the two")
         return frozenset({"train", "test"}) if return_outputs else frozenset()
