@@ -14,7 +14,7 @@ Row = tuple[Entry, ...]
 
 
 class Move(NamedTuple):
-    """An entry that stands in both rows, at different places.
+    """An entry that is in both rows, at different positions.
 
     Attributes:
         entry: the entry.
@@ -70,9 +70,9 @@ def differences(first: Schedule, second: Schedule) -> list[Difference | None]:
 
 
 def moved_actions(first: Schedule, second: Schedule) -> tuple[frozenset[Action], ...] | None:
-    """Per rank, the actions of `second` that stand at another place of their row than in `first`, or that `first` does
-    not have. If one of them splits backwards, its I stands for the other's B, and W is ignored. None if the stages are
-    placed differently, so that the rows cannot be compared.
+    """Per rank, the actions of `second` whose position in the row differs from `first`, or that `first` does not have.
+    If only one of the schedules splits backwards, its I is compared with the other's B, and W is ignored. None if the
+    stages are placed differently, so that the rows cannot be compared.
     """
     if first.placement != second.placement:
         return None

@@ -15,7 +15,7 @@ from pipeflow.core.timeline import Timeline
 def executed_schedule(timeline: Timeline) -> Schedule:
     """The schedule that a timeline ran: per rank, its actions in the order of their starts.
 
-    A joint action starts when the last rank reaches it, so its start does not show where it stands in a row. It is put
+    A joint action starts when the last rank reaches it, so its start does not show its position in a row. It is put
     directly after the action that made what it needs.
 
     Raises UsageError if the numbers of the microbatches cannot be right.

@@ -178,9 +178,9 @@ class _Run:
         return Cause(span, maker, value)
 
     def _beside(self, span: Span) -> Cause:
-        """The cause of a span that runs beside computations. It starts when every rank that takes part is done with
-        what stands before it in its row and on its stream. Where several of these end at once, the own rank's comes
-        first.
+        """The cause of a span that runs beside computations. It starts when every rank that takes part has finished the
+        entries before it in its row and on its stream. If several of these end at once, the span of the own rank is the
+        cause.
         """
         joint = self._joint.get((span.action.kind, span.action.stage), [])
         parts = [span, *(part for part in joint if part.rank != span.rank)]

@@ -20,13 +20,14 @@ from pipeflow.core.timeline import Timeline
 @final
 @dataclass(frozen=True)
 class Draft:
-    """A schedule that may be unsound, in time.
+    """The timeline of a schedule that may be unsound.
 
     Attributes:
-        timeline: the simulation as far as it goes. Behind it, from one time on, stands for each rank what it cannot
-            run, in the order of its row.
+        timeline: the simulation as far as it goes. After its end, it has for each rank the actions that cannot run, in
+            the order of the row.
         places: per rank and span of `timeline`, the index of the entry in the rank's row.
-        stuck: where ranks wait for ever; the same as `Order.stuck`, and the first action that is not its rank's own.
+        stuck: where ranks wait for ever: the entries of `Order.stuck`, and the first action that belongs on another
+            rank.
     """
 
     timeline: Timeline

@@ -69,4 +69,6 @@ def require_end(schedule: Schedule, order: Order) -> None:
     """Raises ScheduleError if the iteration over `order` ended before the rows of the schedule."""
     if order.stuck:
         entries = ", ".join(f"rank {rank} at {schedule.rows[rank][position]}" for rank, position in order.stuck[:8])
-        raise ScheduleError(f"schedule {schedule.name!r} cannot run to its end: stuck are {entries}; see verify()")
+        raise ScheduleError(
+            f"schedule {schedule.name!r} cannot run to its end: these ranks are stuck: {entries}; see verify()"
+        )

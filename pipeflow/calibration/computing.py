@@ -61,7 +61,7 @@ ELEMENTWISE_PASSES = 2 * (2 + 3) + 2 * WIDE  # two norms and sums with a residua
 
 
 class Sized(NamedTuple):
-    """The sizes of a layer of which one sequence is computed."""
+    """The sizes of a layer that computes one sequence."""
 
     model: GPT
     setup: Setup

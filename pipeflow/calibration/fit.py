@@ -37,10 +37,10 @@ class Line(NamedTuple):
 
 
 def fitted(measured: Measured) -> Cluster:
-    """The cluster. Its rates are the best that were measured, of which `efficiency` holds the shares that are reached.
-    Products, attention and elementwise operations are then slowed down alike, by as much as whole layers take longer
-    than their operations, and whole steps longer than their layers. Between nodes, a cluster has its usual network if
-    only one node was measured.
+    """Fits a cluster to the measurements. Its rates are the best measured ones, and `efficiency` has the shares of them
+    that are reached. The shares of products, attention and elementwise operations are then lowered by one factor,
+    because whole layers take longer than their operations, and whole steps longer than their layers. If only one node
+    was measured, the network between nodes is the usual one.
     """
     cluster = _of_operations(measured)
     efficiency = dict(cluster.efficiency)

@@ -15,8 +15,8 @@ Holders = dict[int, set[int]]  # per stage, the ranks whose rows contain it
 
 
 def placement_of(rows: Sequence[Sequence[Entry]]) -> Placement | None:
-    """The placement in which every action stands in the row of its stage's rank. It has one path if each stage stands
-    in one row, otherwise two paths: microbatch m takes path m modulo 2.
+    """The placement in which every action is in the row of its stage's rank. It has one path if each stage is in one
+    row, otherwise two paths: microbatch m takes path m modulo 2.
 
     Returns None if there is no such placement: a stage has no action, a rank has no stage, or a stage is on more ranks.
     """

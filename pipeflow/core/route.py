@@ -12,7 +12,7 @@ from pipeflow.core.placement import Placement
 
 
 class Route(NamedTuple):
-    """A pair of stages that are not neighbours, of which the first passes tensors to the second for each microbatch.
+    """A pair of stages that are not neighbours. The first stage passes tensors to the second for each microbatch.
     Gradients pass back from the second to the first. Each stage passes tensors to the next one without a route.
 
     Attributes:

@@ -121,8 +121,8 @@ def names_by_group(optimizer: Wrapper) -> list[list[str]]:
 
 
 def states_alike(optimizer: Wrapper) -> dict[str, frozenset[str]]:
-    """By name, for each parameter of which this rank has a part and that is stepped whole: the names of its states that
-    are split like it. All tensor ranks hold the others whole.
+    """For each split parameter that is stepped whole, by name: the names of its states that are split in the same way.
+    All other states are whole on every tensor rank.
     """
     called, wholes = _names_of(optimizer.model), way_of(optimizer).wholes
     return {

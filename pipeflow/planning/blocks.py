@@ -123,12 +123,12 @@ class Transformer(ABC):
     @property
     @abstractmethod
     def embedding_flops(self) -> float:
-        """Operations per token in the forward of what stands before the layers."""
+        """Operations per token in the forward of the part before the layers."""
 
     @property
     @abstractmethod
     def head_flops(self) -> float:
-        """Operations per token in the forward of what stands after the layers."""
+        """Operations per token in the forward of the part after the layers."""
 
     @abstractmethod
     def head_outputs(self, tensor: int = 1) -> float:
@@ -168,8 +168,8 @@ class Transformer(ABC):
         return self.parameters_held(sum(end - start for start, end in parts), tensor, first=first, last=last)
 
     def parameters_held(self, layers: int, tensor: int, *, first: bool, last: bool) -> int:
-        """Parameters of one of `tensor` ranks that holds so many layers, and what stands before and after them where
-        `first` and `last` say so. Raises UsageError as `require_tensor`.
+        """Parameters of one of `tensor` ranks that holds `layers` layers. With `first` and `last`, it also holds the
+        parts before and after the layers. Raises UsageError as `require_tensor` does.
         """
         self.require_tensor(tensor)
         return layers * self._block(tensor) + self._ends(tensor, first=first, last=last)
@@ -197,8 +197,8 @@ class Transformer(ABC):
         return round(tokens * (3 * (layers + self.head_flops) + 2 * self.embedding_flops))
 
     def require_tensor(self, tensor: int) -> None:
-        """Raises UsageError unless heads and MLPs divide into `tensor` equal parts, and so do the heads of key
-        and value, or each of them goes to equally many ranks.
+        """Raises UsageError unless heads and MLPs divide into `tensor` equal parts. The heads of key and value must
+        divide, too, or each of them must be shared by the same number of ranks.
         """
         require_positive(tensor=tensor)
         if self.heads % tensor:

@@ -13,8 +13,8 @@ from pipeflow.core.placement import Placement
 
 @lru_cache(maxsize=4096)
 def cut_by_load(layers: int, placement: Placement, first: float, last: float) -> tuple[Part, ...]:
-    """Per stage its layers [start, end). All layers cost the same, 1; what stands before them costs `first`, and what
-    stands after them costs `last`.
+    """Per stage its layers [start, end). All layers cost 1. The part before them costs `first`, and the part after them
+    costs `last`.
 
     Each stage gets a layer. Each other layer goes to the stage whose rank has the least work with it. Ties go to the
     lightest stage, then to the last one. With one stage per rank, no other cut has a lighter busiest rank.

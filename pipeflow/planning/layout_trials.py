@@ -186,7 +186,7 @@ def _zero(wanted: Wanted, sizes: Sizes) -> int:
 
 
 def families(names: tuple[str, ...], ranks: int, layers: int) -> Iterator[Family]:
-    """Of these schedules, those to try on so many ranks. One rank has nothing to order: one schedule stands for all."""
+    """The schedules among `names` to try on so many ranks. On one rank all are the same, so only one is tried."""
     if ranks == 1:
         names = ("1f1b",) if "1f1b" in names else names[:1]
     for name in names:

@@ -136,8 +136,8 @@ def plainness(layout: Layout) -> tuple[int, int, int]:
 
 
 class _Group:
-    """Layouts of which one is listed. `pick` is that one: of those within TIE of the fastest, the one that recomputes
-    least.
+    """A group of layouts; only `pick` is listed. It is the layout that recomputes least among those within TIE of the
+    fastest.
     """
 
     def __init__(self, first: Timed) -> None:

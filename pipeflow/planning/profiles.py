@@ -20,7 +20,7 @@ from pipeflow.planning.transformer_costs import stage_costs
 
 
 class Profile(NamedTuple):
-    """The time of one microbatch in the whole model, and what stands before and after the layers, in layers."""
+    """The time of one microbatch in the whole model, and of the parts before and after the layers, in layers."""
 
     time: float
     first: float

@@ -30,9 +30,9 @@ class Share(NamedTuple):
     """The share of a model that stages hold together: shares that are equal cost the same.
 
     Attributes:
-        layers: how many.
-        first: whether what stands before the layers is a part of it.
-        last: whether what stands after the layers is.
+        layers: number of layers.
+        first: whether the part before the layers belongs to it.
+        last: whether the part after the layers belongs to it.
     """
 
     layers: int
@@ -197,9 +197,9 @@ def _layer_bytes(model: Transformer, setup: Setup) -> int:
 
 
 def _saved(model: Transformer, setup: Setup, share: Share) -> float:
-    """Bytes per token from a forward to its backward: of each layer all that it needs but scores that are computed
-    again, or its input alone; of the first stage the embedding's dropout mask, a byte; of the last what goes into its
-    norm and its head, and the logits in float32 (section 4.3).
+    """Bytes per token that are kept from a forward to its backward. A layer keeps everything that it needs except
+    recomputed scores, or only its input. The first stage keeps the embedding's dropout mask, with a byte per number.
+    The last stage keeps the inputs of its norm and its head, and the logits in float32 (section 4.3).
     """
     width, whole = setup.precision.weight, _whole(model, setup)
     layer = {
@@ -216,11 +216,13 @@ def _saved(model: Transformer, setup: Setup, share: Share) -> float:
 
 
 def _deferred(model: Transformer, setup: Setup, share: Share) -> float:
-    """Bytes per token from I to W: what goes into each linear and the gradient of what comes out, 32h per layer in
-    half precision (arXiv 2401.10241, table 1), checkpointed or not, since what I computed again W still needs; and of
-    the tables the gradient of what comes out. With sequence parallelism a rank keeps its part and gathers the others.
+    """Bytes per token that are kept from I to W. These are the input of each linear and the gradient of its output, 32h
+    per layer in half precision (arXiv 2401.10241, table 1). Recomputation does not change them, since W still needs
+    what I recomputed. Tables keep the gradient of their output. With sequence parallelism a rank keeps its part and
+    gathers the others.
 
-    Whole on every tensor rank: what goes into query-key-value and wide, the gradients of the two outputs.
+    The inputs of the query-key-value and wide linears, and the gradients of the two outputs, are whole on every tensor
+    rank.
     """
     width, whole = setup.precision.weight, _whole(model, setup)
     values: float = share.layers * (4 * whole + _split(model, setup))

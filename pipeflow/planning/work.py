@@ -91,7 +91,7 @@ def _perceptrons(model: Transformer, tokens: float, tensor: int) -> Iterator[Mat
 
 
 def embedding_work(model: Transformer, setup: Setup) -> DeviceWork:
-    """The forward of what stands before the layers."""
+    """The forward of the part before the layers."""
     tokens = setup.microbatch_size * sequence_of(model, setup)
     reading = MatrixProduct(tokens, model.hidden, model.embedding_flops / (2 * model.hidden))
     moved = EMBEDDING_PASSES * setup.precision.weight * tokens * model.hidden

@@ -201,7 +201,7 @@ def _given(leaf: object, dtype: torch.dtype) -> object:
 
 
 def _weights(pieces: Sequence[ForwardPart], rates: Rates, checkpoint: str) -> list[float]:
-    """The seconds of each block, with what stands before the first and after the last."""
+    """The seconds of each block, including the parts before the first and after the last block."""
     before, *blocks, after = (sum(piece_seconds(piece, rates, checkpoint)[:2]) for piece in pieces)
     blocks[0] += before
     blocks[-1] += after

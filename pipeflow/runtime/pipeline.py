@@ -167,8 +167,8 @@ class Pipeline(nn.Module):
             self._log_deferrals()
 
     def _agree(self, options: Options, takes: Names) -> Names:
-        """The names of the entries of a batch that any rank takes, of which this rank `takes` some. Raises UsageError
-        unless all ranks were given the same arguments.
+        """The names of the batch's entries that at least one rank takes; `takes` are those of this rank. Raises
+        UsageError unless all ranks were given the same arguments.
         """
         everyone: list[Any] = all_gather_object(self.context.world, Arguments.of(self.schedule, options, takes))
         with told_alike(self.context.world):

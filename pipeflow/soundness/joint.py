@@ -15,7 +15,7 @@ def wrong_joint(schedule: Schedule) -> Iterator[Violation]:
     """Every violation of the joint actions of a schedule, at most one per action whose stage and microbatch exist.
 
     A schedule reduces no stage, or each stage once on each rank that makes weight gradients of it. If one rank did not
-    take part, the others would wait for it; if one stage was left out, its copies would drift apart. A reduction stands
+    take part, the others would wait for it; if one stage was left out, its copies would drift apart. A reduction comes
     after all weight gradients of its stage on its rank, and has the microbatch of the last one.
     """
     for kind, flow in DATAFLOW.items():

@@ -1,4 +1,4 @@
-"""Missing: the actions that a schedule lacks. Must not contain: where in a row they could stand."""
+"""Missing: the actions that a schedule lacks. Must not contain: where in a row they belong."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def test_a_pair_that_waits_for_itself_is_a_deadlock(text: str) -> None:
 
 
 def test_what_cannot_run_is_neither_simulated_nor_lowered() -> None:
-    with pytest.raises(ScheduleError, match="stuck are rank 0 at 0B0, rank 1 at 1F1; see verify"):
+    with pytest.raises(ScheduleError, match="these ranks are stuck: rank 0 at 0B0, rank 1 at 1F1; see verify"):
         simulate(deadlocked())
     with pytest.raises(ScheduleError, match="stuck"):
         lower(deadlocked())

@@ -36,9 +36,9 @@ def from_config(
     seed: int = 0,
     **options: Any,
 ) -> Model:
-    """Makes a Pipeline of a transformers model with the initial weights of its class. Each rank makes only the
-    parameters of its own stages. Random weights depend only on `seed` and the parameter's name, so they are the same
-    under every schedule and layout. The model is in training mode.
+    """Makes a Pipeline of a transformers model with the initial weights of its class. Each rank creates only the
+    weights of its own stages. Random weights depend only on `seed` and the parameter's name, so they are the same under
+    every schedule and layout. The model is in training mode.
 
     Args:
         config: the model's configuration, a transformers.PreTrainedConfig.
@@ -78,9 +78,9 @@ def from_pretrained(
     seed: int = 0,
     **options: Any,
 ) -> Model:
-    """Makes a Pipeline of a transformers model with the weights in a folder of safetensors files. Each rank makes and
-    reads only the parameters of its own stages, and only its part of those split over tensor ranks. As in transformers,
-    the model is in evaluation mode: call `model.train()` to train it with dropout.
+    """Makes a Pipeline of a transformers model with the weights in a folder of safetensors files. Each rank creates and
+    loads only the weights of its own stages, and only its part of weights that are split over tensor ranks. As in
+    transformers, the model is in evaluation mode: call `model.train()` to train it with dropout.
 
     Args:
         folder: folder written by `save_pretrained` of transformers or of pipeflow, on storage that all ranks share.

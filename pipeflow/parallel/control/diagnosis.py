@@ -21,9 +21,9 @@ class Status:
     """The state of a rank.
 
     Attributes:
-        waits_for: ranks of which it waits for at least one; empty if it does not wait.
-        patience: seconds that others wait for it at most, while it is in a call that all ranks make together; None
-            between such calls, where it may take any time.
+        waits_for: the ranks that it waits for (at least one of them); empty if it does not wait.
+        patience: the most seconds that others wait for it, while it is in a call that all ranks make together. None
+            between such calls, which may take any time.
         call: description of that call.
         inside: seconds since it began that call.
     """
