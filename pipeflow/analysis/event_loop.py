@@ -1,8 +1,8 @@
 """The loop of every simulation.
 
-A clock says when turns run: it is an iterator over turns with their starts and ends. The loop takes each turn that has
-ended, writes its spans and says when its values are there for their users; the clock reads these times when it goes on.
-`unlimited` is the clock of ranks that have what they need. Must not contain: which turns can run.
+A clock is an iterator over turns with their starts and ends. The loop takes each turn that has ended, writes its spans,
+and sets the times when its values arrive at their users. The clock reads these times when it continues. `unlimited` is
+the clock of ranks that do not share processors. Must not contain: which turns can run.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Transfer(NamedTuple):
 
 
 def loop(clock: Iterable[Ran], there: list[float], transfers: Sequence[Transfer], ranks: int) -> tuple[Row, ...]:
-    """Per rank its spans in the order of their starts.
+    """Per rank, its spans in the order of their starts.
 
     Args:
-        clock: turns that ran, each behind those whose values it uses.
-        there: per value, when it is there for its user. The loop writes these times.
-        transfers: per value, how it gets there.
-        ranks: how many there are.
+        clock: turns that ran, each after the turns that made its values.
+        there: per value, the time when it arrives at its user. The loop writes these times.
+        transfers: per value, its transfer to its user.
+        ranks: number of ranks.
     """
     left: defaultdict[tuple[int, int], float] = defaultdict(float)  # per link, when its last value has left
     spans: list[list[Span]] = [[] for _ in range(ranks)]
@@ -73,8 +73,8 @@ def unlimited(
     joint: bool = True,
     begin: float = 0.0,
 ) -> Iterator[Ran]:
-    """The clock of ranks that compute as fast as the costs say: turns run as soon as their values are there and their
-    stream is free, from `begin` on. `turns` come in an order in which their values are made. Joint actions run at the
+    """The clock of ranks that compute as fast as the costs say: from `begin` on, a turn runs as soon as its values have
+    arrived and its stream is free. `turns` come in an order in which their values are made. Joint actions run at the
     same time on all ranks that have them, unless `joint` is false.
     """
     free: defaultdict[int, float] = defaultdict(lambda: begin)

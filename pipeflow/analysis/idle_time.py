@@ -95,8 +95,8 @@ def waits(timeline: Timeline) -> list[float]:
 
 
 def pauses(timeline: Timeline, latency: float) -> dict[Kind, list[float]]:
-    """Per kind of computation, the times between the end of a computation and the start of the next one on the same
-    rank, where all that this needs was there: made on its own rank, or elsewhere at least a `latency` before.
+    """Per kind of computation, the pauses before it on the same rank in which all its inputs had arrived. An input has
+    arrived if its own rank made it, or another rank at least a `latency` before.
     """
     run = _Run(timeline)
     found: dict[Kind, list[float]] = defaultdict(list)

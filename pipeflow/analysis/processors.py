@@ -1,5 +1,5 @@
-"""Processors: when every action would run on ranks that share fewer processors than they are. Must not contain: costs,
-and the order in which actions can run.
+"""Processors: when every action would run if there are fewer processors than ranks. Must not contain: costs, and the
+order in which actions can run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def simulate_shared(schedule: Schedule, cost: CostModel, processors: float) -> T
 
 
 class _Task(NamedTuple):
-    """A turn that runs: it ends when each task has had `end` seconds of a processor, counted from the start."""
+    """A turn that runs. It ends when each running task has had `end` seconds of a processor since the start of the
+    simulation.
+    """
 
     end: float
     number: int
@@ -94,7 +96,7 @@ class _Shared:
         self._now = now
 
     def _proceed(self, rank: int) -> None:
-        """Starts what the rank can start. What its next turn waits for lets it look again."""
+        """Starts the turns that the rank can start. It is called again when the next turn can start."""
         turns = self._turns[rank]
         while turns and (rank, Stream.COMPUTE) not in self._busy:
             turn = turns[0]
@@ -113,7 +115,7 @@ class _Shared:
                 self._start_beside()
 
     def _start_beside(self) -> None:
-        """Starts what all ranks that take part have reached, where their streams are free."""
+        """Starts the joint actions that all their ranks have reached, if their streams are free."""
         for turn in tuple(self._reached):
             [action] = turn.actions
             flow = DATAFLOW[action.kind]

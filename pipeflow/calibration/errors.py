@@ -1,4 +1,4 @@
-"""Errors: how well a cluster's cost model gives back the times that were measured. Must not contain: the fit."""
+"""Errors: how far the times of a cluster's cost model are from the measured times. Must not contain: the fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TimePair(NamedTuple):
 
 
 def pairs(measured: Measured, cluster: Cluster) -> Iterator[TimePair]:
-    """Yields every measured time beside what the cost model says under `cluster`."""
+    """Yields every measured time together with the time that the cost model predicts for `cluster`."""
     known = Efficiency.of(cluster.efficiency)
     rates = Rates(cluster, known, measured.precision)
     for each in measured.products:
@@ -62,7 +62,7 @@ def pairs(measured: Measured, cluster: Cluster) -> Iterator[TimePair]:
 
 
 def mean_errors(measured: Measured, cluster: Cluster) -> dict[str, tuple[float, int]]:
-    """Per kind, the mean error as a share of the measured times, and how many there are."""
+    """Per kind, the mean error as a share of the measured times, and the number of these times."""
     errors: dict[str, list[float]] = {}
     for pair in pairs(measured, cluster):
         errors.setdefault(pair.kind, []).append(pair.error)

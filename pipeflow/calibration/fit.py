@@ -1,4 +1,4 @@
-"""Fit: the cluster whose cost model gives back what was measured, as nearly as it can. Must not contain: measuring."""
+"""Fit: the cluster whose cost model is closest to the measured times. Must not contain: measuring."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def _of_operations(measured: Measured) -> Cluster:
 
 
 def steps_longer(measured: Measured, cluster: Cluster) -> float:
-    """How many times as long whole steps take as `cluster` predicts from their layers: the geometric mean; 1 if none
-    was measured.
+    """The time of whole steps relative to the prediction of `cluster` from their layers, as a geometric mean. 1 if no
+    step was measured.
     """
     return _typical(each.seconds / step_seconds(each, cluster) for each in measured.steps) if measured.steps else 1.0
 
@@ -120,8 +120,9 @@ def layers_longer(measured: Measured, cluster: Cluster) -> tuple[tuple[float, fl
     launch their forward and their backward. Also returns how many times as long they compute as `cluster` predicts for
     a forward, or for half of a backward.
 
-    Where the host runs ahead, launches were measured by themselves, and the rest is the geometric mean over the layers
-    that take much longer than their launch. Elsewhere each of the two times is a line: the launch, and the operations.
+    If the host runs ahead, launches were measured by themselves, and the rest is the geometric mean over the layers
+    that take much longer than their launch. Otherwise each of the two times is fitted by a line: the launch is its
+    start, and the operations are its slope.
     """
     rates = Rates(cluster, Efficiency.of(cluster.efficiency), measured.precision)
     known = [rates.seconds(layer_work(each.model, each.setup)) for each in measured.layers]
@@ -142,8 +143,8 @@ def layers_longer(measured: Measured, cluster: Cluster) -> tuple[tuple[float, fl
 
 
 def _sums(measured: Measured) -> tuple[Line, float]:
-    """The line of tensor sums in a node, and the seconds that each adds per other rank of its group. Where the host
-    runs ahead, that was measured as a part of launches; elsewhere it is a part of the sums.
+    """The line of tensor sums in a node, and the seconds that each sum adds per other rank of its group. If the host
+    runs ahead, these seconds were measured as a part of launches; otherwise they are a part of the sums.
     """
     near = [each for each in measured.sums if each.of == "tensor" and _is_near(each)]
     if measured.runs_ahead:
@@ -184,8 +185,8 @@ def product_coefficients(times: Sequence[ProductTime]) -> tuple[float, float, fl
 
 
 def line(points: Iterable[tuple[float, float, float]]) -> Line:
-    """The line for points (scale, size, seconds), where a time is predicted as start * scale + size / bandwidth: the
-    least squares of relative errors, with neither of the two negative.
+    """The line for points (scale, size, seconds), which predicts a time as start * scale + size / bandwidth. It
+    minimizes the squares of relative errors, and neither start nor 1 / bandwidth is negative.
     """
     known = list(points)
     start, slope = nonnegative(known)
@@ -193,8 +194,8 @@ def line(points: Iterable[tuple[float, float, float]]) -> Line:
 
 
 def nonnegative(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Factors, none of them negative, for rows (x, y, ..., seconds), where a time is predicted as x times the first
-    factor and y times the second and so on: the least squares of relative errors.
+    """Non-negative factors for rows (x, y, ..., seconds), which predict a time as x times the first factor plus y times
+    the second and so on. They minimize the squares of relative errors.
     """
     known = np.array(rows)
     scaled = known[:, :-1] / known[:, -1:]
@@ -209,8 +210,8 @@ def nonnegative(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 def _ring(each: SumTime, ways: int = 1) -> tuple[float, float, float]:
-    """A point of `line`: a sum starts once for each doubling of its group. By a ring, each rank sends as many bytes as
-    this says, over as many `ways` as there are.
+    """A point of `line`. A sum has one start for each doubling of its group. Its size is the number of bytes that each
+    rank sends in a ring, divided by the number of `ways`.
     """
     ranks = each.group.ranks
     return math.log2(ranks), 2 * (ranks - 1) / ranks * each.size / ways, each.seconds

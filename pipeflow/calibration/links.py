@@ -30,10 +30,10 @@ Ranks = tuple[int, ...]
 
 
 def sums(watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = SUMS) -> Iterator[SumTime]:
-    """Yields times in which groups of 2, 4, ... ranks of a node sum tensors of `sizes` bytes, and all ranks if there
-    are several nodes, as long as they are short enough to be measured in `budget` seconds. All groups of a size sum at
-    once. On a CPU, ranks compute before each sum, and the time is what the sum adds to that, and no less than it
-    takes by itself: the threads that sum wait for a core there, and ranks for each other.
+    """Yields times in which groups of 2, 4, ... ranks of a node sum tensors of `sizes` bytes, until they are too long
+    to be measured in `budget` seconds. With several nodes, all ranks together are a group, too. All groups of a size
+    sum at the same time. On a CPU, ranks compute before each sum, because the threads that sum then wait for a core,
+    and ranks for each other. The time is what the sum adds to the computation, but at least the time of the sum alone.
     """
     whole = watch.context.world_size
     each_group = [*_powers(per_node), *[whole] * (whole > per_node)]
@@ -77,7 +77,7 @@ def transfers(
     watch: Stopwatch, per_node: int, budget: float, sizes: Sequence[int] = TRANSFERS
 ) -> Iterator[TransferTime]:
     """Yields times in which activations of `sizes` bytes reach a neighbour in the node, then one in another node if
-    there are several. All pairs transfer at once, there and back; half of that counts.
+    there are several. All pairs transfer at the same time, in both directions; the time is half of a round trip.
     """
     rank, whole = watch.context.rank, watch.context.world_size
     nodes = whole // per_node

@@ -16,7 +16,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 def device_name(device: torch.device, ranks: int) -> str:
-    """The name of the device of one of a node's `ranks`. Processes on CPUs share the cores, so they are named."""
+    """The name of the device of one of a node's `ranks`. Processes on CPUs share the cores, so the name has their
+    number.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -26,7 +28,7 @@ def device_name(device: torch.device, ranks: int) -> str:
 
 
 def sharing(device: torch.device, ranks: int) -> float:
-    """How many of a node's `ranks` share one processor: with threads for more cores than there are, more than 1."""
+    """How many of a node's `ranks` share one processor. It is more than 1 if there are more threads than cores."""
     if device.type != "cpu":
         return 1.0
     return max(1.0, ranks * torch.get_num_threads() / _cores())
@@ -38,7 +40,7 @@ def runs_ahead(device: torch.device) -> bool:
 
 
 def memory_bytes(device: torch.device, ranks: int) -> float:
-    """Memory of one device. Of a machine without devices, each of its `ranks` has an equal part."""
+    """Memory of one device, in bytes. On a machine without GPUs, each of its `ranks` has an equal part of it."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks

@@ -15,7 +15,7 @@ from pipeflow.planning.work import MatrixProduct
 
 
 class ProductTime(NamedTuple):
-    """Seconds of one product, averaged over that of a forward and the two of its backward."""
+    """Seconds of one product: the mean of the product in a forward and the two products in its backward."""
 
     precision: str
     product: MatrixProduct
@@ -33,7 +33,7 @@ class MovedTime(NamedTuple):
 
 
 class AttentionTime(NamedTuple):
-    """Seconds of attention's products, a third of what forward and backward take together."""
+    """Seconds of attention's products: a third of the time of forward and backward together."""
 
     flops: float
     seconds: float
@@ -96,8 +96,8 @@ class Measured:
         steps: of whole models; none where the host runs ahead.
         forward_launch, backward_launch: seconds in which the host launches the forward and the backward of one layer.
         sync: seconds in which the host launches a collective, per other rank of its group.
-        runs_ahead: whether the host launches while the device computes. Where it does not, tensor sums are measured
-            between computations, as what they add to these.
+        runs_ahead: whether the host launches while the device computes. If it does not, tensor sums are measured
+            between computations, as the time that they add.
         sharing: ranks that share one processor.
     """
 

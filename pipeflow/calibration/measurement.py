@@ -39,16 +39,16 @@ def measure(
     per_node: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Measured:
-    """Measures the machine on which this world runs, in about so many seconds. All ranks call it together, and return
-    the same.
+    """Measures the machine on which this world runs, in about `seconds` seconds. All ranks call it together, and it
+    returns the same on all of them.
 
     Args:
         context: this rank's place.
         seconds: time to measure for.
-        per_node: ranks in each node; as LOCAL_WORLD_SIZE says, else all of them.
+        per_node: ranks in each node; by default LOCAL_WORLD_SIZE if it is set, otherwise all ranks.
         clock: seconds since any moment.
 
-    Raises UsageError for less than two ranks, and for ranks that do not divide into nodes of two or more.
+    Raises UsageError for fewer than two ranks, and for ranks that do not divide into nodes of two or more.
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", context.world_size)) if per_node is None else per_node
     require_ranks(context.world_size)

@@ -33,12 +33,12 @@ def measured_here(ranks: int | None, device: str | None, seconds: float) -> Meas
     """Starts `ranks` processes on this machine, and returns what they measure. On return none of them is left.
 
     Args:
-        ranks: as many as there are GPUs unless given, or 4 on a CPU.
-        device: "cuda" or "cpu"; GPUs if there are any unless given.
+        ranks: number of processes; by default the number of GPUs, or 4 on a CPU.
+        device: "cuda" or "cpu"; by default "cuda" if there is a GPU.
         seconds: time to measure for; starting takes longer.
 
-    Raises UsageError for a device that is not there, for less than two ranks, more than there are GPUs, and if a
-    process fails or does not end in time.
+    Raises UsageError for a device that does not exist, for fewer than two ranks, and for more ranks than GPUs. Also
+    raises it if a process fails or does not end in time.
     """
     device = device_type(device)
     ranks = ranks_on(device, ranks)
@@ -68,7 +68,7 @@ def measured_in_world(device: str | None, seconds: float) -> tuple[int, Measured
 
 
 def device_type(asked: str | None) -> str:
-    """The device to measure. Raises UsageError for one that is unknown or not there."""
+    """The device to measure. Raises UsageError for a device that is unknown or does not exist."""
     if asked not in (None, "cpu", "cuda"):
         raise UsageError(f"unknown device {asked!r}: use cpu or cuda")
     if asked == "cuda" and not torch.cuda.is_available():
@@ -77,7 +77,7 @@ def device_type(asked: str | None) -> str:
 
 
 def ranks_on(device: str, asked: int | None) -> int:
-    """The number of processes. Raises UsageError for less than two, and more than there are GPUs."""
+    """The number of processes. Raises UsageError for fewer than two, and for more than the number of GPUs."""
     there = torch.cuda.device_count() if device == "cuda" else CPU_RANKS
     ranks = there if asked is None else asked
     require_ranks(ranks)

@@ -1,4 +1,4 @@
-"""Stopwatch: how long something takes when all ranks do it at once. Must not contain: what is measured."""
+"""Stopwatch: the time of work that all ranks do at the same time. Must not contain: the work."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Stopwatch:
         return self._agreed([median(seconds) for seconds in zip(*rounds, strict=True)])
 
     def _round(self, works: Sequence[Work], calls: int, *, is_launch: bool) -> list[float]:
-        """Seconds per call. Ranks begin together; a round is long beside the slices of time that processes get."""
+        """Seconds per call. Ranks begin together. A round is long compared with the time slices of processes."""
         synchronize(self.context.device)
         self._agreed([0.0])
         seconds = [0.0] * len(works)

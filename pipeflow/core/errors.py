@@ -82,7 +82,7 @@ class PipelineUsageError(PipelineError, UsageError):
 
 
 def error_of(failure: Failure, call: str = "") -> PipelineError:
-    """The error that a rank raises which hears of `failure`. If this rank made another `call`, it says so."""
+    """The error of a rank that is told of `failure`. If this rank made another `call`, the error says so."""
     if call and failure.call and call != failure.call:
         what = f"this rank {call}, but rank {failure.rank} {failure.call}: all ranks must make the same call"
         return PipelineUsageError(replace(failure, reason=f"{failure.reason}\n{what}", trace=""))

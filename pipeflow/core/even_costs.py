@@ -1,5 +1,5 @@
-"""The costs of stages that are all equal, as people give them: the command's options and the explorer's fields. Must
-not contain: how they are read.
+"""The costs of stages that are all equal, as users give them: the command's options and the explorer's fields. Must not
+contain: how they are read.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class EvenCost(NamedTuple):
     """A cost of stages that are all equal.
 
     Attributes:
-        meaning: what it is, for people.
-        default: its value where it is not given.
-        absent: what holds where it is not given or 0; empty: the default says it.
-        unit: what it is in. Bandwidths are in bytes, too.
-        of: the kind of action or the content whose cost it is, where `CostModel.even` has no argument for it.
+        meaning: its meaning, as text for users.
+        default: its value if it is not given.
+        absent: the effect if it is not given or 0. Empty if the default says it.
+        unit: its unit. Bandwidths are in bytes, too.
+        of: the kind of action or the content that has this cost, if `CostModel.even` has no argument for it.
     """
 
     meaning: str

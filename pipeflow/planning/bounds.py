@@ -14,12 +14,14 @@ from pipeflow.core.placement import Placement
 
 
 def least_makespan(cost: CostModel, placement: Placement, microbatches: int, *, split: bool) -> float:
-    """A time that no schedule of this placement is shorter than, its reductions included, where pairs save no time.
+    """A lower bound on the makespan of all schedules with this placement, including reductions. It assumes that pairs
+    save no time.
 
-    A rank cannot start before a first forward has come to one of its stages. It then computes all of its work. After
-    its last whole backward, the stages before that one still have theirs to do; with `split` backwards, the last action
-    may be a weight-gradient half, which nobody waits for. A reduction follows the last weight gradient of its stage.
-    With whole backwards and free transfers this is the makespan of 1F1B, interleaved 1F1B and GPipe with equal stages.
+    A rank cannot start before a first forward has reached one of its stages. It then computes all of its work. After
+    the last whole backward of a stage, the stages before it still have to run their backwards. With `split` backwards,
+    the last action may be a weight-gradient half, which no other action waits for. A reduction follows the last weight
+    gradient of its stage. With whole backwards, free transfers and equal stages, the bound is the makespan of 1F1B,
+    interleaved 1F1B and GPipe.
     """
     forward, backward = cost.durations[Kind.F], cost.durations[Kind.B]
     gradient = cost.durations[Kind.I] if split else backward  # what a stage before waits for
@@ -42,5 +44,5 @@ def least_makespan(cost: CostModel, placement: Placement, microbatches: int, *, 
 
 
 def _before(times: Sequence[float], transfers: Sequence[float]) -> list[float]:
-    """Per stage the time of all stages before it, and of the transfers to it."""
+    """Per stage, the time of all stages before it and of the transfers up to it."""
     return [0.0, *accumulate(time + transfer for time, transfer in zip(times, transfers, strict=False))]

@@ -61,7 +61,7 @@ class Family:
     split: bool
 
     def under(self, cost: CostModel) -> Family:
-        """The family under these costs, for one that is made for its costs; else itself."""
+        """The family with an order for these costs, if it is searched for given costs; otherwise the family itself."""
         return replace(self, options=(*self.options, ("cost", cost))) if "cost" in options_of(self.name) else self
 
     def make(self, microbatches: int) -> Schedule:
@@ -100,12 +100,12 @@ def _family(name: str, ranks: int, options: tuple[tuple[str, Any], ...]) -> Fami
 
 @dataclass(frozen=True, slots=True)
 class LayoutTrial:
-    """A layout before it is simulated, with its costs.
+    """A layout with its costs, before its simulation.
 
     Attributes:
         cell, family, cut: the layout.
         physical: its costs in seconds.
-        state: per rank, the bytes that it holds without activations.
+        state: per rank, the bytes that it holds besides activations.
     """
 
     cell: Cell
@@ -125,8 +125,8 @@ class LayoutTrial:
         return self.family.actions(self.cell.microbatches)
 
     def least_bytes(self) -> float:
-        """Bytes that its fullest device needs at least: those that it keeps with few microbatches, which for no
-        schedule of the registry are more than with many.
+        """A lower bound on the bytes of its fullest device: the bytes with few microbatches. With more microbatches, no
+        schedule of the registry keeps less.
         """
         ranks, many = self.cell.pipeline, self.cell.microbatches
         odd = many % len(self.family.placement.paths)  # two directions keep other amounts for odd numbers
@@ -144,13 +144,14 @@ class LayoutTrial:
         return max(state + (1 + ALLOCATOR) * most for state, most in zip(self.state, kept, strict=True))
 
     def simulated(self) -> tuple[float, float]:
-        """The seconds of one step, and the bytes of the fullest device."""
+        """Simulates one step and returns its seconds, and the bytes of the fullest device."""
         timeline = self._timeline(self.cell.microbatches)
         return timeline.makespan + self.physical.after, self._fullest(timeline.peak_bytes)
 
     def estimated_seconds(self) -> float | None:
-        """Of one step, from two steps with fewer microbatches, on the assumption that each group of microbatches adds
-        the same time; None where these are not much shorter. An estimate may be wrong either way.
+        """The estimated seconds of one step, from two steps with fewer microbatches. It assumes that each group of
+        microbatches adds the same time. None if the two steps are not much shorter. An estimate may be too high or too
+        low.
         """
         ranks, many = self.cell.pipeline, self.cell.microbatches
         few = 2 * ranks + many % ranks
@@ -181,7 +182,7 @@ def cells(wanted: Wanted) -> Iterator[Cell]:
 
 
 def _zero(wanted: Wanted, sizes: Sizes) -> int:
-    """ZeRO-1 costs no time in a plan, and saves bytes, so where there are replicas it is tried alone."""
+    """The `zero` to try. ZeRO-1 takes no time in a plan and saves bytes, so with replicas it is always on."""
     return int(sizes.data > 1) if wanted.zero is None else wanted.zero
 
 
@@ -207,8 +208,8 @@ def _options(name: str, ranks: int, layers: int) -> Iterator[tuple[tuple[str, in
 
 
 def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[float, LayoutTrial]]:
-    """The layouts of a cell whose devices have no more than `limit` bytes without activations, each with a bound: no
-    step with it is shorter, in seconds.
+    """The layouts of a cell whose devices hold at most `limit` bytes besides activations. Each comes with a lower bound
+    on its step time, in seconds.
     """
     found: dict[Placement, list[_Costs]] = {}
     for family in families(wanted.schedules, cell.pipeline, wanted.model.layers):
@@ -222,8 +223,8 @@ def trials(wanted: Wanted, cell: Cell, limit: float = inf) -> Iterator[tuple[flo
 
 
 class _Costs(NamedTuple):
-    """The costs of all layouts of a cell that share a placement and a cut; `whole` and `split` are the least makespans
-    with backwards in one and in two.
+    """The costs of all layouts of a cell that share a placement and a cut. `whole` and `split` are lower bounds on the
+    makespan with whole backwards and with split backwards.
     """
 
     cut: Cut
@@ -251,7 +252,7 @@ def _costs(wanted: Wanted, cell: Cell, placement: Placement, limit: float) -> It
 
 
 def _of_one(cost: CostModel, placement: Placement) -> list[float]:
-    """Per rank, the bytes that one microbatch takes: each rank keeps as much before its first backward."""
+    """Per rank, the bytes that one microbatch takes. Each rank keeps at least these before its first backward."""
     kept = [0.0] * placement.num_ranks
     for stage, rank in enumerate(placement.paths[0]):
         kept[rank] += (1 + ALLOCATOR) * cost.sizes[Content.SAVED][stage]
@@ -269,5 +270,5 @@ def _of_one_replica(setup: Setup) -> Setup:
 
 
 def least_seconds(wanted: Wanted, cell: Cell) -> float:
-    """No step of any layout of the cell is shorter: its ranks have this much to compute on average."""
+    """A lower bound on the step time of all layouts of the cell: the average time that its ranks compute."""
     return _profile(wanted, _of_one_replica(cell.setup)).time * cell.microbatches / cell.pipeline

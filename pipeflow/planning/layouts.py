@@ -64,7 +64,7 @@ class Layouts:
     """The result of `find_layouts`.
 
     Attributes:
-        wanted: what was searched for.
+        wanted: the task of the search.
         ranked: the layouts, the best first. They have different sizes, or different schedules if the sizes were given.
         simulated: how many layouts were simulated.
     """
@@ -105,7 +105,9 @@ def find_layouts(wanted: Wanted, *, top: int = 5, progress: Callable[[float], No
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Without garbage collections: simulations make millions of objects without cycles, which each one would visit."""
+    """Disables garbage collection. Simulations make millions of objects without cycles, and each collection would visit
+    all of them.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -119,8 +121,8 @@ Timed = tuple[float, Layout]
 
 
 def ranking(timed: Iterable[Timed]) -> list[Timed]:
-    """Layouts with the seconds of their steps, the best first: by time, but for ties. Those within TIE of the fastest
-    are ordered by `plainness`, then those within TIE of the fastest of the others, and so on.
+    """Layouts with the seconds of their steps, the best first. They are sorted by time, except for ties. Layouts within
+    TIE of the fastest are sorted by `plainness`, then those within TIE of the fastest of the rest, and so on.
     """
     left, ranked = sorted(timed, key=lambda each: each[0]), []
     while left:
@@ -131,7 +133,7 @@ def ranking(timed: Iterable[Timed]) -> list[Timed]:
 
 
 def plainness(layout: Layout) -> tuple[int, int, int]:
-    """The key that orders equally fast layouts: the least tensor ranks, pipeline ranks and recomputation."""
+    """The key that sorts ties: fewer tensor ranks, then fewer pipeline ranks, then less recomputation."""
     return layout.tensor, layout.pipeline, RECOMPUTATION.index(layout.checkpoint)
 
 
@@ -153,8 +155,8 @@ class _Group:
         self.pick = min(tied, key=lambda each: (plainness(each[1]), each[0]))
 
     def may_change(self, bound: float, layout: Layout) -> bool:
-        """Whether a layout that is not faster than `bound` can become the pick. Bounds do not fall from call to call:
-        above the fastest one, that one is final.
+        """Whether a layout that is not faster than `bound` can become the pick. Bounds do not decrease from call to
+        call. When they exceed the time of the fastest layout, the pick is final.
         """
         if bound <= self._least:
             return True
@@ -162,13 +164,13 @@ class _Group:
 
 
 class _Checked(NamedTuple):
-    """A trial that is within memory as far as is known, and whose time has been estimated where it takes long."""
+    """A trial that is within memory as far as is known. If its simulation takes long, its time has been estimated."""
 
     trial: LayoutTrial
 
 
 class _Search:
-    """Tries what has the lowest bound first: cells become trials, trials are checked, then simulated."""
+    """Tries layouts sorted by their lower bound. Cells become trials, and trials are checked, then simulated."""
 
     def __init__(self, wanted: Wanted, top: int, progress: Callable[[float], None] | None) -> None:
         self._progress = progress

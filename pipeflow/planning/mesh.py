@@ -1,4 +1,4 @@
-"""Mesh: on which node each rank of a layout lies. Must not contain: what passes between them."""
+"""Mesh: the node of each rank of a layout. Must not contain: the transfers between ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Order = Literal["pipeline", "data"]
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Devices in the order of their ranks, `per_node` in each node. Tensor ranks are neighbours; `inner` says which
-    dimension comes next: "pipeline", as pipeflow's launch has it, or "data", as Megatron-LM has it.
+    """Devices in the order of their ranks, `per_node` in each node. Tensor ranks are neighbours; `inner` is the
+    dimension that comes next: "pipeline" as in pipeflow's launch, or "data" as in Megatron-LM.
     """
 
     tensor: int

@@ -1,5 +1,5 @@
-"""Meshes: the sizes that a number of devices and a batch allow, and what is said where there are none. Must not
-contain: what layouts cost.
+"""Meshes: the sizes that a number of devices and a batch allow, and the errors if there are none. Must not contain: the
+costs of layouts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Sizes(NamedTuple):
 
 
 def meshes(wanted: Wanted) -> list[Sizes]:
-    """All sizes that fit the devices, the model and the batch. Raises UsageError where there are none: it names the
-    nearest number of devices, or the nearest batch, for which there are some.
+    """All sizes that fit the devices, the model and the batch. Raises UsageError if there are none; the error names the
+    nearest number of devices, or the nearest batch, that has some.
     """
     split = list(_split(wanted, wanted.devices))
     if not split:
@@ -64,7 +64,9 @@ def _split(wanted: Wanted, devices: int) -> Iterator[Sizes]:
 
 
 def _takes(wanted: Wanted, tensor: int) -> bool:
-    """Whether the model can be split so. One that is asked for raises the error that says why not."""
+    """Whether the model can be split over `tensor` ranks. If the user asked for this size, the error that says why not
+    is raised.
+    """
     try:
         sequence_of(wanted.model, replace(wanted.setup, tensor=tensor))
     except UsageError:
@@ -92,9 +94,7 @@ def _no_devices(wanted: Wanted) -> str:
 
 
 def _other_sizes(wanted: Wanted, name: str) -> list[int]:
-    """The next smaller and the next larger size of that name, in place of the one that was asked for, with which the
-    devices divide.
-    """
+    """The next smaller and the next larger value of the size `name` with which the devices divide."""
     asked = getattr(wanted, name)
     if asked is None:
         return []
@@ -123,6 +123,6 @@ def _no_batch(wanted: Wanted, split: list[Sizes]) -> str:
 
 
 def _near(wanted: Wanted, works: Callable[[int], bool]) -> int | None:
-    """The nearest number of devices that works; of two, the smaller one."""
+    """The nearest number of devices that works. If two are equally near, the smaller one."""
     around = chain.from_iterable((wanted.devices - away, wanted.devices + away) for away in range(1, FAR))
     return next((devices for devices in around if devices > 0 and works(devices)), None)

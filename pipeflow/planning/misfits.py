@@ -1,5 +1,5 @@
-"""Misfits: what is said of a model that no layout has room for: what is missing, and what would make it fit. Must not
-contain: times.
+"""Misfits: the error for a model that fits in no layout: how much memory is missing, and which changes would make it
+fit. Must not contain: times.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def described(layout: Layout) -> str:
 
 
 def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
-    """The layout whose fullest device needs least bytes, and these bytes; the first one found that needs at most
-    `enough`.
+    """The layout whose fullest device needs the fewest bytes, and these bytes. The search ends at the first layout that
+    needs at most `enough`.
     """
     number = count()
     heap: list[tuple[float, int, Cell | LayoutTrial]] = [
@@ -64,7 +64,7 @@ def smallest(wanted: Wanted, enough: float = 0.0) -> tuple[Layout, float]:
 
 
 def _least(wanted: Wanted, cell: Cell) -> float:
-    """Bytes that the fullest device of a cell has at least: its share of the weights, gradients and optimizer."""
+    """A lower bound on the bytes of the fullest device of a cell: its share of the weights, gradients and optimizer."""
     setup, precision = cell.setup, cell.setup.precision
     optimizer = (precision.master + precision.moments) / (setup.data if setup.zero else 1)
     share = wanted.model.parameters / (setup.tensor * cell.pipeline)

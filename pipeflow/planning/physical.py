@@ -58,10 +58,10 @@ class StageCosts:
 
     Attributes:
         times: seconds of one microbatch.
-        saved_bytes: kept from a forward to its backward.
-        deferred_bytes: kept between the two halves of a backward.
-        activation_bytes: passed to the next stage.
-        parameters: how many it holds.
+        saved_bytes: bytes that are kept from a forward to its backward.
+        deferred_bytes: bytes that are kept between the two halves of a backward.
+        activation_bytes: bytes that are sent to the next stage.
+        parameters: number of parameters that the device holds.
     """
 
     times: StageTimes
@@ -78,10 +78,11 @@ class Physical:
     Attributes:
         cost: for `simulate`; `reduce` has the reductions of each stage's gradients over the replicas.
         communication: per stage, the seconds of one microbatch in which tensor ranks communicate; `cost` counts them.
-        tied: of summing the gradients of a word table that the first and the last stage share, after all else.
-        optimizer: of the optimizer's step, on the rank where it takes longest.
-        processors: that all pipeline ranks together share, for ranks that have none of their own; the times of `cost`
-            are those of a rank that has one alone.
+        tied: seconds to sum the gradients of a word table that the first and the last stage share, at the end of the
+            step.
+        optimizer: seconds of the optimizer's step, on the rank where it takes longest.
+        processors: number of processors that all pipeline ranks share, if they share any. The times of `cost` are then
+            those of a rank that has one processor for itself.
     """
 
     cost: CostModel
@@ -99,15 +100,15 @@ class Physical:
 
     @property
     def after(self) -> float:
-        """Seconds that a step takes after the timeline: sums over shared tables, and the optimizer."""
+        """Seconds of a step after the end of the timeline: sums over shared tables, and the optimizer."""
         return self.tied + self.optimizer
 
 
 def physical_costs(
     model: Transformer, placement: Placement, setup: Setup, mesh: Mesh, cluster: Cluster, *, cut: Cut = "uniform"
 ) -> Physical:
-    """The costs of `model`, its layers dealt as `stage_layers` does. `cluster.efficiency` may replace coefficients of
-    `PUBLISHED`.
+    """The costs of `model`, with the layers of `stage_layers` on each stage. `cluster.efficiency` may replace
+    coefficients of `PUBLISHED`.
 
     Raises UsageError for a model that the setup does not fit, a precision that the device does not have, and unknown
     coefficients.
@@ -185,7 +186,9 @@ def physical_of(
 
 
 def _processors(mesh: Mesh, cluster: Cluster) -> float:
-    """Those that one replica and tensor rank of all pipeline stages has. Nodes that are not full have as many."""
+    """The number of processors of one replica and one tensor rank, over all pipeline stages. Nodes that are not full
+    have as many.
+    """
     ranks = mesh.tensor * mesh.pipeline * mesh.data
     return mesh.pipeline * cluster.devices_per_node / cluster.sharing / min(ranks, cluster.devices_per_node)
 
@@ -193,18 +196,18 @@ def _processors(mesh: Mesh, cluster: Cluster) -> float:
 def layer_times(
     layer: Seconds, rates: Rates, checkpoint: str, *, collective: float = 0.0, sync: float = 0.0, launches: float = 1.0
 ) -> tuple[float, float, float]:
-    """Seconds of a layer's forward, of its whole backward with what that computes again, and of the part of it that
-    computes weight gradients. They are no less than the times to launch `launches` transformer layers, and where the
-    device launches itself, as much longer. Each half of the backward has launches of its own: if one share of the whole
-    were split as the computations are, a faster chip could make one half longer.
+    """Seconds of a layer's forward, of its whole backward including recomputation, and of the weight gradients in the
+    backward. They are at least the times to launch `launches` transformer layers. If the device launches operations
+    itself, these times are added. Each half of the backward has its own launches. If the launches were divided like the
+    computations, a faster chip could make one half longer.
 
     Args:
         layer: its computations.
         rates: of the cluster.
-        checkpoint: what the backward computes again.
+        checkpoint: what the backward recomputes.
         collective: seconds of one collective of tensor ranks; there are two in a forward and two in a backward.
-        sync: seconds that each of them adds to a launch.
-        launches: how many transformer layers take as long to launch.
+        sync: seconds that each collective adds to a launch.
+        launches: the number of transformer layers that take as long to launch as this layer.
     """
     known, runs_ahead = rates.efficiency, rates.cluster.device.runs_ahead
     waiting = 2 * sync if runs_ahead else 0.0  # else `collective` has it
@@ -223,7 +226,9 @@ def layer_times(
 
 
 def _holders(placement: Placement, mesh: Mesh, stage: int) -> RankGroup:
-    """The devices that sum the gradients of a stage: its replicas, and in two directions both copies of each."""
+    """The devices that sum the gradients of a stage: its replicas, and both copies in each replica of a bidirectional
+    schedule.
+    """
     copies = placement.ranks_of(stage)
     if len(copies) == 1:
         return mesh.data_group

@@ -96,7 +96,7 @@ class RankPlan:
 
 
 class Held(NamedTuple):
-    """The memory of one device of a pipeline rank without activations: see RankPlan."""
+    """The memory of one device of a pipeline rank, besides activations: see RankPlan."""
 
     parts: tuple[Part, ...]
     parameters: int
@@ -106,7 +106,7 @@ class Held(NamedTuple):
 
 def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part]) -> tuple[float, ...]:
     """Per pipeline rank, the `peak_bytes` of a schedule that keeps nothing for backwards. `parts` are the layers of all
-    stages. Ranks that hold and send alike are computed once.
+    stages. Ranks that hold and send the same amounts are computed once.
     """
     found: dict[object, float] = {}
     needed, shares = [], shares_of(parts)
@@ -120,7 +120,7 @@ def state_bytes(model: Transformer, setup: Setup, placement: Placement, parts: S
 
 
 def held_by(model: Transformer, setup: Setup, placement: Placement, parts: Sequence[Part], rank: int) -> Held:
-    """What one device of a pipeline rank holds without activations. `parts` are the layers of all stages."""
+    """The memory of one device of a pipeline rank, besides activations. `parts` are the layers of all stages."""
     stages = placement.stages_of(rank)
     own = [shares_of(parts)[stage] for stage in stages]
     again = recomputed_bytes(model, setup) if any(share.layers for share in own) else 0
@@ -129,13 +129,13 @@ def held_by(model: Transformer, setup: Setup, placement: Placement, parts: Seque
 
 
 def transferred(placement: Placement, rank: int, sent: Sequence[float]) -> float:
-    """The `transfer_bytes` of a rank, for stages that send so many bytes to the next one."""
+    """The `transfer_bytes` of a rank. `sent` are the bytes that each stage sends to the next one."""
     return sum(sent[stage] for stage in _borders(placement)[rank])
 
 
 @lru_cache(maxsize=256)
 def _borders(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """Per rank, the stages after which another rank begins or it begins itself."""
+    """Per rank, the stages at whose end a microbatch leaves the rank or enters it."""
     found: list[list[int]] = [[] for _ in range(placement.num_ranks)]
     for path in placement.paths:
         for stage, (one, other) in enumerate(pairwise(path)):
@@ -146,9 +146,7 @@ def _borders(placement: Placement) -> tuple[tuple[int, ...], ...]:
 
 
 def rank_plan(setup: Setup, placement: Placement, rank: int, held: Held, *, kept: float, idle: float) -> RankPlan:
-    """The plan of a rank whose schedule keeps at most `kept` bytes of activations, and which is idle for this part of
-    the step.
-    """
+    """The plan of a rank that keeps at most `kept` bytes of activations and is idle for the part `idle` of the step."""
     stages, parameters, precision = placement.stages_of(rank), held.parameters, setup.precision
     optimized = -(-parameters // setup.data) if setup.zero else parameters
     return RankPlan(

@@ -1,4 +1,4 @@
-"""Peaks: how much each rank of a schedule keeps at most for its backwards, found from its rows alone. Must not contain:
+"""Peaks: the most that each rank of a schedule keeps for its backwards, derived from its rows alone. Must not contain:
 times.
 """
 
@@ -20,9 +20,9 @@ class RankPeaks:
     """The fullest states of one rank.
 
     Attributes:
-        values: what the rank keeps, as (content, stage).
-        states: how many of each of them it keeps at once. Every other state keeps at most as many of all of them as one
-            of these.
+        values: the kinds of values that the rank keeps, as (content, stage).
+        states: per state, how many of each of these values the rank keeps at once. Every other state keeps at most as
+            many of each value as one of these states.
     """
 
     values: tuple[tuple[Content, int], ...]
@@ -37,8 +37,8 @@ class RankPeaks:
 
 
 def peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
-    """Per rank its fullest states. For a schedule with backwards, their bytes are the `peak_bytes` of its timelines:
-    a rank computes one action after another, so times make no difference.
+    """Per rank, its fullest states. For a schedule with backwards, their bytes are the `peak_bytes` of its timelines. A
+    rank computes one action after another, so times do not matter.
     """
     return tuple(_of_rank(list(schedule.actions(rank))) for rank in range(len(schedule.rows)))
 

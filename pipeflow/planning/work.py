@@ -40,12 +40,12 @@ class DeviceWork(NamedTuple):
     """The forward of a part of the model on one device.
 
     Attributes:
-        products: with weights; each has two products of the same size in the backward.
-        attention_flops: of the products of queries, keys and values.
-        again_flops: of those, what the backward computes again: fused attention (FlashAttention, arXiv 2205.14135)
-            keeps no scores, so its backward has five products for two.
-        moved_bytes: what elementwise operations read and write; the backward moves twice as much.
-        score_bytes: the same for attention scores, where they are stored.
+        products: matrix products with weights; each has two products of the same size in the backward.
+        attention_flops: operations of the products of queries, keys and values.
+        again_flops: the part of `attention_flops` that the backward recomputes. Fused attention (FlashAttention, arXiv
+            2205.14135) keeps no scores, so its backward has five products for two.
+        moved_bytes: bytes that elementwise operations read and write; the backward moves twice as many.
+        score_bytes: the same for attention scores, if they are stored.
     """
 
     products: tuple[MatrixProduct, ...]

@@ -21,7 +21,7 @@ class Missing(NamedTuple):
 
 
 def missing(schedule: Schedule) -> list[Missing]:
-    """The actions that a step of training still needs, by rank and microbatch. A schedule of forwards alone lacks its
+    """The actions that a step of training still needs, by rank and microbatch. A schedule with only forwards lacks its
     backwards.
 
     A stage lacks what the nearest way to complete its work needs (`nearest`). Reductions do not count.
@@ -42,8 +42,8 @@ def missing(schedule: Schedule) -> list[Missing]:
 
 
 def ways_of(schedule: Schedule) -> Ways:
-    """The ways to do the work of a microbatch on a stage, such as (F, B); first the one that most backwards of the
-    schedule have.
+    """The ways to do the work of a microbatch on a stage, such as (F, B). The first is the way of most backwards of the
+    schedule.
     """
     number = Counter(action.kind for action in _each(schedule))
     common = set.intersection(*map(set, WHOLE))
@@ -51,8 +51,8 @@ def ways_of(schedule: Schedule) -> Ways:
 
 
 def nearest(has: Set[Kind], ways: Ways) -> tuple[Kind, ...]:
-    """The way that needs the fewest kinds of `has` removed; if it needs some removed, also the fewest added; of equal
-    ones the first.
+    """The way for which the fewest kinds must be removed from `has`. If some must be removed, ties go to the way for
+    which the fewest must be added. Further ties go to the first way.
     """
 
     def distance(way: tuple[Kind, ...]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Stuck: the deadlocks of a schedule, also of one in which more is wrong. Must not contain: what else is wrong."""
+"""Stuck: the deadlocks of a schedule, even if it has other faults. Must not contain: these other faults."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def deadlocks_of(schedule: Schedule) -> Iterator[Violation]:
 
 
 def deadlocks_besides(schedule: Schedule) -> Iterator[Violation]:
-    """The deadlocks of a schedule that stay when all else is mended. Left out are actions that do not exist, are on
-    another rank, run again or are too many, and reductions; nothing waits for a value that no action makes then.
+    """The deadlocks of a schedule that remain when all other faults are removed. Reductions and wrong actions are left
+    out: actions that do not exist, are on another rank, run again or are too many. No action waits for a value that no
+    remaining action makes.
     """
     places, rest = _rest(schedule)
     return _found(rest, _unmade(rest), schedule, lambda place: (place[0], places[place[0]][place[1]]))
@@ -73,7 +74,7 @@ def _moved(wait: Wait, place_of: Callable[[Place], Place]) -> Wait:
 
 
 def _rest(schedule: Schedule) -> tuple[list[list[int]], Schedule]:
-    """A schedule without what is in a wrong place; and per rank, the positions of what is left."""
+    """The schedule without entries in a wrong place; and per rank, the positions of the remaining entries."""
     seen: set[Action] = set()
     kinds: defaultdict[tuple[int, int], set[Kind]] = defaultdict(set)
     kept: list[list[tuple[int, list[Action]]]] = []

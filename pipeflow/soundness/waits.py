@@ -1,5 +1,5 @@
-"""Waits: what each rank that waits for ever waits for, and who would make it. Must not contain: how one finds out that
-ranks wait for ever.
+"""Waits: for each rank that waits for ever, the value that it waits for, and the action that would make it. Must not
+contain: how such ranks are found.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Wait(NamedTuple):
         action: the action of the entry that waits.
         value: the value that it waits for. None: the rank cannot run the action at all.
         maker: the place of the first entry that makes the value and has not run, on the rank that holds its stage if
-            there is one. None: there is none.
-        earlier: if there is no `maker`, the place of the entry that made the value for another use. None: there is
-            none either.
+            there is one there. None if no entry makes the value.
+        earlier: if there is no `maker`, the place of the entry that made the value for another use. None if there is
+            none.
     """
 
     rank: int
