@@ -47,7 +47,8 @@ def build_pipeline_model_from_cfg(
     partition_method: str = "parameter",
     verbose: bool = False,
 ) -> nn.Module:
-    """Like `build_pipeline_model`, from a list with one dict per layer. A rank makes only the layers of its own stages.
+    """Like `build_pipeline_model`, from a list with one dict per layer. A rank creates only the layers of its own
+    stages.
 
     Args:
         config: dicts; "type" is a name in LAYERS (which has torch.nn's classes) or MODELS, the other entries are the

@@ -1,6 +1,6 @@
 """Pipeline stages of a GPT: which rank holds which stage, initial weights, and tied weights.
 
-A rank makes only its own stages: first on torch's meta device, then on its own device with initial weights. So the
+A rank creates only its own stages: first on torch's meta device, then on its own device with initial weights. So the
 whole model never has to fit on one rank. Must not contain: the model itself, or how it is trained.
 """
 

@@ -10,9 +10,8 @@ from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tr
 
 
 def flattened(tree: object) -> tuple[list[Any], TreeSpec]:
-    """The leaves and the structure of a tree. If torch's pytrees do not know a dataclass with
-    tensors, it is registered there, with its attributes as children. All of torch's functions for trees then treat it
-    as a node.
+    """The leaves and the structure of a tree. If torch's pytrees do not know a dataclass with tensors, it is
+    registered there, with its attributes as children. All of torch's functions for trees then treat it as a node.
     """
     leaves, spec = tree_flatten(tree)
     while kinds := {type(leaf) for leaf in leaves if is_dataclass(leaf) and _holds_tensors(leaf)}:
