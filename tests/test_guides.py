@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -225,11 +226,11 @@ def test_the_snippets_about_modules_and_lists_run() -> None:
         blocks(STAGES, "python", start)[0] for start in ("model =", "from pipeflow.tensor", "blocks")
     )
 
+    batch = {"inputs": torch.randn(8, 16), "labels": torch.randn(8, 1)}
+    scored = Scored()  # drawn here, since the ranks are threads that share torch's generator
+
     def run() -> tuple[Any, int]:
-        torch.manual_seed(0)
-        schedule = pipeflow.make_schedule("1f1b", ranks=2, microbatches=4)
-        module = Scored()
-        batch = {"inputs": torch.randn(8, 16), "labels": torch.randn(8, 1)}
+        schedule, module = pipeflow.make_schedule("1f1b", ranks=2, microbatches=4), deepcopy(scored)
         names: dict[str, Any] = {"pipeflow": pipeflow, "schedule": schedule, "module": module, "batch": batch}
         names |= {"data_iter": iter([batch]), "nn": nn, "partial": partial}
         exec(whole, names)

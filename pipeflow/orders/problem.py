@@ -89,8 +89,8 @@ def make_problem(
     objective: Objective = "makespan",
 ) -> Problem:
     """Makes the problem of a search. Raises UsageError for a placement of two paths, for a stage without a cost, and
-    for an unknown objective. Also raises it for two caps, for a cap in bytes if the cost model has no bytes, and for a
-    cap below one microbatch on all stages of a rank.
+    for an unknown objective. Also raises it for two caps, and for a cap in bytes if the cost model has no bytes. Also
+    raises it for a cap below one microbatch on all stages of a rank.
     """
     require_positive(microbatches=microbatches)
     if objective not in get_args(Objective):
