@@ -142,7 +142,7 @@ class _Run:
 
     def sent(self, span: Span) -> Sent | None:
         """For a computation, the last span to end that made an input of it on another rank or stream, with that input.
-        A pair starts when both its actions have their inputs, and its outputs are there when both have ended.
+        A pair starts when both its actions have their inputs, and its outputs exist when both have ended.
         """
         mine = self.streams[Stream.COMPUTE][span.rank]
         latest: Sent | None = None

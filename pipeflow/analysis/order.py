@@ -42,7 +42,7 @@ class Order:
     A value is the number `index * num_microbatches + microbatch`, where `ends[index]` is the value without its
     microbatch. Schedules have hundreds of thousands of values, and numbers are what Python handles fastest.
 
-    The values of `given` are there from the start. After the iteration, `stuck` has the (rank, position) of every entry
+    The values of `given` exist from the start. After the iteration, `stuck` has the (rank, position) of every entry
     that waits for ever: none unless the schedule is unsound. Raises ScheduleError for a stage or microbatch that does
     not exist, and for an action on a rank that does not hold its stage.
     """
@@ -114,7 +114,7 @@ class Order:
 
     @property
     def waiting(self) -> list[Stuck]:
-        """The entries of `stuck`, each with the first value that it needs and that is not there."""
+        """The entries of `stuck`, each with the first value that it needs and that does not exist."""
         return [Stuck(rank, position, self._awaited(rank)) for rank, position in self.stuck]
 
     def _awaited(self, rank: int) -> Value:

@@ -53,7 +53,8 @@ class _Task(NamedTuple):
 
 class _Shared:
     """The clock of ranks that share processors. Times of tasks are in seconds of a processor that each running task has
-    had: since all have the same share, they end in the order of these times, whoever starts or ends meanwhile.
+    had: since all have the same share, they end in the order of these times, even if other tasks start or end
+    meanwhile.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Simulate: when every action would run. An action starts when its values are there and its stream is free. Must not
+"""Simulate: when every action would run. An action starts when its values have arrived and its stream is free. Must not
 contain: costs, and the order in which actions can run.
 """
 

@@ -1,6 +1,5 @@
-"""The manifest of a checkpoint: the step, the order of saving, the layout, and every file with its size and digest.
-It contains a digest of itself, so damage to it is detected too. It protects against accidents, not against somebody
-who forges a checkpoint.
+"""The manifest of a checkpoint: the step, the order of saving, the layout, and every file with its size and digest. It
+contains a digest of itself, so damage to it is detected too. It protects against accidents, not against forgery.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class BoostedModel(nn.Module):
     `parameters()` and `train()` apply to the current one. With pp_size=1 it can be called like the module.
 
     Args:
-        module: the whole module, alike on every rank.
+        module: the whole module, the same on every rank.
         plugin: the plugin that says how to make it parallel.
 
     Attributes:

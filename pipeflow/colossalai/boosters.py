@@ -35,7 +35,7 @@ class Adapters:
         self, model: nn.Module, pretrained_dir: str | os.PathLike[str] | None = None, lora_config: Any = None
     ) -> Any:
         """Returns the model with LoRA adapters. Make the optimizer from its parameters, then boost both. All ranks get
-        the same initial weights if they were seeded alike.
+        the same initial weights if they have the same seed.
 
         Args:
             model: the model.
@@ -194,7 +194,8 @@ class Booster(Checkpoints, Adapters):
         lr_scheduler: Any = None,
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Returns its arguments ready for training: the model as a BoostedModel, the optimizer as a BoostedOptimizer,
-        the others unchanged. The model must be alike on every rank, the optimizer made from all of its parameters.
+        the others unchanged. The model must be the same on every rank, and the optimizer must be made from all of its
+        parameters.
 
         Raises UsageError if the model is not a module or was boosted before.
         """

@@ -144,7 +144,7 @@ _POLICY_LIST: dict[str, PolicyLocation] = {}
 
 
 def import_policy(policy_location: PolicyLocation) -> type[Policy]:
-    """Imports a policy's class. Raises UsageError if it is not there."""
+    """Imports a policy's class. Raises UsageError if it does not exist."""
     try:
         found: type[Policy] = getattr(import_module(policy_location.file_name), policy_location.class_name)
     except (ImportError, AttributeError) as error:

@@ -81,7 +81,7 @@ class DataflowRow(NamedTuple):
     """A row of the dataflow table.
 
     Attributes:
-        name: name of the kind of action, for people.
+        name: name of the kind of action, as text for users.
         needs, makes: values that it uses and makes, as (content, offset from its own stage).
         takes: the kinds of action whose times it takes together. Empty: it has a time of its own.
         stream: the stream it runs on. Only computations need or make values that pass between ranks.

@@ -63,7 +63,7 @@ class DeferringBackend:
 
 @cache
 def deferring_backend(name: str, options: tuple[tuple[str, Any], ...]) -> DeferringBackend:
-    """The backend with this name and these options. All modules and threads use one, so that modules that are alike
+    """The backend with this name and these options. All modules and threads share one backend, so that equal modules
     share code.
     """
     return DeferringBackend(name, dict(options))

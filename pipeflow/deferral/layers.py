@@ -1,5 +1,5 @@
 """Layers that defer: torch's own layers with a backward that returns the input's gradient and hands the weight's
-product to a Deferral, unless somebody wants it at once. Must not contain: how a product is computed, and which layers
+product to a Deferral, unless other code needs it at once. Must not contain: how a product is computed, and which layers
 of a module are made to defer.
 """
 
@@ -280,7 +280,7 @@ def hand_over(ctx: Any, product: Product) -> tuple[Tensor | None, Tensor | None]
 
 
 def defers(ctx: Any, deferral: Deferral, product: Deferred) -> bool:
-    """Returns True if this backward is an I, and nobody sees that the product's gradients come later.
+    """Returns True if this backward is an I, and no other code can observe that the product's gradients come later.
 
     The first inputs of the function of `ctx` are the deferral's anchor and the product's parameters. Raises UsageError
     if the backward itself must be differentiated.
@@ -298,8 +298,8 @@ def defers(ctx: Any, deferral: Deferral, product: Deferred) -> bool:
 
 
 def _are_held(edges: Sequence[tuple[Any, int]]) -> bool:
-    """Returns True if somebody holds a node of `edges`, as those do who hook it, because torch does not list a node's
-    hooks. Nobody holds the first one.
+    """Returns True if other code holds a node of `edges`, as code that hooks the node does. torch does not list a
+    node's hooks. No other code holds the first node.
     """
     nobody, *others = [sys.getrefcount(node) for node, _ in edges]
     return any(count > nobody for count in others)

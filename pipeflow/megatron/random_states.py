@@ -93,9 +93,9 @@ def _default_generator() -> Generator:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds dropout on any device (`pipeflow.tensor.manual_seed`): tensor ranks draw alike outside split regions and
-    differently inside. Also seeds the initial weights of models made afterwards, and torch's default generator of the
-    GPU, but not that of the CPU, which loaders use for shuffling.
+    """Seeds dropout on any device (`pipeflow.tensor.manual_seed`): tensor ranks draw the same numbers outside split
+    regions and different numbers inside. Also seeds the initial weights of models made afterwards, and torch's default
+    generator of the GPU, but not that of the CPU, which loaders use for shuffling.
     """
     keep_seed(seed)
     random.manual_seed(seed)

@@ -24,7 +24,7 @@ FUZZ = 1e-6  # of a unit, what arithmetic may have lost
 
 
 def require_solver() -> Any:
-    """The module of OR-tools' CP-SAT. Raises UsageError when OR-tools is not there."""
+    """The module of OR-tools' CP-SAT. Raises UsageError if OR-tools is not installed."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:

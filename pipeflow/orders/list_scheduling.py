@@ -51,7 +51,7 @@ class ScoredOrder(NamedTuple):
 
 
 class User(NamedTuple):
-    """Where an operation's value goes: `arrived` has per microbatch when it arrives, as far as that is known."""
+    """The user of an operation's value. `arrived` has the arrival time per microbatch, as far as it is known."""
 
     arrived: list[float]
     delay: float
@@ -59,8 +59,8 @@ class User(NamedTuple):
 
 
 def arrival_times(problem: Problem) -> tuple[list[list[float]], list[User | None]]:
-    """Per operation, when what it waits for arrives, as far as that is known; and the user of its own value, on
-    whatever rank. The batch has arrived at the first stage.
+    """Per operation, the arrival times of the value that it waits for, as far as they are known; and the user of its
+    own value, on any rank. The batch has arrived at the first stage.
     """
     arrivals: list[list[float]] = [[0.0] * problem.num_microbatches if source < 0 else [] for source in problem.source]
     users: list[User | None] = [None for _ in arrivals]

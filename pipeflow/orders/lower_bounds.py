@@ -66,7 +66,7 @@ class Bounds(NamedTuple):
 
 
 def bounds(problem: Problem) -> Bounds:
-    """The least objective of any order of `problem`, as far as three arguments prove it.
+    """A lower bound on the objective of all orders of `problem`, from three arguments.
 
     - Work: a rank's span is at least its work. A makespan is no shorter than a span.
     - Paths: the longest path through `arcs` to an action, the action, and the longest path from there to a rank's end.

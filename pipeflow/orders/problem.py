@@ -1,7 +1,7 @@
 """Problem: what a search for an order starts from, flattened into numbers; and how rows become schedules.
 
 A row is a sequence of operations: operation `3 * stage + half` is the next F (half 0), I (1) or W (2) of a stage.
-Microbatches are alike and every operation meets them in order, so a sequence says all.
+Microbatches are interchangeable and every operation takes them in order, so the sequence alone determines the row.
 """
 
 from __future__ import annotations

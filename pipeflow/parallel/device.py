@@ -65,7 +65,8 @@ def own_device(asked: torch.device | str | None) -> torch.device:
     """The device of this process; a GPU becomes torch's current device.
 
     If `asked` is "cuda", or if it is None and there are GPUs, the process gets the GPU with its LOCAL_RANK, or the only
-    one that it sees. Raises UsageError for a GPU that is not there, and for devices on which pipeflow does not compute.
+    one that it sees. Raises UsageError for a GPU that does not exist, and for devices on which pipeflow does not
+    compute.
     """
     device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type not in ("cpu", "cuda"):

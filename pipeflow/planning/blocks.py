@@ -155,7 +155,7 @@ class Transformer(ABC):
 
     def parameters_of(self, parts: Iterable[Part], tensor: int = 1) -> int:
         """Parameters of one of `tensor` ranks that together hold the stages with layers [start, end) of `parts`: a word
-        table that is also the head is there once.
+        table that is also the head counts once.
 
         Raises UsageError for parts that the model does not have, and as `require_tensor`.
         """

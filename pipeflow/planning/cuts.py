@@ -45,5 +45,5 @@ def cut_by_load(layers: int, placement: Placement, first: float, last: float) ->
 
 @lru_cache(maxsize=4096)
 def even_cut(layers: int, stages: int) -> tuple[Part, ...]:
-    """The same with equally many layers, as far as they go."""
+    """Per stage its layers [start, end), with numbers of layers that are as equal as possible."""
     return tuple(stage_parts(layers, stages))

@@ -101,7 +101,7 @@ class CountedModule:
         trace, found: the calls of the forward, and the blocks among them.
         counter: what was counted.
         blocks: as in `plan_module`.
-        staged: its stages by placement and cuts, as far as they were needed.
+        staged: its stages by placement and cuts, made when they are first needed.
     """
 
     typed: nn.Module

@@ -66,8 +66,8 @@ class Compiling:
     def compile(self, stages: Iterable[Stage], plan: CutPlan | None, *, blocks: bool) -> None:
         """Compiles the blocks of stages, or whole stages if `blocks` is False, when they are next called.
 
-        Modules that were compiled before are compiled anew. Modules that are alike share their code. `plan` is the plan
-        of a Pipeline made by `from_module`, else None.
+        Modules that were compiled before are compiled again. Equal modules share their code. `plan` is the plan of a
+        Pipeline made by `from_module`, else None.
 
         Raises UsageError for a module that cannot be compiled.
         """

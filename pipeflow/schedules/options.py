@@ -1,4 +1,4 @@
-"""Options: what the options of schedules mean and which values they take, for whoever offers them to a user."""
+"""Options: what the options of schedules mean and which values they take, for code that shows them to users."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class PlanRun(Run):
         return super()._copy(value)
 
     def _write(self, node: Node, given: object) -> None:
-        """Only marks the memory, since values that nobody needs are not written."""
+        """Only marks the memory, since unused values are not written."""
         assert node.call is not None
         self.given[node.call.index] = self.flow.sources(given)
         for index, tensor in self._written(node, given):

@@ -1,5 +1,5 @@
-"""Random numbers of a Trainer: those for data are alike on all ranks of a replica, those for layers differ between
-stages.
+"""Random numbers of a Trainer: those for data are the same on all ranks of a replica, and those for layers differ
+between stages.
 """
 
 from __future__ import annotations

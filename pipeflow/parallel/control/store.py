@@ -30,7 +30,7 @@ class MonitorStore(dist.Store):
             raise RuntimeError(str(error)) from None
 
     def check(self, keys: list[str]) -> bool:
-        """Returns False: torch's threads ask for signals between its own groups, and nobody sends those here."""
+        """Returns False: torch's threads ask for signals between its own groups, which pipeflow does not send."""
         return False
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -50,7 +50,7 @@ def connect(group: Any, device: torch.device, move: Callable[[list[Tensor]], Any
 
 
 def finish(device: torch.device) -> Future[None]:
-    """Begins to wait until `device` has done what was started on it, such as sends that nobody here waits for."""
+    """Begins to wait until `device` has finished its work, such as sends that no code waits for."""
     return aside(partial(torch.get_device_module(device).synchronize, device), "pipeflow finishing")
 
 

@@ -28,7 +28,7 @@ class Mixup:
     """Mixes each image of a batch with another image of the batch, with one weight for the whole batch.
 
     Use it as `collate_fn` of a `get_dataloader` loader: random numbers come from torch's default generator, which that
-    loader seeds alike on all ranks of a replica.
+    loader seeds equally on all ranks of a replica.
 
     Args:
         alpha: the weight is drawn from Beta(alpha, alpha), near 0 or 1 for a small alpha. 0 disables mixing.
