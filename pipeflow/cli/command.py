@@ -91,6 +91,7 @@ NAMES = (
     "calibrate",
     "verify",
     "export",
+    "explain",
     "explore",
     "completion",
 )

@@ -13,6 +13,7 @@ from pipeflow.core.dataflow import MAKERS, Content
 from pipeflow.core.errors import ScheduleError
 
 _CELL = re.compile(r"(\d{1,9})REDUCE_GRAD", re.ASCII)
+_COMMUNICATION = re.compile(r"\d{1,9}(UNSHARD|RESHARD|(SEND|RECV|WAIT_SEND|WAIT_RECV)_[FB]\d{1,9})", re.ASCII)
 
 
 class Last(NamedTuple):
@@ -71,6 +72,11 @@ def cells(row: tuple[Entry, ...]) -> Iterator[str]:
                 yield f"{entry.stage}REDUCE_GRAD"
                 continue
         yield str(entry)
+
+
+def is_communication(text: str) -> bool:
+    """Whether a cell of a lowered table moves data between ranks, and so is none of the schedule."""
+    return _COMMUNICATION.fullmatch(text) is not None
 
 
 def parse_cell(text: str, before: Sequence[Entry]) -> Entry:

@@ -11,7 +11,7 @@ from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.notebook import Shown
 from pipeflow.core.placed import placement_of
 from pipeflow.core.placement import Placement, require_positive
-from pipeflow.core.reductions import cells, is_reduction, parse_cell, reduced
+from pipeflow.core.reductions import cells, is_communication, is_reduction, parse_cell, reduced
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -120,7 +120,8 @@ class Schedule(Shown):
 
         Empty cells, which torch writes for idle time, are skipped, and so are blank lines before and after the table. A
         reduction without a microbatch, as torch writes it (`2REDUCE_GRAD`), gets the microbatch of its stage's last
-        weight gradient before it.
+        weight gradient before it. Sends, receives and sharding in a lowered table are skipped: they follow from the
+        computations.
 
         Args:
             text: the table.
@@ -179,7 +180,7 @@ def _parse_lines(text: str) -> Iterator[tuple[Entry, ...]]:
 def _parse_line(line: str, number: int, rank: int) -> tuple[Entry, ...]:
     entries: list[Entry] = []
     for column, cell in enumerate(line.split(","), start=1):
-        if text := cell.strip():
+        if (text := cell.strip()) and not is_communication(text):
             try:
                 entries.append(parse_cell(text, entries))
             except UsageError as error:

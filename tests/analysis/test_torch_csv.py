@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pipeflow.analysis.lowered_table import lowered_csv
 from pipeflow.analysis.lowering import lower
 from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
@@ -89,6 +90,28 @@ def test_torch_loads_runs_and_sends_the_same(
             assert [(action.stage_index, action.microbatch_index) for action in sends] == values
     steps = theirs._simulate_comms_compute(order, holders.__getitem__, len(holders))
     assert {rank: [action for action in row if action] for rank, row in steps.items()} == order
+
+
+@pytest.mark.some(17)
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])
+def test_torch_loads_and_simulates_what_we_lowered(
+    theirs: Any, name: str, ranks: int, microbatches: int, tmp_path: Path
+) -> None:
+    schedule = make_schedule(name, ranks=ranks, microbatches=microbatches).with_reductions()
+    path = tmp_path / "lowered.csv"
+    path.write_text(lowered_csv(schedule))
+    chunks = schedule.placement.num_stages // ranks
+    runtime = theirs._PipelineScheduleRuntime(stages(ranks, chunks), microbatches)
+    runtime._load_csv(str(path), format="compute_comms")
+    order: dict[int, list[Any]] = {rank: [] for rank in range(ranks)}
+    for rank, row in runtime.pipeline_order_with_comms.items():
+        for action in row:
+            if action.computation_type.name not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
+                order[rank] += action.sub_actions or [action]
+    steps = theirs._simulate_comms_compute(order, schedule.placement.rank_of, schedule.placement.num_stages)
+    assert {rank: [action for action in row if action] for rank, row in steps.items()} == order
+    assert Schedule.from_csv(path.read_text(), name=name) == schedule
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if one_way(name)])

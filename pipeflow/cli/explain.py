@@ -1,0 +1,225 @@
+"""`pipeflow explain`: what a recorded step of any engine was, why it took so long, and what would be faster."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pipeflow.cli.files import write
+from pipeflow.cli.options import unit_options
+from pipeflow.cli.outputs import files_named, show, wrapped, write_drawings
+from pipeflow.cli.progress import doing
+from pipeflow.core.dataflow import Stream
+from pipeflow.core.errors import UsageError
+from pipeflow.core.text import number, percent
+from pipeflow.draw.times import Unit
+from pipeflow.traces.explanation import Explanation, explain
+
+if TYPE_CHECKING:
+    from pipeflow.cli.options import Commands
+    from pipeflow.draw import Table
+
+FILES = ("html", "svg")
+CAUSES = ("fill", "waiting", "transfer", "host", "drain")
+SHOWN = 6  # gains in the terminal
+EXAMPLES = """\
+examples:
+  pipeflow explain traces/
+  pipeflow explain rank0.json rank1.json --html explained.html --best best.csv
+  pipeflow explain traces/ --names 'fwd stage (?P<stage>[0-9]+) mb (?P<microbatch>[0-9]+)'
+"""
+
+
+def add_to(commands: Commands) -> None:
+    """Adds `pipeflow explain` to the subcommands."""
+    command = commands.add_parser(
+        "explain",
+        help="explain a recorded step of any engine: its schedule, its bubbles, and what would be faster",
+        parents=[unit_options()],
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = command.add_argument
+    which = "a Chrome trace of torch.profiler per rank (.json, .json.gz), a folder of them, or a timeline of pipeflow"
+    add("traces", nargs="+", metavar="TRACE", help=which)
+    help_ = "regular expression for annotations, with groups kind, stage and microbatch, each of them optional"
+    add("--names", metavar="PATTERN", help=help_)
+    group = command.add_argument_group("output", "prints a summary unless you name files (-: standard output)")
+    group.add_argument("--json", action="store_true", help="print JSON; times are in seconds")
+    group.add_argument("--csv", metavar="FILE", help="write the schedule that ran as a CSV table")
+    group.add_argument("--best", metavar="FILE", help="write the fastest order found as a CSV table")
+    group.add_argument(
+        "--html", metavar="FILE", help="write a page with the measured step, its replay and the best order"
+    )
+    group.add_argument("--svg", metavar="FILE", help="write the measured step as a vector picture")
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the explanation, and writes the files that are named."""
+    paths = files_named(arguments, *FILES)
+    with doing("reading traces"):
+        found = explain(arguments.traces, names=arguments.names)
+    tables = {arguments.csv: found.schedule.to_csv()} if arguments.csv is not None else {}
+    if arguments.best is not None:
+        if found.replanned is None:
+            raise UsageError("--best needs a sound step of training: no other orders were tried")
+        tables[arguments.best] = found.replanned.best.schedule.to_csv()
+    write(tables)
+    unit, factor = arguments.unit, arguments.factor
+    if "html" in paths:
+        named = [replace(timeline, name=f"{title}: {timeline.name}") for title, timeline in _timelines(found)]
+        write_drawings({"html": paths["html"]}, *named, unit=unit, factor=factor)
+    if "svg" in paths:
+        write_drawings({"svg": paths["svg"]}, found.timeline, unit=unit, factor=factor, critical_path=True)
+    if arguments.json:
+        import json
+
+        print(json.dumps(_for_programs(found)))
+    elif not paths and not tables:
+        show(*_lines(found, Unit.of([found.timeline], unit, factor)))
+    return 0
+
+
+def _timelines(found: Explanation) -> Iterator[tuple[str, Any]]:
+    yield "measured", found.timeline
+    if found.replanned is not None:
+        yield "replayed", found.replanned.now.timeline
+        yield "best order", found.replanned.best.timeline
+
+
+def _for_programs(found: Explanation) -> dict[str, Any]:
+    timeline, replanned = found.timeline, found.replanned
+    cost = found.cost
+    return {
+        "ranks": timeline.placement.num_ranks,
+        "stages": timeline.placement.num_stages,
+        "microbatches": timeline.num_microbatches,
+        "schedule": list(found.names) or None,
+        "nearest": None if found.nearest is None else found.nearest._asdict(),
+        "placement": timeline.placement.paths,
+        "violations": list(map(str, found.violations)),
+        "step_seconds": timeline.makespan,
+        "steps": found.step_seconds,
+        "simulated_seconds": None if replanned is None else replanned.now.timeline.makespan,
+        "bubble": timeline.makespan_bubble_ratio,
+        "idle": [each._asdict() for each in found.idle],
+        "findings": [each._asdict() for each in found.findings],
+        "costs": None
+        if cost is None
+        else {name: getattr(cost, name) for name in ("forward", "backward_input", "backward_weight", "latency")},
+        "gains": [
+            {
+                "schedule": each.schedule.name,
+                "step_seconds": each.timeline.makespan,
+                "bubble": each.timeline.makespan_bubble_ratio,
+                "peak_activations": each.timeline.peak_activations,
+            }
+            for each in found.gains
+        ],
+        "notes": found.notes,
+    }
+
+
+def _lines(found: Explanation, unit: Unit) -> Iterator[Any]:
+    yield from _heading(found, unit)
+    yield ""
+    yield _idle_table(found, unit)
+    yield ""
+    yield _cost_table(found, unit)
+    yield ""
+    if found.findings:
+        yield "What stands out:"
+        yield from (line for each in found.findings for line in wrapped(f"{unit.text(each.seconds)}: {each.text}"))
+    else:
+        yield "Nothing stands out: stages, links and ranks are alike."
+    yield ""
+    yield from _gains(found, unit)
+    for note in found.notes:
+        yield from wrapped(f"note: {note}")
+
+
+def _heading(found: Explanation, unit: Unit) -> Iterator[str]:
+    timeline, placement = found.timeline, found.timeline.placement
+    what = found.names[0] if found.names else "an order without a name"
+    if found.nearest is not None:
+        what += f", nearest to {found.nearest.name} ({found.nearest.moved} entries stand elsewhere)"
+    yield from wrapped(
+        f"{what}: {placement.num_ranks} ranks, {placement.num_stages} stages, {timeline.num_microbatches} microbatches"
+    )
+    steps = sorted(found.step_seconds)
+    several = f", the median of {len(steps)}, from {unit.text(steps[0])} to {unit.text(steps[-1])}" * (len(steps) > 1)
+    yield f"step: {unit.text(timeline.makespan)}{several}"
+    if found.outliers:
+        yield f"  much longer: steps {', '.join(str(each + 1) for each in found.outliers)} of those recorded"
+    if found.replanned is not None:
+        replayed = found.replanned.now.timeline.makespan
+        apart = f"{replayed / timeline.makespan - 1:+.1%} of the measured step"
+        yield f"replayed under its own costs: {unit.text(replayed)} ({apart})"
+    busy = [sum(span.end - span.start for span in row) for row in timeline.on(Stream.COMPUTE)]
+    busiest = busy.index(max(busy))
+    yield f"bubble: {percent(timeline.makespan_bubble_ratio)} (idle time of rank {busiest}, the busiest rank)"
+    for violation in found.violations[:5]:
+        yield from wrapped(f"wrong: {violation}")
+
+
+def _idle_table(found: Explanation, unit: Unit) -> Table:
+    from pipeflow.draw import Table
+
+    idle: defaultdict[tuple[int, str], float] = defaultdict(float)
+    for each in found.idle:
+        idle[each.rank, each.kind] += each.end - each.start
+    rows = []
+    for rank, row in enumerate(found.timeline.on(Stream.COMPUTE)):
+        busy = sum(span.end - span.start for span in row)
+        rows.append([str(rank), unit.text(busy), *(unit.text(idle[rank, kind]) for kind in CAUSES)])
+    return Table(["rank", "computes", *CAUSES], rows)
+
+
+def _cost_table(found: Explanation, unit: Unit) -> Table:
+    from pipeflow.draw import Table
+
+    times: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for span in found.timeline:
+        times[span.action.stage, span.action.kind.value].append(span.end - span.start)
+    kinds = [kind for kind in "FBIW" if any(key[1] == kind for key in times)]
+    placement = found.timeline.placement
+
+    def cell(stage: int, kind: str) -> str:
+        if not (mine := times.get((stage, kind))):
+            return ""
+        least, most = (number(each * unit.factor) for each in (min(mine), max(mine)))
+        return f"{unit.text(median(mine))} ({least}-{most})"
+
+    rows = [
+        [str(stage), " ".join(map(str, placement.ranks_of(stage))), *(cell(stage, kind) for kind in kinds)]
+        for stage in range(placement.num_stages)
+    ]
+    return Table(["stage", "rank", *(f"{kind}: median (range)" for kind in kinds)], rows)
+
+
+def _gains(found: Explanation, unit: Unit) -> Iterator[Any]:
+    from pipeflow.draw import Table
+
+    if found.replanned is None:
+        why = "its order is wrong" if found.violations else "it has no backwards"
+        yield f"No other order was tried for this step: {why}."
+        return
+    rows = [
+        [
+            each.schedule.name,
+            unit.text(each.timeline.makespan),
+            f"{found.replanned.gain(each):+.1%}",
+            percent(each.timeline.makespan_bubble_ratio),
+            number(max(each.timeline.peak_activations)),
+        ]
+        for each in found.gains[:SHOWN]
+    ]
+    yield "Other orders under the same costs, which keep no more activations on any rank:"
+    yield Table(["schedule", "step", "gain", "bubble", "activations"], rows)
+    if found.replanned.best is not found.replanned.now:
+        yield "--best FILE writes the fastest one as a table that torch.distributed.pipelining reads."

@@ -1,0 +1,1 @@
+"""Traces that other engines recorded: read, and rebuilt as a timeline."""

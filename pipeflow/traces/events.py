@@ -1,0 +1,50 @@
+"""Events: what was recorded on one rank. Must not contain: the formats of files, and what events mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Event(NamedTuple):
+    """Something that ran for a while.
+
+    Attributes:
+        name: its name.
+        start, end: seconds on the clock of its machine.
+        number: autograd's sequence number of an operator, or of the operator whose backward a node is; else None.
+    """
+
+    name: str
+    start: float
+    end: float
+    number: int | None = None
+
+
+@dataclass
+class RankEvents:
+    """The events of one rank.
+
+    Attributes:
+        source: the file that they were read from.
+        rank: the rank; None if the file does not say it.
+        ranks: number of ranks of the job; None if the file does not say it.
+        host: name of the machine; "" if the file does not say it.
+        ranges: annotations, such as "PP:0F3".
+        operators: operators of forwards on the host.
+        backwards: nodes of autograd's graph on the host.
+        messages: sends, receives and collectives on the host.
+        kernels: computations of a device, each with the time at which the host launched it.
+        is_cut_off: whether the file ends before its end.
+    """
+
+    source: str
+    rank: int | None = None
+    ranks: int | None = None
+    host: str = ""
+    ranges: list[Event] = field(default_factory=list)
+    operators: list[Event] = field(default_factory=list)
+    backwards: list[Event] = field(default_factory=list)
+    messages: list[Event] = field(default_factory=list)
+    kernels: list[tuple[float, Event]] = field(default_factory=list)
+    is_cut_off: bool = False

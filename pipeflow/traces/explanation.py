@@ -1,0 +1,153 @@
+"""Explanation: what a recorded step was, why it took so long, and what other orders would take. Must not contain: how
+it is printed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pipeflow.analysis.difference import differences, has_halves, without_halves
+from pipeflow.analysis.executed import executed_schedule
+from pipeflow.core.cost import CostModel
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.timeline import Timeline
+from pipeflow.core.violation import Violation
+from pipeflow.planning.replanning import Candidate, Replan, replan
+from pipeflow.schedules.families import schedules_on
+from pipeflow.schedules.registry_names import recognised
+from pipeflow.soundness.schedule import verify
+from pipeflow.traces.annotations import Names
+from pipeflow.traces.events import RankEvents
+from pipeflow.traces.files import read, trace_files
+from pipeflow.traces.findings import Finding, findings
+from pipeflow.traces.idle import Idle, idle_times
+from pipeflow.traces.rebuild import HOW_TO, rebuild
+
+ORDERS = 2_000_000  # actions in all orders that the search tries
+OUTLIER = 1.2  # times the median step
+
+
+class Nearest(NamedTuple):
+    """The named schedule that an order is nearest to.
+
+    Attributes:
+        name: its name.
+        moved: number of entries that stand at another place of their row.
+    """
+
+    name: str
+    moved: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of `explain`.
+
+    Attributes:
+        timeline: the step of median length, in seconds.
+        step_seconds: the length of every step that was recorded.
+        schedule: the order that ran.
+        names: names of the schedules of the registry that have this order.
+        nearest: the nearest of them if none has it; None if there is none on this placement.
+        violations: what is wrong with the order.
+        cost: the costs that the step shows; None if the order is wrong.
+        replanned: the order that ran and others under these costs; None for a step without backwards, or a wrong order.
+        idle: when and why each rank stood still.
+        findings: what stands out, the most expensive first.
+        notes: sentences on what was missing or mended in the traces.
+    """
+
+    timeline: Timeline
+    step_seconds: tuple[float, ...]
+    schedule: Schedule
+    names: tuple[str, ...]
+    nearest: Nearest | None
+    violations: tuple[Violation, ...]
+    replanned: Replan | None
+    idle: tuple[Idle, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def cost(self) -> CostModel | None:
+        """The costs that the step shows; None if its order is wrong or it has no backwards."""
+        return None if self.replanned is None else self.replanned.cost
+
+    @property
+    def gains(self) -> tuple[Candidate, ...]:
+        """Other orders under the costs and within the activations of this step, the fastest first."""
+        return () if self.replanned is None else tuple(each for each in self.replanned.candidates if each.fits)
+
+    @property
+    def outliers(self) -> tuple[int, ...]:
+        """The indices of steps that took much longer than the median one."""
+        limit = OUTLIER * self.timeline.makespan
+        return tuple(index for index, seconds in enumerate(self.step_seconds) if seconds > limit)
+
+
+def explain(paths: Sequence[str | os.PathLike[str]], *, names: str | None = None) -> Explanation:
+    """Explains a step of training from what a profiler recorded of it.
+
+    Args:
+        paths: files with a trace of one rank each, or a folder of them: Chrome traces of torch.profiler, also
+            compressed; or one timeline of pipeflow.
+        names: a regular expression for the annotations of other engines, with the groups kind, stage and microbatch,
+            each of them optional.
+
+    Raises UsageError for files that cannot be read and for traces that show no whole step on all ranks. The message
+    says what is missing and how to record it.
+    """
+    read_files = [read(path) for path in trace_files(paths)]
+    timelines = [each for each in read_files if isinstance(each, Timeline)]
+    events = [each for each in read_files if isinstance(each, RankEvents)]
+    if timelines and (events or len(timelines) > 1):
+        raise UsageError("give one timeline, or traces of all ranks of one run")
+    if not read_files:
+        raise UsageError(f"give the traces of a run: {HOW_TO}")
+    if timelines:
+        return _explained(timelines, [])
+    return _explained(*rebuild(events, Names(names)))
+
+
+def _explained(steps: Sequence[Timeline], notes: list[str]) -> Explanation:
+    median = sorted(steps, key=lambda each: each.makespan)[(len(steps) - 1) // 2]
+    schedule = executed_schedule(median)
+    known = recognised(schedule)
+    nearest = None if known else _nearest(schedule)
+    if nearest is not None and not nearest.moved:  # too large to be looked up
+        known, nearest = (nearest.name,), None
+    name = known[0] if known else "own order"
+    timeline, schedule = replace(median, name=name), replace(schedule, name=name)
+    wrong = verify(schedule)
+    found = None
+    if not wrong and not schedule.is_forward_only:
+        many = sum(map(len, timeline.rows))
+        found = replan(timeline, candidates=max(10, min(1000, ORDERS // many)))
+    idle = idle_times(timeline)
+    return Explanation(
+        timeline,
+        tuple(each.makespan for each in steps),
+        schedule,
+        known,
+        nearest,
+        tuple(wrong),
+        found,
+        tuple(idle),
+        tuple(findings(timeline, idle)),
+        tuple(notes),
+    )
+
+
+def _nearest(schedule: Schedule) -> Nearest | None:
+    found = []
+    for each in schedules_on(schedule.placement, schedule.num_microbatches):
+        mine, other = schedule.without_pairs(), each.without_pairs()
+        if has_halves(mine) != has_halves(other):
+            mine, other = without_halves(mine), without_halves(other)
+        moves = [len(difference.moves) for difference in differences(mine, other) if difference is not None]
+        found.append(Nearest(each.name, sum(moves)))
+    return min(found, key=lambda each: each.moved, default=None)

@@ -1,0 +1,121 @@
+"""Rebuild: the timeline of each step from the events of all ranks. Must not contain: the formats of files, and why a
+rank was idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from pipeflow.core.action import Action
+from pipeflow.core.errors import UsageError
+from pipeflow.core.placed import placement_of
+from pipeflow.core.placement import Placement
+from pipeflow.core.span import Row, Span
+from pipeflow.core.timeline import Timeline
+from pipeflow.traces.annotations import Named, Names
+from pipeflow.traces.clocks import offsets
+from pipeflow.traces.events import RankEvents
+from pipeflow.traces.recorded import RecordedAction, recorded_actions
+from pipeflow.traces.steps import Step, steps_of
+
+HOW_TO = "record a step with torch.profiler on every rank and export_chrome_trace, one file per rank"
+
+
+class Rebuilt(NamedTuple):
+    """What traces show.
+
+    Attributes:
+        steps: a timeline per step, in seconds from the start of the step.
+        notes: sentences on what was missing or mended.
+    """
+
+    steps: list[Timeline]
+    notes: list[str]
+
+
+def rebuild(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
+    """The timelines of the steps that all ranks recorded whole. Raises UsageError where a rank is missing or shows no
+    action, with what can be told and how to record the rest.
+    """
+    ordered = _ordered(ranks)
+    notes = [
+        f"{each.source} is cut off: what comes after its end is not counted" for each in ordered if each.is_cut_off
+    ]
+    actions = [recorded_actions(each, names) for each in ordered]
+    for events, found in zip(ordered, actions, strict=True):
+        if not found:
+            raise UsageError(f"{events.source} shows no forward or backward: {_without_actions(events)}")
+    _require_all(ordered, actions)
+    steps = steps_of(actions)
+    if not steps:
+        raise UsageError(f"no step was recorded whole on all {len(ordered)} ranks: record a few more steps")
+    for step in steps:
+        for rank, own in enumerate(step):
+            for each in own:
+                each.named = each.named if each.named.stage is not None else each.named._replace(stage=rank)
+    placement = placement_of([[_action(each.named) for each in own] for own in steps[0]])
+    if placement is None:
+        raise UsageError("the stages are on no fixed ranks: stages must have the same rank in every step")
+    shifts = offsets(steps, placement.num_stages, [each.host for each in ordered])
+    if any(shifts):
+        notes.append("the clocks of the ranks differ, and were aligned by the values that pass between ranks")
+    return Rebuilt([_timeline(step, placement, shifts) for step in steps], notes)
+
+
+def _ordered(ranks: Sequence[RankEvents]) -> list[RankEvents]:
+    """The ranks in order. Files that do not say their rank keep the order in which they are given."""
+    known = [each.rank for each in ranks if each.rank is not None]
+    if len(known) < len(ranks):
+        return [replace(each, rank=index) for index, each in enumerate(ranks)] if not known else list(ranks)
+    if twice := sorted({rank for rank in known if known.count(rank) > 1}):
+        files = ", ".join(each.source for each in ranks if each.rank == twice[0])
+        raise UsageError(f"rank {twice[0]} is in several files ({files}): give the files of one run")
+    return sorted(ranks, key=lambda each: each.rank or 0)
+
+
+def _without_actions(events: RankEvents) -> str:
+    if not events.ranges and not events.operators and not events.kernels:
+        return f"it has no annotation and no operator; {HOW_TO}"
+    some = ", ".join(dict.fromkeys(each.name for each in events.ranges[:200]))[:200]
+    named = f"; its annotations are {some}" if some else ""
+    return f"give --names, a regular expression with the groups kind, stage and microbatch{named}"
+
+
+def _require_all(ranks: Sequence[RankEvents], actions: Sequence[Sequence[RecordedAction]]) -> None:
+    """Raises UsageError if ranks are missing, with what those that are there show."""
+    whole = max((each.ranks or 0 for each in ranks), default=0)
+    numbers = [each.rank for each in ranks]
+    if len(ranks) >= whole and numbers == list(range(len(ranks))):
+        return
+    told = []
+    for events, found in zip(ranks, actions, strict=True):
+        busy, length = sum(each.end - each.start for each in found), found[-1].end - found[0].start
+        told.append(f"rank {events.rank} runs {len(found)} actions and computes {busy / length:.0%} of {length:.4g} s")
+    of = f" of {whole}" if whole else ""
+    raise UsageError(
+        f"{len(ranks)}{of} ranks were recorded ({'; '.join(told)}), but a schedule shows on all of them alone: {HOW_TO}"
+    )
+
+
+def _timeline(step: Step, placement: Placement, shifts: Sequence[float]) -> Timeline:
+    zero = min(each.start + shift for own, shift in zip(step, shifts, strict=True) for each in own)
+    rows = tuple(_row(own, rank, shifts[rank] - zero) for rank, own in enumerate(step))
+    return Timeline("trace", placement, rows, unit="s")
+
+
+def _row(own: Sequence[RecordedAction], rank: int, shift: float) -> Row:
+    """The spans of a rank. Computations of one rank run one after the other, so a span ends where the next one begins
+    at the latest.
+    """
+    spans = []
+    for index, each in enumerate(own):
+        end = min([each.end, *(later.start for later in own[index + 1 : index + 2])])
+        partner = None if each.named.partner is None else _action(each.named.partner)
+        spans.append(Span(_action(each.named), rank, each.start + shift, max(end, each.start) + shift, partner))
+    return tuple(spans)
+
+
+def _action(named: Named) -> Action:
+    return Action(named.kind, named.stage or 0, named.microbatch or 0)

@@ -1,0 +1,117 @@
+"""Recorded actions: when each action of a rank computed. Must not contain: steps, and stages that no name says."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
+
+from pipeflow.core.action import Kind
+from pipeflow.traces.annotations import Named, Names
+from pipeflow.traces.events import Event, RankEvents
+
+# Theory of operation
+#
+# An annotation of an engine lasts longer than its action, since it also waits for what the action needs. So the time of
+# an action is taken from what the profiler saw inside of the annotation: kernels that were launched there, or else
+# operators of the host that have a backward, and nodes of autograd's graph. Where an engine writes no annotations, the
+# same operators show the actions: each has autograd's number, which its backward has too.
+
+
+@dataclass(slots=True)
+class RecordedAction:
+    """An action and when it computed.
+
+    Attributes:
+        named: the action; what its name does not say is None.
+        start, end: seconds on the clock of the rank's machine.
+        index: the number of its forward among those of its rank, where operators show it; else None.
+    """
+
+    named: Named
+    start: float
+    end: float
+    index: int | None = None
+
+
+def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
+    """The actions of a rank in the order of their starts: those of annotated ranges or, where there are none, of
+    operators whose backward was recorded.
+    """
+    for each in (events.operators, events.backwards, events.messages):
+        each.sort(key=attrgetter("start"))
+    events.kernels.sort(key=lambda each: each[0])
+    inside = _Inside(events)
+    found = [each for event in events.ranges for each in inside.actions(event, names.read(event.name))]
+    return sorted(found or _unannotated(events), key=attrgetter("start"))
+
+
+class _Inside:
+    """Looks up what ran inside of a range."""
+
+    def __init__(self, events: RankEvents) -> None:
+        self._events = events
+        self._has_parts = bool(events.kernels or events.operators or events.backwards)
+        self._launched = [launched for launched, _ in events.kernels]
+        self._numbers = {each.number for each in events.backwards}
+        self._forwards = [each for each in events.operators if each.number in self._numbers] or events.operators
+        self._middles = {
+            Kind.F: [(each.start + each.end) / 2 for each in self._forwards],
+            Kind.B: [(each.start + each.end) / 2 for each in events.backwards],
+        }
+
+    def actions(self, event: Event, named: Sequence[Named]) -> Iterator[RecordedAction]:
+        for each in named:
+            parts = self._kernels(event, each) or self._on_host(event, each)
+            if parts:
+                start, end = _extent(parts)
+            else:  # it only waited, as the first stage does for a gradient that nothing before it needs
+                start, end = (event.end if self._has_parts else event.start), event.end
+            yield RecordedAction(each, start, end)
+
+    def _on_host(self, event: Event, named: Named) -> list[Event]:
+        is_forward = named.kind is Kind.F
+        middles = self._middles[Kind.F if is_forward else Kind.B]
+        events = self._forwards if is_forward else self._events.backwards
+        return events[bisect_left(middles, event.start) : bisect_left(middles, event.end)]
+
+    def _kernels(self, event: Event, named: Named) -> list[Event]:
+        """The kernels that were launched inside of a range; of a pair, before or after its backward began."""
+        first, last = event.start, event.end
+        if named.partner is not None and (backwards := self._on_host(event, Named(Kind.B))):
+            first, last = (first, backwards[0].start) if named.kind is Kind.F else (backwards[0].start, last)
+        places = slice(bisect_left(self._launched, first), bisect_left(self._launched, last))
+        return [kernel for _, kernel in self._events.kernels[places]]
+
+
+def _extent(events: Sequence[Event]) -> tuple[float, float]:
+    return min(each.start for each in events), max(each.end for each in events)
+
+
+def _unannotated(events: RankEvents) -> Iterator[RecordedAction]:
+    """The actions that operators show. A forward is a run of operators between two messages or backwards; its backward
+    is what has the same numbers. Operators that make nothing for a backward have the number of the next one that does,
+    so a run all of whose numbers come again is none.
+    """
+    numbers = {each.number for each in events.backwards}
+    forwards = [each for each in events.operators if each.number in numbers]
+    borders = sorted(each.start for each in (*events.messages, *events.backwards))
+    runs = [list(run) for _, run in groupby(forwards, key=lambda each: bisect_right(borders, each.start))]
+    last_with = {each.number: place for place, run in enumerate(runs) for each in run}
+    runs = [run for place, run in enumerate(runs) if any(last_with[each.number] == place for each in run)]
+    owner = {each.number: index for index, run in enumerate(runs) for each in run}
+    parts: dict[int, list[Event]] = {}
+    last: int | None = None
+    for each in events.backwards:  # what has no operator, such as sums into gradients, belongs to the one before
+        last = owner.get(each.number, last)
+        if last is not None:
+            parts.setdefault(last, []).append(each)
+    device = _Inside(events)
+    for index, run in enumerate(runs):
+        for kind, own in ((Kind.F, run), (Kind.B, parts.get(index, []))):
+            if own:
+                for action in device.actions(Event("", *_extent(own)), [Named(kind)]):
+                    action.index = index
+                    yield action

@@ -1,0 +1,138 @@
+"""Recordings: Chrome traces as torch.profiler would write them, of steps that are made up action by action."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeflow.analysis.order import Order
+from pipeflow.core.action import Action, Kind
+from pipeflow.core.dataflow import Value, makes, needs
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.span import Span
+from pipeflow.core.timeline import Timeline
+
+TIMES = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+
+
+@dataclass
+class Machine:
+    """How long things take, in milliseconds, and what is wrong.
+
+    Attributes:
+        jitter: by how much actions differ, as a share of their time.
+        slow: per stage, the factor of its times.
+        links: per (from, to), the time of a transfer; 0.05 by default.
+        late: per rank, the share of its actions that take twice as long.
+        stalls: per rank, the share of its actions before which it stands still for twice a forward.
+    """
+
+    seed: int = 0
+    jitter: float = 0.03
+    slow: Mapping[int, float] = field(default_factory=dict)
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    late: Mapping[int, float] = field(default_factory=dict)
+    stalls: Mapping[int, float] = field(default_factory=dict)
+
+
+def ran(schedule: Schedule, machine: Machine | None = None) -> Timeline:
+    """The timeline of a step on a machine, in seconds."""
+    machine = machine or Machine()
+    chance = random.Random(machine.seed)
+    stages, placement = schedule.placement.num_stages, schedule.placement
+    made: dict[Value, tuple[float, int]] = {}
+    rows: list[list[Span]] = [[] for _ in schedule.rows]
+    for turn in Order(schedule):
+        rank, row = turn.rank, rows[turn.rank]
+        start = row[-1].end if row else 0.0
+        for action in turn.actions:
+            for value in needs(action, stages):
+                when, where = made[value]
+                start = max(start, when + (1e-3 * machine.links.get((where, rank), 0.05) if where != rank else 0.0))
+        if chance.random() < machine.stalls.get(rank, 0.0):
+            start += 2e-3 * TIMES[Kind.F] / placement.chunks_per_rank
+        for action in turn.actions:
+            time = TIMES[action.kind] / placement.chunks_per_rank * machine.slow.get(action.stage, 1.0)
+            time *= 1 + machine.jitter * chance.uniform(-1, 1)
+            time *= 2 if chance.random() < machine.late.get(rank, 0.0) else 1
+            partner = next((each for each in turn.actions if each != action), None)
+            row.append(Span(action, rank, start, start := start + 1e-3 * time, partner))
+        for action in turn.actions:
+            made |= dict.fromkeys(makes(action, stages), (start, rank))
+    return Timeline(schedule.name, placement, tuple(map(tuple, rows)), unit="s")
+
+
+def of_torch(action: Action, pair: str) -> str:
+    """The annotation of torch's runtime."""
+    return f"PP:{pair or action}"
+
+
+def record(
+    folder: Path,
+    *steps: Timeline,
+    name: Callable[[Action, str], str] | None = of_torch,
+    clocks: Mapping[int, float] = {},
+    ranks: range | None = None,
+    operators: bool = True,
+) -> Path:
+    """Writes a trace per rank into a folder.
+
+    Args:
+        folder: the folder.
+        steps: what ran, one after the other.
+        name: the annotation of an action; None: there are no annotations.
+        clocks: per rank on a machine of its own, the seconds that its clock is ahead.
+        ranks: those whose traces are written; by default all.
+        operators: whether operators are recorded.
+    """
+    folder.mkdir(exist_ok=True)
+    size = len(steps[0].rows)
+    for rank in range(size) if ranks is None else ranks:
+        events: list[dict[str, Any]] = []
+        zero, number = 100.0 + clocks.get(rank, 0.0), 1
+        for step in steps:
+            numbers: dict[tuple[int, int], int] = {}
+            free = 0.0
+            for span in step.rows[rank]:
+                action = span.action
+                if action.kind is Kind.F:
+                    numbers[action.stage, action.microbatch] = number = number + 10
+                own = numbers[action.stage, action.microbatch]
+                events += _events(span, zero, free, own, None if name is None else name(action, ""), operators)
+                free = span.end
+            zero += step.makespan * 1.5
+        whole = {
+            "schemaVersion": 1,
+            "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": size},
+            "host_name": f"host-{rank}" if clocks else "host",
+            "traceEvents": events,
+        }
+        (folder / f"rank{rank}.json").write_text(json.dumps(whole))
+    return folder
+
+
+def _events(
+    span: Span, zero: float, free: float, number: int, name: str | None, operators: bool
+) -> list[dict[str, Any]]:
+    """The events of an action: a receive, the annotation from where the rank is free on, and its operators."""
+
+    def event(category: str, name: str, start: float, end: float, **args: object) -> dict[str, Any]:
+        times = {"ts": (zero + start) * 1e6, "dur": (end - start) * 1e6}
+        return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, **times, "args": args}
+
+    start, end, mid = span.start, span.end, (span.start + span.end) / 2
+    found = [event("user_annotation", name, free, end)] if name else []
+    found.append(event("cpu_op", "c10d::recv_", free, free + 1e-6))
+    parts = [(start, mid), (mid, end)] if operators else []
+    for place, (first, last) in enumerate(parts):
+        if span.action.kind is Kind.F:
+            args = {"Sequence number": number + place, "Fwd thread id": 0}
+            found.append(event("cpu_op", "aten::mm", first, last, **args))
+        else:
+            args = {"Sequence number": number + 1 - place, "Fwd thread id": 1}
+            found.append(event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", first, last, **args))
+    return found
