@@ -28,6 +28,7 @@ NAMES = (
     "replan",
     "layouts",
     "explore",
+    "explain",
 )
 
 

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from pipeflow.runtime.step import Output
     from pipeflow.schedules.order_search import exact, search
     from pipeflow.soundness.schedule import Violation, verify
+    from pipeflow.traces.explanation import Explanation, explain
     from pipeflow.training.data.loader import get_dataloader
     from pipeflow.training.model.build import build_stages
     from pipeflow.training.model.measure import measure_layers
@@ -77,6 +78,7 @@ _LATER = {
     "DEVICES": "planning.device",
     "Device": "planning.device",
     "Efficiency": "planning.efficiency",
+    "Explanation": "traces.explanation",
     "Found": "orders.search",
     "GPT": "planning.transformer",
     "GPT_PRESETS": "planning.transformer",
@@ -117,6 +119,7 @@ _LATER = {
     "dependency_graph": "analysis.graph",
     "exact": "schedules.order_search",
     "execute_pipeline": "runtime.execution",
+    "explain": "traces.explanation",
     "find_layouts": "planning.layouts",
     "find_module_layouts": "pricing.module_layouts",
     "get_dataloader": "training.data.loader",
@@ -158,6 +161,7 @@ __all__ = [
     "CostModel",
     "Device",
     "Efficiency",
+    "Explanation",
     "Found",
     "Kind",
     "LayerCosts",
@@ -204,6 +208,7 @@ __all__ = [
     "dependency_graph",
     "exact",
     "execute_pipeline",
+    "explain",
     "find_layouts",
     "find_module_layouts",
     "get_dataloader",
