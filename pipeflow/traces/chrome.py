@@ -12,7 +12,8 @@ from pipeflow.traces.events import Event, RankEvents
 BACKWARD = "autograd::engine::evaluate_function: "
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
-COMMUNICATION = ("nccl", "c10d::", "gloo:")  # beginnings of names of what moves data between ranks
+CALL = "c10d::"  # beginning of the names of calls that send or receive
+TRANSFERS = ("nccl", "gloo:", "mpi:", "ucc:")  # beginnings of names of what these start, which runs beside the host
 
 
 def read_chrome(text: str, source: str) -> RankEvents:
@@ -34,8 +35,10 @@ def read_chrome(text: str, source: str) -> RankEvents:
             launches[given.get("correlation")] = start
         elif category in DEVICE:
             device.append((given.get("correlation"), event))
-        elif name.startswith(COMMUNICATION):
+        elif name.startswith(CALL):
             found.messages.append(event)
+        elif name.startswith(TRANSFERS):
+            continue
         elif category == "cpu_op" and name.startswith(BACKWARD):
             found.backwards.append(event)
         elif category == "cpu_op" and event.number is not None:

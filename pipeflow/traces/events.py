@@ -33,7 +33,7 @@ class RankEvents:
         ranges: annotations, such as "PP:0F3".
         operators: operators of forwards on the host.
         backwards: nodes of autograd's graph on the host.
-        messages: sends, receives and collectives on the host.
+        messages: calls on the host that send, receive or sum over ranks.
         kernels: computations of a device, each with the time at which the host launched it.
         is_cut_off: whether the file ends before its end.
     """

@@ -12,6 +12,8 @@ from pipeflow.core.action import Kind
 from pipeflow.traces.annotations import Named, Names
 from pipeflow.traces.events import Event, RankEvents
 
+BETWEEN_STEPS = ("Optimizer.", "ProfilerStep")  # beginnings of annotations of torch that belong to no action
+
 # Theory of operation
 #
 # An annotation of an engine lasts longer than its action, since it also waits for what the action needs. So the time of
@@ -55,8 +57,7 @@ class _Inside:
         self._events = events
         self._has_parts = bool(events.kernels or events.operators or events.backwards)
         self._launched = [launched for launched, _ in events.kernels]
-        self._numbers = {each.number for each in events.backwards}
-        self._forwards = [each for each in events.operators if each.number in self._numbers] or events.operators
+        self._forwards = [each for run in forward_runs(events) for each in run] or events.operators
         self._middles = {
             Kind.F: [(each.start + each.end) / 2 for each in self._forwards],
             Kind.B: [(each.start + each.end) / 2 for each in events.backwards],
@@ -90,17 +91,26 @@ def _extent(events: Sequence[Event]) -> tuple[float, float]:
     return min(each.start for each in events), max(each.end for each in events)
 
 
-def _unannotated(events: RankEvents) -> Iterator[RecordedAction]:
-    """The actions that operators show. A forward is a run of operators between two messages or backwards; its backward
-    is what has the same numbers. Operators that make nothing for a backward have the number of the next one that does,
-    so a run all of whose numbers come again is none.
+def forward_runs(events: RankEvents) -> list[list[Event]]:
+    """The operators of each forward: those between two calls of communication, backwards or steps of an optimizer, if
+    one of them has a backward. What makes nothing for a backward has the number of the next operator that does, so a
+    run all of whose numbers come again is none.
     """
     numbers = {each.number for each in events.backwards}
-    forwards = [each for each in events.operators if each.number in numbers]
-    borders = sorted(each.start for each in (*events.messages, *events.backwards))
-    runs = [list(run) for _, run in groupby(forwards, key=lambda each: bisect_right(borders, each.start))]
+    ends = [each.end for each in events.ranges if each.name.startswith(BETWEEN_STEPS)]
+    borders = sorted([*ends, *(each.start for each in (*events.messages, *events.backwards))])
+    runs = [list(run) for _, run in groupby(events.operators, key=lambda each: bisect_right(borders, each.start))]
     last_with = {each.number: place for place, run in enumerate(runs) for each in run}
-    runs = [run for place, run in enumerate(runs) if any(last_with[each.number] == place for each in run)]
+    return [
+        run
+        for place, run in enumerate(runs)
+        if any(each.number in numbers and last_with[each.number] == place for each in run)
+    ]
+
+
+def _unannotated(events: RankEvents) -> Iterator[RecordedAction]:
+    """The actions that operators show: runs of operators, and the backwards that have the same numbers."""
+    runs = forward_runs(events)
     owner = {each.number: index for index, run in enumerate(runs) for each in run}
     parts: dict[int, list[Event]] = {}
     last: int | None = None
