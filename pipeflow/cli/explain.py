@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FILES = ("html", "svg")
 CAUSES = ("fill", "waiting", "transfer", "host", "drain")
+NOTABLE = 0.01  # of a step: smaller gains are left out
 SHOWN = 6  # gains in the terminal
 EXAMPLES = """\
 examples:
@@ -121,6 +122,7 @@ def _for_programs(found: Explanation) -> dict[str, Any]:
             }
             for each in found.gains
         ],
+        "equal_stages_seconds": None if found.even is None else found.even.makespan,
         "notes": found.notes,
     }
 
@@ -221,5 +223,9 @@ def _gains(found: Explanation, unit: Unit) -> Iterator[Any]:
     ]
     yield "Other orders under the same costs, which keep no more activations on any rank:"
     yield Table(["schedule", "step", "gain", "bubble", "activations"], rows)
+    assert found.even is not None
+    now, even = found.replanned.now.timeline.makespan, found.even.makespan
+    if even < (1 - NOTABLE) * now:
+        yield f"With equal stages the same order would take {unit.text(even)} ({1 - even / now:+.1%})."
     if found.replanned.best is not found.replanned.now:
         yield "--best FILE writes the fastest one as a table that torch.distributed.pipelining reads."

@@ -48,6 +48,9 @@ class Named(NamedTuple):
 class Names:
     """Reads names of ranges: those of `pattern`, a regular expression with the groups kind, stage and microbatch, each
     of them optional; or those that engines are known to write. Raises UsageError for a pattern that cannot work.
+
+    Attributes:
+        is_own: whether a pattern was given.
     """
 
     def __init__(self, pattern: str | None = None) -> None:
@@ -55,7 +58,7 @@ class Names:
             self._patterns = [re.compile(each) for each in ([pattern] if pattern else KNOWN)]
         except re.error as error:
             raise UsageError(f"--names {pattern!r} is not a regular expression: {error}") from None
-        self._is_own = pattern is not None
+        self.is_own = pattern is not None
         if pattern and not {"kind", "stage", "microbatch"} & set(self._patterns[0].groupindex):
             raise UsageError(
                 f"--names {pattern!r} has none of the groups (?P<kind>...), (?P<stage>...), (?P<microbatch>...)"
@@ -63,10 +66,10 @@ class Names:
 
     def read(self, name: str) -> list[Named]:
         """The actions of a range: one, the two of a pair, or none."""
-        if not self._is_own and name.startswith("PP:"):
+        if not self.is_own and name.startswith("PP:"):
             return [*_of_torch(name[3:])]
         for pattern in self._patterns:
-            if match := (pattern.search if self._is_own else pattern.fullmatch)(name):
+            if match := (pattern.search if self.is_own else pattern.fullmatch)(name):
                 given = match.groupdict()
                 kind = KINDS.get((given.get("kind") or "f").lower())
                 if kind is not None:

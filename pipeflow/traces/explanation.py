@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pipeflow.analysis.difference import differences, has_halves, without_halves
 from pipeflow.analysis.executed import executed_schedule
+from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError
 from pipeflow.core.schedule import Schedule
@@ -56,6 +57,8 @@ class Explanation:
         violations: what is wrong with the order.
         cost: the costs that the step shows; None if the order is wrong.
         replanned: the order that ran and others under these costs; None for a step without backwards, or a wrong order.
+        even: the order that ran if the same work were cut into equal stages, the most that another cut can give; None
+            like `replanned`.
         idle: when and why each rank stood still.
         findings: what stands out, the most expensive first.
         notes: sentences on what was missing or mended in the traces.
@@ -68,6 +71,7 @@ class Explanation:
     nearest: Nearest | None
     violations: tuple[Violation, ...]
     replanned: Replan | None
+    even: Timeline | None
     idle: tuple[Idle, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
@@ -136,9 +140,24 @@ def _explained(steps: Sequence[Timeline], notes: list[str]) -> Explanation:
         nearest,
         tuple(wrong),
         found,
+        None if found is None else simulate(found.now.schedule, _even(found.cost)),
         tuple(idle),
         tuple(findings(timeline, idle)),
         tuple(notes),
+    )
+
+
+def _even(cost: CostModel) -> CostModel:
+    """The costs if all stages were equal."""
+
+    def mean(times: tuple[float, ...]) -> tuple[float, ...]:
+        return (sum(times) / len(times),) * len(times)
+
+    return replace(
+        cost,
+        forward=mean(cost.forward),
+        backward_input=mean(cost.backward_input),
+        backward_weight=mean(cost.backward_weight),
     )
 
 

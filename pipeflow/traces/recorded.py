@@ -47,7 +47,9 @@ def recorded_actions(events: RankEvents, names: Names) -> list[RecordedAction]:
     events.kernels.sort(key=lambda each: each[0])
     inside = _Inside(events)
     found = [each for event in events.ranges for each in inside.actions(event, names.read(event.name))]
-    return sorted(found or _unannotated(events), key=attrgetter("start"))
+    if not found and not names.is_own:
+        found = list(_unannotated(events))
+    return sorted(found, key=attrgetter("start"))
 
 
 class _Inside:
