@@ -77,7 +77,7 @@ def command(state: State, name: str) -> str | None:
 
 def _by_stage(state: State) -> bool:
     """Whether the costs differ from stage to stage, or are of transfers in bytes."""
-    in_bytes = state.costs["activation_bytes"] and state.costs["bandwidth"]
+    in_bytes = state.costs["activation_bytes"] and state.costs.get("bandwidth")
     return bool(state.factors or state.modelled is not None or state.measured is not None or in_bytes)
 
 

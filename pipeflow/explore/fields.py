@@ -31,6 +31,7 @@ class Field(NamedTuple):
         label, help: what the page calls it, and one sentence about it.
         default: its value where a link does not set it; empty: none.
         least, most, step: the range of its slider; `most` 0: no slider. A link may go beyond `most`.
+        absent: what holds while it is empty, in a word.
         choices: the words that it takes.
         takers: the schedules that it applies to; empty: all.
         model: whether it describes the costs of a model (True) or costs by hand (False); None: neither. The page shows
@@ -47,6 +48,7 @@ class Field(NamedTuple):
     least: float = 0
     most: float = 0
     step: float = 1
+    absent: str = ""
     choices: tuple[str, ...] = ()
     takers: tuple[str, ...] = ()
     model: bool | None = None
@@ -73,7 +75,7 @@ COST_LABELS = {
 }
 SENT = {  # what is sent, in bytes; the command has only the latency
     "activation_bytes": EvenCost("bytes of a microbatch's activation between ranks", unit="bytes"),
-    "bandwidth": EvenCost("bytes per unit of time between two ranks", absent="unlimited", unit="bytes"),
+    "bandwidth": EvenCost("bytes per unit of time between two ranks", unit="bytes"),
 }
 LABELS = {"extra_warmup": "extra warm-up", "memory_cap": "memory cap", "bytes_cap": "memory cap in bytes"}
 
@@ -83,11 +85,21 @@ def _option(name: str) -> Field:
     option = Option.named(name)
     label = LABELS.get(name, name)
     if option.choices:
-        return Field(name, "choice", "Schedule", label, option.meaning, choices=option.choices, takers=option.takers)
+        return Field(
+            name,
+            "choice",
+            "Schedule",
+            label,
+            option.meaning,
+            absent="default",
+            choices=option.choices,
+            takers=option.takers,
+        )
     range_ = RANGES.get(name, (0, 0, 1))
     kind: Kind = "numbers" if option.per_rank else "number"
     takers = () if name == "memory_cap" else option.takers  # every schedule is drawn with its cap
-    return Field(name, kind, "Schedule", label, option.meaning, "", *range_, takers=takers)
+    absent = "none" if name.endswith("_cap") else "auto"
+    return Field(name, kind, "Schedule", label, option.meaning, "", *range_, absent, takers=takers)
 
 
 def _schedule_size(name: str, help_: str, default: str, most: float) -> Field:
@@ -104,8 +116,13 @@ def _costs() -> Iterator[Field]:
 
 def _cost(name: str, cost: EvenCost) -> Field:
     most, step = (MOST.get(name, 4), 0.05) if cost.unit != "bytes" else (64, 1)
-    help_ = f"{cost.meaning}; 0: {cost.absent}" if cost.absent else cost.meaning
+    help_ = f"{cost.meaning}, in units of time" if cost.unit == "time" else cost.meaning
+    help_ += f"; 0: {cost.absent}" if cost.absent else ""
     label = COST_LABELS.get(name, name.replace("_", " "))
+    if name == "bandwidth":  # 0 bytes per unit of time are no bandwidth
+        return Field(
+            name, "number", "Costs", label, f"{help_}; empty: unlimited", "", 1, most, step, "unlimited", model=False
+        )
     return Field(name, "number", "Costs", label, help_, str(cost.default), 0, most, step, model=False)
 
 
@@ -118,7 +135,7 @@ def _choice(name: str, label: str, help_: str, default: str, choices: Iterable[s
 
 
 def _bandwidth(name: str, label: str, help_: str) -> Field:
-    return Field(name, "number", "Model", label, help_, model=True)
+    return Field(name, "number", "Model", label, help_, absent="auto", model=True)
 
 
 SHOWN: tuple[Field, ...] = (
@@ -139,21 +156,30 @@ MODEL: tuple[Field, ...] = (
         "Model",
         "model",
         "a model whose layers are priced on a cluster, in seconds and bytes; none: costs by hand",
+        absent="none",
         choices=tuple(MODELS),
     ),
     _choice("device", "device", "what one rank computes on", "a100-80gb", DEVICES),
     _size("tensor", "tensor ranks", "devices that share each layer of a stage", "1", 8),
     _size("data", "replicas", "copies of the pipeline, each with its own part of the batch", "1", 64),
     _size("microbatch_size", "microbatch size", "sequences per microbatch", "1", 16),
-    _choice("precision", "precision", "of weights, gradients, optimizer and products", "bf16", PRECISIONS),
+    _choice(
+        "precision", "precision", "number format of weights, gradients, optimizer and products", "bf16", PRECISIONS
+    ),
     _choice("checkpoint", "recompute", "what a layer's backward computes again", "none", CHECKPOINTS),
     Field("zero", "flag", "Model", "ZeRO-1", "replicas share out the optimizer's state", model=True),
     Field(
         "sequence_parallel", "flag", "Model", "sequence parallel", "tensor ranks share what each had whole", model=True
     ),
     _size("devices_per_node", "devices per node", "devices that share the fast links of a node", "8", 16),
-    _bandwidth("link_bandwidth", "link bytes/s", "of a device inside its node, one way; empty: the device's own"),
-    _bandwidth("network_bandwidth", "network bytes/s", "of a device between nodes, one way; empty: 25e9"),
+    _bandwidth(
+        "link_bandwidth",
+        "link bytes/s",
+        "bytes per second of a device inside its node, one way; empty: the device's own",
+    ),
+    _bandwidth(
+        "network_bandwidth", "network bytes/s", "bytes per second of a device between nodes, one way; empty: 25e9"
+    ),
 )
 
 ALL: tuple[Field, ...] = (
@@ -171,6 +197,7 @@ ALL: tuple[Field, ...] = (
         "Costs",
         "depth factors",
         "relative time of equal parts of the model, from the first layers to the last, such as 1,1,1,1.5",
+        absent="none",
     ),
     Field("differences", "choice", default="on", choices=("on", "off"), shown=True),
     Field("width", "whole", help="pixels of the plot of all schedules", default="720", least=280, shown=True),

@@ -87,7 +87,7 @@ class State:
             {
                 each.name: values[each.name]
                 for each in FIELDS.values()
-                if each.group == "Costs" and each.kind == "number"
+                if each.group == "Costs" and each.kind == "number" and each.name in values
             },
             values.get("factors", ()),
             Modelled.of(values),
@@ -150,7 +150,7 @@ class State:
     def _by_hand(self, placement: Placement) -> CostModel:
         costs = self.costs
         model = even_model(placement, {cost: costs[name] for name, cost in EVEN.items()})
-        if not (costs["activation_bytes"] and costs["bandwidth"]):
+        if "bandwidth" not in costs:
             return model
         size = (costs["activation_bytes"],) * placement.num_stages
         return replace(model, activation_bytes=size, bandwidth=costs["bandwidth"])

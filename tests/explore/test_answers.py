@@ -63,6 +63,7 @@ def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
         ({"factors": "1," * 60_000}, "factors may have at most 100,000 characters"),
         ({"forward": "nan"}, "forward must be a number"),
         ({"latency": "-1"}, "latency must be a number"),
+        ({"bandwidth": "0"}, "bandwidth must be positive"),
         ({"schedule": "1f1c"}, "did you mean '1f1b'"),
         ({"schedule": "custom"}, "no schedule of your own yet"),
         ({"schedule": "custom", "rows": "0F0,0G1"}, "cell 2"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from selenium.webdriver.common.keys import Keys
+
 from tests.browser import MARKS
 from tests.explore.explorer import Explorer
 
@@ -34,6 +36,30 @@ def test_the_browser_undoes_and_redoes_and_a_drag_is_one_step(explorer: Explorer
     explorer.browser.forward()
     explorer.settled().browser.forward()
     assert explorer.text("#charts h2") == "1f1b, 3 ranks, 11 microbatches"
+
+
+def test_arrow_keys_in_a_box_are_a_movement_of_its_slider(explorer: Explorer) -> None:
+    box = explorer.open(microbatches=130).find("#field-microbatches")  # beyond the slider
+    box.send_keys(Keys.ARROW_UP, Keys.ARROW_UP, Keys.ARROW_DOWN)
+    assert explorer.settled().fields == {"microbatches": "131"}
+    explorer.browser.back()
+    assert explorer.settled().fields == {"microbatches": "130"}
+    assert box.get_property("value") == "130"
+    cap = explorer.find("#field-bandwidth")
+    assert cap.get_attribute("placeholder") == "unlimited"
+    cap.send_keys(Keys.ARROW_DOWN)
+    assert explorer.settled().fields["bandwidth"] == "63"
+
+
+def test_every_control_says_what_it_does(explorer: Explorer) -> None:
+    for fields in ({}, {"model": "gpt3-175b"}, {"edit": "1", "schedule": "custom", "rows": "0F0 0B0"}, {"tour": "1"}):
+        explorer.open(**fields)
+        script = (
+            "return [...document.querySelectorAll('button, input, select, summary')].filter((each) => "
+            "!each.closest('[title]') && each.getAttribute('aria-describedby') !== 'searches' && each.type !== 'file')"
+            ".map((each) => each.outerHTML)"
+        )
+        assert explorer.browser.execute_script(script) == []
 
 
 def test_an_error_is_said_and_loses_nothing(explorer: Explorer) -> None:

@@ -33,7 +33,8 @@ function chip(link, name, number, names) {
 function makeAdder(shared, choices) {
   const none = make("option", {value: "", textContent: "Add beside \u2026"});
   const options = choices.map((name) => make("option", {textContent: name}));
-  const select = make("select", {id: "add", ariaLabel: "Add a schedule beside"}, none, ...options);
+  const title = "Draw another schedule below the first one, on the same time scale";
+  const select = make("select", {id: "add", title, ariaLabel: "Add a schedule beside"}, none, ...options);
   select.addEventListener("change", () => {
     const name = select.value;
     select.value = "";

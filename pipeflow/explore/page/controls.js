@@ -18,32 +18,41 @@ function groupOf(form, title) {
 function makeControl(field, link) {
   const id = `field-${field.name}`;
   const set = (value, moving = false) => link.set({[field.name]: value}, {moving});
-  const label = make("label", {htmlFor: id, textContent: field.label, title: field.help});
+  const title = field.help[0].toUpperCase() + field.help.slice(1);
+  const label = make("label", {htmlFor: id, textContent: field.label, title});
   if (field.kind === "names" || field.kind === "choice") {
     const choices = field.default ? field.choices : ["", ...field.choices];
-    const none = field.takers.length ? "default" : "none";
-    const select = make("select", {id}, ...choices.map((name) => make("option", {value: name, textContent: name || none})));
+    const options = choices.map((name) => make("option", {value: name, textContent: name || field.absent}));
+    const select = make("select", {id, title}, ...options);
     const others = () => (field.kind === "names" ? link.get(field.name).split(",").slice(1) : []);
     select.addEventListener("change", () => set([...new Set([select.value, ...others()])].join(",")));
     return {row: make("div", {className: "control"}, label, select), show: (value) => { select.value = value.split(/[,:]/)[0]; }};
   }
   if (field.kind === "flag") {
-    const tick = make("input", {id, type: "checkbox"});
+    const tick = make("input", {id, title, type: "checkbox"});
     tick.addEventListener("change", () => set(tick.checked ? "1" : ""));
     return {row: make("div", {className: "control"}, label, tick), show: (value) => { tick.checked = value === "1"; }};
   }
   const inputMode = field.kind === "numbers" ? "text" : "decimal";
-  const placeholder = field.takers.length || field.model ? "auto" : "none";
-  const box = make("input", {id, type: "text", inputMode, placeholder});
+  const box = make("input", {id, title, type: "text", inputMode, placeholder: field.absent});
   box.addEventListener("change", () => set(box.value.trim()));
   if (!field.most) {
     return {row: make("div", {className: "control wide"}, label, box), show: (value) => { box.value = value; }};
   }
   const {least: min, most: max, step} = field;
-  const slider = make("input", {type: "range", min, max, step, ariaLabel: field.label});
-  slider.addEventListener("input", () => { box.value = slider.value; set(slider.value, true); });
+  const slider = make("input", {type: "range", min, max, step, title, ariaLabel: field.label, tabIndex: -1});
+  slider.addEventListener("input", () => set(slider.value, true));
   slider.addEventListener("change", () => set(slider.value));
-  const show = (value) => { box.value = value; slider.value = value || min; };
+  box.addEventListener("keydown", (event) => { // as in the slider, so that Tab need not go to both
+    const more = {ArrowUp: step, ArrowDown: -step}[event.key];
+    const number = Number(box.value || slider.value) + more;
+    if (Number.isNaN(number)) return;
+    event.preventDefault();
+    set(String(Number(Math.max(number, min).toPrecision(9))), true);
+  });
+  box.addEventListener("blur", () => set(link.get(field.name))); // ends the movement
+  const none = ["none", "unlimited"].includes(field.absent) ? max : min;
+  const show = (value) => { box.value = value; slider.value = value || none; };
   return {row: make("div", {className: "control"}, label, slider, box), show};
 }
 
@@ -63,7 +72,7 @@ export function makeControls({table, link}) {
     for (const {field, row, show} of controls) {
       const applies = field.model === null || field.model === modelled;
       row.hidden = !applies || (field.takers.length > 0 && !names.some((name) => field.takers.includes(name)));
-      if (!row.contains(document.activeElement)) show(link.get(field.name));
+      show(link.get(field.name));
     }
   });
 }

@@ -141,7 +141,7 @@ export function showEditor(shared) {
   const status = make("p", {id: "status", role: "status"});
   const edit = button("Edit", "Build from the first schedule by hand", () => begin(shared));
   const done = button("Done", "Leave the editor; the schedule stays", () => link.set({edit: ""}));
-  const tools = make("div", {id: "editor", hidden: true, role: "group", ariaLabel: "Editor"},
+  const tools = make("div", {id: "editor", hidden: true, role: "toolbar", ariaLabel: "Editor"},
     ...buttons, search, does, palette.element, status, result);
   by("tools").append(edit, done, tools);
   const option = make("option", {value: CUSTOM, textContent: "your own"});

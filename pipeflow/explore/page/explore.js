@@ -15,6 +15,7 @@ import {readTimelines} from "./reading.js";
 import {showScatter} from "./scatter.js";
 import {Server} from "./server.js";
 import {Shown} from "./shown.js";
+import {makeToolbars} from "./toolbars.js";
 import {makeTour} from "./tour.js";
 
 const table = JSON.parse(by("fields").textContent);
@@ -25,6 +26,7 @@ const shared = {table, link, server, page, shown: new Shown(table, link, server,
 listenToBar(page);
 const FEATURES = [
   makeControls, showBeside, openFiles, readTimelines, showModel, makeTour, makeExport, showEditor, showScatter,
+  makeToolbars,
 ];
 for (const feature of FEATURES) feature(shared);
 link.open();

@@ -26,8 +26,8 @@ async function pixels(svg) {
 }
 
 export function makeExport({link, server, shown}) {
-  const which = make("select", {ariaLabel: "Schedule to export"});
-  const text = make("textarea", {readOnly: true, rows: 5, hidden: true, ariaLabel: "Copied text"});
+  const which = make("select", {ariaLabel: "Schedule to export", title: "The schedule that is saved or copied"});
+  const text = make("textarea", {readOnly: true, rows: 5, hidden: true, ariaLabel: "Copied text", title: "What was copied"});
   const said = make("output");
   const ask = (question) => server.ask(question, {...link.fields, schedule: which.value});
 
@@ -39,24 +39,29 @@ export function makeExport({link, server, shown}) {
     return navigator.clipboard.writeText(found).then(() => "Copied.", () => "Press Ctrl+C to copy.");
   }
 
-  const actions = {
-    "Table (CSV)": async () => save(`${which.value}.csv`, (await ask("csv")).text, "text/csv"),
-    "Times (JSON)": async () => save(`${which.value}.json`, (await ask("json")).text, "application/json"),
-    "Picture (SVG)": async () => save(`${which.value}.svg`, (await ask("svg")).text, "image/svg+xml"),
-    "Picture (PNG)": async () => save(`${which.value}.png`, await pixels((await ask("svg")).text), "image/png"),
-    "Copy Python": async () => copy((await ask("code")).python),
-    "Copy command": async () => copy((await ask("code")).command, "No options of pipeflow draw say this: copy the link."),
-    "Copy link": () => copy(`pipeflow explore --link '${link.address()}'`),
-  };
-  const buttons = Object.entries(actions).map(([name, action]) => {
-    const button = make("button", {type: "button", textContent: name});
+  const actions = [
+    ["Table (CSV)", "Save the rows, for pipeflow verify and the engine",
+      async () => save(`${which.value}.csv`, (await ask("csv")).text, "text/csv")],
+    ["Times (JSON)", "Save the timeline, for Timeline.from_json",
+      async () => save(`${which.value}.json`, (await ask("json")).text, "application/json")],
+    ["Picture (SVG)", "Save the timeline as a drawing",
+      async () => save(`${which.value}.svg`, (await ask("svg")).text, "image/svg+xml")],
+    ["Picture (PNG)", "Save the timeline as an image",
+      async () => save(`${which.value}.png`, await pixels((await ask("svg")).text), "image/png")],
+    ["Copy Python", "Copy the code that makes the same timeline", async () => copy((await ask("code")).python)],
+    ["Copy command", "Copy the pipeflow draw command for this timeline",
+      async () => copy((await ask("code")).command, "No options of pipeflow draw say this: copy the link.")],
+    ["Copy link", "Copy the command that opens this page again", () => copy(`pipeflow explore --link '${link.address()}'`)],
+  ];
+  const buttons = actions.map(([textContent, title, action]) => {
+    const button = make("button", {type: "button", textContent, title});
     button.addEventListener("click", async () => {
       said.value = "";
       said.value = await action().then((done) => done ?? "Saved.", (error) => error.message);
     });
     return button;
   });
-  const summary = make("summary", {textContent: "Export"});
+  const summary = make("summary", {textContent: "Export", title: "Save or copy a schedule"});
   const menu = make("details", {id: "export", className: "menu"}, summary,
     make("div", {role: "group", ariaLabel: "Export"}, which, ...buttons, said, text));
   menu.addEventListener("keydown", (event) => {

@@ -7,9 +7,9 @@ const MOST = 40; // missing actions that are shown
 
 export class Palette {
   #editor;
-  #kind = make("select", {ariaLabel: "Kind of action"});
-  #stage = make("input", {type: "number", min: 0, value: 0, ariaLabel: "Stage"});
-  #microbatch = make("input", {type: "number", min: 0, value: 0, ariaLabel: "Microbatch"});
+  #kind = make("select", {ariaLabel: "Kind of action", title: "Kind of the action to insert"});
+  #stage = make("input", {type: "number", min: 0, value: 0, ariaLabel: "Stage", title: "Stage of the action to insert"});
+  #microbatch = make("input", {type: "number", min: 0, value: 0, ariaLabel: "Microbatch", title: "Microbatch of the action to insert"});
   #any;
   #missing = make("span", {className: "choices"});
 
@@ -28,7 +28,8 @@ export class Palette {
    * inserts it behind the selected block, or at the end of its rank. */
   #chip(entry, rank = 0) {
     const editor = this.#editor;
-    const chip = make("button", {type: "button", className: "chip"});
+    const title = "Insert behind the selected block; or drag it, or click it and then a place in the timeline";
+    const chip = make("button", {type: "button", className: "chip", title});
     letCarry(editor, chip, entry);
     chip.addEventListener("click", (event) => {
       if (event.pointerType) this.arm(editor.armed === entry() ? null : entry(), chip);
@@ -56,7 +57,7 @@ export class Palette {
     const missing = custom?.missing ?? [];
     this.#missing.replaceChildren(missing.length ? "Missing" : "", ...missing.slice(0, MOST).map(({rank, text}) => {
       const chip = this.#chip(() => text, rank);
-      return Object.assign(chip, {textContent: text, title: `Missing on rank ${rank}`});
+      return Object.assign(chip, {textContent: text, title: `Missing on rank ${rank}. ${chip.title}`});
     }), missing.length > MOST ? `and ${missing.length - MOST} more` : "");
   }
 

@@ -67,19 +67,22 @@ function fieldsDiffer(fields, link) {
 
 /** The boxes of the selected range, and the table of ranks below the timelines. */
 function showSelection({link, server, page, shown}) {
-  const box = (name, label) => {
-    const input = make("input", {type: "text", inputMode: "decimal", id: `select-${name}`, className: "time"});
+  const box = (name, label, title) => {
+    const input = make("input", {type: "text", inputMode: "decimal", id: `select-${name}`, className: "time", title});
     input.addEventListener("change", () => link.set({[name]: input.value.trim()}));
     return [make("label", {htmlFor: input.id, textContent: label}), input];
   };
-  const [from, to] = [box("from", "Select"), box("to", "to")];
+  const [from, to] = [
+    box("from", "Select", "Start of the selected range of time, in the unit of the axis"),
+    box("to", "to", "End of the selected range of time, in the unit of the axis"),
+  ];
   const zoom = make("button", {type: "button", textContent: "Zoom", title: "Show the selected range (Z)"});
   const clear = make("button", {type: "button", textContent: "Clear", title: "Select nothing (Escape)", id: "unselect"});
   zoom.addEventListener("click", () => page.showSelected());
   clear.addEventListener("click", () => page.select(null));
   by("tools").append(make("span", {className: "selection"}, ...from, ...to, zoom, clear));
 
-  const title = make("summary", {textContent: "Ranks in the whole step"});
+  const title = make("summary", {textContent: "Ranks in the whole step", title: "What each rank does in the selected range"});
   const tables = make("div");
   const details = make("details", {id: "window", className: "ranks"}, title, tables);
   by("views").append(details);

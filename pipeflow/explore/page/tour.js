@@ -4,8 +4,8 @@
 import {make} from "./controls.js";
 import {by} from "./page.js";
 
-function button(textContent, listener, className = "") {
-  const element = make("button", {type: "button", textContent, className});
+function button(textContent, title, listener, className = "") {
+  const element = make("button", {type: "button", textContent, title, className});
   element.addEventListener("click", listener);
   return element;
 }
@@ -14,7 +14,7 @@ function button(textContent, listener, className = "") {
 function makeCard(steps) {
   const options = steps.map((step, index) => make("option", {value: index + 1, textContent: `${index + 1}. ${step.title}`}));
   const parts = {
-    list: make("select", {ariaLabel: "Step of the tour"}, ...options),
+    list: make("select", {ariaLabel: "Step of the tour", title: "Go to another question"}, ...options),
     question: make("h2", {tabIndex: -1}),
     look: make("p"),
     task: make("p", {className: "task"}),
@@ -51,11 +51,14 @@ export function makeTour({table, link, server, page, shown}) {
     link.set({tour: ""});
     opener.focus();
   };
-  const opener = button("Tour", () => { if (left) set(left); else go(1); }, "open-tour");
-  const back = button("Back", () => go(number - 1));
-  const next = button("Next", () => { if (number < steps.length) go(number + 1); else leave(null); }, "next");
-  const goal = button("Show me", () => set(steps[number - 1].goal));
-  parts.buttons.append(back, goal, next, button("Leave", () => leave(link.fields), "leave"));
+  const opener = button("Tour", "Learn to read schedules by ten questions", () => { if (left) set(left); else go(1); }, "open-tour");
+  const back = button("Back", "The question before this one", () => go(number - 1));
+  const next = button("Next", "The question after this one", () => {
+    if (number < steps.length) go(number + 1);
+    else leave(null);
+  }, "next");
+  const goal = button("Show me", "Set what the question asks for", () => set(steps[number - 1].goal));
+  parts.buttons.append(back, goal, next, button("Leave", "Close the tour; the button Tour goes on here", () => leave(link.fields), "leave"));
   parts.list.addEventListener("change", () => go(Number(parts.list.value)));
   document.querySelector(".bar .help").before(opener);
   document.querySelector(".bar").after(card);

@@ -69,7 +69,7 @@ export class Violations {
 
   /** A button that goes to a block. */
   #link({rank, position, text}) {
-    const link = make("button", {type: "button", className: "link", textContent: `${text} (rank ${rank})`});
+    const link = make("button", {type: "button", className: "link", textContent: `${text} (rank ${rank})`, title: "Go to this block"});
     link.addEventListener("click", () => this.#editor.goTo({rank, index: position}));
     return link;
   }
