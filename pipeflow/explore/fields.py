@@ -205,6 +205,7 @@ ALL: tuple[Field, ...] = (
     Field("rows", "text"),
     Field("placement", "text"),
     Field("tour", "whole", least=1, shown=True),
+    Field("rows_file", "text", help="the name of the file that the rows come from"),
     Field("rows_microbatches", "whole", help="least number of microbatches of the rows", least=1),
     *SHOWN,
     Field("edit", "flag", shown=True),  # whether the reader builds a schedule

@@ -34,7 +34,12 @@ def joined(name: str, options: Mapping[str, object]) -> str:
 def file_of(text: str) -> str | None:
     """The name of the file; None for anything else."""
     kind, _, name = text.partition(":")
-    return name if kind == FILE and re.fullmatch(r"[\w.-]{1,60}", name, re.ASCII) else None
+    return name if kind == FILE and is_file(name) else None
+
+
+def is_file(name: str) -> bool:
+    """Whether a file may have this name."""
+    return re.fullmatch(r"[\w.-]{1,60}", name, re.ASCII) is not None
 
 
 def title(text: str) -> str:

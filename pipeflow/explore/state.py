@@ -19,7 +19,7 @@ from pipeflow.explore.depth import mean
 from pipeflow.explore.fields import CUSTOM, EVEN, FIELDS, Field
 from pipeflow.explore.limits import require_length, require_size, require_table
 from pipeflow.explore.model_costs import Modelled
-from pipeflow.explore.names import FILE, file_of, joined, split
+from pipeflow.explore.names import FILE, file_of, is_file, joined, split
 from pipeflow.explore.reader_file import Opened, opened
 from pipeflow.schedules import SCHEDULES, options_of
 
@@ -43,6 +43,7 @@ class State:
         measured: the file whose measured costs price the schedules, since no others are given.
         rows, placement: the reader's own schedule as a table, and its placement if that is given.
         rows_microbatches: the number of microbatches that this schedule has at least.
+        rows_file: the name of the file that this schedule comes from; empty: none.
         selected: the selected range of time, in the timelines' unit.
     """
 
@@ -59,6 +60,7 @@ class State:
     rows: str = ""
     placement: Placement | None = None
     rows_microbatches: int = 1
+    rows_file: str = ""
     selected: tuple[float, float] = (0.0, math.inf)
 
     @classmethod
@@ -97,6 +99,7 @@ class State:
             values.get("rows", ""),
             _placement(values["placement"]) if "placement" in values else None,
             values.get("rows_microbatches", 1),
+            _file_name(values.get("rows_file", "")),
         )
         require_size(state.families(state.schedules), state.ranks, state.microbatches)
         require_table(state.rows)
@@ -216,13 +219,19 @@ def _own_options(text: str) -> dict[str, Any] | None:
     if text == CUSTOM or file_of(text) is not None:
         return None
     if name == FILE:
-        raise UsageError(f"{text[:80]!r} is not the name of a file: letters, digits, dots, underscores and hyphens")
+        _file_name(text)
     if name not in SCHEDULES:
         raise unknown("schedule", name[:40], SCHEDULES)
     for option in options or ():
         if option not in options_of(name) or option not in FIELDS:
             raise UsageError(f"schedule {name!r} does not take {option[:40]!r}")
     return options and {option: _value(FIELDS[option], value) for option, value in options.items()}
+
+
+def _file_name(text: str) -> str:
+    if text and not is_file(text):
+        raise UsageError(f"{text[:80]!r} is not the name of a file: letters, digits, dots, underscores and hyphens")
+    return text
 
 
 def _files(names: Iterable[str], text: str) -> dict[str, Opened]:

@@ -62,6 +62,7 @@ def test_a_transfer_takes_latency_and_bytes_over_bandwidth() -> None:
         ({"schedule": "custom", "placement": ".".join(map(str, range(1000)))}, "at most 256 ranks"),
         ({"factors": "1," * 60_000}, "factors may have at most 100,000 characters"),
         ({"forward": "nan"}, "forward must be a number"),
+        ({"rows_file": "../rows"}, "not the name of a file"),
         ({"latency": "-1"}, "latency must be a number"),
         ({"bandwidth": "0"}, "bandwidth must be positive"),
         ({"schedule": "1f1c"}, "did you mean '1f1b'"),

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from selenium.webdriver.common.keys import Keys
+import threading
+from collections.abc import Mapping
+from typing import Any
 
-from tests.browser import MARKS
+import pytest
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+from pipeflow.explore.answers.table import ANSWERS
+from pipeflow.explore.answers.timelines import plan
+from tests.browser import DEADLINE, MARKS
 from tests.explore.explorer import Explorer
 
 pytestmark = MARKS
@@ -69,3 +77,22 @@ def test_an_error_is_said_and_loses_nothing(explorer: Explorer) -> None:
     assert any("400" in each for each in explorer.complaints())  # the browser reports the status by itself
     assert explorer.set("ranks", 2).find("#problem").get_property("hidden")
     assert explorer.text("#charts h2").startswith("chimera, 2 ranks")
+
+
+def test_the_page_says_that_it_computes_and_then_no_more(explorer: Explorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def slow(fields: Mapping[str, str]) -> dict[str, Any]:
+        begun.set()
+        end.wait(DEADLINE)
+        return plan(fields)
+
+    explorer.open()
+    assert explorer.find("#computing").aria_role == "status"
+    monkeypatch.setitem(ANSWERS, "plan", slow)
+    script = "const box = document.getElementById('field-ranks'); box.value = 3; box.dispatchEvent(new Event('change'))"
+    explorer.browser.execute_script(script)
+    assert begun.wait(DEADLINE)
+    WebDriverWait(explorer.browser, DEADLINE).until(lambda _: explorer.find("#computing").text == "Computing \u2026")
+    end.set()
+    assert explorer.text("#computing") == ""

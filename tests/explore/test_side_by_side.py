@@ -148,6 +148,7 @@ def test_a_measured_timeline_stands_beside_the_plan_and_survives_a_reload(explor
     until(explorer, lambda: len(chips(explorer)) == 2)
     shown = ["1f1b, 3 ranks, 5 microbatches", "1f1b (run.json), 3 ranks, 5 microbatches"]
     assert headings(explorer) == shown
+    assert explorer.browser.title == "1f1b, 1f1b (run.json) - pipeflow explore"
     makespans = explorer.texts(".said span:first-child")
     assert makespans[0] == makespans[1]  # the plan has the measured costs
     assert "measured in run.json" in explorer.text("#priced")
@@ -181,7 +182,9 @@ def test_a_dropped_table_is_the_readers_own_schedule(explorer: Explorer) -> None
     explorer.open(schedule="1f1b")
     drop(explorer, mine_csv=make_schedule("zb-h1", ranks=2, microbatches=3).to_csv())
     until(explorer, lambda: len(chips(explorer)) == 2)
-    assert headings(explorer) == ["1f1b, 2 ranks, 3 microbatches", "custom, 2 ranks, 3 microbatches"]
+    assert headings(explorer) == ["1f1b, 2 ranks, 3 microbatches", "custom (mine.csv), 2 ranks, 3 microbatches"]
+    assert explorer.browser.title == "1f1b, custom (mine.csv) - pipeflow explore"
+    assert chips(explorer)[1] == "custom (mine.csv)"
     assert explorer.fields["rows"].startswith("0F0,0F1")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeflow.core.errors import UsageError
+from pipeflow.explore.names import file_of
 from pipeflow.explore.rows import custom_fields
 from pipeflow.explore.schedule_cache import schedule
 from pipeflow.explore.state import State
@@ -23,5 +24,5 @@ def start(fields: Mapping[str, str]) -> dict[str, Any]:
         raise UsageError("choose one schedule to edit")
     made = schedule(state, state.schedules[0])
     recognised(made)  # takes a while for the first schedule of a size, so that the first edit does not
-    begin = custom_fields(made)
+    begin = custom_fields(made) | {"rows_file": file_of(state.schedules[0]) or ""}
     return {"fields": begin, "empty": begin | {"rows": ""}}

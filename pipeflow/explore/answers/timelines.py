@@ -17,8 +17,8 @@ from pipeflow.explore.turns import TURNS
 
 
 def plan(fields: Mapping[str, str]) -> dict[str, Any]:
-    """The parts of the page for the schedules of a state, their names, the same with options of their own, and how they
-    differ from the first one. `priced_by` is the file whose measured costs are used; it is empty if there is none. If
+    """The parts of the page for the schedules of a state, their names, the same with options of their own and as titles,
+    and how they differ from the first one. `priced_by` is the file whose measured costs are used; it is empty if there is none. If
     the reader's own schedule is among them, `custom` has what there is to say about it; it is drawn also if it cannot
     run.
 
@@ -31,6 +31,7 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
         cap = state.bytes_cap if drawn[0].saved_bytes else state.memory_cap
         made = [schedule(state, name) for name in state.schedules]
         names = {"schedules": state.schedules, "own": [*map(state.with_own_options, state.schedules)]}
+        names["titles"] = [each.name for each in drawn]
         priced = {"priced_by": "" if state.measured is None else state.measured.source[0]}
         answer = parts(drawn, state.unit, cap)._asdict() | names | beside(made, drawn, state.unit) | priced
     return answer if own is None else answer | {"custom": own}
@@ -40,6 +41,6 @@ def _timeline(state: State, name: str, own: dict[str, Any] | None) -> Timeline:
     if name != CUSTOM or own is None:
         return timeline(state, name)
     drawn = drafted(state)
-    if own["sound"]:
-        return drawn.timeline
-    return replace(drawn.timeline, name=f"{CUSTOM} ({'stuck' if drawn.stuck else 'unsound'})")
+    notes = [state.rows_file, "" if own["sound"] else "stuck" if drawn.stuck else "unsound"]
+    said = ", ".join(filter(None, notes))
+    return replace(drawn.timeline, name=f"{CUSTOM} ({said})" if said else CUSTOM)

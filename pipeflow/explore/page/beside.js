@@ -21,9 +21,15 @@ export function addBeside({link, shown}, name) {
   showNames(link, [...namesIn(link).map((each) => (each === name ? kept(each) : each)), name]);
 }
 
+/** A name of the link for people. */
+export const labelOf = (link, name) => {
+  const file = name === "custom" ? link.get("rows_file") : "";
+  return name.replace(/^file:/, "").replace(/:/g, " ").trim() + (file && ` (${file})`);
+};
+
 /** The name of a schedule or a file with a button that removes it, if it is not the last one. */
 function chip(link, name, number, names) {
-  const label = name.replace(/^file:/, "").replace(/:/g, " ").trim();
+  const label = labelOf(link, name);
   const title = `Remove ${label}`;
   const remove = make("button", {type: "button", textContent: "\u00d7", title, ariaLabel: title});
   remove.addEventListener("click", () => showNames(link, names.filter((_, other) => other !== number)));

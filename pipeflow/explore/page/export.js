@@ -1,6 +1,7 @@
 /* Export: a menu that saves a schedule as a file, or copies what makes it again. Must not contain: what is in them, but
  * for a picture's pixels. */
 
+import {labelOf} from "./beside.js";
 import {make} from "./controls.js";
 import {by} from "./page.js";
 
@@ -29,6 +30,7 @@ export function makeExport({link, server, shown}) {
   const which = make("select", {ariaLabel: "Schedule to export", title: "The schedule that is saved or copied"});
   const text = make("textarea", {readOnly: true, rows: 5, hidden: true, ariaLabel: "Copied text", title: "What was copied"});
   const said = make("output");
+  const stem = () => labelOf(link, which.value).replace(/[^\w.-]+/g, "-").replace(/-$/, "");
   const ask = (question) => server.ask(question, {...link.fields, schedule: which.value});
 
   async function copy(found, none = "") {
@@ -41,13 +43,13 @@ export function makeExport({link, server, shown}) {
 
   const actions = [
     ["Table (CSV)", "Save the rows, for pipeflow verify and the engine",
-      async () => save(`${which.value}.csv`, (await ask("csv")).text, "text/csv")],
+      async () => save(`${stem()}.csv`, (await ask("csv")).text, "text/csv")],
     ["Times (JSON)", "Save the timeline, for Timeline.from_json",
-      async () => save(`${which.value}.json`, (await ask("json")).text, "application/json")],
+      async () => save(`${stem()}.json`, (await ask("json")).text, "application/json")],
     ["Picture (SVG)", "Save the timeline as a drawing",
-      async () => save(`${which.value}.svg`, (await ask("svg")).text, "image/svg+xml")],
+      async () => save(`${stem()}.svg`, (await ask("svg")).text, "image/svg+xml")],
     ["Picture (PNG)", "Save the timeline as an image",
-      async () => save(`${which.value}.png`, await pixels((await ask("svg")).text), "image/png")],
+      async () => save(`${stem()}.png`, await pixels((await ask("svg")).text), "image/png")],
     ["Copy Python", "Copy the code that makes the same timeline", async () => copy((await ask("code")).python)],
     ["Copy command", "Copy the pipeflow draw command for this timeline",
       async () => copy((await ask("code")).command, "No options of pipeflow draw say this: copy the link.")],
@@ -74,7 +76,7 @@ export function makeExport({link, server, shown}) {
   by("tools").append(menu);
   shown.listen(({schedules}) => {
     const chosen = which.value;
-    which.replaceChildren(...schedules.map((name) => make("option", {value: name, textContent: name})));
+    which.replaceChildren(...schedules.map((name) => make("option", {value: name, textContent: labelOf(link, name)})));
     if (schedules.includes(chosen)) which.value = chosen;
     which.hidden = schedules.length < 2;
     text.hidden = true;

@@ -45,7 +45,7 @@ async function open({link, server}, file) {
   const {ranks, microbatches, measured, problem} = await server.ask("file", asked);
   const size = {ranks: String(ranks), microbatches: String(microbatches)};
   if (!measured && text.length <= LONGEST) {
-    showNames(link, [...names, "custom"], {...size, rows: text.trim(), placement: "", rows_microbatches: ""});
+    showNames(link, [...names, "custom"], {...size, rows: text.trim(), placement: "", rows_microbatches: "", rows_file: name});
     return;
   }
   if (problem) throw new Refusal(problem);

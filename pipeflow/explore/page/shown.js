@@ -28,7 +28,7 @@ export class Shown {
     by("problem").hidden = true;
     by("shown").classList.remove("stale");
     for (const part of ["legend", "charts", "tables"]) by(part).innerHTML = answer[part];
-    document.title = `${answer.schedules.join(", ")} - pipeflow explore`;
+    document.title = `${answer.titles.join(", ")} - pipeflow explore`;
     this.#page.load(read(answer.data));
     for (const listener of this.#listeners) listener(answer, fields);
   }
