@@ -24,7 +24,8 @@ def files() -> dict[str, tuple[str, bytes]]:
             kind = each.name.rpartition(".")[2]
             if kind in KINDS:
                 found[each.name] = KINDS[kind], each.read_bytes()
-    found["page.css"] = KINDS["css"], (variables() + file("page.css")).encode()
+    red = variables().replace("--accent", "--fault")  # explore.css has another accent
+    found["page.css"] = KINDS["css"], (red + file("page.css")).encode()
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from pipeflow.core.text import bytes_text, number, percent
 from pipeflow.draw.captions import heading
 from pipeflow.draw.page.tables import table
+from pipeflow.explore.memory_fit import above_device
 from pipeflow.explore.schedule_cache import schedule
 from pipeflow.explore.state import State
 from pipeflow.planning.omissions import EXPERTS
@@ -20,17 +21,19 @@ PARTS = ("compute", "tensor", "bubble", "transfer", "reduction", "optimizer")
 
 
 def model(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Tables of step times and of memory, as HTML; no tables without a model.
+    """Tables of step times and of memory, as HTML, and for each schedule the ranks that do not fit on their device, or
+    None; no tables without a model.
 
     Raises UsageError for fields that are wrong, and for a schedule that cannot be made or cannot run.
     """
     state = State.of(fields)
     if state.modelled is None:
-        return {"tables": ""}
+        return {"tables": "", "misfits": []}
     plans = [state.modelled.plan(schedule(state, name).without_reductions()) for name in state.schedules]
     memory = state.modelled.cluster.usable_bytes
-    tables = [_times(plans, state.modelled.cluster.device.name), *(_memory(each, memory) for each in plans)]
-    return {"tables": "".join(tables)}
+    device = state.modelled.cluster.device.name
+    tables = [_times(plans, device), *(_memory(each, memory) for each in plans)]
+    return {"tables": "".join(tables), "misfits": [above_device(each, memory, device) for each in plans]}
 
 
 def _times(plans: list[Plan], device: str) -> str:

@@ -7,6 +7,7 @@ import {makeControls} from "./controls.js";
 import {makeExport} from "./export.js";
 import {showEditor} from "./edit.js";
 import {openFiles} from "./files.js";
+import {showFit} from "./fit.js";
 import {Link} from "./link.js";
 import {showModel} from "./model.js";
 import {Page, by} from "./page.js";
@@ -25,7 +26,7 @@ const page = new Page((chart) => listenToPointers(page, chart));
 const shared = {table, link, server, page, shown: new Shown(table, link, server, page)};
 listenToBar(page);
 const FEATURES = [
-  makeControls, showBeside, openFiles, readTimelines, showModel, makeTour, makeExport, showEditor, showScatter,
+  makeControls, showBeside, openFiles, readTimelines, showFit, showModel, makeTour, makeExport, showEditor, showScatter,
   makeToolbars,
 ];
 for (const feature of FEATURES) feature(shared);

@@ -2,6 +2,7 @@
 
 import {arrow, within} from "./canvas.js";
 import {make} from "./controls.js";
+import {fault} from "./fit.js";
 import {by} from "./page.js";
 
 const FEW = 4; // violations whose makers are all pointed at; of more, only that of the selected block
@@ -83,7 +84,7 @@ export class Violations {
     for (const [span, mark] of this.#marks) chart.frame(mark, span.blocks ? span : {...edge, ...span});
     within(context, [place.left, 0, place.width, place.height], () => {
       custom.stuck.forEach((first, rank) => { if (first !== null) this.#hatch(context, chart, rank, first, colours); });
-      context.strokeStyle = context.fillStyle = colours.accent;
+      context.strokeStyle = context.fillStyle = fault();
       context.lineWidth = 1.75;
       const at = ({rank, position}) => spans[rank]?.[position];
       const ring = custom.cycle.map(at);
