@@ -25,7 +25,6 @@ export class Editor {
       this.rows = this.custom?.entries.map((_, rank) => rows[rank] ?? []) ?? rows;
       if (!changed.includes("rows")) return;
       this.armed = null;
-      if (this.chart?.lanes === document.activeElement) this.#after ??= "focus";
       this.spans = null;
     });
   }
@@ -80,7 +79,8 @@ export class Editor {
     if (!block) this.selected = null;
     this.chart.focus = block ?? null;
     if (after && block) {
-      if (after === "tell") focusOn(this.page, this.chart, block);
+      if (after === "hold") this.page.held = this.chart; // a key pressed a button, which keeps the focus
+      else if (after === "tell") focusOn(this.page, this.chart, block);
       else this.chart.lanes.focus({preventScroll: true});
     }
     if (said) say([said, ...(block?.notes ?? [])].join(" "));
@@ -102,7 +102,7 @@ export class Editor {
   #set(rows, selected, said, after) {
     unpoint(this.page);
     this.selected = selected;
-    this.#after = after;
+    this.#after = document.activeElement.matches("#editor > button:focus-visible") ? "hold" : after;
     this.#said = said;
     this.link.set({rows: format(rows)});
   }

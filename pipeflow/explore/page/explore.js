@@ -8,6 +8,7 @@ import {makeExport} from "./export.js";
 import {showEditor} from "./edit.js";
 import {openFiles} from "./files.js";
 import {showFit} from "./fit.js";
+import {keepFocus} from "./focus.js";
 import {Link} from "./link.js";
 import {showModel} from "./model.js";
 import {Page, by} from "./page.js";
@@ -27,7 +28,7 @@ const shared = {table, link, server, page, shown: new Shown(table, link, server,
 listenToBar(page);
 const FEATURES = [
   makeControls, showBeside, openFiles, readTimelines, showFit, showModel, makeTour, makeExport, showEditor, showScatter,
-  makeToolbars,
+  makeToolbars, keepFocus,
 ];
 for (const feature of FEATURES) feature(shared);
 link.open();

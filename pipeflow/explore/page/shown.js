@@ -3,6 +3,11 @@
 import {read} from "./data.js";
 import {by} from "./page.js";
 
+/** The block of a chart that has the action and the rank of a block that was drawn before. */
+function same({timeline}, block) {
+  return (block && timeline.rows[block.rank]?.blocks.find(({action}) => action === block.action)) ?? null;
+}
+
 export class Shown {
   answer = null;
   #page;
@@ -29,7 +34,9 @@ export class Shown {
     by("shown").classList.remove("stale");
     for (const part of ["legend", "charts", "tables"]) by(part).innerHTML = answer[part];
     document.title = `${answer.titles.join(", ")} - pipeflow explore`;
+    const focused = this.#page.charts.map(({focus}) => focus);
     this.#page.load(read(answer.data));
+    this.#page.charts.forEach((chart, number) => { chart.focus = same(chart, focused[number]); });
     for (const listener of this.#listeners) listener(answer, fields);
   }
 
