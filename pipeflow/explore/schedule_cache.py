@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
+from pipeflow.analysis.measures import Measures
 from pipeflow.analysis.partial_timeline import Draft, draft
 from pipeflow.analysis.simulation import simulate
 from pipeflow.core.errors import UsageError
@@ -23,6 +24,7 @@ MOST = 500_000  # entries of all schedules that are kept, and spans of all timel
 _SCHEDULES = Kept[Schedule](MOST, lambda schedule: sum(map(len, schedule.rows)))
 _DRAFTS = Kept[Draft](MOST, lambda draft: sum(map(len, draft.timeline.rows)))
 _TIMELINES = Kept[Timeline](MOST, lambda timeline: sum(map(len, timeline.rows)))
+_MEASURES = Kept[Measures](4_096, lambda _: 1)
 
 
 def schedule(state: State, name: str, candidates: int | None = None) -> Schedule:
@@ -45,6 +47,12 @@ def timeline(state: State, name: str, candidates: int | None = None) -> Timeline
         return simulate(made, state.cost_model(made.placement))
 
     return _TIMELINES.get((_key(state, name, candidates), _costs(state)), make)
+
+
+def measures(state: State, name: str, candidates: int | None = None) -> Measures:
+    """The measures of the schedule `name`. Raises as `timeline` does."""
+    key = _key(state, name, candidates), _costs(state)
+    return _MEASURES.get(key, lambda: Measures.of(schedule(state, name, candidates), timeline(state, name, candidates)))
 
 
 def _key(state: State, name: str, candidates: int | None) -> Hashable:

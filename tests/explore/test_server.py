@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import socket
@@ -397,6 +398,18 @@ def test_a_short_answer_does_not_wait_for_long_ones(server: Server, monkeypatch:
         assert answered(server)
         release.set()
         assert parsed(received(connection))[0] == 200
+
+
+def test_cycles_are_looked_for_rarely_while_it_serves() -> None:
+    before = gc.get_threshold()  # another server may have set it
+    gc.set_threshold(700, 10, 10)
+    try:
+        with serving() as server:
+            assert answered(server)
+            assert gc.get_threshold() > (100_000, 10, 10)
+        assert gc.get_threshold() == (700, 10, 10)
+    finally:
+        gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("value", [RuntimeError("one\ntwo"), RecursionError(), MemoryError(), float("nan"), object()])

@@ -10,7 +10,7 @@ from pipeflow.core.errors import UsageError
 from pipeflow.draw.columns import COLUMNS, grouped, plot
 from pipeflow.draw.files.svg_scatter import scatter_svg
 from pipeflow.explore.limits import require_size
-from pipeflow.explore.schedule_cache import schedule, timeline
+from pipeflow.explore.schedule_cache import measures
 from pipeflow.explore.state import State
 from pipeflow.explore.turns import TURNS
 from pipeflow.schedules.registry import COMPARED, is_searched
@@ -59,7 +59,7 @@ def measured(state: State) -> tuple[dict[str, Measures], dict[str, str]]:
         try:
             if name not in state.schedules:
                 require_size(state.families([name]), state.ranks, state.microbatches, LARGEST)
-            found[name] = Measures.of(schedule(state, name, candidates), timeline(state, name, candidates))
+            found[name] = measures(state, name, candidates)
         except UsageError as error:
             refused[name] = " ".join(str(error).split())
     return found, refused

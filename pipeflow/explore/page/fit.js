@@ -56,7 +56,8 @@ export function showFit({page, shown: answers}) {
     for (const rank of new Set(Object.values(misfits).flat())) {
       const {height} = place.lanes[0];
       const y = rank * place.pitch;
-      rewrite(context, timeline.rows[rank].names[0], [place.left - 10, y + height / 2 + 4], `bold 11px ${FONT}`, colours.background);
+      const name = timeline.rows[rank].names[0];
+      rewrite(context, name, [place.left - 10, y + height / 2 + 4], `bold 11px ${FONT}`, colours.background);
       context.fillRect(place.left - 7, y, 4, height);
     }
     for (const row of timeline.rows) if (row.above) paintAbove(context, chart, row, page.view, colours);

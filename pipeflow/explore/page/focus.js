@@ -29,11 +29,12 @@ function inPlaceOf({name, trail}) {
 
 export function keepFocus() {
   let last = null; // what has the focus, and where it stands
-  document.addEventListener("focusin", ({target}) => { last = {element: target, name: nameOf(target), trail: trailOf(target)}; });
+  const note = (element) => { last = {element, name: nameOf(element), trail: trailOf(element)}; };
+  document.addEventListener("focusin", ({target}) => note(target));
   document.addEventListener("pointerdown", () => { last = null; });
   document.addEventListener("click", () => { // by a pointer: what it pressed may disappear, too
     const {activeElement} = document;
-    if (activeElement !== document.body) last ??= {element: activeElement, name: nameOf(activeElement), trail: trailOf(activeElement)};
+    if (!last && activeElement !== document.body) note(activeElement);
   }, {capture: true});
   new MutationObserver(() => {
     const {activeElement} = document;

@@ -9,7 +9,9 @@ export class Palette {
   #editor;
   #kind = make("select", {ariaLabel: "Kind of action", title: "Kind of the action to insert"});
   #stage = make("input", {type: "number", min: 0, value: 0, ariaLabel: "Stage", title: "Stage of the action to insert"});
-  #microbatch = make("input", {type: "number", min: 0, value: 0, ariaLabel: "Microbatch", title: "Microbatch of the action to insert"});
+  #microbatch = make("input", {
+    type: "number", min: 0, value: 0, ariaLabel: "Microbatch", title: "Microbatch of the action to insert",
+  });
   #any;
   #missing = make("span", {className: "choices"});
 

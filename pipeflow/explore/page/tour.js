@@ -51,14 +51,18 @@ export function makeTour({table, link, server, page, shown}) {
     link.set({tour: ""});
     opener.focus();
   };
-  const opener = button("Tour", "Learn to read schedules by ten questions", () => { if (left) set(left); else go(1); }, "open-tour");
+  const opener = button("Tour", "Learn to read schedules by ten questions", () => {
+    if (left) set(left);
+    else go(1);
+  }, "open-tour");
   const back = button("Back", "The question before this one", () => go(number - 1));
   const next = button("Next", "The question after this one", () => {
     if (number < steps.length) go(number + 1);
     else leave(null);
   }, "next");
   const goal = button("Show me", "Set what the question asks for", () => set(steps[number - 1].goal));
-  parts.buttons.append(back, goal, next, button("Leave", "Close the tour; the button Tour goes on here", () => leave(link.fields), "leave"));
+  const end = button("Leave", "Close the tour; the button Tour goes on here", () => leave(link.fields), "leave");
+  parts.buttons.append(back, goal, next, end);
   parts.list.addEventListener("change", () => go(Number(parts.list.value)));
   document.querySelector(".bar .help").before(opener);
   document.querySelector(".bar").after(card);

@@ -70,7 +70,8 @@ export class Violations {
 
   /** A button that goes to a block. */
   #link({rank, position, text}) {
-    const link = make("button", {type: "button", className: "link", textContent: `${text} (rank ${rank})`, title: "Go to this block"});
+    const link = make("button", {type: "button", className: "link", title: "Go to this block"});
+    link.textContent = `${text} (rank ${rank})`;
     link.addEventListener("click", () => this.#editor.goTo({rank, index: position}));
     return link;
   }
