@@ -117,3 +117,54 @@ def test_escape_closes_what_is_open_and_returns(explorer: Explorer, selector: st
     assert explorer.find(selector).get_property("open")
     assert press(explorer, Keys.ESCAPE) == summary.get_property("textContent")
     assert not explorer.find(selector).get_property("open")
+
+
+def test_every_task_of_the_guide_is_done_with_keys(explorer: Explorer) -> None:
+    """In the order of its table; editing and exporting are above and in their own tests."""
+
+    def go(selector: str) -> None:
+        """Presses Tab and then the right arrow until an element has the focus."""
+        reached = "return document.activeElement === document.querySelector(arguments[0])"
+        inside = (
+            "return document.activeElement.closest('[role=toolbar]')?.contains(document.querySelector(arguments[0]))"
+        )
+        for _ in range(80):
+            if explorer.browser.execute_script(reached, selector):
+                return
+            press(explorer, Keys.ARROW_RIGHT if explorer.browser.execute_script(inside, selector) else Keys.TAB)
+        raise AssertionError(f"no key goes to {selector}")
+
+    explorer.open(ranks=2, microbatches=4)
+    go("#field-microbatches")
+    press(explorer, Keys.ARROW_UP)
+    assert explorer.fields["microbatches"] == "5"
+    go(".lanes")
+    press(explorer, Keys.SHIFT, Keys.ARROW_RIGHT)
+    press(explorer, "g")
+    assert "Idle for" in explorer.text("#spoken")
+    press(explorer, Keys.SHIFT, Keys.HOME)
+    press(explorer, Keys.ENTER)
+    press(explorer, "c")
+    press(explorer, "[")
+    press(explorer, Keys.SHIFT, Keys.ARROW_RIGHT)
+    press(explorer, "]")
+    fields = explorer.settled().fields
+    assert fields["path"] == "1"
+    assert (fields["follow"], "to" in fields) == ("0", True)
+    go("#add")
+    press(explorer, "g")
+    assert explorer.settled().fields["schedule"].startswith("1f1b,g")
+    go(".chips li:last-child button")
+    press(explorer, Keys.ENTER)
+    assert "schedule" not in explorer.fields
+    go("#open")
+    go("#scatter circle[tabindex='0']")
+    press(explorer, Keys.ARROW_RIGHT)
+    press(explorer, Keys.ENTER)
+    assert explorer.settled().fields["schedule"] != "1f1b"
+    go("#find")
+    explorer.browser.switch_to.active_element.send_keys("0F1", Keys.ENTER)
+    assert "1 of 1 match" in explorer.text("#found")
+    go(".open-tour")
+    press(explorer, Keys.ENTER)
+    assert explorer.settled().find("#tour").is_displayed()
