@@ -36,9 +36,10 @@ def plan(fields: Mapping[str, str]) -> dict[str, Any]:
         made = [schedule(state, name) for name in state.schedules]
         names: dict[str, Any] = {"schedules": state.schedules, "own": [*map(state.with_own_options, state.schedules)]}
         names["titles"] = [each.name for each in drawn]
-        names["misfits"] = [above_caps(each, cap) for each in drawn]
         priced = {"priced_by": "" if state.measured is None else state.measured.source[0]}
-        answer = parts(drawn, state.unit, cap)._asdict() | names | beside(made, drawn, state.unit) | priced
+        shown = parts(drawn, state.unit, cap)._asdict()
+        misfits = {"misfits": [above_caps(each, cap) for each in drawn]}
+        answer = shown | misfits | names | beside(made, drawn, state.unit) | priced
     return answer if own is None else answer | {"custom": own}
 
 
