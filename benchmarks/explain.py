@@ -183,13 +183,14 @@ def measure(name: str, chunks: int, rounds: int, folder: str) -> dict[str, Any]:
     if rank == 0:
         found = pipeflow.explain([folder])
         assert found.replanned is not None
-        table.write_text(found.replanned.best.schedule.to_csv())
+        assert found.best is not None
+        table.write_text(found.best.schedule.to_csv())
         told = {
             "rebuilt": found.schedule.to_csv().splitlines(),
             "measured": found.timeline.makespan,
             "replayed": found.replanned.now.timeline.makespan,
-            "best": found.replanned.best.schedule.name,
-            "promised": found.replanned.gain(found.replanned.best),
+            "best": found.best.schedule.name,
+            "promised": found.replanned.gain(found.best),
         }
     torch.distributed.barrier()
     best = TorchRun(name, chunks, microbatches, table)

@@ -136,7 +136,7 @@ def test_the_guard_sees_dead_links() -> None:
 
 
 LONGEST = 30
-OTHERS = {"docs/explore.md", "docs/design.md"}  # the explorer's page; a page for those who read the code
+OTHERS = {"docs/design.md"}  # for those who read the code
 
 
 def long_sentences(source: Source) -> Iterator[Fault]:

@@ -17,7 +17,7 @@ from pipeflow.core.dataflow import Stream
 from pipeflow.core.errors import UsageError
 from pipeflow.core.text import number, percent
 from pipeflow.draw.times import Unit
-from pipeflow.traces.explanation import Explanation, explain
+from pipeflow.traces.explanation import NOTABLE, Explanation, explain
 
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 FILES = ("html", "svg")
 CAUSES = ("fill", "waiting", "transfer", "host", "drain")
-NOTABLE = 0.01  # of a step: smaller gains are left out
 SHOWN = 6  # gains in the terminal
 EXAMPLES = """\
 examples:
@@ -67,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
         found = explain(arguments.traces, names=arguments.names)
     tables = {arguments.csv: found.schedule.to_csv()} if arguments.csv is not None else {}
     if arguments.best is not None:
-        if found.replanned is None:
+        if found.best is None:
             raise UsageError("--best needs a sound step of training: no other orders were tried")
-        tables[arguments.best] = found.replanned.best.schedule.to_csv()
+        tables[arguments.best] = found.best.schedule.to_csv()
     write(tables)
     unit, factor = arguments.unit, arguments.factor
     if "html" in paths:
@@ -88,9 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _timelines(found: Explanation) -> Iterator[tuple[str, Any]]:
     yield "measured", found.timeline
-    if found.replanned is not None:
+    if found.replanned is not None and found.best is not None:
         yield "replayed", found.replanned.now.timeline
-        yield "best order", found.replanned.best.timeline
+        yield "best order", found.best.timeline
 
 
 def _for_programs(found: Explanation) -> dict[str, Any]:
@@ -227,5 +226,7 @@ def _gains(found: Explanation, unit: Unit) -> Iterator[Any]:
     now, even = found.replanned.now.timeline.makespan, found.even.makespan
     if even < (1 - NOTABLE) * now:
         yield f"With equal stages the same order would take {unit.text(even)} ({1 - even / now:+.1%})."
-    if found.replanned.best is not found.replanned.now:
+    if found.best is found.replanned.now:
+        yield f"No order is more than {NOTABLE:.0%} faster than the one that ran."
+    else:
         yield "--best FILE writes the fastest one as a table that torch.distributed.pipelining reads."

@@ -27,6 +27,14 @@ class Unit:
     factor: float = 1.0
 
     @classmethod
+    def readable(cls, longest: float, name: str = "") -> Unit:
+        """The unit `name` for times in seconds or, without a name, the largest one in which the `longest` is at least
+        1.
+        """
+        name = name or seconds_text(longest).split()[-1]
+        return cls(name, PER_SECOND.get(name, 1.0))
+
+    @classmethod
     def of(cls, timelines: Iterable[Timeline], name: str = "", factor: float = 1.0) -> Unit:
         """The unit in which to write the times of `timelines`. If all are in seconds, they are converted to the unit
         `name` or, without a name, to the largest unit in which the longest makespan is at least 1. A `factor` other
@@ -35,8 +43,7 @@ class Unit:
         drawn = list(timelines)
         if factor != 1 or not drawn or any(timeline.unit != "s" for timeline in drawn):
             return cls(name, factor)
-        name = name or seconds_text(max(timeline.makespan for timeline in drawn)).split()[-1]
-        return cls(name, PER_SECOND.get(name, 1.0))
+        return cls.readable(max(timeline.makespan for timeline in drawn), name)
 
     def text(self, time: float) -> str:
         """A time in this unit, with its name."""

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, final
 
 from pipeflow.core.cost import CostModel
@@ -167,8 +168,20 @@ class State:
 
     @property
     def unit(self) -> Unit:
-        """The unit of times: those of a model are in seconds and shown in milliseconds, others have none."""
-        return Unit() if self.modelled is None else Unit("ms", 1000.0)
+        """The unit of times: a readable one for those of a model or of a measured step, which are in seconds. Others
+        have none. It follows from the busiest stage, so that links can say times before anything is simulated.
+        """
+        if self.modelled is not None:
+            return Unit.readable(self.microbatches * _longest(self.modelled, self.ranks))
+        measured = None if self.measured is None else self.measured.measured
+        return Unit() if measured is None else Unit.of([measured])
+
+
+@lru_cache(64)
+def _longest(modelled: Modelled, ranks: int) -> float:
+    """The seconds of the busiest of as many stages as ranks, for one microbatch."""
+    cost = modelled.cost_model(Placement.linear(ranks))
+    return max(map(sum, zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)))
 
 
 def _value(field: Field, text: str) -> Any:

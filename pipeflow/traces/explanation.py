@@ -29,6 +29,7 @@ from pipeflow.traces.idle import Idle, idle_times
 from pipeflow.traces.rebuild import HOW_TO, rebuild
 
 ORDERS = 2_000_000  # actions in all orders that the search tries
+NOTABLE = 0.01  # of a step: what gains less is not worth another order
 OUTLIER = 1.2  # times the median step
 
 
@@ -85,6 +86,16 @@ class Explanation:
     def gains(self) -> tuple[Candidate, ...]:
         """Other orders under the costs and within the activations of this step, the fastest first."""
         return () if self.replanned is None else tuple(each for each in self.replanned.candidates if each.fits)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest order within the activations of this step; the one that ran, unless another one is at least 1 %
+        faster. None like `replanned`.
+        """
+        found = self.replanned
+        if found is None:
+            return None
+        return found.best if found.gain(found.best) >= NOTABLE else found.now
 
     @property
     def outliers(self) -> tuple[int, ...]:

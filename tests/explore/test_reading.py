@@ -44,9 +44,9 @@ def test_without_a_range_the_table_is_of_the_whole_step() -> None:
 
 
 def test_a_range_of_a_model_is_in_the_unit_of_the_page() -> None:
-    fields = {"model": "gpt3-175b", "ranks": "8", "tensor": "8", "from": "100", "to": "200"}
-    assert window(fields)["title"] == "Ranks in 100 ms to 200 ms"
-    assert cells(window(fields)["tables"])[0] == "100 ms"
+    fields = {"model": "gpt3-175b", "ranks": "8", "tensor": "8", "from": "0.1", "to": "0.2"}
+    assert window(fields)["title"] == "Ranks in 0.1 s to 0.2 s"
+    assert cells(window(fields)["tables"])[0] == "0.1 s"
 
 
 @pytest.mark.parametrize(
