@@ -28,7 +28,9 @@ from tests.scripts import run_ranks
 from tests.sources import Fault, Source, documents, line_of, require
 
 START, DEBUGGING, CHECKPOINTS = (guide(f"docs/{name}.md") for name in ("getting-started", "debugging", "checkpoints"))
-STAGES, TRAINING, SIMULATING = (guide(f"docs/{name}.md") for name in ("stages", "training", "simulating"))
+STAGES, TRAINING, SIMULATING, EXPLAINING = (
+    guide(f"docs/{name}.md") for name in ("stages", "training", "simulating", "explaining")
+)
 [FIRST], [RESUMING] = blocks(START, "python"), blocks(START, "diff")
 [BY_HAND] = blocks(STAGES, "python", "import torch\n")
 [TRAINER] = blocks(TRAINING, "python", "import pipeflow\nimport torch")
@@ -349,6 +351,27 @@ def test_the_list_of_commands_runs(
     for words in listed:
         if "--devices" not in words:
             assert out(capsys, *words) or words[0] in ("draw", "export")
+
+
+# Explaining
+
+
+def test_the_trace_of_the_guide_is_explained_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    first, second, _ = blocks(EXPLAINING, "console")
+    require_shown(capsys, commands(first))
+    listed = [command for command, _ in commands(second)]
+    for command in listed:
+        out(capsys, *shlex.split(command)[1:])
+    assert {path.name for path in tmp_path.iterdir()} == {"docs", "explained.html", "ran.csv", "best.csv"}
+    assert (tmp_path / "explained.html").read_text().count("<h2") >= 3
+    [text] = blocks(EXPLAINING, "python", "import pipeflow")
+    exec(compile(text, "explaining.md", "exec"), {})
+    assert "('1f1b',)" in capsys.readouterr().out
 
 
 # Rules

@@ -44,7 +44,7 @@ def add_to(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument
-    which = "a Chrome trace of torch.profiler per rank (.json, .json.gz), a folder of them, or a timeline of pipeflow"
+    which = "a trace per rank (torch.profiler, Nsight Systems, OpenTelemetry), a folder of them, or a timeline"
     add("traces", nargs="+", metavar="TRACE", help=which)
     help_ = "regular expression for annotations, with groups kind, stage and microbatch, each of them optional"
     add("--names", metavar="PATTERN", help=help_)

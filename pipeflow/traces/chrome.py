@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from pipeflow.core.errors import UsageError
 from pipeflow.traces.events import Event, RankEvents
 
 BACKWARD = "autograd::engine::evaluate_function: "
@@ -18,7 +17,7 @@ TRANSFERS = ("nccl", "gloo:", "mpi:", "ucc:")  # beginnings of names of what the
 
 def read_chrome(text: str, source: str) -> RankEvents:
     """The events of a trace: an object with `traceEvents`, or the list of them alone. Of a file that is cut off, what
-    is there. Raises UsageError if there are no events at all.
+    is there.
     """
     found = RankEvents(source)
     launches: dict[object, float] = {}
@@ -76,8 +75,6 @@ class _Reader:
         self.text = text
         self.is_cut_off = False
         key = text.find('"traceEvents"')
-        if key < 0 and not text.lstrip().startswith("["):
-            raise UsageError("it is no Chrome trace: it has no traceEvents")
         self._start = text.find("[", max(key, 0))
         self._head = text[: max(key, 0)]
         self._tail = ""

@@ -22,7 +22,6 @@ from pipeflow.schedules.families import schedules_on
 from pipeflow.schedules.registry_names import recognised
 from pipeflow.soundness.schedule import verify
 from pipeflow.traces.annotations import Names
-from pipeflow.traces.events import RankEvents
 from pipeflow.traces.files import read, trace_files
 from pipeflow.traces.findings import Finding, findings
 from pipeflow.traces.idle import Idle, idle_times
@@ -109,7 +108,8 @@ def explain(paths: Sequence[str | os.PathLike[str]], *, names: str | None = None
 
     Args:
         paths: files with a trace of one rank each, or a folder of them: Chrome traces of torch.profiler, also
-            compressed; or one timeline of pipeflow.
+            compressed; exports of Nsight Systems (.sqlite); OpenTelemetry spans of Megatron-core (JSON), in which one
+            file may have several ranks; or one timeline of pipeflow.
         names: a regular expression for the annotations of other engines, with the groups kind, stage and microbatch,
             each of them optional.
 
@@ -118,7 +118,7 @@ def explain(paths: Sequence[str | os.PathLike[str]], *, names: str | None = None
     """
     read_files = [read(path) for path in trace_files(paths)]
     timelines = [each for each in read_files if isinstance(each, Timeline)]
-    events = [each for each in read_files if isinstance(each, RankEvents)]
+    events = [rank for each in read_files if not isinstance(each, Timeline) for rank in each]
     if timelines and (events or len(timelines) > 1):
         raise UsageError("give one timeline, or traces of all ranks of one run")
     if not read_files:

@@ -14,8 +14,10 @@ from pipeflow.core.files import read_text
 from pipeflow.core.timeline import Timeline
 from pipeflow.traces.chrome import read_chrome
 from pipeflow.traces.events import RankEvents
+from pipeflow.traces.nsight import read_nsight
+from pipeflow.traces.otlp import read_otlp
 
-ENDINGS = (".json", ".json.gz")
+ENDINGS = (".json", ".json.gz", ".jsonl", ".sqlite")
 _RANK = re.compile(r"rank[-_=]?(\d+)|(?<!\d)(\d+)(?=\D*$)", re.IGNORECASE)
 
 
@@ -33,18 +35,29 @@ def trace_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return found
 
 
-def read(path: Path) -> Timeline | RankEvents:
-    """The timeline or the events of a file. Raises UsageError for a file that holds neither."""
+def read(path: Path) -> Timeline | list[RankEvents]:
+    """The timeline of a file, or the events of the ranks that it has. Raises UsageError for a file that holds
+    neither.
+    """
+    if path.suffix == ".sqlite":
+        return [_with_rank(read_nsight(path), path)]
     text = _text(path)
     start = text.lstrip()[:1]
     if start not in ("{", "["):
         raise UsageError(f"{path} is not JSON: give a trace of torch.profiler, or a timeline of pipeflow")
     try:
-        if '"traceEvents"' not in text and '"paths"' in text[:10_000]:
+        if '"traceEvents"' in text or start == "[":
+            return [_with_rank(read_chrome(text, os.fspath(path)), path)]
+        if '"resourceSpans"' in text:
+            return read_otlp(text, os.fspath(path))
+        if '"paths"' in text:
             return Timeline.from_json(text)
-        events = read_chrome(text, os.fspath(path))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+    raise UsageError(f"{path}: it has neither traceEvents nor resourceSpans, and is no timeline of pipeflow")
+
+
+def _with_rank(events: RankEvents, path: Path) -> RankEvents:
     return events if events.rank is not None else replace(events, rank=_rank_in(path.name))
 
 
@@ -68,5 +81,5 @@ def _text(path: Path) -> str:
 
 def _rank_in(name: str) -> int | None:
     """The rank that the name of a file says, as in `rank3.json` or `trace_3.json.gz`."""
-    match = _RANK.search(re.sub(r"(\.pt)?(\.trace)?\.json(\.gz)?$", "", name))
+    match = _RANK.search(re.sub(r"(\.pt)?(\.trace)?\.(json|jsonl|sqlite)(\.gz)?$", "", name))
     return int(match[1] or match[2]) if match else None

@@ -212,7 +212,7 @@ def broken(folder: Path, case: str) -> list[Path]:
         ("twice", r"rank 0 is in several files \(.*\): give the files of one run"),
         ("no events", "has no annotation and no operator; record a step with torch.profiler on every rank"),
         ("not JSON", "is not JSON: give a trace of torch.profiler, or a timeline of pipeflow"),
-        ("no trace", "it is no Chrome trace: it has no traceEvents"),
+        ("no trace", "it has neither traceEvents nor resourceSpans, and is no timeline"),
         ("empty", r"there are no traces in this folder, which end in .json or .json.gz"),
         ("half a step", "shows no forward or backward|no step is there from its first forward"),
     ],

@@ -1,0 +1,62 @@
+"""`pipeflow explain`: what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeflow.schedules import make_schedule
+from tests.cli.run import error, out
+from tests.traces.recording import Machine, ran, record
+
+KEYS = {
+    *("ranks", "stages", "microbatches", "schedule", "nearest", "placement", "violations", "step_seconds", "steps"),
+    *("simulated_seconds", "bubble", "idle", "findings", "costs", "gains", "equal_stages_seconds", "notes"),
+}
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """Traces of 1f1b on four ranks whose stage 2 is slow."""
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    return record(tmp_path / "traces", ran(schedule, Machine(slow={2: 1.6})))
+
+
+def test_for_people(capsys: pytest.CaptureFixture[str], traces: Path) -> None:
+    shown = out(capsys, "explain", traces)
+    assert shown.startswith("1f1b: 4 ranks, 4 stages, 8 microbatches\nstep: ")
+    assert "replayed under its own costs: " in shown
+    assert re.search(r"stage 2 \(rank 2\) computes 1\.\d+ times\s+as long as the median stage", shown)
+    assert "With equal stages the same order would take " in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert " us" in out(capsys, "explain", traces, "--unit", "us")
+
+
+def test_for_programs(capsys: pytest.CaptureFixture[str], traces: Path) -> None:
+    read = json.loads(out(capsys, "explain", traces, "--json"))
+    assert set(read) == KEYS
+    assert read["schedule"][0] == "1f1b"
+    assert set(read["costs"]) == {"forward", "backward_input", "backward_weight", "latency"}
+    assert {"rank", "start", "end", "cause"} <= set(read["idle"][0])
+    assert set(read["gains"][0]) == {"schedule", "step_seconds", "bubble", "peak_activations"}
+    assert read["findings"][0]["where"] == 2
+
+
+def test_what_it_writes(capsys: pytest.CaptureFixture[str], traces: Path, tmp_path: Path) -> None:
+    names = {kind: tmp_path / f"explained.{kind}" for kind in ("csv", "html", "svg")}
+    out(capsys, "explain", traces, *(word for kind, path in names.items() for word in (f"--{kind}", path)))
+    assert names["csv"].read_text() == make_schedule("1f1b", ranks=4, microbatches=8).to_csv()
+    page = names["html"].read_text()
+    assert page.index("measured: 1f1b") < page.index("replayed: 1f1b") < page.index("best order: ")
+    assert "<svg" in names["svg"].read_text()
+    best = tmp_path / "best.csv"
+    out(capsys, "explain", traces, "--best", best)
+    assert "is sound" in out(capsys, "verify", best)
+
+
+def test_a_rank_that_is_missing_is_one_line(capsys: pytest.CaptureFixture[str], traces: Path) -> None:
+    (traces / "rank3.json").unlink()
+    assert error(capsys, "explain", traces).startswith("3 of 4 ranks were recorded (rank 0 runs 16 actions and ")
