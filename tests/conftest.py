@@ -9,6 +9,8 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 
+from tests.covering import spaced
+
 settings.register_profile("pipeflow", deadline=None)  # no test asserts a time
 settings.load_profile("pipeflow")
 
@@ -46,7 +48,7 @@ def _mark_some(items: list[pytest.Item]) -> None:
         marker = every[0].get_closest_marker("some")
         assert marker is not None
         [number] = marker.args
-        kept = {place * len(every) // number for place in range(number)}
+        kept = spaced(number, len(every))
         for place, item in enumerate(every):
             if place not in kept:
                 item.add_marker(pytest.mark.exhaustive)

@@ -58,3 +58,8 @@ def some_rows(every: Iterable[Row], kept: Collection[Row]) -> list[Any]:
 def some(every: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """Values as parameters of a test, of which those that are not kept are exhaustive."""
     return [pytest.param(value, marks=[] if value in kept else [pytest.mark.exhaustive]) for value in every]
+
+
+def spaced(number: int, total: int) -> set[int]:
+    """The places of `number` cases among `total`, evenly spaced from the first one on; all if there are fewer."""
+    return {place * total // number for place in range(number)}

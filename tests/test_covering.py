@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.covering import Row, covering, thinned
+from tests.covering import Row, covering, spaced, thinned
 
 COLUMNS = ("abcd", (1, 2, 3), ({"x": 1}, {"x": 2}), (True, False))
 
@@ -46,3 +46,10 @@ def test_the_rest_is_exhaustive() -> None:
     assert [each.values for each in parameters] == [row for row in product(*COLUMNS) if possible(*row)]
     kept = [each.values for each in parameters if pytest.mark.exhaustive not in each.marks]
     assert kept == covering(*COLUMNS, possible=possible)
+
+
+@pytest.mark.parametrize(
+    ("number", "total", "kept"), [(1, 9, {0}), (3, 9, {0, 3, 6}), (4, 10, {0, 2, 5, 7}), (5, 3, {0, 1, 2})]
+)
+def test_cases_that_are_kept_are_evenly_spaced(number: int, total: int, kept: set[int]) -> None:
+    assert spaced(number, total) == kept

@@ -273,3 +273,8 @@ def test_what_cannot_work_is_refused() -> None:
     )
     for message, part in zip(messages, wanted, strict=True):
         assert part in message
+
+
+def test_an_answer_is_right_if_its_label_has_the_largest_score() -> None:
+    scores = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 1.0], [0.0, 0.5, 0.7], [0.2, 0.1, 0.0]])
+    assert AccuracyHook().count_right(scores, torch.tensor([1, 0, 1, 0])) == 3
