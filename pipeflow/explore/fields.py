@@ -121,7 +121,7 @@ def _cost(name: str, cost: EvenCost) -> Field:
     label = COST_LABELS.get(name, name.replace("_", " "))
     if name == "bandwidth":  # 0 bytes per unit of time are no bandwidth
         return Field(
-            name, "number", "Costs", label, f"{help_}; empty: unlimited", "", 1, most, step, "unlimited", model=False
+            name, "number", "Costs", label, f"{help_}; empty: no limit", "", 1, most, step, "no limit", model=False
         )
     return Field(name, "number", "Costs", label, help_, str(cost.default), 0, most, step, model=False)
 

@@ -51,7 +51,7 @@ function makeControl(field, link) {
     set(String(Number(Math.max(number, min).toPrecision(9))), true);
   });
   box.addEventListener("blur", () => set(link.get(field.name))); // ends the movement
-  const none = ["none", "unlimited"].includes(field.absent) ? max : min;
+  const none = ["none", "no limit"].includes(field.absent) ? max : min;
   const show = (value) => { box.value = value; slider.value = value || none; };
   return {row: make("div", {className: "control"}, label, slider, box), show};
 }
