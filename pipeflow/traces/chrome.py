@@ -50,9 +50,21 @@ def read_chrome(text: str, source: str) -> RankEvents:
     head = reader.head()
     group = head.get("distributedInfo") or {}
     found.rank, found.ranks = group.get("rank"), group.get("world_size")
+    found.pipeline = _pipeline(group, found.rank)
     found.host, base = str(head.get("host_name", "")), float(head.get("baseTimeNanoseconds") or 0) * 1e-9
     found.is_cut_off = reader.is_cut_off
     return _since(found, base)
+
+
+def _pipeline(group: dict[str, Any], rank: object) -> tuple[int, ...]:
+    """The ranks of the pipeline of `rank`, from the descriptions of process groups: "mesh_pp" of a DeviceMesh, or
+    Megatron's "PIPELINE_MODEL_PARALLEL_GROUP".
+    """
+    for each in group.get("pg_config") or []:
+        name, ranks = str(each.get("pg_desc", "")).lower(), each.get("ranks") or []
+        if rank in ranks and (name.endswith("_pp") or name in ("pp", "pipeline_model_parallel_group")):
+            return tuple(ranks)
+    return ()
 
 
 def _since(found: RankEvents, base: float) -> RankEvents:

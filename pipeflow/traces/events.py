@@ -30,6 +30,7 @@ class RankEvents:
         rank: the rank; None if the file does not say it.
         ranks: number of ranks of the job; None if the file does not say it.
         host: name of the machine; "" if the file does not say it.
+        pipeline: the ranks of its pipeline, in order; empty if the file does not say them.
         ranges: annotations, such as "PP:0F3".
         operators: operators of forwards on the host.
         backwards: nodes of autograd's graph on the host.
@@ -42,6 +43,7 @@ class RankEvents:
     rank: int | None = None
     ranks: int | None = None
     host: str = ""
+    pipeline: tuple[int, ...] = ()
     ranges: list[Event] = field(default_factory=list)
     operators: list[Event] = field(default_factory=list)
     backwards: list[Event] = field(default_factory=list)

@@ -20,6 +20,7 @@ from pipeflow.traces.events import RankEvents
 from pipeflow.traces.recorded import RecordedAction, recorded_actions
 from pipeflow.traces.steps import Step, steps_of
 
+Recorded = Sequence[RecordedAction]
 HOW_TO = "record a step with torch.profiler on every rank and export_chrome_trace, one file per rank"
 
 
@@ -43,10 +44,11 @@ def rebuild(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
     notes = [
         f"{each.source} is cut off: what comes after its end is not counted" for each in ordered if each.is_cut_off
     ]
-    actions = [recorded_actions(each, names) for each in ordered]
+    actions: list[Recorded] = [recorded_actions(each, names) for each in ordered]
     for events, found in zip(ordered, actions, strict=True):
         if not found:
             raise UsageError(f"{events.source} shows no forward or backward: {_without_actions(events)}")
+    ordered, actions = _one_replica(ordered, actions)
     _require_all(ordered, actions)
     steps = steps_of(actions)
     if not steps:
@@ -67,12 +69,34 @@ def rebuild(ranks: Sequence[RankEvents], names: Names) -> Rebuilt:
 def _ordered(ranks: Sequence[RankEvents]) -> list[RankEvents]:
     """The ranks in order. Files that do not say their rank keep the order in which they are given."""
     known = [each.rank for each in ranks if each.rank is not None]
+    if not known:
+        return [replace(each, rank=index) for index, each in enumerate(ranks)]
     if len(known) < len(ranks):
-        return [replace(each, rank=index) for index, each in enumerate(ranks)] if not known else list(ranks)
+        files = ", ".join(each.source for each in ranks if each.rank is None)
+        raise UsageError(f"neither these files nor their names say a rank: {files}; name them like rank0.json")
     if twice := sorted({rank for rank in known if known.count(rank) > 1}):
         files = ", ".join(each.source for each in ranks if each.rank == twice[0])
         raise UsageError(f"rank {twice[0]} is in several files ({files}): give the files of one run")
-    return sorted(ranks, key=lambda each: each.rank or 0)
+    ordered = sorted(ranks, key=lambda each: each.rank or 0)
+    if pipeline := ordered[0].pipeline:  # replicas and tensor ranks do the same: the first pipeline stands for all
+        places = {rank: place for place, rank in enumerate(pipeline)}
+        own = [each for each in ordered if each.rank in places]
+        return [replace(each, rank=places[each.rank or 0], ranks=len(pipeline)) for each in own]
+    return ordered
+
+
+def _one_replica(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[list[RankEvents], list[Recorded]]:
+    """The first of all ranks that run the same stages for the same microbatches, if names say them: the others are
+    replicas or tensor ranks.
+    """
+    first: dict[frozenset[Named], int] = {}
+    for place, found in enumerate(actions):
+        first.setdefault(frozenset(each.named for each in found), place)
+    is_said = all(each.named.stage is not None and each.named.microbatch is not None for own in actions for each in own)
+    if len(first) == len(ranks) or not is_said:
+        return ranks, actions
+    kept = [replace(ranks[place], rank=number, ranks=len(first)) for number, place in enumerate(first.values())]
+    return kept, [actions[place] for place in first.values()]
 
 
 def _without_actions(events: RankEvents) -> str:

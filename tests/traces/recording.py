@@ -78,6 +78,8 @@ def record(
     clocks: Mapping[int, float] = {},
     ranks: range | None = None,
     operators: bool = True,
+    replicas: int = 1,
+    groups: bool = False,
 ) -> Path:
     """Writes a trace per rank into a folder.
 
@@ -88,6 +90,8 @@ def record(
         clocks: per rank on a machine of its own, the seconds that its clock is ahead.
         ranks: those whose traces are written; by default all.
         operators: whether operators are recorded.
+        replicas: how many ranks each rank of the pipeline stands for, which are numbered one after the other.
+        groups: whether the process groups of pipelines are written.
     """
     folder.mkdir(exist_ok=True)
     size = len(steps[0].rows)
@@ -105,13 +109,17 @@ def record(
                 events += _events(span, zero, free, own, None if name is None else name(action, ""), operators)
                 free = span.end
             zero += step.makespan * 1.5
-        whole = {
-            "schemaVersion": 1,
-            "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": size},
-            "host_name": f"host-{rank}" if clocks else "host",
-            "traceEvents": events,
-        }
-        (folder / f"rank{rank}.json").write_text(json.dumps(whole))
+        for replica in range(replicas):
+            ranks_of = [each * replicas + replica for each in range(size)]
+            config = [{"pg_desc": "default_pg", "ranks": []}, {"pg_desc": "mesh_pp", "ranks": ranks_of}]
+            info = {"backend": "nccl", "rank": ranks_of[rank], "world_size": size * replicas}
+            whole = {
+                "schemaVersion": 1,
+                "distributedInfo": info | ({"pg_config": config} if groups else {}),
+                "host_name": f"host-{rank}" if clocks else "host",
+                "traceEvents": events,
+            }
+            (folder / f"rank{ranks_of[rank]}.json").write_text(json.dumps(whole))
     return folder
 
 

@@ -18,7 +18,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule
 from pipeflow.traces.explanation import explain
-from tests.traces.recording import Machine, ran, record
+from tests.traces.recording import Machine, of_torch, ran, record
 
 ONE_STAGE = ["gpipe", "1f1b", "eager-1f1b"]
 WORDS = {Kind.F: "fwd", Kind.B: "bwd"}
@@ -158,6 +158,23 @@ def test_ranks_that_files_do_not_say_come_from_their_names(tmp_path: Path) -> No
         path.unlink()
     found = explain([folder])
     assert found.schedule.placement.paths == ((2, 1, 0),)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_one_of_several_replicas_stands_for_all(groups: bool, tmp_path: Path) -> None:
+    schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+    annotation = of_megatron if groups else of_torch
+    found = explain([record(tmp_path / "traces", ran(schedule), name=annotation, replicas=2, groups=groups)])
+    assert rows_of(found.schedule) == rows_of(schedule)
+
+
+def test_files_that_say_no_rank_are_named(tmp_path: Path) -> None:
+    folder = record(tmp_path / "traces", ran(make_schedule("1f1b", ranks=2, microbatches=2)))
+    events = json.loads((folder / "rank1.json").read_text())["traceEvents"]
+    (folder / "other.json").write_text(json.dumps(events))
+    (folder / "rank1.json").unlink()
+    with pytest.raises(UsageError, match=r"say a rank: .*other.json; name them like rank0.json"):
+        explain([folder])
 
 
 def test_a_timeline_is_explained_too(tmp_path: Path) -> None:
