@@ -266,6 +266,7 @@ def planted(seed: int) -> tuple[Timeline, str, int | tuple[int, int]]:
     return ran(schedule, machine), kind, where
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_planted_fault_is_named_first(seed: int, tmp_path: Path) -> None:
     timeline, kind, where = planted(seed)
