@@ -24,10 +24,9 @@ def cut_text(text: str) -> str | tuple[int, ...]:
         sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 0 or 0 in sizes[1:-1]:
+    if not sizes or min(sizes) < 0:
         raise argparse.ArgumentTypeError(
-            f"it must be {' or '.join(WORDS)}, or one number of layers per stage such as 13,12,12,11, 0 for the "
-            f"first or the last alone; got {text!r}"
+            f"it must be {' or '.join(WORDS)}, or one number of layers per stage such as 13,12,12,11; got {text!r}"
         )
     return sizes
 

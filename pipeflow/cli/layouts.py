@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeflow.cli.clusters import cluster_of
 from pipeflow.cli.files import STANDARD_OUTPUT, write
+from pipeflow.cli.layout_strings import said_layout
 from pipeflow.cli.options import flag
 from pipeflow.cli.outputs import show, wrapped
 from pipeflow.cli.progress import doing
@@ -40,6 +41,7 @@ REFUSED = {
     "microbatches": "they follow from --batch",
     "flops": "times are those of --device",
     "cut": "cuts are searched, too",
+    "layout": "cuts are searched, too",
 }
 
 
@@ -91,7 +93,8 @@ def run(arguments: argparse.Namespace, model: Model) -> int:
 
         print(json.dumps(_for_programs(found)))
     elif arguments.svg != STANDARD_OUTPUT:
-        show(*_heading(arguments.model, found), "", _table(found), "", _parts(found), "", *_notes(found))
+        layout = said_layout(arguments, found.ranked[0].plan)
+        show(*_heading(arguments.model, found), "", _table(found), "", _parts(found), "", *_notes(found), *layout)
     return 0
 
 
@@ -99,7 +102,7 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
     if arguments.batch is None:
         raise UsageError("--devices searches for layouts: say how many sequences a step has, with --batch")
     for name, why in REFUSED.items():
-        if getattr(arguments, name) is not None:
+        if getattr(arguments, name) not in (None, ""):  # --layout without a value asks for the string
             raise UsageError(f"{flag(name)} is for one layout, not for a search with --devices: {why}")
     if given := [flag(name) for name in family_options() if getattr(arguments, name) is not None]:
         raise UsageError(f"{', '.join(given)}: a search with --devices chooses the options of schedules itself")
@@ -137,6 +140,7 @@ def _for_programs(found: Layouts) -> dict[str, Any]:
         "layouts": [
             _sizes(each.layout)
             | {
+                "layout_string": each.plan.layout_string,
                 "step_seconds": each.step_seconds,
                 "tokens_per_second": each.plan.tokens_per_second,
                 "peak_bytes": each.plan.peak_bytes,
@@ -238,6 +242,8 @@ def _notes(found: Layouts) -> Iterator[str]:
     cut = first.layout.cut
     if cut != even_cut(wanted.model.layers, len(cut)):
         yield from wrapped(f"Layers per stage of 1: {' '.join(str(end - start) for start, end in cut)}")
+        if first.plan.has_uneven_layout:
+            yield f"layout: {first.plan.layout_string}"
     yield from wrapped(f"not counted: {'; '.join(uncounted(wanted.model, wanted.cluster))}")
 
 

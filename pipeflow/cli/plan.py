@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from pipeflow.cli.clusters import add_cluster, cluster_of
 from pipeflow.cli.costs import Costs
 from pipeflow.cli.cuts import cut_of, cut_text
+from pipeflow.cli.layout_strings import add_layout_string, layout_of, placed, said_layout, with_chunks
 from pipeflow.cli.layouts import add_search, require_search
 from pipeflow.cli.layouts import run as run_search
 from pipeflow.cli.limits import require_size
@@ -19,6 +21,8 @@ from pipeflow.cli.progress import doing
 from pipeflow.cli.request import Request, is_file
 from pipeflow.cli.sources import sound_source
 from pipeflow.core.errors import UsageError
+from pipeflow.core.partition import Cut
+from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.planning.catalog import MODELS, Model, model_named
 from pipeflow.planning.estimate import plan
@@ -72,6 +76,8 @@ examples:
     pipeflow plan gpt3-175b --pipeline 8 --tensor 8 --data 8 --microbatches 64 --device a100-80gb
   other sizes, recomputation, layers balanced by what they take:
     pipeflow plan gpt3-1.3b --layers 32 --checkpoint full --cut cost --device a100-40gb
+  the stages of a Megatron-LM layout string:
+    pipeflow plan llama3-70b --pipeline 8 --layout 'Et*2|(t*2|)*34,t*3|(t*2|)*3,tL'
   a cluster that was measured, or slower links than usual:
     pipeflow plan gpt2-xl --pipeline 4 --cluster cluster.json
     pipeflow plan gpt2-xl --pipeline 16 --device v100-32gb --precision fp16 --network-bandwidth 1.25e9
@@ -142,6 +148,7 @@ def _add_layout(command: Parser) -> None:
     add("--keep-scores", action="store_true", help="keep attention scores, as without scaled_dot_product_attention")
     cut = "layers per stage: even, cost (balanced by what they take), or numbers such as 13,12,12,11 (default: even)"
     add("--cut", type=cut_text, metavar="CUT", help=cut)
+    add_layout_string(group)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -160,15 +167,16 @@ def run(arguments: argparse.Namespace) -> int:
     setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
     cluster = cluster_of(arguments)
     with doing("planning"):
-        schedule = _schedule(arguments, model, setup, cluster)
-        cut = cut_of(arguments.cut, model, schedule.placement, setup, cluster)
-        found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=cut)
+        cut = _cuts(arguments, model, setup, cluster)
+        schedule = _schedule(arguments, model, setup, cut)
+        found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=cut(schedule.placement))
     if arguments.json:
         import json
 
         print(json.dumps(_for_programs(found)))
     else:
-        show(*_heading(arguments.model, found), "", _table(found), "", *found.totals(), *_notes(found))
+        heading = [*_heading(arguments.model, found), *said_layout(arguments, found)]
+        show(*heading, "", _table(found), "", *found.totals(), *_notes(found))
     return 0
 
 
@@ -181,23 +189,31 @@ def _model(arguments: argparse.Namespace) -> Model:
     return replace(model, **given)
 
 
-def _schedule(arguments: argparse.Namespace, model: Model, setup: Setup, cluster: Cluster | None) -> Schedule:
-    name = "1f1b" if arguments.schedule is None else arguments.schedule
+def _cuts(
+    arguments: argparse.Namespace, model: Model, setup: Setup, cluster: Cluster | None
+) -> Callable[[Placement], Cut]:
+    """The function that gives the cut for the stages of a placement."""
+    layout = layout_of(arguments)
+    if layout is not None:
+        return partial(placed, layout, model)
+    return lambda placement: cut_of(arguments.cut, model, placement, setup, cluster)
+
+
+def _schedule(arguments: argparse.Namespace, model: Model, setup: Setup, cut: Callable[[Placement], Cut]) -> Schedule:
     options: dict[str, Any] = {
         option: value for option in family_options() if (value := getattr(arguments, option)) is not None
     }
-    if is_file(name):
+    name, ranks = arguments.schedule, 4 if arguments.pipeline is None else arguments.pipeline
+    if name is not None and is_file(name):
         if arguments.pipeline is not None:
             raise UsageError(f"--pipeline is for named schedules; {name} has its own ranks")
         return sound_source(name, Request(Costs({}), None, arguments.microbatches, tuple(options.items()))).schedule
-    ranks = 4 if arguments.pipeline is None else arguments.pipeline
+    name, options = with_chunks(layout_of(arguments), name, ranks, options)
     microbatches = 8 if arguments.microbatches is None else arguments.microbatches
     require_size(ranks, microbatches, options)
     if name in SCHEDULES and "cost" in options_of(name):  # the schedule is made for given costs, which are per stage
         placement = make_schedule(name, ranks=ranks, microbatches=1).placement
-        options["cost"] = stage_costs(
-            model, placement, setup, cut=cut_of(arguments.cut, model, placement, setup, cluster)
-        )
+        options["cost"] = stage_costs(model, placement, setup, cut=cut(placement))
     return make_schedule(name, ranks=ranks, microbatches=microbatches, **options)
 
 
@@ -209,6 +225,7 @@ def _for_programs(found: Plan) -> dict[str, Any]:
         "schedule": found.schedule.name,
         "microbatches": found.schedule.num_microbatches,
         "layout": asdict(found.setup) | {"pipeline": len(found.ranks), "sequence": found.sequence},
+        "layout_string": found.layout_string,
         "devices": found.devices,
         "ranks": [asdict(rank) | {name: getattr(rank, name) for name in derived} for rank in found.ranks],
         "makespan_bubble_ratio": found.makespan_bubble_ratio,

@@ -95,7 +95,7 @@ class Rates:
         """Seconds to sum so many bytes over a group by a ring. Between nodes, the ring uses the network of all ranks of
         the group in a node. `link` and `network` are the shares of the two bandwidths that are reached.
         """
-        if group.ranks == 1:
+        if group.ranks == 1 or not count:
             return 0.0
         known, cluster = self.efficiency, self.cluster
         bandwidth, latency = cluster.link_bandwidth * link, cluster.link_latency

@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 from pipeflow.analysis.simulation import simulate
 from pipeflow.core.cost import CostModel
+from pipeflow.core.partition import Part
+from pipeflow.core.placement import Placement
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import aligned, bytes_text, count_text, number, percent, seconds_text
 from pipeflow.core.timeline import Timeline
 from pipeflow.planning.blocks import Transformer
 from pipeflow.planning.cluster import Cluster
+from pipeflow.planning.layout_string import LayoutString
 from pipeflow.planning.rank_memory import RankPlan
 from pipeflow.planning.setup import Setup
 from pipeflow.planning.transformer_costs import head_forward, layer_forward, sequence_of
@@ -227,6 +230,28 @@ class Plan(StepPlan):
         """The speed of all devices together; None if times are not in seconds."""
         return None if self.step_seconds is None else self.tokens / self.step_seconds
 
+    @property
+    def cut(self) -> tuple[Part, ...]:
+        """Per stage, its layers [start, end)."""
+        return tuple(
+            part
+            for _, part in sorted({each for rank in self.ranks for each in zip(rank.stages, rank.parts, strict=True)})
+        )
+
+    @property
+    def layout_string(self) -> str | None:
+        """The stages as a string that Megatron-LM reads (see `LayoutString`). None unless stage i is on rank i modulo
+        the number of ranks, as such a string means it.
+        """
+        placement = self.schedule.placement
+        looped = Placement.looped(placement.num_ranks, max(1, placement.num_stages // placement.num_ranks))
+        return str(LayoutString.of(self.cut)) if placement == looped else None
+
+    @property
+    def has_uneven_layout(self) -> bool:
+        """Whether there is a `layout_string`, and its stages have different numbers of layers."""
+        return self.layout_string is not None and len({end - start for start, end in self.cut}) > 1
+
     def heading(self) -> Iterator[str]:
         """Lines on what is planned: the sizes of the model, the layout, and the bytes of a parameter."""
         model = self.model
@@ -235,6 +260,8 @@ class Plan(StepPlan):
             active = count_text(model.active_parameters)
             yield f"{model.experts} experts: a token uses {model.active_experts}, {active} parameters"
         yield from super(Plan, self).heading()
+        if self.has_uneven_layout:
+            yield f"layout: {self.layout_string}"
 
     def _batch(self) -> str:
         each = f"{self.schedule.num_microbatches} microbatches of {self.setup.microbatch_size}"

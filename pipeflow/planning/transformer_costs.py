@@ -43,25 +43,31 @@ class Share(NamedTuple):
 def stage_layers(model: Transformer, placement: Placement, cut: Cut = "uniform") -> list[Part]:
     """Per stage its layers [start, end): by default as even as possible, otherwise by `stage_parts`. With one stage
     more than layers, the last stage has no layers; with two more, the first stage has none either. These stages hold
-    what follows and precedes the layers, as in Llama 3 (arXiv 2407.21783, section 3.3.2). A cut may say the same.
+    what follows and precedes the layers, as in Llama 3 (arXiv 2407.21783, section 3.3.2). In a cut of parts, any stage
+    may have no layers; a stage between the first and the last then only passes on what it receives.
 
-    Raises UsageError for more stages than that, and as `stage_parts`.
+    Raises UsageError for more stages than that without a cut of parts, and as `stage_parts`.
     """
     stages, layers = placement.num_stages, model.layers
+    if not isinstance(cut, str) and len(cut) == stages and (parts := _covering(cut, layers)):
+        return parts
     if stages > layers + 2:
         raise UsageError(
             f"{layers} layers cannot fill {stages} stages on {placement.num_ranks} ranks: use fewer ranks or chunks, "
             f"at most {layers + 2} stages, of which the first and the last have no layers"
         )
-    ends = [(0, 0), (layers, layers)]
     if isinstance(cut, str) and stages > layers:
+        ends = [(0, 0), (layers, layers)]
         return [*ends[: stages - layers - 1], *((layer, layer + 1) for layer in range(layers)), ends[1]]
-    if isinstance(cut, str) or stages == 1 or len(cut) != stages:
-        return stage_parts(layers, stages, cut)
-    outer = zip((cut[0], cut[-1]), ends, strict=True)
-    before, after = ([end] * (isinstance(each, Sequence) and tuple(each) == end) for each, end in outer)
-    inner = cut[len(before) : len(cut) - len(after)]
-    return [*before, *stage_parts(layers, stages - len(before) - len(after), inner), *after]
+    return stage_parts(layers, stages, cut)
+
+
+def _covering(cut: Sequence[float] | Sequence[Part], layers: int) -> list[Part]:
+    """The parts of a cut if each starts where the one before ends and they cover the layers, otherwise none."""
+    parts = [(each[0], each[1]) for each in cut if isinstance(each, Sequence) and len(each) == 2]
+    steps = [0, *(end for part in parts for end in part), layers]
+    follows = all(one == other for one, other in zip(steps[::2], steps[1::2], strict=True))
+    return parts if len(parts) == len(cut) and follows and all(start <= end for start, end in parts) else []
 
 
 def shares_of(parts: Sequence[Part]) -> list[Share]:

@@ -198,7 +198,7 @@ def test_memory_has_parts_and_it_is_said_where_it_does_not_fit(capsys: pytest.Ca
         (["tiny", "--cut", "2,2,2,2", "--schedule", "zb-v"], "--cut has 4 stages, but the schedule has 8, on 4 ranks"),
         (["tiny", "--cut", "2,2,2,1"], "--cut has 7 layers, but the model has 8: add 1 to its numbers"),
         (["tiny", "--cut", "2,2,2,4"], "--cut has 10 layers, but the model has 8: take 2 from its numbers"),
-        (["tiny", "--cut", "4,4,0,0"], "argument --cut: it must be even or cost, or one number of layers per stage"),
+        (["tiny", "--cut", "4,5,-1,0"], "argument --cut: it must be even or cost, or one number of layers per stage"),
         (["tiny", "--cut", "fair"], "argument --cut: it must be even or cost, or one number of layers per stage"),
         (["tiny", "--cut", "cost", "--pipeline", 11], "8 layers cannot fill 11 stages on 11 ranks"),
         (
