@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeflow.cli.clusters import cluster_of
 from pipeflow.cli.files import STANDARD_OUTPUT, write
 from pipeflow.cli.layout_strings import said_layout
+from pipeflow.cli.libraries import print_options, require_one_output, schedules_of
 from pipeflow.cli.options import flag
 from pipeflow.cli.outputs import show, wrapped
 from pipeflow.cli.progress import doing
@@ -81,14 +82,15 @@ def run(arguments: argparse.Namespace, model: Model) -> int:
     top = 5 if arguments.top is None else arguments.top
     if top < 1:
         raise UsageError(f"--top must be at least 1, got {top}")
-    if arguments.json and arguments.svg == STANDARD_OUTPUT:
-        raise UsageError("standard output can take one output, not --json and --svg")
+    require_one_output(arguments)
     wanted = _wanted(arguments, model)
     with doing("searching for layouts") as progress:
         found = find_layouts(wanted, top=top, progress=progress)
     if arguments.svg is not None:
         write({arguments.svg: _plot(found)})
-    if arguments.json:
+    if arguments.library is not None:
+        print_options(arguments, *(each.plan for each in found.ranked))
+    elif arguments.json:
         import json
 
         print(json.dumps(_for_programs(found)))
@@ -121,7 +123,7 @@ def _wanted(arguments: argparse.Namespace, model: Model) -> Wanted:
             sequence_parallel=arguments.sequence_parallel,
             keep_scores=arguments.keep_scores,
         ),
-        schedules=SEARCHED if arguments.schedule is None else (arguments.schedule,),
+        schedules=schedules_of(arguments, SEARCHED) if arguments.schedule is None else (arguments.schedule,),
         **{name: getattr(arguments, name) for name in FIXED},
     )
 

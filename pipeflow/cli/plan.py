@@ -14,6 +14,7 @@ from pipeflow.cli.cuts import cut_of, cut_text
 from pipeflow.cli.layout_strings import add_layout_string, layout_of, placed, said_layout, with_chunks
 from pipeflow.cli.layouts import add_search, require_search
 from pipeflow.cli.layouts import run as run_search
+from pipeflow.cli.libraries import add_library, print_options, require_one_output
 from pipeflow.cli.limits import require_size
 from pipeflow.cli.options import add_family_options, flag, schedule_name
 from pipeflow.cli.outputs import show, wrapped
@@ -105,6 +106,7 @@ def add_to(commands: Commands) -> None:
     help_ = "FLOP/s of one device; gives times in seconds without communication"
     command.add_argument("--flops", type=float, metavar="X", help=help_)
     command.add_argument("--json", action="store_true", help="print JSON")
+    add_library(command)
     again = command.add_argument_group("replanning", "instead of MODEL, after a step was measured")
     help_ = "timeline of a traced step (JSON): compare schedules under its costs"
     again.add_argument("--measured", metavar="FILE", help=help_)
@@ -163,6 +165,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.devices is not None:
         return run_search(arguments, model)
     require_search(arguments)
+    require_one_output(arguments)
     options = {name: value for name in LAYOUT if (value := getattr(arguments, name)) is not None}
     setup = Setup(**options | {"precision": PRECISIONS[arguments.precision]})
     cluster = cluster_of(arguments)
@@ -170,7 +173,9 @@ def run(arguments: argparse.Namespace) -> int:
         cut = _cuts(arguments, model, setup, cluster)
         schedule = _schedule(arguments, model, setup, cut)
         found = plan(model, schedule, setup, flops=arguments.flops, cluster=cluster, cut=cut(schedule.placement))
-    if arguments.json:
+    if arguments.library is not None:
+        print_options(arguments, found)
+    elif arguments.json:
         import json
 
         print(json.dumps(_for_programs(found)))

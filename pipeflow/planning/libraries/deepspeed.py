@@ -1,0 +1,81 @@
+"""The options of DeepSpeed for a plan, as JSON. Must not contain: those of the model.
+
+Names and meanings are from deepspeedai/DeepSpeed: docs/_pages/config-json.md (batches, `zero_optimization`,
+`data_types`), deepspeed/runtime/config.py (`pipeline`) and deepspeed/runtime/precision_config.py (`bf16`, `fp16`). Its
+pipeline has 1F1B alone (deepspeed/runtime/pipe/schedule.py), and divides layers itself
+(deepspeed/runtime/pipe/module.py). In bf16 it splits the optimizer's state at any ZeRO stage
+(deepspeed/runtime/bf16_optimizer.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pipeflow.core.errors import UsageError
+from pipeflow.planning.libraries.library import Library, Options, has_order, no_schedule, order_of_ranks
+from pipeflow.planning.step_plan import Plan
+
+NAME = "DeepSpeed"
+SCHEDULES = MappingProxyType({"1f1b": "TrainSchedule"})
+PRECISION: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "float32": {},
+        "bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+        "bf16-mixed": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        "fp16": {"fp16": {"enabled": True}},
+    }
+)
+
+
+def options(found: Plan) -> Options:
+    """The configuration of a plan. Raises UsageError for what DeepSpeed cannot do."""
+    _require(found)
+    setup, pipeline, many = found.setup, len(found.ranks), found.schedule.num_microbatches
+    config: dict[str, Any] = {
+        "train_batch_size": many * setup.microbatch_size * setup.data,
+        "train_micro_batch_size_per_gpu": setup.microbatch_size,
+        "gradient_accumulation_steps": many,
+        "zero_optimization": {"stage": setup.zero},
+    }
+    if pipeline > 1:
+        config["pipeline"] = {"stages": pipeline, "activation_checkpoint_interval": int(setup.checkpoint == "full")}
+    config |= PRECISION[setup.precision.name]
+    return Options(json.dumps(config, indent=2), (*_notes(found), *order_of_ranks(NAME, found)))
+
+
+LIBRARY = Library(NAME, SCHEDULES, options)
+
+
+def _notes(found: Plan) -> Iterator[str]:
+    setup, pipeline = found.setup, len(found.ranks)
+    if pipeline > 1:
+        yield (
+            f"give PipelineModule num_stages={pipeline} and partition_method='type:NAME', where NAME is the class of "
+            f"layers, so that each stage has {found.model.layers // pipeline} layers"
+        )
+    elif setup.checkpoint == "full":
+        yield f"without a pipeline, {NAME} does not recompute layers: the model has to checkpoint each of them"
+    if setup.tensor > 1:
+        both = " and sequence parallelism" if setup.sequence_parallel else ""
+        yield f"tensor ranks{both} come from the model, with a topology of {setup.tensor} model-parallel ranks"
+
+
+def _require(found: Plan) -> None:
+    setup, precision, pipeline = found.setup, found.setup.precision.name, len(found.ranks)
+    if not has_order(found.schedule, "1f1b"):
+        raise no_schedule(NAME, found.schedule, "1f1b")
+    if len({end - start for start, end in found.cut}) > 1:
+        raise UsageError(
+            f"{NAME} divides layers itself and takes no numbers of layers: the nearest is the same number in each of "
+            f"the {pipeline} stages, with --cut even and a multiple of {pipeline} layers"
+        )
+    if precision not in PRECISION:
+        nearest = "fp16" if precision == "fp16-mixed" else "bf16-mixed"
+        raise UsageError(f"{NAME} does not train in {precision} as planned: the nearest is --precision {nearest}")
+    if setup.checkpoint == "selective":
+        raise UsageError(f"{NAME} recomputes whole layers only: the nearest is --checkpoint full")
+    if precision in {"bf16", "bf16-mixed"} and setup.data > 1 and not setup.zero:
+        raise UsageError(f"{NAME} splits the optimizer's state over the replicas in bf16 anyway: plan with --zero")

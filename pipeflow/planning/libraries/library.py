@@ -1,0 +1,84 @@
+"""Library: another library that trains in a pipeline, and the schedules that it has. Must not contain: its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.planning.step_plan import Plan
+from pipeflow.planning.transformer import GPT
+from pipeflow.schedules import make_schedule, options_of
+
+
+class Options(NamedTuple):
+    """The options of a library for a plan.
+
+    Attributes:
+        text: the options as the library reads them.
+        notes: sentences on what the options do not say, and on costs that differ from the plan.
+    """
+
+    text: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library that trains in a pipeline.
+
+    Attributes:
+        name: as its authors write it.
+        schedules: per schedule of pipeflow that it has in the same order, its own name.
+        options: the function that writes the options of a plan; it raises UsageError for what the library cannot do.
+    """
+
+    name: str
+    schedules: Mapping[str, str]
+    options: Callable[[Plan], Options]
+
+
+def stages_per_rank(schedule: Schedule) -> int:
+    """The number of stages of a rank in one direction."""
+    return schedule.placement.num_stages // schedule.placement.num_ranks
+
+
+def has_order(schedule: Schedule, name: str, **options: int) -> bool:
+    """Whether `schedule` has the placement and the order of a named schedule, whatever its own name is."""
+    ranks, chunks = schedule.placement.num_ranks, stages_per_rank(schedule)
+    if "chunks" in options_of(name):
+        options = {"chunks": chunks, **options}
+    try:
+        if make_schedule(name, ranks=ranks, microbatches=1, **options).placement != schedule.placement:
+            return False
+        made = make_schedule(name, ranks=ranks, microbatches=schedule.num_microbatches, **options)
+    except UsageError:
+        return False
+    return made.rows == schedule.rows
+
+
+def no_schedule(library: str, schedule: Schedule, nearest: str) -> UsageError:
+    """The error for a schedule that a library does not have. `nearest` is one that it has, with its options."""
+    return UsageError(
+        f"{library} does not have {schedule.name!r} on {schedule.placement.num_ranks} ranks with "
+        f"{schedule.num_microbatches} microbatches: the nearest that it has is --schedule {nearest}"
+    )
+
+
+def require_language_model(library: str, found: Plan) -> None:
+    """Raises UsageError for a model that the options of a library do not describe."""
+    if not isinstance(found.model, GPT):
+        raise UsageError(f"the options of {library} are written for language models, and this model is none")
+
+
+def order_of_ranks(library: str, found: Plan) -> tuple[str, ...]:
+    """The note on a library that puts replicas next to each other, if they are in several nodes."""
+    many = min(found.setup.data, len(found.ranks)) > 1
+    if found.cluster is None or not many or found.devices <= found.cluster.devices_per_node:
+        return ()
+    return (
+        f"{library} puts replicas next to each other and pipeline ranks apart; the plan has it the other way round, so "
+        "transfers and reductions cross other links",
+    )

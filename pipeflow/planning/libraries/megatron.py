@@ -1,0 +1,107 @@
+"""The options of Megatron-LM for a plan. Must not contain: those of the model beside its number of layers.
+
+Names and meanings are from NVIDIA/Megatron-LM/megatron/training/arguments.py. The schedules, and which numbers of
+microbatches can be interleaved, are from NVIDIA/Megatron-LM/megatron/core/pipeline_parallel/schedules.py. The string of
+a layout is described in `LayoutString`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from pipeflow.core.errors import UsageError
+from pipeflow.planning.libraries.library import (
+    Library,
+    Options,
+    has_order,
+    no_schedule,
+    require_language_model,
+    stages_per_rank,
+)
+from pipeflow.planning.step_plan import Plan
+
+NAME = "Megatron-LM"
+SCHEDULES = MappingProxyType({"1f1b": "1F1B", "interleaved-1f1b": "interleaved 1F1B"})
+PRECISION: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "float32": (),
+        "bf16": ("--bf16", "--grad-reduce-in-bf16"),
+        "bf16-mixed": ("--bf16",),
+        "fp16": ("--fp16",),
+        "fp16-mixed": ("--fp16", "--accumulate-allreduce-grads-in-fp32"),
+        "fp8": ("--bf16", "--fp8-format hybrid", "--grad-reduce-in-bf16"),
+    }
+)
+RECOMPUTATION: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "none": (),
+        "selective": ("--recompute-granularity selective",),
+        "full": ("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"),
+    }
+)
+
+
+def options(found: Plan) -> Options:
+    """The flags of a plan, one a line, as a shell reads them. Raises UsageError for schedules that Megatron-LM does not
+    have, and for models that are no language models.
+    """
+    require_language_model(NAME, found)
+    note = f"start {found.devices} processes: {NAME} makes replicas of all that the other sizes leave"
+    return Options("\n".join(_flags(found)), (note,))
+
+
+LIBRARY = Library(NAME, SCHEDULES, options)
+
+
+def _flags(found: Plan) -> Iterator[str]:
+    setup, pipeline = found.setup, len(found.ranks)
+    yield f"--num-layers {found.model.layers}"
+    yield f"--seq-length {found.sequence}"
+    yield f"--tensor-model-parallel-size {setup.tensor}"
+    yield f"--pipeline-model-parallel-size {pipeline}"
+    yield from _stages(found)
+    if pipeline > 1 and setup.data > 1:
+        yield "--use-tp-pp-dp-mapping"
+    yield f"--micro-batch-size {setup.microbatch_size}"
+    yield f"--global-batch-size {found.schedule.num_microbatches * setup.microbatch_size * setup.data}"
+    if setup.sequence_parallel and setup.tensor > 1:
+        yield "--sequence-parallel"
+    yield from RECOMPUTATION[str(setup.checkpoint)]
+    if setup.stores_scores:
+        yield "--attention-backend unfused"
+    if setup.zero:
+        yield "--use-distributed-optimizer"
+    yield from PRECISION[setup.precision.name]
+
+
+def _stages(found: Plan) -> Iterator[str]:
+    """The flags for the stages and the order in which they run."""
+    chunks, group = stages_per_rank(found.schedule), _group(found)
+    if found.has_uneven_layout:
+        yield f"--pipeline-model-parallel-layout {shlex.quote(str(found.layout_string))}"
+    elif chunks > 1:
+        yield f"--num-layers-per-virtual-pipeline-stage {found.model.layers // (len(found.ranks) * chunks)}"
+    if group != len(found.ranks):
+        yield f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
+
+
+def _group(found: Plan) -> int:
+    """How many microbatches go through a chunk in turn: as many as there are ranks, where it does not matter too.
+    Raises UsageError for another schedule than 1F1B and interleaved 1F1B.
+    """
+    schedule, ranks, many = found.schedule, len(found.ranks), found.schedule.num_microbatches
+    chunks = stages_per_rank(schedule)
+    if has_order(schedule, "1f1b"):
+        return ranks
+    if ranks > 1 and chunks > 1 and has_order(schedule, "interleaved-1f1b") and many % ranks:
+        raise UsageError(
+            f"{NAME} interleaves microbatches in groups of at least {ranks}, into which {many} do not divide: "
+            f"use a multiple of {ranks}, or --schedule 1f1b"
+        )
+    groups = (group for group in range(ranks, many + 1) if many % group == 0 and ranks > 1 and chunks > 1)
+    for group in groups:
+        if has_order(schedule, "interleaved-1f1b", group=group):
+            return group
+    raise no_schedule(NAME, schedule, f"interleaved-1f1b --chunks {chunks}" if ranks > 1 < chunks else "1f1b")
