@@ -19,6 +19,7 @@ from torch import nn
 
 import pipeflow
 from benchmarks.__main__ import NAMES
+from pipeflow.cli import main
 from pipeflow.parallel.context import current_context
 from pipeflow.tensor import DEFAULT_RULES
 from pipeflow.testing import run_threads
@@ -330,6 +331,19 @@ def test_the_values_of_schedules_are_those_shown() -> None:
 
 def test_the_plans_of_the_guide_are_those_shown() -> None:
     assert doctest.testfile(str(ROOT / "docs" / "planning.md"), module_relative=False).failed == 0
+
+
+def test_the_commands_for_other_libraries_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each prints what its library reads, or the layout that it was given."""
+    text = section(guide("docs/planning.md"), "For other libraries")
+    listed = [shlex.split(command)[1:] for console in blocks(text, "console") for command, _ in commands(console)]
+    shown = []
+    for words in listed:
+        assert main(words) == 0
+        shown.append(capsys.readouterr().out)
+    assert "\nlayout: Ett|(tt|)*34,ttt|(tt|)*3,tL\n" in shown[0]
+    assert "--global-batch-size 128\n" in shown[1]
+    assert "data_parallel_shard_degree = 4\n" in shown[2]
 
 
 def test_the_first_picture_is_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,6 +156,8 @@ def _add_layout(command: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan of one layout, the best layouts, or what other schedules would gain."""
     if arguments.measured is not None:
+        if given := [name for name, value in (("--for", arguments.library), ("--layout", arguments.layout)) if value]:
+            raise UsageError(f"{' and '.join(given)} cannot be given with --measured, which has no model: name a MODEL")
         from pipeflow.cli import replan
 
         return replan.run(arguments)

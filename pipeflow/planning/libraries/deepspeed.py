@@ -1,10 +1,10 @@
 """The options of DeepSpeed for a plan, as JSON. Must not contain: those of the model.
 
-Names and meanings are from deepspeedai/DeepSpeed: docs/_pages/config-json.md (batches, `zero_optimization`,
-`data_types`), deepspeed/runtime/config.py (`pipeline`) and deepspeed/runtime/precision_config.py (`bf16`, `fp16`). Its
-pipeline has 1F1B alone (deepspeed/runtime/pipe/schedule.py), and divides layers itself
-(deepspeed/runtime/pipe/module.py). In bf16 it splits the optimizer's state at any ZeRO stage
-(deepspeed/runtime/bf16_optimizer.py).
+Names and meanings are from deepspeedai/DeepSpeed: docs/_pages/config-json.md (batches, `zero_optimization`),
+deepspeed/runtime/constants.py (`data_types`), deepspeed/runtime/config.py (`pipeline`) and
+deepspeed/runtime/precision_config.py (`bf16`, `fp16`). Its pipeline has 1F1B alone, in
+deepspeed/runtime/pipe/schedule.py, and divides layers itself, in deepspeed/runtime/pipe/module.py. In bf16 it splits
+the optimizer's state at any ZeRO stage, in deepspeed/runtime/bf16_optimizer.py.
 """
 
 from __future__ import annotations
