@@ -7,9 +7,9 @@ Stage i is on rank i modulo the number of pipeline ranks. A stage may be empty. 
 NVIDIA/Megatron-LM/megatron/core/transformer/pipeline_parallel_layer_layout.py and
 NVIDIA/Megatron-LM/docs/source/api-guide/pipeline_parallel_layout.md.
 
-Two differences: Megatron-LM refuses groups within groups, which are read here but never written. It always embeds in
-the first stage and computes the loss in the last one (`get_model` in NVIDIA/Megatron-LM/megatron/training/training.py),
-so plans refuse E and L in other stages.
+Megatron-LM refuses groups within groups, which are read here but never written. It always embeds in the first stage
+and computes the loss in the last one (`get_model` in NVIDIA/Megatron-LM/megatron/training/training.py), so plans refuse
+E and L in other stages.
 """
 
 from __future__ import annotations
@@ -125,8 +125,12 @@ class _Reader:
             piece = [symbol]
             if symbol.letter == "(":
                 piece = self.read(symbol)
+                if not piece:
+                    raise UsageError(f"the group from position {symbol.position} of the layout is empty")
                 if not self._is_next("*"):
-                    raise UsageError(f"the group from position {symbol.position} is not repeated: write '*N' after it")
+                    raise UsageError(
+                        f"the group from position {symbol.position} of the layout is not repeated: write '*N' after it"
+                    )
             elif symbol.letter not in {*MEANINGS, BORDER}:
                 raise _unexpected(symbol)
             found += self._repeated(piece, len(found))

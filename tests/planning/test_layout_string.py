@@ -16,13 +16,13 @@ PLANNED = [  # string, pipeline ranks, layers of each stage
     ("E|t|t*2|t||(t|)*2,t*2,L", 4, [0, 1, 2, 1, 0, 1, 1, 2]),
     # NVIDIA-NeMo/Megatron-Bridge, pull request 5391: Llama 3 70B, 80 layers
     ("Et*2|(t*2|)*34,t*3|(t*2|)*3,tL", 8, [*[2] * 35, 3, 2, 2, 2, 1]),
-    # AMD-AGI/Primus, DeepSeek-V3 without MTP: the layout by default and a tuned one, 61 layers each
+    # a report on DeepSeek-V3 in Primus, without MTP: the layout by default and a tuned one, 61 layers each
     ("Et|(tt|)*14,t|(tt|)*15,tL", 16, [1, *[2] * 14, 1, *[2] * 15, 1]),
     ("Et|t|(tt|)*29,tL", 16, [1, 1, *[2] * 29, 1]),
-    # scripts that train DeepSeek-V3 with Primus: two layers, or one layer, per stage
+    # public scripts that train DeepSeek-V3 on AMD GPUs: two layers, or one layer, per stage
     ("Et|(tt|)*30L", 8, [1, *[2] * 30, 0]),
     ("E|(t|)*61|L", 4, [0, *[1] * 61, 0, 0]),
-    # THUDM/slime: a model of 48 layers
+    # a public script for reinforcement learning with Megatron-LM: a model of 48 layers
     ("Et*12|t*12|t*12|t*12L", 4, [12, 12, 12, 12]),
     # of our own: repeated borders and groups, a layer that is repeated 0 times, commas
     ("Et*2|(t*2|)*34,tL", 4, [*[2] * 35, 1]),
@@ -106,7 +106,8 @@ def test_stages_on_other_ranks_have_no_string() -> None:
         ("Et |tL", "unknown letter ' ' at position 3 of the layout"),
         ("Et(t|*2,L", "the '(' at position 3 of the layout has no ')'"),
         ("Et(t|)*2,t)L", "the ')' at position 11 of the layout has no '('"),
-        ("Et|(t|)tL", "the group from position 4 is not repeated: write '*N' after it"),
+        ("Et|(t|)tL", "the group from position 4 of the layout is not repeated: write '*N' after it"),
+        ("Et|()*2tL", "the group from position 4 of the layout is empty"),
         ("Et*|tL", "the '*' at position 3 of the layout has no number after it"),
         ("E*2t|L", "the 'E' at position 1 of the layout is one too many"),
         ("Et*2*3|L", "the '*' at position 5 of the layout repeats nothing: '*N' comes after a letter, '|' or ')'"),
