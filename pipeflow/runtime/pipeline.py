@@ -31,7 +31,7 @@ from pipeflow.runtime.programs import Options, Programs
 from pipeflow.runtime.stage import Stage
 from pipeflow.runtime.state_dict import cut_prefixes, rename_loaded, rename_saved
 from pipeflow.runtime.step import Runner
-from pipeflow.runtime.weighing import UNKNOWN_WEIGHTS, weighing_of
+from pipeflow.runtime.weighing import UNKNOWN_WEIGHTS, checked, weighing_of
 from pipeflow.stages.blocks import Blocks, Cuts
 from pipeflow.stages.plan import CutPlan
 from pipeflow.tensor.rules import Rule
@@ -161,7 +161,8 @@ class Pipeline(nn.Module):
             prepared = {stage: Stage(stage, module, watched, options.routes) for stage, module in modules.items()}
             programs = Programs(schedule.placement, context, prepared, self.gradients, options)
             weigh = weighing_of(criterion) if weigh is None else weigh
-            self.runner = Runner(programs, criterion, weigh, taken, autocast)
+            judged = checked(criterion, context) if weigh is None and schedule.num_microbatches > 1 else criterion
+            self.runner = Runner(programs, judged, weigh, taken, autocast)
             self.alarm.holders.add(self.runner)
             watch(self)
             self._log_deferrals()

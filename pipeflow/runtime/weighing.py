@@ -4,15 +4,24 @@ loss module reduces.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from operator import itemgetter
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipeflow.core.errors import UsageError
+from pipeflow.parallel.context import Context
 from pipeflow.runtime.microbatch import Batch
-from pipeflow.stages.loss import Weighing
+from pipeflow.stages.loss import Weighing, own_loss
+
+LOG = logging.getLogger("pipeflow")
 
 UNKNOWN_WEIGHTS = (
     "the module's own loss may not be a mean over samples or labels: the loss of a batch is computed as the mean of "
@@ -21,6 +30,62 @@ UNKNOWN_WEIGHTS = (
     "the sum of a mask; or pass a criterion="
 )
 """Warns that it could not be read from a module how its own loss weighs microbatches."""
+
+
+NO_MEAN = (
+    "the criterion is not a mean over samples: the loss of %d samples is %.6g, but that of its two halves gives %.6g; "
+    "microbatches are weighted by their numbers of samples, so the loss of a batch and its gradients are wrong; pass "
+    "weigh=, a function of the labels that returns what the loss is divided by, such as the number of labels that "
+    "count: weigh=lambda labels: (labels != -100).sum()"
+)
+"""Warns that a criterion cannot be weighed by samples."""
+CHECKED = 8
+"""How many microbatches of the first steps are checked."""
+
+
+class CheckedCriterion:
+    """A criterion whose microbatches are weighted by samples, because nothing says what it divides by. The first times
+    it is called, it also computes the losses of both halves of a microbatch, and warns unless they give the same mean.
+    """
+
+    def __init__(self, criterion: Callable[..., Tensor]) -> None:
+        self.criterion = criterion
+        self._left = CHECKED
+
+    def __call__(self, output: Any, labels: Any) -> Tensor:
+        loss = self.criterion(output, labels)
+        if self._left:
+            self._left -= 1
+            with suppress(Exception):  # a criterion that takes no halves is not checked
+                self._check(output, labels, float(loss))
+        return loss
+
+    def _check(self, output: Any, labels: Any, whole: float) -> None:
+        tensors = [leaf for leaf in tree_leaves((output, labels)) if isinstance(leaf, Tensor)]
+        [count] = {len(tensor) for tensor in tensors}
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        half = count // 2
+        if not half:
+            return
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            first, second = (
+                float(self.criterion(*tree_map_only(Tensor, itemgetter(part), (output, labels))))
+                for part in (slice(half), slice(half, None))
+            )
+        mean = (half * first + (count - half) * second) / count
+        rounding = max(torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.is_floating_point())
+        if math.isfinite(mean) and not math.isclose(whole, mean, rel_tol=max(4 * rounding, 1e-5), abs_tol=1e-7):
+            self._left = 0
+            LOG.warning(NO_MEAN, count, whole, mean)
+
+
+def checked(criterion: Callable[..., Tensor] | None, context: Context) -> Callable[..., Tensor] | None:
+    """The criterion of a pipeline without `weigh`, checked unless it says its `reduction` or is the module's own loss.
+    Among tensor ranks, a criterion may communicate, so it is called no more often than needed.
+    """
+    if criterion is None or criterion is own_loss or hasattr(criterion, "reduction") or context.tensor_size > 1:
+        return criterion
+    return CheckedCriterion(criterion)
 
 
 def weighing_of(criterion: object) -> Weighing | None:

@@ -1,83 +1,80 @@
-"""A loss with parameters of its own: they are the Pipeline's, on the ranks that have the last stage."""
+"""A criterion that nothing says the divisor of is checked to be a mean over samples."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-import pipeflow
-from pipeflow import Pipeline, Schedule, execute_pipeline
-from pipeflow.parallel.context import current_context
+from pipeflow import Pipeline, execute_pipeline, make_schedule
 from pipeflow.testing import run_threads
-from pipeflow.testing.models import PlainModel
-from tests.runtime.work import plain, schedule_of
 
-MODEL = PlainModel()
+PADDING = 0
 
 
-class Centers(nn.Module):
-    """The distance from what labels say, seen through a weight that is learnt."""
+class Wrapped(nn.Module):
+    """Flattens, and ignores padding."""
 
-    def __init__(self, start: float = 2.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((6,), start, dtype=torch.float64))
+        self.loss = nn.CrossEntropyLoss(ignore_index=PADDING)
 
     def forward(self, output: Tensor, labels: Tensor) -> Tensor:
-        return (output * self.weight - labels).square().mean()
+        loss: Tensor = self.loss(output.flatten(0, 1), labels.flatten())
+        return loss
 
 
-def batches(data: int) -> list[tuple[Tensor, Tensor]]:
-    return [MODEL.batch(6, seed=seed) for seed in range(data)]
+def over_labels(output: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=PADDING)
 
 
-def run_training(schedule: Schedule) -> dict[str, Any]:
-    context = current_context()
-    criterion = Centers(2.0 + context.data_rank)  # made the same as on the first replica
-    pipeline = Pipeline(MODEL.chunks(schedule, context.pipeline_rank), schedule, criterion=criterion)
-    execute_pipeline(iter([batches(context.data_size)[context.data_rank]]), pipeline)
-    norm = float(pipeflow.grad_norm(pipeline))
-    named = {name: plain(value.grad) for name, value in pipeline.named_parameters() if "criterion" in name}
-    return {"norm": norm, **named, "value": plain(criterion.weight)}
+def over_samples(output: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
-def test_its_gradients_are_summed_averaged_and_clipped(name: str, data: int) -> None:
-    schedule = schedule_of((name, 2, 1), 4)
-    criterion, stage = Centers(), MODEL.stage(0, MODEL.layers)
-    inputs, labels = (torch.cat(parts) for parts in zip(*batches(data), strict=True))
-    criterion(stage(inputs), labels).backward()
-    assert criterion.weight.grad is not None
-    gradients = [parameter.grad for parameter in (*stage.parameters(), criterion.weight) if parameter.grad is not None]
-    norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-    results = run_threads(run_training, 2 * data, schedule, data=data)
-    holders = [result for result in results if "criterion.weight" in result]
-    assert len(holders) == data * len(schedule.placement.ranks_of(schedule.placement.num_stages - 1))
-    for result in holders:
-        assert abs(result["criterion.weight"] - criterion.weight.grad.numpy()).max() <= 1e-12
-        assert (result["value"] == 2.0).all()
-    for result in results:
-        assert result["norm"] == pytest.approx(norm, rel=1e-12)
+def added(output: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def run_saving(path: Path) -> None:
-    """Saved by two ranks, loaded by one."""
-    ranks, rank = current_context().pipeline_size, current_context().pipeline_rank
-    schedule = schedule_of(("1f1b", ranks, 1), 2)
-    pipeline = Pipeline(MODEL.chunks(schedule, rank), schedule, criterion=Centers(float(ranks)))
-    if ranks == 2:
-        pipeflow.save_checkpoint(path, pipeline)
-    else:
-        pipeflow.load_checkpoint(path, pipeline)
-        assert pipeline.criterion is not None
-        [weight] = pipeline.criterion.parameters()
-        assert (weight == 2.0).all()
+def of_pairs(output: Tensor, labels: Tensor) -> Tensor:
+    """Takes an even number of samples alone."""
+    return (output[0::2].reshape(len(output) // 2, -1) - output[1::2].reshape(len(output) // 2, -1)).square().mean()
 
 
-def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
-    for ranks in (2, 1):
-        run_threads(run_saving, ranks, tmp_path / "saved")
+def train(criterion: Callable[..., Tensor], weigh: Any) -> float:
+    """The loss of two steps; the random state after them must not depend on the check."""
+    torch.manual_seed(0)
+    labels = torch.randint(1, 5, (8, 6))
+    labels[1, 1:] = labels[4, 3:] = PADDING
+    model = Pipeline(nn.Linear(3, 5), make_schedule("1f1b", ranks=1, microbatches=2), criterion=criterion, weigh=weigh)
+    batch = torch.randn(8, 6, 3), labels
+    for _ in range(2):
+        loss = execute_pipeline(iter([batch]), model).loss
+    assert loss is not None
+    return float(loss)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "weigh", "warnings"),
+    [
+        (over_labels, None, 1),
+        (Wrapped(), None, 1),
+        (added, None, 1),
+        (over_labels, lambda labels: (labels != PADDING).sum(), 0),
+        (over_samples, None, 0),
+        (of_pairs, None, 0),
+    ],
+)
+def test_a_criterion_that_is_no_mean_over_samples_is_told_once(
+    criterion: Callable[..., Tensor], weigh: Any, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "pipeflow"):
+        run_threads(train, 1, criterion, weigh)
+    told = [record.message for record in caplog.records if "not a mean over samples" in record.message]
+    assert len(told) == warnings
+    assert all("pass weigh=" in message for message in told)
