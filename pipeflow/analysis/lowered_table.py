@@ -17,9 +17,10 @@ LETTERS = {Content.ACTIVATION: "F", Content.GRADIENT: "B"}
 
 
 def lowered_csv(schedule: Schedule) -> str:
-    """The schedule as CSV with its sends and receives, one line per rank: what torch's `_load_csv` reads with the
-    format "compute_comms". Weights are gathered before the first action of a stage and freed after its last one
-    (UNSHARD, RESHARD), which does nothing to stages that are not sharded.
+    """The schedule as CSV with its sends, receives and reductions, one line per rank, as torch's `_load_csv` reads it
+    with the format "compute_comms". In a reduction, torch divides gradients by the number of microbatches, also without
+    replicas. Weights are gathered before the first action of a stage and freed after its last one (UNSHARD, RESHARD),
+    which does nothing to stages that are not sharded.
 
     Each transfer is written into both rows at the moment when its value is made. So two ranks have their transfers in
     the same order, as one communicator for both of them needs.
@@ -27,7 +28,7 @@ def lowered_csv(schedule: Schedule) -> str:
     Raises UsageError for a schedule of two directions, which torch has none of, and ScheduleError for one that cannot
     run to its end.
     """
-    placement = schedule.placement
+    placement, schedule = schedule.placement, schedule.with_reductions()
     if len(placement.paths) > 1:
         raise UsageError(f"{schedule.name} has each stage on two ranks, which torch.distributed.pipelining cannot say")
     texts = [list(cells(row)) for row in schedule.rows]

@@ -22,6 +22,7 @@ from pipeflow.traces.explanation import NOTABLE, Explanation, explain
 if TYPE_CHECKING:
     from pipeflow.cli.options import Commands
     from pipeflow.draw import Table
+    from pipeflow.planning.replanning import Candidate
 
 FILES = ("html", "svg")
 CAUSES = ("fill", "waiting", "transfer", "host", "drain")
@@ -156,14 +157,15 @@ def _heading(found: Explanation, unit: Unit) -> Iterator[str]:
     several = f", the median of {len(steps)}, from {unit.text(steps[0])} to {unit.text(steps[-1])}" * (len(steps) > 1)
     yield f"step: {unit.text(timeline.makespan)}{several}"
     if found.outliers:
-        yield f"  much longer: steps {', '.join(str(each + 1) for each in found.outliers)} of those recorded"
+        late = " and ".join(str(each + 1) for each in found.outliers)
+        yield f"  much longer: recorded step {late} of {len(steps)}"
     if found.replanned is not None:
         replayed = found.replanned.now.timeline.makespan
         apart = f"{replayed / timeline.makespan - 1:+.1%} of the measured step"
         yield f"replayed under its own costs: {unit.text(replayed)} ({apart})"
     busy = [sum(span.end - span.start for span in row) for row in timeline.on(Stream.COMPUTE)]
     busiest = busy.index(max(busy))
-    yield f"bubble: {percent(timeline.makespan_bubble_ratio)} (idle time of rank {busiest}, the busiest rank)"
+    yield f"measured bubble: {percent(timeline.makespan_bubble_ratio)} (idle time of rank {busiest}, the busiest rank)"
     for violation in found.violations[:5]:
         yield from wrapped(f"wrong: {violation}")
 
@@ -203,6 +205,18 @@ def _cost_table(found: Explanation, unit: Unit) -> Table:
     return Table(["stage", "rank", *(f"{kind}: median (range)" for kind in kinds)], rows)
 
 
+def _same_orders(found: Explanation) -> list[tuple[str, Candidate]]:
+    """Other orders than the one that ran, each with all of its names."""
+    assert found.replanned is not None
+    names: dict[object, list[str]] = {found.replanned.now.schedule.without_reductions().rows: []}
+    first: dict[object, Candidate] = {}
+    for each in found.gains:
+        rows = each.schedule.without_reductions().rows
+        names.setdefault(rows, []).append(each.schedule.name)
+        first.setdefault(rows, each)
+    return [(", ".join(names[rows]), each) for rows, each in first.items() if rows in list(names)[1:]]
+
+
 def _gains(found: Explanation, unit: Unit) -> Iterator[Any]:
     from pipeflow.draw import Table
 
@@ -210,23 +224,24 @@ def _gains(found: Explanation, unit: Unit) -> Iterator[Any]:
         why = "its order is wrong" if found.violations else "it has no backwards"
         yield f"No other order was tried for this step: {why}."
         return
+    now, same = found.replanned.now, _same_orders(found)
     rows = [
         [
-            each.schedule.name,
+            names,
             unit.text(each.timeline.makespan),
             f"{found.replanned.gain(each):+.1%}",
             percent(each.timeline.makespan_bubble_ratio),
             number(max(each.timeline.peak_activations)),
         ]
-        for each in found.gains[:SHOWN]
+        for names, each in [*same[:SHOWN], ("as it ran", now)]
     ]
     yield "Other orders under the same costs, which keep no more activations on any rank:"
     yield Table(["schedule", "step", "gain", "bubble", "activations"], rows)
     assert found.even is not None
-    now, even = found.replanned.now.timeline.makespan, found.even.makespan
-    if even < (1 - NOTABLE) * now:
-        yield f"With equal stages the same order would take {unit.text(even)} ({1 - even / now:+.1%})."
-    if found.best is found.replanned.now:
+    step, even = now.timeline.makespan, found.even.makespan
+    if even < (1 - NOTABLE) * step:
+        yield f"With equal stages the same order would take {unit.text(even)} ({1 - even / step:+.1%})."
+    if found.best is now:
         yield f"No order is more than {NOTABLE:.0%} faster than the one that ran."
     else:
-        yield "--best FILE writes the fastest one as a table that torch.distributed.pipelining reads."
+        yield "--best FILE writes the fastest one as a table that torch's runtime reads."

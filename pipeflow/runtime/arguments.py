@@ -92,15 +92,23 @@ def routed(
     return found
 
 
+def require_ranks(schedule: Schedule, context: Context) -> None:
+    """Raises UsageError for a schedule of another number of ranks than the pipeline has."""
+    ranks, has = schedule.placement.num_ranks, context.pipeline_size
+    if ranks != has:
+        start = f"start {ranks} process{'es' * (ranks > 1)}: torchrun --nproc-per-node {ranks}"
+        advice = start if context.world_size == 1 else f"{start}, or make it with ranks={has}"
+        raise UsageError(
+            f"schedule {schedule.name!r} is for {ranks} rank{'s' * (ranks > 1)}, the pipeline has {has}; {advice}"
+        )
+
+
 def fitting_stages(
     chunks: nn.ModuleList, schedule: Schedule, context: Context, stages: Sequence[int] | None
 ) -> tuple[int, ...]:
     """The stages that this rank holds. Raises UsageError if schedule, ranks and chunks do not fit."""
-    ranks, rank = schedule.placement.num_ranks, context.pipeline_rank
-    if ranks != context.pipeline_size:
-        alone = f"; start {ranks} processes: torchrun --nproc-per-node {ranks}" if context.world_size == 1 else ""
-        has = f"the pipeline has {context.pipeline_size}{alone}"
-        raise UsageError(f"schedule {schedule.name!r} is for {ranks} ranks, {has}")
+    rank = context.pipeline_rank
+    require_ranks(schedule, context)
     require_sound(schedule, schedule.placement)
     own = schedule.placement.stages_of(rank)
     there = f"rank {rank} holds stages {list(own)} under {schedule.name!r}"

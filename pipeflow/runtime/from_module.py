@@ -21,6 +21,7 @@ from pipeflow.deferral.compile_backend import is_compiled
 from pipeflow.parallel.context import Context
 from pipeflow.parallel.transport.agreement import all_gather_object
 from pipeflow.parallel.transport.group import Unconnected
+from pipeflow.runtime.arguments import require_ranks
 from pipeflow.runtime.gradients.ties import PipelineSharedModuleWrapper
 from pipeflow.runtime.microbatch import Batch, next_batch
 from pipeflow.stages.blocks import Blocks, Cuts
@@ -82,6 +83,7 @@ def parts_of(
     given different modules, examples or cuts.
     """
     _require_plain(module)
+    require_ranks(schedule, context)
     placement, device = schedule.placement, context.device
     planner = Planner(
         module,

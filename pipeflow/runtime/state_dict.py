@@ -18,7 +18,7 @@ from pipeflow.stages.stage import ModuleStage
 LOG = logging.getLogger("pipeflow")
 PART = (
     "state_dict() has only the weights of rank %d's stages: save_checkpoint saves those of all ranks, and "
-    "save_safetensors writes them into one file"
+    "save_safetensors writes them into one folder"
 )
 
 _WARNED: WeakSet[nn.Module] = WeakSet()  # once is enough

@@ -57,7 +57,7 @@ class CheckedCriterion:
         if self._left:
             self._left -= 1
             with suppress(Exception):  # a criterion that takes no halves is not checked
-                self._check(output, labels, float(loss))
+                self._check(output, labels, float(loss.detach()))
         return loss
 
     def _check(self, output: Any, labels: Any, whole: float) -> None:

@@ -102,7 +102,8 @@ def _one_replica(ranks: list[RankEvents], actions: list[Recorded]) -> tuple[list
 def _without_actions(events: RankEvents) -> str:
     if not events.ranges and not events.operators and not events.kernels:
         return f"it has no annotation and no operator; {HOW_TO}"
-    some = ", ".join(dict.fromkeys(each.name for each in events.ranges[:200]))[:200]
+    names = (each.name for each in events.ranges if not each.name.startswith("aten::"))
+    some = ", ".join(dict.fromkeys(names))[:200]
     named = f"; its annotations are {some}" if some else ""
     return f"give --names, a regular expression with the groups kind, stage and microbatch{named}"
 
