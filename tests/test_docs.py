@@ -88,7 +88,7 @@ def test_a_schedule_as_a_function_runs_and_is_compared(tmp_path: Path) -> None:
     command = re.search(r"\$ pipeflow (diff .*)", OWN)
     assert command is not None
     shown = run("-m", "pipeflow", *shlex.split(command[1]), cwd=tmp_path)
-    assert "The rows are the same on every rank." in shown
+    assert "Both run the same order on every rank." in shown
     assert re.search(r"^planned / measured: \d\.\d{3}$", shown, re.MULTILINE)
 
 

@@ -24,7 +24,7 @@ def difference_lines(first: Schedule, second: Schedule) -> Iterator[str]:
         first, second = without_halves(first), without_halves(second)
     found = differences(first, second)
     if not any(found):
-        yield "The rows are the same on every rank."
+        yield "Both run the same order on every rank."
         return
     margin = len(f"rank {len(found) - 1}  ")
     for rank, difference in enumerate(found):

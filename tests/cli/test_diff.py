@@ -51,7 +51,7 @@ def test_many_moves_are_cut_short() -> None:
 def test_halves_are_compared_with_whole_backwards() -> None:
     assert moves("0F0,0F1,0B0,0B1", "0F0,0F1,0I0,0W0,0I1,0W1") == [
         "other splits backwards into I and W: I is matched with the B of one, W is ignored.",
-        "The rows are the same on every rank.",
+        "Both run the same order on every rank.",
     ]
 
 
@@ -74,7 +74,7 @@ def test_measures_stand_side_by_side_and_both_are_drawn_on_one_scale(capsys: pyt
 
 def test_a_plan_is_priced_with_what_was_measured(capsys: pytest.CaptureFixture[str], measured: Path) -> None:
     shown = out(capsys, "diff", "1f1b", measured)
-    assert "The rows are the same on every rank." in shown
+    assert "Both run the same order on every rank." in shown
     assert "planned / measured: 1.000\n" in shown
     assert "planned: 1f1b, 2 ranks, 4 microbatches" in shown
     assert "measured: 1f1b, 2 ranks, 4 microbatches" in shown
@@ -132,7 +132,7 @@ def test_a_plan_reduces_where_what_was_measured_did(capsys: pytest.CaptureFixtur
     path.write_text(simulate(schedule, CostModel.even(schedule.placement, reduce=3)).to_json())
     assert out(capsys, "verify", path).startswith("1f1b is sound")
     shown = out(capsys, "diff", "1f1b", path)
-    assert "The rows are the same on every rank." in shown
+    assert "Both run the same order on every rank." in shown
     assert "planned / measured: 1.000" in shown
     assert shown.count("reductions 3, exposed 3") == 2
     plain = out(capsys, "diff", "1f1b", "1f1b", "--ranks", 2, "--microbatches", 4)
