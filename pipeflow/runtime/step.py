@@ -23,7 +23,7 @@ from pipeflow.runtime.program.operations import Operation
 from pipeflow.runtime.program.running import run
 from pipeflow.runtime.programs import Programs, RunMode, Runnable
 from pipeflow.runtime.trace import StepTrace
-from pipeflow.runtime.weighing import loss_weights
+from pipeflow.runtime.weighing import CheckedCriterion, loss_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +249,8 @@ class Runner:
 
     def _unload(self, compiled: Compiled) -> None:
         """Frees the batch and everything made from it."""
+        if isinstance(self.criterion, CheckedCriterion):
+            self.criterion.judge()
         compiled.results.clear()
         compiled.positionals[:] = [()] * len(compiled.positionals)
         for stage in self.stages.values():

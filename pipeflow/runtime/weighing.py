@@ -39,44 +39,52 @@ NO_MEAN = (
     "count: weigh=lambda labels: (labels != -100).sum()"
 )
 """Warns that a criterion cannot be weighed by samples."""
-CHECKED = 8
-"""How many microbatches of the first steps are checked."""
 
 
 class CheckedCriterion:
-    """A criterion whose microbatches are weighted by samples, because nothing says what it divides by. The first times
-    it is called, it also computes the losses of both halves of a microbatch, and warns unless they give the same mean.
+    """A criterion whose microbatches are weighted by samples, because nothing says what it divides by. In the first
+    step it also computes the losses of both halves of each microbatch. `judge` warns unless they give the same mean.
     """
 
     def __init__(self, criterion: Callable[..., Tensor]) -> None:
         self.criterion = criterion
-        self._left = CHECKED
+        self._found: list[tuple[int, float, Tensor]] = []
+        self._is_judged = False
 
     def __call__(self, output: Any, labels: Any) -> Tensor:
         loss = self.criterion(output, labels)
-        if self._left:
-            self._left -= 1
+        if not self._is_judged:
             with suppress(Exception):  # a criterion that takes no halves is not checked
-                self._check(output, labels, float(loss.detach()))
+                self._compute(output, labels, loss.detach())
         return loss
 
-    def _check(self, output: Any, labels: Any, whole: float) -> None:
+    def _compute(self, output: Any, labels: Any, whole: Tensor) -> None:
         tensors = [leaf for leaf in tree_leaves((output, labels)) if isinstance(leaf, Tensor)]
         [count] = {len(tensor) for tensor in tensors}
-        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
         half = count // 2
         if not half:
             return
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.no_grad(), torch.random.fork_rng({each.device for each in tensors if each.device.type == "cuda"}):
             first, second = (
-                float(self.criterion(*tree_map_only(Tensor, itemgetter(part), (output, labels))))
+                self.criterion(*tree_map_only(Tensor, itemgetter(part), (output, labels)))
                 for part in (slice(half), slice(half, None))
             )
-        mean = (half * first + (count - half) * second) / count
         rounding = max(torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.is_floating_point())
-        if math.isfinite(mean) and not math.isclose(whole, mean, rel_tol=max(4 * rounding, 1e-5), abs_tol=1e-7):
-            self._left = 0
-            LOG.warning(NO_MEAN, count, whole, mean)
+        self._found.append((count, rounding, torch.stack([whole, (half * first + (count - half) * second) / count])))
+
+    def judge(self) -> None:
+        """Warns if the losses of the first step are no means over samples. It waits for the device, so it is called
+        when the step has ended.
+        """
+        if not self._found:
+            return
+        self._is_judged = True
+        for count, rounding, losses in self._found:
+            whole, mean = losses.tolist()
+            if math.isfinite(mean) and not math.isclose(whole, mean, rel_tol=max(4 * rounding, 1e-5), abs_tol=1e-7):
+                LOG.warning(NO_MEAN, count, whole, mean)
+                break
+        self._found.clear()
 
 
 def checked(criterion: Callable[..., Tensor] | None, context: Context) -> Callable[..., Tensor] | None:

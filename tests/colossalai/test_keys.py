@@ -49,12 +49,12 @@ def stepped(config: dict[str, Any], chunks: int | None = None, samples: int = 8,
 
 
 def calls_of_a_batch(config: dict[str, Any]) -> int:
-    """How often the criterion is called for a batch: once for each microbatch."""
+    """How often the criterion is called for a batch: once for each microbatch, besides checks without gradients."""
     calls = 0
 
     def criterion(output: Tensor, labels: Tensor) -> Tensor:
         nonlocal calls
-        calls += 1
+        calls += torch.is_grad_enabled()
         return MODEL.criterion(output, labels)
 
     engine, *_ = initialized(config, criterion=criterion)
