@@ -62,7 +62,7 @@ class CheckedCriterion:
         tensors = [leaf for leaf in tree_leaves((output, labels)) if isinstance(leaf, Tensor)]
         [count] = {len(tensor) for tensor in tensors}
         half = count // 2
-        if not half:
+        if not half or whole.is_meta:
             return
         with torch.no_grad(), torch.random.fork_rng({each.device for each in tensors if each.device.type == "cuda"}):
             first, second = (
