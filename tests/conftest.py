@@ -14,7 +14,7 @@ from tests.covering import spaced
 settings.register_profile("pipeflow", deadline=None)  # no test asserts a time
 settings.load_profile("pipeflow")
 
-collect_ignore = ["core/offloading.py"]  # a program, for a package with more kinds of action
+collect_ignore = ["core/spilling.py"]  # a program, for a package with more kinds of action
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,43 +1,21 @@
-"""Processors: when every action would run if there are fewer processors than ranks. Must not contain: costs, and the
-order in which actions can run.
+"""Processors: the clock of ranks that share something, processors or links to their hosts. It goes forward in time.
+Must not contain: the order in which actions can run.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from pipeflow.analysis.event_loop import Ran, Transfer, loop, transfers
-from pipeflow.analysis.order import Order, Turn
-from pipeflow.analysis.simulation import require_costs, require_end
+from pipeflow.analysis.event_loop import Ran, Transfer
+from pipeflow.analysis.order import Turn
 from pipeflow.core.action import Action
 from pipeflow.core.cost import CostModel
-from pipeflow.core.dataflow import DATAFLOW, Stream
-from pipeflow.core.route import routes_among
+from pipeflow.core.dataflow import COPIES, DATAFLOW, Stream
 from pipeflow.core.schedule import Schedule
-from pipeflow.core.timeline import Timeline
-
-
-def simulate_shared(schedule: Schedule, cost: CostModel, processors: float) -> Timeline:
-    """The timeline of `schedule` under `cost` on ranks that share `processors`, such as processes on the cores of one
-    machine. Whatever runs at the same time gets the same share of them, and never more than one processor. The times of
-    `cost` are those of a rank that has a processor alone; transfers need none. All else is as in `simulate`.
-
-    Raises ScheduleError and UsageError as `simulate` does.
-    """
-    require_costs(schedule, cost)
-    order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
-    turns: list[deque[Turn]] = [deque() for _ in schedule.rows]
-    for turn in order:
-        turns[turn.rank].append(turn)
-    require_end(schedule, order)
-    moved = transfers(schedule, cost, order)
-    there = [inf] * len(moved)
-    clock = _Shared(schedule, cost, processors, turns, there, moved)
-    return Timeline.of(schedule, loop(clock, there, moved, len(turns)), cost)
 
 
 class _Task(NamedTuple):
@@ -51,10 +29,10 @@ class _Task(NamedTuple):
     start: float
 
 
-class _Shared:
-    """The clock of ranks that share processors. Times of tasks are in seconds of a processor that each running task has
-    had: since all have the same share, they end in the order of these times, even if other tasks start or end
-    meanwhile.
+class SharedClock:
+    """The clock of ranks that share processors, and whose copies share the links of `cost.copy_groups`. Times of tasks
+    are in seconds of a processor that each running task has had: since all have the same share, they end in the order
+    of these times, even if other tasks start or end meanwhile.
     """
 
     def __init__(
@@ -62,17 +40,21 @@ class _Shared:
         schedule: Schedule,
         cost: CostModel,
         processors: float,
-        turns: list[deque[Turn]],
+        turns: Iterable[Turn],
         there: list[float],
         moved: Sequence[Transfer],
     ) -> None:
         self._placement, self._cost, self._processors = schedule.placement, cost, processors
-        self._turns, self._there, self._moved = turns, there, moved
+        self._turns: list[deque[Turn]] = [deque() for _ in schedule.rows]
+        for turn in turns:
+            self._turns[turn.rank].append(turn)
+        self._there, self._moved = there, moved
+        self._link = {rank: group[0] for group in cost.copy_groups for rank in group}  # which rank it is called after
         self._now = self._had = 0.0  # seconds, and seconds of a processor
         self._running: list[_Task] = []
         self._number = 0
-        self._looks: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(turns))]
-        self._busy: set[tuple[int, Stream]] = set()
+        self._looks: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(schedule.rows))]
+        self._busy: set[tuple[int, Stream]] = set()  # by rank, or by link for copies
         self._reached: list[Turn] = []  # turns beside the computations that have not started
 
     def __iter__(self) -> Iterator[Ran]:
@@ -115,14 +97,20 @@ class _Shared:
                 self._reached.append(turn)
                 self._start_beside()
 
+    def _lane(self, rank: int, stream: Stream) -> tuple[int, Stream]:
+        """What a rank occupies while an action runs on a stream."""
+        return (self._link.get(rank, rank) if stream in COPIES else rank), stream
+
     def _start_beside(self) -> None:
-        """Starts the joint actions that all their ranks have reached, if their streams are free."""
+        """Starts the actions beside the computations whose streams are free, and that all their ranks have reached if
+        they are joint. Those that were reached first come first.
+        """
         for turn in tuple(self._reached):
             [action] = turn.actions
             flow = DATAFLOW[action.kind]
             ranks = self._placement.ranks_of(action.stage) if flow.joint else (turn.rank,)
             parts = [each for each in self._reached if _same(each.actions[0], action) and each.rank in ranks]
-            is_free = not any((rank, flow.stream) in self._busy for rank in ranks)
+            is_free = not any(self._lane(rank, flow.stream) in self._busy for rank in ranks)
             if turn in self._reached and is_free and (len(parts) == len(ranks) or not flow.joint):
                 for part in parts if flow.joint else (turn,):
                     self._reached.remove(part)
@@ -135,14 +123,14 @@ class _Shared:
         else:
             forward, backward = turn.actions
             seconds = self._cost.pair(forward.stage, backward.kind, backward.stage)
-        self._busy.add((turn.rank, _stream(turn)))
+        self._busy.add(self._lane(turn.rank, _stream(turn)))
         self._number += 1
         heappush(self._running, _Task(self._had + seconds, self._number, turn, self._now))
 
     def _ended(self, task: _Task) -> Ran:
         """A pair is divided in proportion to the times that its actions take alone."""
         turn, start = task.turn, task.start
-        self._busy.remove((turn.rank, _stream(turn)))
+        self._busy.remove(self._lane(turn.rank, _stream(turn)))
         if len(turn.actions) == 1:
             return turn, start, self._now, self._now
         first, second = (self._cost.duration(each.kind, each.stage) for each in turn.actions)

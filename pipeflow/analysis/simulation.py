@@ -4,11 +4,14 @@ contain: costs, and the order in which actions can run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 
-from pipeflow.analysis.event_loop import loop, transfers, unlimited
+from pipeflow.analysis.event_loop import Ran, loop, transfers, unlimited
 from pipeflow.analysis.order import Order
+from pipeflow.analysis.processors import SharedClock
 from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import COPIES
 from pipeflow.core.errors import ScheduleError, UsageError
 from pipeflow.core.route import routes_among
 from pipeflow.core.schedule import Schedule
@@ -30,6 +33,9 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     Reductions run beside computations. A reduction starts when all ranks that hold the stage have reached it, have its
     values, and have a free stream. It does not hold up its rank. The step ends when everything has ended.
 
+    Copies to and from the host also run beside computations, in each direction one after the other. Ranks that share a
+    link (`CostModel.copy_groups`) take turns in the order in which they reach their copies.
+
     Args:
         schedule: the schedule.
         cost: the costs. None: 1 for F, 1 for each half of a backward, and free transfers.
@@ -37,21 +43,32 @@ def simulate(schedule: Schedule, cost: CostModel | None = None) -> Timeline:
     Raises ScheduleError if the schedule cannot run to its end (`verify` says why), and UsageError for costs with
     another number of stages.
     """
-    cost = CostModel.even(schedule.placement) if cost is None else cost
+    return simulate_shared(schedule, CostModel.even(schedule.placement) if cost is None else cost, inf)
+
+
+def simulate_shared(schedule: Schedule, cost: CostModel, processors: float) -> Timeline:
+    """The timeline of `schedule` under `cost` on ranks that share `processors`, such as processes on the cores of one
+    machine. Whatever runs at the same time gets the same share of them, and never more than one processor. The times of
+    `cost` are those of a rank that has a processor alone; transfers need none. All else is as in `simulate`.
+
+    Raises ScheduleError and UsageError as `simulate` does.
+    """
     require_costs(schedule, cost)
-    rows, order = run(schedule, cost)
+    rows, order = run(schedule, cost, processors)
     require_end(schedule, order)
     return Timeline.of(schedule, rows, cost)
 
 
-def run(schedule: Schedule, cost: CostModel) -> tuple[tuple[Row, ...], Order]:
+def run(schedule: Schedule, cost: CostModel, processors: float = inf) -> tuple[tuple[Row, ...], Order]:
     """Per rank its spans in the order of their starts, as far as `schedule` runs; and its order, which says where ranks
     are stuck. Raises ScheduleError as `Order` does.
     """
     order = Order(schedule, routes_among(schedule.placement.num_stages, cost.route_bytes))
     moved = transfers(schedule, cost, order)
     there = [inf] * len(moved)
-    clock = unlimited(order, there, cost.durations, cost.overlap)
+    clock: Iterable[Ran] = unlimited(order, there, cost.durations, cost.overlap)
+    if processors < inf or (cost.copy_groups and schedule.streams & COPIES):
+        clock = SharedClock(schedule, cost, processors, order, there, moved)
     return loop(clock, there, moved, len(schedule.rows)), order
 
 

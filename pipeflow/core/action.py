@@ -13,8 +13,9 @@ from pipeflow.core.errors import ScheduleError
 
 class Kind(StrEnum):
     """The kind of an action: forward, backward or reduction. A backward is one action (B) or two halves (I, then W). R
-    sums a stage's weight gradients over the ranks that hold the stage. The table in `pipeflow.core.dataflow` lists what
-    each kind needs and makes.
+    sums a stage's weight gradients over the ranks that hold the stage. C, O and L save memory: C computes a forward
+    again, so that until then the stage keeps only its input; O copies what a forward saved to the host, and L copies
+    it back. The table in `pipeflow.core.dataflow` lists what each kind needs and makes.
 
     The zero-bubble papers write I as "B".
     """
@@ -24,6 +25,9 @@ class Kind(StrEnum):
     I = "I"  # input-gradient half  # noqa: E741  # the field's letter
     W = "W"  # weight-gradient half
     R = "R"  # reduction of a stage's weight gradients; its microbatch is the last one it waits for
+    C = "C"  # recomputation of what a forward saved
+    O = "O"  # offload, a copy of what a forward saved to the host  # noqa: E741  # the letter of OptPipe
+    L = "L"  # load: the copy back to the device
 
     __hash__ = str.__hash__  # that of an Enum is computed in Python, and kinds are keys wherever schedules are followed
 

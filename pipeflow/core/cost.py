@@ -16,9 +16,16 @@ from pipeflow.core.route import Route, routes_among
 
 LARGEST = 1e100  # largest cost: the sum over any number of actions stays finite
 SMALLEST = 1e-100  # smallest cost that is not 0: the quotient of two costs stays finite
-TIMES = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W, "reduce": Kind.R}
+TIMES = {
+    "forward": Kind.F,
+    "backward_input": Kind.I,
+    "backward_weight": Kind.W,
+    "reduce": Kind.R,
+    "recompute": Kind.C,
+    "offload": Kind.O,
+}
 """The arguments of `CostModel` that are times, and the kind of action that takes each."""
-BYTES = {"saved_bytes": Content.SAVED, "deferred_bytes": Content.DEFERRED}
+BYTES = {"saved_bytes": Content.SAVED, "deferred_bytes": Content.DEFERRED, "input_bytes": Content.INPUT}
 """Those that are bytes that a rank keeps, and the content that has each."""
 
 
@@ -57,6 +64,12 @@ class CostModel:
         deferred_bytes: per stage, the bytes that a backward keeps between its two halves. Empty: they are not counted.
         reduce: per stage, the time to reduce its weight gradients over the ranks that hold it, once per step. Empty: no
             time.
+        recompute: per stage, the time to compute a forward again. Empty: that of the forward.
+        offload: per stage, the time to copy to the host what a forward saved, or back. Empty: no time.
+        copy_groups: the ranks that share a link to their host, one tuple per link. A link carries one copy at a time in
+            each direction. A rank in no group has a link of its own.
+        input_bytes: per stage, the bytes that a forward keeps if it is computed again later. Empty: they are not
+            counted.
         times: per kind of action that has no argument here, the time per stage.
         kept_bytes: per content that has no argument here, the bytes kept per stage.
         route_bytes: per route (from stage, to stage), the bytes that are sent on it.
@@ -80,6 +93,10 @@ class CostModel:
     saved_bytes: tuple[float, ...] = ()
     deferred_bytes: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
+    recompute: tuple[float, ...] = ()
+    offload: tuple[float, ...] = ()
+    copy_groups: tuple[tuple[int, ...], ...] = ()
+    input_bytes: tuple[float, ...] = ()
     times: Mapping[Kind, tuple[float, ...]] = field(default_factory=dict, hash=False)
     kept_bytes: Mapping[Content, tuple[float, ...]] = field(default_factory=dict, hash=False)
     route_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
@@ -102,10 +119,11 @@ class CostModel:
             if not link.bandwidth >= SMALLEST:
                 raise UsageError(f"bandwidth must be positive, at least {SMALLEST:g}, got {link.bandwidth}")
         require_unit(self.unit)
+        _require_groups(self.copy_groups)
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is a share of the shorter half, from 0 to 1, got {self.overlap}")
         object.__setattr__(self, "durations", self._durations())
-        object.__setattr__(self, "sizes", sizes_of(self.saved_bytes, self.deferred_bytes, self.kept_bytes))
+        object.__setattr__(self, "sizes", self._sizes())
 
     def _durations(self) -> dict[Kind, tuple[float, ...]]:
         given = {**self.times, **{kind: getattr(self, name) for name, kind in TIMES.items()}}
@@ -114,15 +132,19 @@ class CostModel:
         together = {
             kind: tuple(map(sum, zip(*(own[part] for part in flow.takes), strict=True)))
             for kind, flow in DATAFLOW.items()
-            if flow.takes
+            if flow.takes and not given.get(kind)
         }
         return own | together
+
+    def _sizes(self) -> dict[Content, tuple[float, ...]]:
+        further = {Content.INPUT: self.input_bytes, **self.kept_bytes}
+        return sizes_of(self.saved_bytes, self.deferred_bytes, further)
 
     def _per_stage(self) -> Iterator[tuple[str, tuple[float, ...]]]:
         """The names and values of all fields that have one number per stage."""
         for name in ("forward", "backward_input", "backward_weight"):
             yield name, getattr(self, name)
-        for name in ("activation_bytes", "saved_bytes", "deferred_bytes", "reduce"):
+        for name in ("activation_bytes", *BYTES, "reduce", "recompute", "offload"):
             if numbers := getattr(self, name):
                 yield name, numbers
         for kind, numbers in self.times.items():
@@ -143,6 +165,9 @@ class CostModel:
         deferred_bytes: float = 0,
         overlap: float = 0,
         reduce: float = 0,
+        recompute: float = 0,
+        offload: float = 0,
+        input_bytes: float = 0,
     ) -> CostModel:
         """The costs of a model whose stages are all equal.
 
@@ -157,6 +182,9 @@ class CostModel:
             deferred_bytes: the part of `saved_bytes` that the weight-gradient half still needs.
             overlap: as in `CostModel`.
             reduce: the time to reduce the weight gradients of a rank's share.
+            recompute: the time to compute a forward again. 0: that of the forward.
+            offload: the time to copy to the host what a forward saved, or back.
+            input_bytes: the part of `saved_bytes` that a forward keeps if it is computed again later.
         """
         stages, share = placement.num_stages, placement.chunks_per_rank
 
@@ -171,7 +199,10 @@ class CostModel:
             overlap=overlap,
             saved_bytes=divided(saved_bytes) if saved_bytes else (),
             deferred_bytes=divided(deferred_bytes) if deferred_bytes else (),
+            input_bytes=divided(input_bytes) if input_bytes else (),
             reduce=divided(reduce) if reduce else (),
+            recompute=divided(recompute) if recompute else (),
+            offload=divided(offload) if offload else (),
         )
 
     def duration(self, kind: Kind, stage: int) -> float:
@@ -212,6 +243,12 @@ def require_unit(unit: str) -> None:
     """Raises UsageError unless `unit` is "s" or ""."""
     if unit not in ("", "s"):
         raise UsageError(f"the unit is 's' (seconds) or '' (not known), got {unit!r}: convert the times to seconds")
+
+
+def _require_groups(groups: tuple[tuple[int, ...], ...]) -> None:
+    ranks = [rank for group in groups for rank in group]
+    if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+        raise UsageError(f"copy_groups: rank {twice[0]} is in more than one group, but a rank has one link to its host")
 
 
 def _require_cost(what: str, number: float) -> None:

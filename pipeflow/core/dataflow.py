@@ -22,6 +22,8 @@ class Content(StrEnum):
     SAVED = "saved"  # what a forward keeps for its backward
     DEFERRED = "deferred"  # what an input-gradient half keeps for its weight-gradient half
     WEIGHT_GRADIENT = "weight gradient"  # a microbatch's part of its stage's weight gradients, for a reduction
+    INPUT = "input"  # the part of what a forward saves from which a recomputation makes the rest
+    HOST = "host copy"  # what a forward saved, in the memory of the host
 
     __hash__ = str.__hash__  # as that of `Kind`
 
@@ -72,6 +74,8 @@ class Stream(StrEnum):
 
     COMPUTE = "computations"
     REDUCE = "reductions"
+    OFFLOAD = "copies to the host"
+    LOAD = "copies from the host"
 
 
 Ends = tuple[tuple[Content, int], ...]
@@ -83,12 +87,15 @@ class DataflowRow(NamedTuple):
     Attributes:
         name: name of the kind of action, as text for users.
         needs, makes: values that it uses and makes, as (content, offset from its own stage).
-        takes: the kinds of action whose times it takes together. Empty: it has a time of its own.
+        takes: the kinds of action whose times it takes together, if it is given no time of its own. Empty: it always
+            has a time of its own.
         stream: the stream it runs on. Only computations need or make values that pass between ranks.
         joint: whether all ranks that hold the stage run it at the same time, once for all microbatches. It makes no
             values then.
         in_place: whether the values it makes replace those it uses when it ends. Otherwise both are in memory while it
             runs.
+        needs_only: the content that it really needs of the values that it makes again. Until it runs, only that is
+            kept of them.
     """
 
     name: str
@@ -98,6 +105,7 @@ class DataflowRow(NamedTuple):
     stream: Stream = Stream.COMPUTE
     joint: bool = False
     in_place: bool = False
+    needs_only: Content | None = None
 
 
 DATAFLOW: dict[Kind, DataflowRow] = {
@@ -130,7 +138,33 @@ DATAFLOW: dict[Kind, DataflowRow] = {
         stream=Stream.REDUCE,
         joint=True,
     ),
+    Kind.C: DataflowRow(
+        "recomputation",
+        needs=((Content.SAVED, 0),),
+        makes=((Content.SAVED, 0),),
+        takes=(Kind.F,),
+        needs_only=Content.INPUT,
+    ),
+    Kind.O: DataflowRow(
+        "offload",
+        needs=((Content.SAVED, 0),),
+        makes=((Content.HOST, 0),),
+        stream=Stream.OFFLOAD,
+    ),
+    Kind.L: DataflowRow(
+        "load",
+        needs=((Content.HOST, 0),),
+        makes=((Content.SAVED, 0),),
+        takes=(Kind.O,),
+        stream=Stream.LOAD,
+    ),
 }
+
+COPIES = frozenset({Stream.OFFLOAD, Stream.LOAD})
+"""The streams of copies between a device and its host. Ranks may share a link to the host."""
+
+ON_HOST = frozenset({Content.HOST})
+"""The contents that take no memory of the device."""
 
 PASSING: dict[Content, int] = {
     content: -offset for flow in DATAFLOW.values() for content, offset in flow.needs if offset

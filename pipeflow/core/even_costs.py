@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from pipeflow.core.action import Kind
 from pipeflow.core.cost import BYTES, TIMES, CostModel
-from pipeflow.core.dataflow import DATAFLOW, KEPT, Content
+from pipeflow.core.dataflow import DATAFLOW, KEPT, ON_HOST, Content
 from pipeflow.core.placement import Placement
 
 
@@ -39,13 +39,16 @@ _ARGUMENTS = {
     "transfer": EvenCost("time from when a value leaves its rank until it arrives"),
     "overlap": EvenCost("share of a pair's shorter half that the longer half hides, from 0 to 1", unit="share"),
     "reduce": EvenCost("time to sum a rank's weight gradients over the replicas", absent="no reductions"),
+    "recompute": EvenCost("time to compute a forward again (C)", absent="that of a forward"),
+    "offload": EvenCost("time to copy to the host what a forward saved (O), or back (L)"),
     "saved_bytes": EvenCost(
         "bytes that a forward keeps for its backward", absent="memory in activations", unit="bytes"
     ),
     "deferred_bytes": EvenCost("bytes of those that the weight-gradient half still needs", unit="bytes"),
+    "input_bytes": EvenCost("bytes of those that a forward keeps if it is computed again later", unit="bytes"),
 }
 _KINDS = [kind for kind, flow in DATAFLOW.items() if not flow.takes and kind not in TIMES.values()]
-_CONTENTS = sorted(KEPT - {*BYTES.values()})
+_CONTENTS = sorted(KEPT - {*BYTES.values()} - ON_HOST)
 
 
 def _of_kind(kind: Kind) -> tuple[str, EvenCost]:

@@ -5,10 +5,11 @@ contain: when actions run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from pipeflow.core.action import Action
 from pipeflow.core.dataflow import DATAFLOW, KEPT, Content, DataflowRow
 from pipeflow.core.span import Row
 
@@ -30,8 +31,12 @@ class MemoryChange(NamedTuple):
     @classmethod
     def of(cls, flow: DataflowRow) -> MemoryChange:
         made = tuple(content for content, _ in flow.makes if content in KEPT)
-        used = tuple(content for content, _ in flow.needs if content in KEPT)
+        used = tuple(flow.needs_only or content for content, _ in flow.needs if content in KEPT)
         return cls((), made, used) if flow.in_place else cls(made, (), used)
+
+    def replaced(self, contents: Mapping[Content, Content]) -> MemoryChange:
+        """The change if other contents are kept in place of some."""
+        return MemoryChange(*(tuple(contents.get(each, each) for each in part) for part in self))
 
     def net(self, content: Content) -> int:
         """By how much the action changes the number of values of `content`."""
@@ -39,6 +44,9 @@ class MemoryChange(NamedTuple):
 
 
 CHANGES = {kind: MemoryChange.of(flow) for kind, flow in DATAFLOW.items()}
+_LESS = {content: flow.needs_only for flow in DATAFLOW.values() if flow.needs_only for content, _ in flow.needs}
+REDUCED = {kind: change.replaced(_LESS) for kind, change in CHANGES.items()}
+"""The changes by actions before one that makes again what they make, such as a recomputation."""
 ACTIVATIONS = {kind: change.net(Content.SAVED) for kind, change in CHANGES.items()}
 """Per kind of action, by how much it changes the number of activations that a rank keeps."""
 
@@ -51,17 +59,38 @@ def sizes_of(
     return {content: sizes for content, sizes in given.items() if sizes}
 
 
+def made_again(actions: Iterable[Action]) -> dict[tuple[int, int], int]:
+    """Per (stage, microbatch), the position of the last action that makes again what earlier ones made, such as a
+    recomputation. The changes of memory before it are those of `REDUCED`.
+    """
+    return {
+        (action.stage, action.microbatch): position
+        for position, action in enumerate(actions)
+        if DATAFLOW[action.kind].needs_only
+    }
+
+
+def memory_changes(actions: Sequence[Action]) -> list[MemoryChange]:
+    """Per action of a rank, in order, how it changes memory."""
+    again = made_again(actions)
+    return [
+        (REDUCED if position < again.get((action.stage, action.microbatch), 0) else CHANGES)[action.kind]
+        for position, action in enumerate(actions)
+    ]
+
+
 def kept(row: Row, sizes: Mapping[Content, Sequence[float]]) -> Curve:
     """The amount that a rank keeps while it runs `row`. `sizes` has the amount per content and stage. Values that no
     action of the row uses, such as activations without backwards, are kept only while the action that makes them runs.
     Stages without a size keep nothing.
     """
-    kinds = {span.action.kind for span in row}
-    used = frozenset(content for kind in kinds for content in CHANGES[kind].frees)
-    table = {kind: _amounts(CHANGES[kind], used, sizes) for kind in kinds}
+    actions = [span.action for span in row]
+    effects = memory_changes(actions)
+    used = frozenset(content for change in {*effects} for content in change.frees)
+    table = {id(change): _amounts(change, used, sizes) for change in (*CHANGES.values(), *REDUCED.values())}
     changes: list[tuple[float, float]] = []
-    for span in row:
-        at_start, at_end = table[span.action.kind]
+    for span, change in zip(row, effects, strict=True):
+        at_start, at_end = table[id(change)]
         if at_start:
             changes.append((span.start, at_start[span.action.stage]))
         if at_end:

@@ -33,7 +33,8 @@ class Timeline(Shown):
         name: name of the schedule.
         placement: which rank holds which stage.
         rows: per rank, its spans on all streams, in the order of their starts.
-        saved_bytes, deferred_bytes, kept_bytes: those of the cost model. Empty: memory is counted in activations.
+        saved_bytes, deferred_bytes: those of the cost model. Empty: memory is counted in activations.
+        kept_bytes: per further content, the bytes kept per stage.
         unit: "s" if times are in seconds, as in every measured timeline; "" if the unit is not known.
     """
 
@@ -48,7 +49,9 @@ class Timeline(Shown):
     @classmethod
     def of(cls, schedule: Schedule, rows: tuple[Row, ...], cost: CostModel) -> Timeline:
         """The timeline of `schedule` with these spans, which keeps the bytes and the unit of `cost`."""
-        sizes = cost.saved_bytes, cost.deferred_bytes, cost.kept_bytes
+        own = {Content.SAVED, Content.DEFERRED}
+        further = {content: sizes for content, sizes in cost.sizes.items() if content not in own}
+        sizes = cost.saved_bytes, cost.deferred_bytes, further
         return cls(schedule.name, schedule.placement, rows, *sizes, unit=cost.unit)
 
     def __repr__(self) -> str:

@@ -35,11 +35,13 @@ HUES = {
     Kind.I: Hue((226, 118, 172), "magenta", "detailed_memory_dump"),
     Kind.W: Hue((242, 182, 52), "yellow", "rail_idle"),
     Kind.R: Hue((125, 50, 230), "red", "rail_animation"),
+    Kind.C: Hue((221, 51, 170), "cyan", "bad"),
+    Kind.O: Hue((153, 136, 34), "white", "olive"),
+    Kind.L: Hue((0, 150, 160), "cyan", "good"),
 }
 SPARE = (  # for kinds that have no hue of their own; these can be told apart as well
-    Hue((255, 0, 34), "cyan", "terrible"),
+    Hue((255, 0, 34), "red", "terrible"),
     Hue((153, 136, 34), "white", "olive"),
-    Hue((221, 51, 170), "red", "bad"),
 )
 
 

@@ -23,8 +23,8 @@ from pipeflow.core.timeline import Timeline
 
 Objective = Literal["makespan", "span"]
 HALVES = (Kind.F, Kind.I, Kind.W)
-PARTS = {  # what a kind of action is made of; nothing, if it holds up no rank
-    kind: [half for half, part in enumerate(HALVES) if part in (flow.takes or (kind,))]
+PARTS = {  # what a kind of action is made of; nothing, if a search leaves it out
+    kind: [half for half, part in enumerate(HALVES) if part in (flow.takes or (kind,)) and not flow.needs_only]
     for kind, flow in DATAFLOW.items()
 }
 ROUNDING = 1e-9  # by which a cap of, say, 2/3 of a share of 3 chunks may miss a whole number

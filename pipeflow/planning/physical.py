@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipeflow.analysis.processors import simulate_shared
-from pipeflow.analysis.simulation import simulate
+from pipeflow.analysis.simulation import simulate, simulate_shared
 from pipeflow.core.cost import CostModel, Link
 from pipeflow.core.partition import Cut
 from pipeflow.core.placement import Placement

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pipeflow.core.action import Action
 from pipeflow.core.dataflow import Content
-from pipeflow.core.liveness import CHANGES
+from pipeflow.core.liveness import MemoryChange, memory_changes
 from pipeflow.core.schedule import Schedule
 
 Counts = tuple[int, ...]
@@ -45,17 +45,17 @@ def peaks(schedule: Schedule) -> tuple[RankPeaks, ...]:
 
 def _of_rank(row: Sequence[Action]) -> RankPeaks:
     places: dict[tuple[Content, int], int] = {}
-    steps: dict[tuple[object, int], tuple[list[int], list[int], list[int]]] = {}
-    for kind, stage in dict.fromkeys((action.kind, action.stage) for action in row):
-        change = CHANGES[kind]
+    steps: dict[tuple[MemoryChange, int], tuple[list[int], list[int], list[int]]] = {}
+    each = [(change, action.stage) for change, action in zip(memory_changes(row), row, strict=True)]
+    for change, stage in dict.fromkeys(each):
         begins, comes, goes = (
             [places.setdefault((content, stage), len(places)) for content in contents]
             for contents in (change.from_start, change.from_end, change.frees)
         )
-        steps[kind, stage] = begins, comes, goes
+        steps[change, stage] = begins, comes, goes
     counts, seen, rises = [0] * len(places), set(), False
-    for action in row:
-        begins, comes, goes = steps[action.kind, action.stage]
+    for step in each:
+        begins, comes, goes = steps[step]
         for place in begins:
             counts[place] += 1
         rises = rises or bool(begins)

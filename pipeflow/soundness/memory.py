@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from pipeflow.analysis.memory_cap import MemoryCap, cap_per_rank
 from pipeflow.core.action import actions_of
-from pipeflow.core.liveness import ACTIVATIONS
+from pipeflow.core.dataflow import Content
+from pipeflow.core.liveness import memory_changes
 from pipeflow.core.schedule import Schedule
 from pipeflow.core.violation import Violation
 
@@ -36,13 +37,14 @@ def over_cap(schedule: Schedule, cap: MemoryCap) -> Iterator[Violation]:
 def _alive(schedule: Schedule, rank: int) -> list[int]:
     """Per entry of a row, the most chunk activations that are kept during it."""
     row = schedule.rows[rank]
-    if not any(ACTIVATIONS[action.kind] < 0 for action in schedule.actions(rank)):  # no activation is kept for later
+    changes = [change.net(Content.SAVED) for change in memory_changes([*schedule.actions(rank)])]
+    if not any(change < 0 for change in changes):  # no activation is kept for later
         return [1] * len(row)
-    alive, counts = 0, []
+    alive, counts, each = 0, [], iter(changes)
     for entry in row:
         most = alive
-        for action in actions_of(entry):
-            alive += ACTIVATIONS[action.kind]
+        for _ in actions_of(entry):
+            alive += next(each)
             most = max(most, alive)
         counts.append(most)
     return counts

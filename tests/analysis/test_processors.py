@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeflow.analysis.processors import simulate_shared
-from pipeflow.analysis.simulation import simulate
+from pipeflow.analysis.simulation import simulate, simulate_shared
 from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import ScheduleError
 from pipeflow.core.schedule import Schedule

@@ -16,7 +16,7 @@ import pipeflow
 from tests.howto import BLOCK, follow
 
 PACKAGE = Path(pipeflow.__file__).parent
-CHECKS = Path(__file__).with_name("offloading.py")
+CHECKS = Path(__file__).with_name("spilling.py")
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "kind.md"
 

@@ -16,10 +16,10 @@ import pipeflow
 
 pytestmark = pytest.mark.slow  # it starts a process
 
-KIND = '    R = "R"', '    O = "O"  # noqa: E741\n    R = "R"'
-STREAM = '    REDUCE = "reductions"', '    REDUCE = "reductions"\n    COPY = "copies"'
+KIND = '    R = "R"', '    D = "D"\n    R = "R"'
+STREAM = '    REDUCE = "reductions"', '    REDUCE = "reductions"\n    DISK = "disk"'
 TABLE = "DATAFLOW: dict[Kind, DataflowRow] = {"
-ROW = TABLE, TABLE + '\n    Kind.O: DataflowRow("offload", (), (), stream=Stream.COPY),'
+ROW = TABLE, TABLE + '\n    Kind.D: DataflowRow("spill", (), (), stream=Stream.DISK),'
 CHANGES = {"core/action.py": [KIND], "core/dataflow.py": [STREAM, ROW]}
 
 DRAWINGS = """
@@ -35,14 +35,14 @@ from pipeflow.draw import CriticalPath, Gantt, html, perfetto, picture, svg
 
 timeline = simulate(make_schedule("1f1b", ranks=2, microbatches=3))
 
-def offloaded(row):
-    copies = [
-        Span(Action(Kind.O, span.action.stage, span.action.microbatch), span.rank, span.end + 0.5, span.end + 1.25)
+def spilled(row):
+    uses = [
+        Span(Action(Kind.D, span.action.stage, span.action.microbatch), span.rank, span.end + 0.5, span.end + 1.25)
         for span in row if span.action.kind is Kind.F
     ]
-    return tuple(sorted([*row, *copies], key=lambda span: span.start))
+    return tuple(sorted([*row, *uses], key=lambda span: span.start))
 
-timeline = replace(timeline, name="offloaded", rows=tuple(map(offloaded, timeline.rows)))
+timeline = replace(timeline, name="spilled", rows=tuple(map(spilled, timeline.rows)))
 drawings = {"picture": picture(timeline), "svg": svg(timeline), "html": html(timeline), "perfetto": perfetto(timeline)}
 for name, colours in (("plain", None), ("standard", "standard"), ("truecolor", "truecolor")):
     console = Console(file=StringIO(), width=100, color_system=colours, force_terminal=colours is not None)
@@ -53,9 +53,9 @@ with open("drawings.json", "w") as file:
 with open("timeline.json", "w") as file:
     file.write(timeline.to_json())
 with open("table.csv", "w") as file:
-    file.write("0F0,0O0,0B0")
+    file.write("0F0,0D0,0B0")
 with open("costs.json", "w") as file:
-    json.dump({"forward": [1], "backward_input": [1], "backward_weight": [1], "times": {"O": [5]}}, file)
+    json.dump({"forward": [1], "backward_input": [1], "backward_weight": [1], "times": {"D": [5]}}, file)
 assert main(["draw", "timeline.json", "--svg", "drawn.svg", "--html", "drawn.html", "--perfetto", "trace.json"]) == 0
 assert main(["draw", "timeline.json", "--critical-path"]) == 0
 assert main(["simulate", "timeline.json"]) == 0
@@ -86,14 +86,14 @@ def drawings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["plain", "picture", "command"])
 def test_a_new_kind_has_a_line_and_a_letter_as_text(drawings: dict[str, str], name: str) -> None:
-    (first, *_) = [line for line in drawings[name].splitlines() if line.startswith("copies ")]
-    assert "O0" in first
+    (first, *_) = [line for line in drawings[name].splitlines() if line.startswith("disk ")]
+    assert "D0" in first
     assert "." not in first
 
 
 @pytest.mark.parametrize("name", ["plain", "standard", "truecolor", "svg", "html", "command"])
 def test_a_new_kind_is_in_the_legend(drawings: dict[str, str], name: str) -> None:
-    assert "offload" in drawings[name]
+    assert "spill" in drawings[name]
 
 
 def test_a_new_kind_has_a_colour_of_its_own(drawings: dict[str, str]) -> None:
@@ -105,14 +105,14 @@ def test_a_new_kind_has_a_colour_of_its_own(drawings: dict[str, str]) -> None:
 def test_a_new_kind_has_a_track_of_its_stream_and_a_slice_an_action(drawings: dict[str, str]) -> None:
     events = json.loads(drawings["perfetto"])["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
-    assert names == ["rank 0", "rank 1", "rank 0 copies", "rank 1 copies"]
-    assert sum(event["args"].get("kind") == "offload" for event in events if event["ph"] == "X") == 6
+    assert names == ["rank 0", "rank 1", "rank 0 disk", "rank 1 disk"]
+    assert sum(event["args"].get("kind") == "spill" for event in events if event["ph"] == "X") == 6
 
 
 def test_the_command_says_how_long_a_stream_runs_and_what_of_it_is_exposed(drawings: dict[str, str]) -> None:
-    assert "copies            2.25, exposed 0\n" in drawings["command"]
-    assert "copies 2.25, exposed 0 " in drawings["command"]
+    assert "disk              2.25, exposed 0\n" in drawings["command"]
+    assert "disk 2.25, exposed 0 " in drawings["command"]
 
 
 def test_a_file_of_costs_prices_a_new_kind(drawings: dict[str, str]) -> None:
-    assert "copies            5, exposed 3\n" in drawings["command"]
+    assert "disk              5, exposed 3\n" in drawings["command"]

@@ -12,7 +12,7 @@ import pytest
 
 from pipeflow.analysis.idle_time import critical_path
 from pipeflow.core.action import Kind
-from pipeflow.core.dataflow import DATAFLOW, Stream
+from pipeflow.core.dataflow import COPIES, DATAFLOW, Stream
 from pipeflow.core.timeline import Timeline
 from pipeflow.draw import svg
 from pipeflow.draw.colours import DARK, HUES, INK, LIGHT, SPARE, Scheme, mixed
@@ -292,7 +292,8 @@ def test_numbers_are_legible_on_every_block() -> None:
 
 @pytest.mark.parametrize("scheme", [LIGHT, DARK])
 def test_what_runs_beside_computations_stands_out_from_the_ground(scheme: Scheme) -> None:
-    for hue, least in ((HUES[Kind.R], 1.7), *((spare, 1.3) for spare in SPARE)):
+    others = HUES[Kind.O], HUES[Kind.L], *SPARE
+    for hue, least in ((HUES[Kind.R], 1.7), *((other, 1.3) for other in others)):
         assert all(contrast(scheme.lane, mixed(hue, chunk, 2)) >= least for chunk in range(2))
 
 
@@ -320,6 +321,7 @@ def test_kinds_are_told_apart_by_all_eyes(sight: str) -> None:
         )
         return 116 * y, 500 * (x - y), 200 * (y - z)
 
-    for one, other in combinations((*HUES.values(), *SPARE), 2):
+    copies = {kind for kind in HUES if DATAFLOW[kind].stream in COPIES}  # which have lanes of their own
+    for one, other in combinations((*(hue for kind, hue in HUES.items() if kind not in copies), *SPARE), 2):
         for chunk in range(2):
             assert math.dist(seen(mixed(one, chunk, 2)), seen(mixed(other, chunk, 2))) > 4 * 2.3

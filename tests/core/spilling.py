@@ -1,6 +1,6 @@
-"""Checks of a package whose table has two more rows: offloading what a forward saved to the host (D), and fetching it
-(U), on a stream of their own. `test_new_kind` adds the rows to a copy of the package and runs each check there:
-`python offloading.py CHECK`.
+"""Checks of a package whose table has two more rows: writing what a forward saved to a disk (D), and fetching it
+(G), on a stream of their own. `test_new_kind` adds the rows to a copy of the package and runs each check there:
+`python spilling.py CHECK`.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from pipeflow.explore.code import python
 from pipeflow.explore.state import State
 from pipeflow.soundness.programs import verify_programs
 
-OFFLOAD, FETCH, COPIES, HOST = Kind("D"), Kind("U"), Stream("copies"), Content("on the host")
+SPILL, FETCH, DISK, FILE = Kind("D"), Kind("G"), Stream("disk"), Content("on the disk")
 
 
-def offloaded(plain: Schedule) -> Schedule:
-    """Every microbatch's saved values go to the host after its forward, and come back before its backward."""
+def spilled(plain: Schedule) -> Schedule:
+    """Every microbatch's saved values go to a disk after its forward, and come back before its backward."""
 
     def around(entry: Entry) -> tuple[Entry, ...]:
         if isinstance(entry, Pair) or entry.kind not in (Kind.F, Kind.B, Kind.I):
             return (entry,)
         if entry.kind is Kind.F:
-            return entry, Action(OFFLOAD, entry.stage, entry.microbatch)
+            return entry, Action(SPILL, entry.stage, entry.microbatch)
         return Action(FETCH, entry.stage, entry.microbatch), entry
 
     return replace(plain, rows=tuple(tuple(chain.from_iterable(map(around, row))) for row in plain.rows))
 
 
 PLAIN = make_schedule("gpipe", ranks=2, microbatches=4)
-SCHEDULE = offloaded(PLAIN)
+SCHEDULE = spilled(PLAIN)
 COST = replace(
     CostModel.even(PLAIN.placement, saved_bytes=8),
-    times={OFFLOAD: (0.5, 0.5), FETCH: (0.25, 0.25)},
-    kept_bytes={HOST: (1.0, 1.0)},
+    times={SPILL: (0.5, 0.5), FETCH: (0.25, 0.25)},
+    kept_bytes={FILE: (1.0, 1.0)},
 )
 
 
@@ -82,11 +82,11 @@ def without(schedule: Schedule, text: str) -> Schedule:
 
 def verified() -> None:
     assert verify(SCHEDULE) == verify(PLAIN) == verify(SCHEDULE.with_reductions()) == []
-    late = verify(moved(SCHEDULE, 0, "0U1", len(SCHEDULE.rows[0]) - 1))
+    late = verify(moved(SCHEDULE, 0, "0G1", len(SCHEDULE.rows[0]) - 1))
     assert [str(violation) for violation in late if "deadlock" in str(violation)], late
     assert verify(moved(SCHEDULE, 0, "0D0", 0))
-    (lost,) = verify(without(SCHEDULE, "0U1"))
-    assert lost.problem == "0U1 is missing: stage 0 runs 0F1, 0B1 and 0D1 for microbatch 1"
+    (lost,) = verify(without(SCHEDULE, "0G1"))
+    assert lost.problem == "0G1 is missing: stage 0 runs 0F1, 0B1 and 0D1 for microbatch 1"
     (plain,) = verify(without(PLAIN, "0B1"))  # new kinds change no message about others
     assert plain.problem == "0B1 is missing: stage 0 runs 0F1 for microbatch 1"
     elsewhere = moved(without(SCHEDULE, "0D0"), 1, "0D0", 0)
@@ -96,15 +96,15 @@ def verified() -> None:
 def simulated() -> None:
     timeline, plain = simulate(SCHEDULE, COST), simulate(PLAIN, COST)
     spans = {str(span.action): span for span in timeline}
-    assert timeline.streams == (Stream.COMPUTE, COPIES)
-    assert [str(span.action) for span in timeline.on(COPIES)[1]] == [
-        *(f"1{kind}{microbatch}" for kind in (OFFLOAD, FETCH) for microbatch in range(4))
+    assert timeline.streams == (Stream.COMPUTE, DISK)
+    assert [str(span.action) for span in timeline.on(DISK)[1]] == [
+        *(f"1{kind}{microbatch}" for kind in (SPILL, FETCH) for microbatch in range(4))
     ]
-    for span in (span for row in timeline.on(COPIES) for span in row):
-        assert span.end - span.start == (0.5 if span.action.kind is OFFLOAD else 0.25)
+    for span in (span for row in timeline.on(DISK) for span in row):
+        assert span.end - span.start == (0.5 if span.action.kind is SPILL else 0.25)
     assert spans["0D2"].start == spans["0F2"].end == spans["0F3"].start  # beside what follows
     for microbatch in range(4):
-        assert spans[f"0B{microbatch}"].start >= spans[f"0U{microbatch}"].end  # which waits for what it needs
+        assert spans[f"0B{microbatch}"].start >= spans[f"0G{microbatch}"].end  # which waits for what it needs
     assert timeline.makespan > plain.makespan
     waited = [str(cause) for cause in chain.from_iterable(causes(timeline)) if str(cause.span.action) == "1B3"]
     assert waited == ["1B3 on rank 1 waited for the saved of stage 1, microbatch 3 from rank 1"]
@@ -113,7 +113,7 @@ def simulated() -> None:
     assert path[-1].span.end == timeline.makespan
     graph = dependency_graph(SCHEDULE)
     reasons = {str(before): data["reason"] for before, after, data in graph.edges(data=True) if str(after) == "0B1"}
-    assert reasons["0U1"] == "saved of stage 0, microbatch 1"
+    assert reasons["0G1"] == "saved of stage 0, microbatch 1"
     assert reasons.get("0F1") is None
     assert measured_costs(timeline).times == COST.times
 
@@ -123,7 +123,7 @@ def counted() -> None:
     assert plain.peak_activations == (4, 4)
     assert timeline.peak_activations == (2, 2)  # one is computed while the one before it is copied
     assert plain.peak_bytes == (32, 32)
-    assert timeline.peak_bytes == (2 * 8 + 3, 2 * 8 + 3)  # and three are on the host, or on their way there
+    assert timeline.peak_bytes == (2 * 8 + 3, 2 * 8 + 3)  # and three are on the disk, or on their way there
     assert timeline.memory(0)[-1][1] == 0
     assert [str(violation) for violation in verify(SCHEDULE, memory_cap=1)] == []
     assert verify(PLAIN, memory_cap=3)
@@ -136,14 +136,14 @@ def drawn() -> None:
         console = Console(file=shown, width=150, **options)  # type: ignore[arg-type]
         console.print(Gantt(timeline))
         console.print(CriticalPath(timeline))
-        assert "offload" in shown.getvalue()
-        assert "copies" in shown.getvalue()
+        assert "spill" in shown.getvalue()
+        assert "disk" in shown.getvalue()
     for text in (svg(timeline), html(timeline), perfetto(timeline)):
         assert "0D0" in text
-        assert "0U3" in text
-        assert "offload" in text
+        assert "0G3" in text
+        assert "spill" in text
     named = [event["args"].get("name") for event in json.loads(perfetto(timeline))["traceEvents"] if event["ph"] == "M"]
-    assert "rank 1 copies" in named
+    assert "rank 1 disk" in named
 
 
 def written() -> None:
@@ -161,7 +161,7 @@ def written() -> None:
 
 
 def priced() -> None:
-    prices = {"offload": 0.5, "fetch": 0.25, "saved_bytes": 8, "on_the_host_bytes": 1}
+    prices = {"spill": 0.5, "fetch": 0.25, "saved_bytes": 8, "on_the_disk_bytes": 1}
     timeline = simulate(SCHEDULE, COST)
     assert simulate(SCHEDULE, even_model(PLAIN.placement, prices)) == timeline
     with TemporaryDirectory() as folder:
@@ -185,7 +185,7 @@ def searched() -> None:
     assert found.timeline.span <= simulate(PLAIN, COST).span
     again = search(PLAIN.placement, 4, COST, candidates=40, start=[PLAIN])
     assert again.schedule == found.schedule  # it leaves them out
-    assert simulate(offloaded(found.schedule), COST).span >= found.timeline.span
+    assert simulate(spilled(found.schedule), COST).span >= found.timeline.span
 
 
 def lowered() -> None:
@@ -195,7 +195,7 @@ def lowered() -> None:
     assert texts.index("0D0") > texts.index("0F0")
     lost = replace(
         programs[0],
-        instructions=tuple(step for step in programs[0].instructions if str(getattr(step, "entry", "")) != "0U1"),
+        instructions=tuple(step for step in programs[0].instructions if str(getattr(step, "entry", "")) != "0G1"),
     )
     assert any("0B1 needs the saved" in violation.problem for violation in verify_programs([lost, programs[1]]))
 
@@ -225,7 +225,7 @@ def ran() -> None:
 
     _, wanted = model.plain_step(batch)
     for plain in (PLAIN, make_schedule("1f1b", ranks=2, microbatches=4)):
-        schedule = offloaded(plain)
+        schedule = spilled(plain)
         results = run_threads(step, 2, schedule)
         gradients = {name: gradient for mine, _ in results for name, gradient in mine.items()}
         assert gradients.keys() == wanted.keys()
@@ -233,8 +233,8 @@ def ran() -> None:
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-12, atol=1e-14)
         timeline = results[0][1]
         assert timeline is not None
-        assert [len(row) for row in timeline.on(COPIES)] == [8, 8]
-        assert all(sum(span.end - span.start for span in row) > 4e-3 for row in timeline.on(COPIES))
+        assert [len(row) for row in timeline.on(DISK)] == [8, 8]
+        assert all(sum(span.end - span.start for span in row) > 4e-3 for row in timeline.on(DISK))
         assert timeline.peak_activations[0] <= simulate(plain).peak_activations[0]
 
 
