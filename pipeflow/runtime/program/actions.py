@@ -11,13 +11,19 @@ import torch
 
 from pipeflow.core.action import Action, Kind
 from pipeflow.core.dataflow import Content, Value
+from pipeflow.core.errors import UsageError
 from pipeflow.core.route import Routes, sources_of, targets_of
+from pipeflow.runtime.gradients.fully_sharded import fully_sharded_in
 from pipeflow.runtime.gradients.step_end import Gradients
 from pipeflow.runtime.program import operations as ops
+from pipeflow.runtime.program.memory_actions import Copy, HeldForward, Leave, Memory, Recompute
 from pipeflow.runtime.program.payload import BackwardState, Payload
 from pipeflow.runtime.program.results import Results
 from pipeflow.runtime.program.route_values import FromPayloads, GradientsOfAll, Pairing, Shares, ToPayloads
 from pipeflow.runtime.stage import Stage
+
+MEMORY_KINDS = frozenset({Kind.C, Kind.O, Kind.L})
+"""The kinds of action that change where or whether the tensors are that a forward saved."""
 
 
 @dataclass(slots=True)
@@ -36,10 +42,32 @@ class Shared:
     payloads: dict[Value, Payload] = field(default_factory=dict)
     states: dict[tuple[int, int], BackwardState] = field(default_factory=dict)
     waits: dict[Value, ops.Operation] = field(default_factory=dict)
+    memories: dict[tuple[int, int], Memory] = field(default_factory=dict)
 
     def payload(self, value: Value) -> Payload:
         """The payload of a value that is made on this rank."""
         return self.payloads.setdefault(value, Payload())
+
+    def state(self, action: Action) -> BackwardState:
+        """What the forward of the action's microbatch keeps for its backward."""
+        return self.states.setdefault((action.stage, action.microbatch), BackwardState())
+
+    def remember(self, actions: Iterable[Action]) -> None:
+        """Makes the forwards that any of `actions` computes again or moves keep what they save in a `Memory`. Raises
+        UsageError for stages under fully_shard.
+        """
+        kinds: dict[tuple[int, int], set[Kind]] = {}
+        for action in actions:
+            if action.kind in MEMORY_KINDS:
+                kinds.setdefault((action.stage, action.microbatch), set()).add(action.kind)
+                if fully_sharded_in(self.stages[action.stage].module):
+                    raise UsageError(
+                        f"{action}: stage {action.stage} is under fully_shard, whose weights move in memory: recompute "
+                        "its blocks with torch.utils.checkpoint, or do not recompute or offload the stage"
+                    )
+        for place, found in kinds.items():
+            state = self.states.setdefault(place, BackwardState())
+            self.memories[place] = Memory(state, drops=Kind.C in found)
 
     def awaited(self, values: Iterable[Value]) -> list[ops.Operation]:
         """The waits for those of `values` that come from another rank."""
@@ -69,7 +97,7 @@ def _gradient(activation: Value) -> Value:
 def forward(shared: Shared, action: Action) -> list[ops.Operation]:
     """F: takes its input from the batch or from payloads, and puts its output into payloads or the loss."""
     stage, microbatch = action.stage, action.microbatch
-    state = shared.states.setdefault((stage, microbatch), BackwardState()) if shared.training else None
+    state = shared.state(action) if shared.training else None
     inputs, outputs = shared.inputs(action), shared.outputs(action)
     sources = [ops.FromPayload(shared.payloads[value], state) for value in inputs]
     sinks = [ops.ToPayload(shared.payload(value), state, shared.device) for value in outputs]
@@ -81,7 +109,10 @@ def forward(shared: Shared, action: Action) -> list[ops.Operation]:
         targets = [value.user for value in outputs]
         sink = sinks[0] if len(sinks) == 1 else ToPayloads(stage, targets, sinks, state)
     defers = stage in shared.deferring
-    return [*shared.awaited(inputs), ops.Forward(action, shared.stages[stage], source, sink, defers=defers)]
+    operation = ops.Forward(action, shared.stages[stage], source, sink, defers=defers)
+    if memory := shared.memories.get((stage, microbatch)):
+        operation = HeldForward(operation, memory, shared.device)
+    return [*shared.awaited(inputs), operation]
 
 
 def backward(shared: Shared, action: Action) -> list[ops.Operation]:
@@ -98,12 +129,27 @@ def backward_input(shared: Shared, action: Action) -> list[ops.Operation]:
 
 def backward_weight(shared: Shared, action: Action) -> list[ops.Operation]:
     """W: computes the weight gradients that I left."""
-    return [ops.BackwardWeight(action, shared.states[action.stage, action.microbatch])]
+    return [ops.BackwardWeight(action, shared.state(action))]
 
 
 def reduction(shared: Shared, action: Action) -> list[ops.Operation]:
     """R: sums the stage's weight gradients over the ranks that hold the stage."""
     return [ops.Reduce(action, shared.gradients.reduce)]
+
+
+def recomputation(shared: Shared, action: Action) -> list[ops.Operation]:
+    """C: computes again what the forward saved."""
+    return [Recompute(action, shared.memories[action.stage, action.microbatch])]
+
+
+def offload(shared: Shared, action: Action) -> list[ops.Operation]:
+    """O: copies what the forward saved to the host, and frees it."""
+    return [Copy(action, shared.memories[action.stage, action.microbatch].saved.to_host, shared.device)]
+
+
+def load(shared: Shared, action: Action) -> list[ops.Operation]:
+    """L: copies what the forward saved back to the device."""
+    return [Copy(action, shared.memories[action.stage, action.microbatch].saved.to_device, shared.device)]
 
 
 def _backward(
@@ -119,7 +165,10 @@ def _backward(
     sink: ops.GradientSink | None = None
     if pairings:
         sink = pairings[0].gradient if len(pairings) == 1 else Shares(pairings)
-    return shared.awaited(outputs), shared.states[action.stage, action.microbatch], source, sink
+    before = shared.awaited(outputs)
+    if memory := shared.memories.get((action.stage, action.microbatch)):
+        before.append(Leave(memory))
+    return before, shared.state(action), source, sink
 
 
 OPERATIONS: dict[Kind, Callable[[Shared, Action], list[ops.Operation]]] = {
@@ -128,5 +177,8 @@ OPERATIONS: dict[Kind, Callable[[Shared, Action], list[ops.Operation]]] = {
     Kind.I: backward_input,
     Kind.W: backward_weight,
     Kind.R: reduction,
+    Kind.C: recomputation,
+    Kind.O: offload,
+    Kind.L: load,
 }
 """For each kind, the function that makes its operations. The last operation runs the action; those before it wait."""

@@ -88,6 +88,8 @@ def compile_program(
     positionals: list[tuple[object, ...]] = [()] * num_microbatches
     deferring = frozenset(action.stage for action in schedule.actions(program.rank) if action.kind is Kind.I)
     shared = Shared(stages, num_stages, transport.device, training, gradients, results, positionals, routes, deferring)
+    if training:
+        shared.remember(schedule.actions(program.rank))
     operations = _Compiler(shared, transport, promise is not None, overlap).program(program.instructions)
     promised = [each for each in operations if isinstance(each, transfers.PostActivation | transfers.SendActivation)]
     if training:
@@ -192,6 +194,7 @@ class _Compiler:
         others = [each for each in begun if DATAFLOW[each.action.kind].stream is not stream]
         if isinstance(operation, ops.Beside):
             self.begun.update(dict.fromkeys(makes(action, stages), operation))
+            operation.after, others = others, []
         return [*map(ops.Await, others), *before, operation]
 
     def both(self, pair: Pair) -> list[ops.Operation]:

@@ -242,12 +242,15 @@ class BackwardWeight(Compute):
 
 
 class Beside(Operation):
-    """An action that is started in its place and then runs beside the following operations until its works are done."""
+    """An action that is started in its place and then runs beside the following operations until its works are done.
+    `after` has the actions on other streams whose values it needs.
+    """
 
-    __slots__ = ("action", "works")
+    __slots__ = ("action", "after", "works")
 
     def __init__(self, action: Action) -> None:
         self.action = action
+        self.after: list[Beside] = []
         self.works: list[Work] = []
 
     def __call__(self) -> None:

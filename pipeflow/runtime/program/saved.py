@@ -1,0 +1,152 @@
+"""Saved: the tensors that one forward saved for its backward, caught by autograd's hooks whatever the module is. They
+can be dropped and computed again, or moved to the host and back. Must not contain: when that happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipeflow.core.errors import UsageError
+
+
+class Place(NamedTuple):
+    """Where a tensor is on the host: the bytes of its whole storage, and its own part of them."""
+
+    host: Tensor
+    device: torch.device
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Holder:
+    """A tensor on its device or on the host, or one that is to be computed again. Autograd's graph has the holder in
+    place of the tensor, so that its memory can be freed before the graph is.
+    """
+
+    __slots__ = ("place", "tensor")
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+        self.place: Place | None = None
+
+    def unpacked(self) -> Tensor:
+        """The tensor, which is on its device when it is used: a sound schedule has the recomputation or load before."""
+        assert self.tensor is not None
+        return self.tensor
+
+
+def storages(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """The addresses of the memory of `tensors`."""
+    return frozenset(map(_storage, tensors))
+
+
+class Saved:
+    """What one forward saved.
+
+    Attributes:
+        holders: what can be moved to the host now.
+        dropped: what a recomputation makes, in the order in which autograd saved it.
+    """
+
+    def __init__(self) -> None:
+        self.holders: list[Holder] = []
+        self.dropped: list[Holder] = []
+
+    def forget(self) -> None:
+        """Leaves the tensors to the graph, so that each is freed as soon as the backward has used it."""
+        self.holders, self.dropped = [], []
+
+    def catching(self, others: frozenset[int], *, drop: bool) -> saved_tensors_hooks:
+        """A region in which autograd gets holders for what it saves, empty ones to `drop` it. Tensors whose memory is
+        among `others`, such as weights, stay.
+        """
+        holders = self.dropped if drop else self.holders
+
+        def pack(tensor: Tensor) -> Tensor | Holder:
+            if _storage(tensor) in others:
+                return tensor.detach()
+            holders.append(Holder(None if drop else tensor.detach()))
+            return holders[-1]
+
+        return saved_tensors_hooks(pack, _unpack)
+
+    @contextmanager
+    def filling(self, others: frozenset[int]) -> Iterator[None]:
+        """A region in which what autograd saves fills the dropped holders. Raises UsageError at its end if that was
+        another number of tensors than the first time.
+        """
+        made: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            if _storage(tensor) not in others:
+                made.append(tensor.detach())
+            return tensor.detach()
+
+        with saved_tensors_hooks(pack, _unpack):
+            yield
+        if len(made) != len(self.dropped):
+            raise UsageError(
+                f"a stage that was computed again saved {len(made)} tensors for its backward, the first time "
+                f"{len(self.dropped)}: a stage that is recomputed must do the same each time"
+            )
+        for holder, tensor in zip(self.dropped, made, strict=True):
+            holder.tensor = tensor
+        self.holders, self.dropped = self.dropped, []
+
+    def to_host(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Moves what it holds to the host: on a GPU to pinned memory, with copies on `stream`. Tensors that share
+        memory share it there.
+        """
+        hosts: dict[int, Tensor] = {}
+        for holder in self.holders:
+            tensor = holder.tensor
+            if tensor is None or not _is_movable(tensor):
+                continue
+            if (storage := _storage(tensor)) not in hosts:
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+                host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=whole.is_cuda)
+                with torch.cuda.stream(stream):  # no region if it is None
+                    hosts[storage] = host.copy_(whole, non_blocking=True)
+                if stream is not None:
+                    whole.record_stream(stream)  # its memory is not used again before the copy has ended
+            offset = int(tensor.storage_offset())
+            holder.place = Place(hosts[storage], tensor.device, tensor.dtype, tensor.size(), tensor.stride(), offset)
+            holder.tensor = tensor = None
+
+    def to_device(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Moves what is on the host back to the memory of its device, on a GPU with copies on `stream`."""
+        devices: dict[int, Tensor] = {}
+        for holder in self.holders:
+            if (place := holder.place) is None:
+                continue
+            if id(place.host) not in devices:
+                devices[id(place.host)] = whole = torch.empty_like(place.host, device=place.device, pin_memory=False)
+                with torch.cuda.stream(stream):
+                    whole.copy_(place.host, non_blocking=True)
+            storage = devices[id(place.host)].untyped_storage()
+            tensor = torch.empty(0, dtype=place.dtype, device=place.device)
+            holder.tensor = tensor.set_(storage, place.offset, place.size, place.stride)
+        for holder in self.holders:  # addresses of hosts identify them until all have moved
+            holder.place = None
+
+
+def _unpack(held: Tensor | Holder) -> Tensor:
+    return held if isinstance(held, Tensor) else held.unpacked()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _is_movable(tensor: Tensor) -> bool:
+    """Whether a tensor is plain memory, which can be copied byte by byte."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    return is_plain and not tensor.is_conj() and not tensor.is_neg() and tensor.untyped_storage().nbytes() > 0
