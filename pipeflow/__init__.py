@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pipeflow.optim.masters import MasterWeights
     from pipeflow.optim.scaler import LossScaler
     from pipeflow.optim.zero import Zero
+    from pipeflow.orders.offloading import with_offload
+    from pipeflow.orders.recomputation import with_recompute
     from pipeflow.orders.search import Found
     from pipeflow.parallel.context import Context, current_context
     from pipeflow.parallel.launcher import launch
@@ -143,6 +145,8 @@ _LATER = {
     "simulate": "analysis.simulation",
     "step_time": "analysis.step",
     "verify": "soundness.schedule",
+    "with_offload": "orders.offloading",
+    "with_recompute": "orders.recomputation",
 }
 
 __all__ = [
@@ -233,6 +237,8 @@ __all__ = [
     "simulate",
     "step_time",
     "verify",
+    "with_offload",
+    "with_recompute",
 ]
 
 

@@ -87,8 +87,8 @@ FOREIGN = {
     "transformers",
     "wandb",
 }
-SPLIT_STAGES = {"runtime/from_module.py", "runtime/pipeline.py"}
-"""The files of the engine that know tensor-parallel layers: they make stages; the engine sees modules."""
+SPLIT_STAGES = {"runtime/from_module.py", "runtime/pipeline.py", "runtime/program/memory_actions.py"}
+"""The files of the engine that know tensor-parallel layers: two make stages, and one replays their random numbers."""
 
 
 def layer_of(source: Source) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -27,6 +28,20 @@ class _Task(NamedTuple):
     number: int
     turn: Turn
     start: float
+
+
+@dataclass(slots=True, eq=False)
+class _Reached:
+    """A turn beside the computations that its rank has reached and that has not started, with the values that are not
+    there yet.
+    """
+
+    turn: Turn
+    awaited: list[int]
+
+    def runs(self, action: Action) -> bool:
+        [mine] = self.turn.actions
+        return (mine.kind, mine.stage) == (action.kind, action.stage)
 
 
 class SharedClock:
@@ -55,7 +70,7 @@ class SharedClock:
         self._number = 0
         self._looks: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(schedule.rows))]
         self._busy: set[tuple[int, Stream]] = set()  # by rank, or by link for copies
-        self._reached: list[Turn] = []  # turns beside the computations that have not started
+        self._reached: list[_Reached] = []
 
     def __iter__(self) -> Iterator[Ran]:
         while self._running or self._looks:
@@ -83,38 +98,53 @@ class SharedClock:
         turns = self._turns[rank]
         while turns and (rank, Stream.COMPUTE) not in self._busy:
             turn = turns[0]
+            if _stream(turn) is not Stream.COMPUTE:
+                self._reached.append(_Reached(turns.popleft(), turn.needs))
+                self._start_beside()
+                continue
             latest = max((self._there[value] for value in turn.needs), default=0.0)
             if latest > self._now:
                 if latest < inf:
                     heappush(self._looks, (latest, rank))
                 return
-            turns.popleft()
-            for value in turn.needs:
-                self._there[value] = inf
-            if _stream(turn) is Stream.COMPUTE:
-                self._start(turn)
+            self._take(turn.needs)
+            self._start(turns.popleft())
+
+    def _take(self, values: Iterable[int]) -> list[int]:
+        """Uses up those of `values` that are there, until they are made again, and returns the others."""
+        left = []
+        for value in values:
+            if self._there[value] > self._now:
+                left.append(value)
             else:
-                self._reached.append(turn)
-                self._start_beside()
+                self._there[value] = inf
+        return left
 
     def _lane(self, rank: int, stream: Stream) -> tuple[int, Stream]:
         """What a rank occupies while an action runs on a stream."""
         return (self._link.get(rank, rank) if stream in COPIES else rank), stream
 
     def _start_beside(self) -> None:
-        """Starts the actions beside the computations whose streams are free, and that all their ranks have reached if
-        they are joint. Those that were reached first come first.
+        """Starts the actions beside the computations whose values are there and whose streams are free, and that all
+        their ranks have reached if they are joint. Those that were reached first come first, and no action comes before
+        an earlier one of its rank and stream.
         """
-        for turn in tuple(self._reached):
+        waiting: set[tuple[int, Stream]] = set()
+        for reached in self._reached.copy():
+            turn = reached.turn
             [action] = turn.actions
             flow = DATAFLOW[action.kind]
+            reached.awaited = self._take(reached.awaited)
+            if reached.awaited or (turn.rank, flow.stream) in waiting:
+                waiting.add((turn.rank, flow.stream))
+                continue
             ranks = self._placement.ranks_of(action.stage) if flow.joint else (turn.rank,)
-            parts = [each for each in self._reached if _same(each.actions[0], action) and each.rank in ranks]
+            parts = [each for each in self._reached if each.turn.rank in ranks and each.runs(action)]
             is_free = not any(self._lane(rank, flow.stream) in self._busy for rank in ranks)
-            if turn in self._reached and is_free and (len(parts) == len(ranks) or not flow.joint):
-                for part in parts if flow.joint else (turn,):
+            if reached in self._reached and is_free and (len(parts) == len(ranks) or not flow.joint):
+                for part in parts if flow.joint else (reached,):
                     self._reached.remove(part)
-                    self._start(part)
+                    self._start(part.turn)
 
     def _start(self, turn: Turn) -> None:
         if len(turn.actions) == 1:
@@ -140,7 +170,3 @@ class SharedClock:
 
 def _stream(turn: Turn) -> Stream:
     return DATAFLOW[turn.actions[0].kind].stream
-
-
-def _same(one: Action, other: Action) -> bool:
-    return (one.kind, one.stage) == (other.kind, other.stage)

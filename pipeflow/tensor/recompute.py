@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
+from pipeflow.core.errors import UsageError
 from pipeflow.tensor.random import current_tracker
 
 
@@ -31,3 +33,30 @@ def checkpoint(function: Callable[..., Any], *arguments: Any, **keywords: Any) -
         return nullcontext(), tracker.rewound(state)
 
     return torch_checkpoint.checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+
+
+def replay_of(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """Remembers the state of the random generators, and returns a function that makes a region in which the same
+    numbers are drawn. The region raises UsageError at its end if Python's own generator was used in it.
+    """
+    devices = [device] if device.type == "cuda" else []
+    state, states = torch.get_rng_state(), [torch.cuda.get_rng_state(each) for each in devices]
+    tracker = current_tracker()
+    tracked = None if tracker is None else tracker.get_state()
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        before = random.getstate()
+        rewound = nullcontext() if tracker is None or tracked is None else tracker.rewound(tracked)
+        with torch.random.fork_rng(devices), rewound:
+            torch.set_rng_state(state)
+            for each, its in zip(devices, states, strict=True):
+                torch.cuda.set_rng_state(its, each)
+            yield
+        if random.getstate() != before:
+            raise UsageError(
+                "a stage draws from Python's random, so its recomputation differs from its forward: draw from torch, "
+                "or do not recompute the stage"
+            )
+
+    return region

@@ -4,10 +4,8 @@ microbatches that they serve. Must not contain: the tensors that are saved, whic
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -18,12 +16,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pipeflow.core.action import Action
 from pipeflow.core.dataflow import DATAFLOW, Stream
-from pipeflow.core.errors import UsageError
 from pipeflow.parallel.transport.work import Work
 from pipeflow.runtime.program.operations import Beside, Compute, Forward, Operation
 from pipeflow.runtime.program.payload import BackwardState
 from pipeflow.runtime.program.saved import Holder, Saved, storages
-from pipeflow.tensor.random import current_tracker
+from pipeflow.tensor.recompute import replay_of
 
 
 class Memory:
@@ -100,7 +97,7 @@ class _Repeat:
 
     def __init__(self, forward: HeldForward, arguments: tuple[object, ...], others: frozenset[int]) -> None:
         self._forward, self._others = forward, others
-        self._replayed = _replayed(forward.device)
+        self._replayed = replay_of(forward.device)
         leaves, self._spec = tree_flatten(arguments)
         self._leaves = [Holder(leaf.detach()) if _wants(leaf) else leaf for leaf in leaves]
         forward.memory.saved.holders += [leaf for leaf in self._leaves if isinstance(leaf, Holder)]
@@ -116,33 +113,6 @@ class _Repeat:
 
 def _wants(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _replayed(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Remembers the state of the random generators, and returns a function that makes a region in which the same
-    numbers are drawn. The region raises UsageError at its end if Python's own generator was used in it.
-    """
-    devices = [device] if device.type == "cuda" else []
-    state, states = torch.get_rng_state(), [torch.cuda.get_rng_state(each) for each in devices]
-    tracker = current_tracker()
-    tracked = None if tracker is None else tracker.get_state()
-
-    @contextmanager
-    def region() -> Iterator[None]:
-        before = random.getstate()
-        rewound = nullcontext() if tracker is None or tracked is None else tracker.rewound(tracked)
-        with torch.random.fork_rng(devices), rewound:
-            torch.set_rng_state(state)
-            for each, its in zip(devices, states, strict=True):
-                torch.cuda.set_rng_state(its, each)
-            yield
-        if random.getstate() != before:
-            raise UsageError(
-                "a stage draws from Python's random, so its recomputation differs from its forward: draw from torch, "
-                "or do not recompute the stage"
-            )
-
-    return region
 
 
 class Recompute(Compute):

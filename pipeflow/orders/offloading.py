@@ -1,0 +1,179 @@
+"""Offloading: a schedule in which what forwards save goes to the host and comes back before their backwards."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, zip_longest
+from math import inf
+from operator import itemgetter
+from typing import NamedTuple
+
+from pipeflow.analysis.simulation import simulate
+from pipeflow.core.action import Action, Entry, Kind, actions_of
+from pipeflow.core.cost import CostModel
+from pipeflow.core.dataflow import DATAFLOW, Content, Stream, stream_of
+from pipeflow.core.errors import UsageError
+from pipeflow.core.schedule import Schedule
+from pipeflow.core.span import Span
+from pipeflow.orders.recomputation import stages_among
+
+
+def with_offload(schedule: Schedule, cost: CostModel, stages: Iterable[int] | None = None) -> Schedule:
+    """`schedule` with copies to the host (O) of what forwards save, and copies back (L) as late as their backwards
+    allow. Ranks that share a link take turns, each with the forwards that wait longest for their backwards. A
+    microbatch is offloaded only if both of its copies fit between its forward and its backward, at times when the link
+    is free: so copies delay nothing. The result is sound if `schedule` is. PipeOffload (arXiv 2503.01328) also offloads
+    what waits longest.
+
+    Args:
+        schedule: a schedule with backwards and without offloads.
+        cost: the costs, with the time of a copy (`offload`) and the ranks that share a link (`copy_groups`).
+        stages: the stages to offload. None: all.
+
+    Raises UsageError for costs without the time of a copy, for a schedule with offloads, and for a stage that does not
+    exist.
+    """
+    among = stages_among(schedule.placement, stages)
+    require_copies(cost)
+    if any(action.kind is Kind.O for rank in range(len(schedule.rows)) for action in schedule.actions(rank)):
+        raise UsageError(f"schedule {schedule.name!r} has offloads already: give the schedule without them")
+    timeline = simulate(schedule, cost)
+    times = [_times(row, spans) for row, spans in zip(schedule.rows, timeline.rows, strict=True)]
+    stays = [_stays(rank, row, at, among) for rank, (row, at) in enumerate(zip(schedule.rows, times, strict=True))]
+    ends = [[*accumulate((end for _, end in at), max)] for at in times]
+    placed = [each for link in _filled(stays, cost) for each in link.positions(ends)]
+    position_of = {copy.action: position for copy, position in placed}
+    places: list[defaultdict[int, list[Action]]] = [defaultdict(list) for _ in schedule.rows]
+    for copy, position in sorted(placed, key=lambda each: each[0].start):
+        out, back = (replace(copy.action, kind=kind) for kind in (Kind.O, Kind.L))
+        if position_of[out] <= position_of[back]:
+            places[copy.rank][position].append(copy.action)
+    rows = tuple(
+        tuple(each for position, entry in enumerate(row) for each in (entry, *at[position]))
+        for row, at in zip(schedule.rows, places, strict=True)
+    )
+    return replace(schedule, name=f"{schedule.name} with offload", rows=rows)
+
+
+def require_copies(cost: CostModel) -> None:
+    """Raises UsageError for costs without the time of a copy."""
+    if not any(cost.offload):
+        raise UsageError(
+            "the costs have no time of a copy to the host: give CostModel(offload=) per stage, the bytes that a "
+            "forward saves over the bandwidth of the link, or --offload T"
+        )
+
+
+USERS = frozenset(kind for kind, flow in DATAFLOW.items() if (Content.SAVED, 0) in flow.needs)
+ROUNDING = 1e-9  # by which times that are equal may differ
+
+
+class Stay(NamedTuple):
+    """What a forward saved, from its end to the start of its first use."""
+
+    start: float
+    end: float
+    rank: int
+    place: tuple[int, int]  # stage and microbatch
+
+
+class Copy(NamedTuple):
+    """A copy with its time on its link."""
+
+    start: float
+    end: float
+    rank: int
+    action: Action
+    made: float  # when its forward has ended
+
+
+@dataclass
+class _Link:
+    """One direction of a link to a host, with its copies in the order of their starts."""
+
+    kind: Kind
+    copies: list[Copy] = field(default_factory=list)
+
+    def gaps(self) -> Iterator[tuple[float, float]]:
+        """The times at which no copy runs."""
+        return zip(
+            (0.0, *(copy.end for copy in self.copies)), (*(copy.start for copy in self.copies), inf), strict=True
+        )
+
+    def earliest(self, start: float, time: float) -> float:
+        """The first start of a copy from `start` on."""
+        return next(max(start, begin) for begin, end in self.gaps() if max(start, begin) + time <= end)
+
+    def latest(self, end: float, time: float) -> float:
+        """The last start of a copy that ends until `end`; -inf if there is none."""
+        fits = (min(end, close) - time for begin, close in self.gaps() if min(end, close) - time >= begin)
+        return max(fits, default=-inf)
+
+    def positions(self, ends: Sequence[Sequence[float]]) -> Iterator[tuple[Copy, int]]:
+        """Each copy with the position in its row that it comes after, for the times at which entries end. Ranks that
+        share the link use it in the order in which they reach their copies. So they reach them in the order of their
+        starts: to load, some ranks reach them earlier than they need to, and to offload, later than they could.
+        """
+        if self.kind is Kind.L:
+            limit, rank = inf, -1
+            for copy in reversed(self.copies):
+                before = limit if copy.rank == rank else limit * (1 - 3 * ROUNDING)
+                position = _last(ends[copy.rank], min(copy.start, before))
+                limit, rank = ends[copy.rank][position], copy.rank
+                yield copy, position
+        else:
+            limit, rank = 0.0, -1
+            for copy in self.copies:
+                after = limit if copy.rank == rank else limit * (1 + 3 * ROUNDING)
+                latest = _last(ends[copy.rank], copy.start)
+                position = min(latest, bisect_left(ends[copy.rank], max(after, copy.made) * (1 - ROUNDING)))
+                limit, rank = ends[copy.rank][position], copy.rank
+                yield copy, position
+
+
+def _last(ends: Sequence[float], time: float) -> int:
+    """The position of the last entry that has ended at a time."""
+    return max(bisect_right(ends, time * (1 + ROUNDING)) - 1, 0)
+
+
+def _times(row: Sequence[Entry], spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Per entry of a row, its start and its end; nothing for entries beside the computations, which delay no other."""
+    at = {span.action: (span.start, span.end) for span in spans}
+    found = []
+    for entry in row:
+        starts, ends = zip(*(at[action] for action in actions_of(entry)), strict=True)
+        found.append((min(starts), max(ends)) if stream_of(entry) is Stream.COMPUTE else (0.0, 0.0))
+    return found
+
+
+def _stays(rank: int, row: Sequence[Entry], times: Iterable[tuple[float, float]], stages: frozenset[int]) -> list[Stay]:
+    """The stays of a rank, the longest first."""
+    made: dict[tuple[int, int], float] = {}
+    found = []
+    for entry, (start, end) in zip(row, times, strict=True):
+        for action in actions_of(entry):
+            place = action.stage, action.microbatch
+            if action.kind is Kind.F and action.stage in stages:
+                made[place] = end
+            elif place in made and action.kind in USERS:
+                found.append(Stay(made.pop(place), start, rank, place))
+    return sorted(found, key=lambda stay: stay.start - stay.end)
+
+
+def _filled(stays: Sequence[Sequence[Stay]], cost: CostModel) -> Iterable[_Link]:
+    """The links, with the copies that fit on them. Ranks take turns."""
+    shared = {rank: group[0] for group in cost.copy_groups for rank in group}
+    links: dict[tuple[int, Kind], _Link] = {}
+    for stay in (stay for turn in zip_longest(*stays) for stay in turn if stay is not None):
+        owner, (stage, microbatch) = shared.get(stay.rank, stay.rank), stay.place
+        out, back = (links.setdefault((owner, kind), _Link(kind)) for kind in (Kind.O, Kind.L))
+        begin = out.earliest(stay.start, cost.duration(Kind.O, stage))
+        load = back.latest(stay.end, cost.duration(Kind.L, stage))
+        if begin + cost.duration(Kind.O, stage) <= load:
+            for link, start in ((out, begin), (back, load)):
+                action, end = Action(link.kind, stage, microbatch), start + cost.duration(link.kind, stage)
+                insort(link.copies, Copy(start, end, stay.rank, action, stay.start), key=itemgetter(0))
+    return links.values()
