@@ -367,6 +367,19 @@ def test_the_list_of_commands_runs(
             assert out(capsys, *words) or words[0] in ("draw", "export")
 
 
+# Memory
+
+
+def test_what_saving_memory_costs_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = guide("docs/memory.md")
+    for console in blocks(text, "console"):
+        for command, answer in commands(console):
+            require_shown(capsys, [(command, answer.removesuffix("...\n"))])
+    for snippet in blocks(text, "python"):
+        exec(snippet, {})
+
+
 # Explaining
 
 

@@ -98,6 +98,8 @@ def _field(name: str, value: object) -> Any:
         return value  # CostModel checks it
     if name == "route_bytes":
         return _routes(value)
+    if name == "copy_groups":
+        return _groups(value)
     if name in NUMBERS:
         return _number(value, name)
     return _table(name, TABLES[name], value) if name in TABLES else _per_stage(name, value)
@@ -137,6 +139,16 @@ def _routes(value: object) -> dict[tuple[int, int], float]:
         raise UsageError(f'route_bytes must be like {{"0->2": 100}}, from stage to stage, got {value!r}')
     found = {key: _number(number, f"route_bytes of {key}") for key, number in value.items()}
     return {(int(ends[1]), int(ends[2])): found[key] for key in value if (ends := _ENDS.fullmatch(key))}
+
+
+def _groups(value: object) -> tuple[tuple[int, ...], ...]:
+    """Ranks, per link to a host."""
+    groups = value if isinstance(value, list) and all(isinstance(group, list) for group in value) else [[None]]
+    if not all(type(rank) is int for group in groups for rank in group):
+        raise UsageError(
+            f"copy_groups must be a list of the ranks on each link, such as [[0, 1], [2, 3]], got {value!r}"
+        )
+    return tuple(map(tuple, groups))
 
 
 _ENDS = re.compile(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", re.ASCII)

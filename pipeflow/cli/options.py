@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -107,6 +108,13 @@ def schedule_options() -> Parser:
         help="placement of the stages of a CSV file (default: read from its lines)",
     )
     group.add_argument("--forward-only", action="store_true", help="leave out the backwards, as in evaluation")
+    for kind, what in (
+        ("recompute", "compute again what its forwards save"),
+        ("offload", "move it to the host and back"),
+    ):
+        group.add_argument(
+            f"--{kind}-stages", type=_stages, metavar="STAGES", help=f"{what}, on these stages: all, or such as 0,2-3"
+        )
     return parser
 
 
@@ -159,6 +167,19 @@ def unit_options() -> Parser:
         "--factor", type=_factor, default=1.0, metavar="X", help="multiply times by this number, such as 1000"
     )
     return parser
+
+
+def _stages(text: str) -> bool | tuple[int, ...]:
+    """True for all stages, or numbers and ranges with commas between."""
+    if text == "all":
+        return True
+    if not _STAGES.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"it must be all, or stages such as 0,2-3, got {text!r}")
+    ends = [part.partition("-") for part in text.split(",")]
+    return tuple(stage for first, _, last in ends for stage in range(int(first), int(last or first) + 1))
+
+
+_STAGES = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", re.ASCII)
 
 
 def _whole(text: str) -> int:

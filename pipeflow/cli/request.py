@@ -25,6 +25,7 @@ class Request:
         options: the options of the schedule, as (name, value).
         placement: the name of a placement for a CSV file.
         forward_only: whether to leave out backwards.
+        recompute, offload: the stages to recompute and to offload; True: all, False: none.
     """
 
     costs: Costs
@@ -33,6 +34,8 @@ class Request:
     options: tuple[tuple[str, object], ...] = ()
     placement: str | None = None
     forward_only: bool = False
+    recompute: bool | tuple[int, ...] = False
+    offload: bool | tuple[int, ...] = False
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Request:
@@ -45,6 +48,8 @@ class Request:
             tuple((name, value) for name, value in given if value is not None),
             arguments.placement,
             arguments.forward_only,
+            arguments.recompute_stages or False,
+            arguments.offload_stages or False,
         )
 
     def among(self, names: list[str]) -> dict[str, Request]:

@@ -35,8 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(json.dumps(_measures(timeline)))
     else:
-        for name, text in _texts(timeline, arguments.unit, arguments.factor).items():
-            print(f"{name:16}  {text}")
+        texts = _texts(timeline, arguments.unit, arguments.factor)
+        width = max(map(len, texts))
+        for name, text in texts.items():
+            print(f"{name:{width}}  {text}")
     return 0
 
 

@@ -24,6 +24,7 @@ from pipeflow.core.schedule import Schedule
 from pipeflow.core.text import printable
 from pipeflow.core.timeline import Timeline
 from pipeflow.schedules import SCHEDULES, make_schedule, options_of
+from pipeflow.schedules.memory import with_memory_kinds
 from pipeflow.soundness.schedule import Violation, verify, verify_programs
 
 MAKE_PLACEMENT: dict[str, Callable[[int, int], Placement]] = {  # from the numbers of ranks and stages
@@ -78,9 +79,20 @@ def violations_of(schedule: Schedule, memory_cap: MemoryCap | None = None) -> li
 def source(name: str, request: Request) -> ScheduleSource:
     """The schedule behind an argument. Raises UsageError with the part of the request that does not fit it."""
     found = _from_file(name, request) if is_file(name) else ScheduleSource(_from_name(name, request))
+    if request.recompute or request.offload:
+        found = replace(found, schedule=_with_memory_kinds(found, request))
     if request.costs.reduce and found.measured is None:
         found = replace(found, schedule=found.schedule.with_reductions())
     return replace(found, schedule=found.schedule.forward_only()) if request.forward_only else found
+
+
+def _with_memory_kinds(found: ScheduleSource, request: Request) -> Schedule:
+    schedule = found.schedule
+    if found.measured is not None:
+        option = flag("recompute_stages" if request.recompute else "offload_stages")
+        raise UsageError(f"{option} is for schedules; a timeline shows what ran")
+    cost = request.costs.model(schedule.placement) if request.offload else None
+    return with_memory_kinds(schedule, recompute=request.recompute, offload=request.offload, cost=cost)
 
 
 def _from_name(name: str, request: Request) -> Schedule:

@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from pipeflow.core.cost import CostModel
 from pipeflow.core.errors import UsageError, unknown
 from pipeflow.core.placement import require_positive
 from pipeflow.core.schedule import Schedule
 from pipeflow.schedules.families import FAMILIES, keywords
+from pipeflow.schedules.memory import with_memory_kinds
 from pipeflow.schedules.naive import naive
 from pipeflow.schedules.zb_auto import zb_auto
 
@@ -35,13 +37,18 @@ def is_searched(name: str) -> bool:
     return name in SCHEDULES and "cost" in options_of(name)
 
 
-def make_schedule(name: str, *, ranks: int, microbatches: int, **options: object) -> Schedule:
+def make_schedule(
+    name: str, *, ranks: int, microbatches: int, recompute: object = False, offload: object = False, **options: object
+) -> Schedule:
     """Makes a schedule by its name.
 
     Args:
         name: a name in `SCHEDULES`, in upper or lower case.
         ranks: number of pipeline ranks. Schedules in two directions need an even number.
         microbatches: number of microbatches per step; any number is allowed.
+        recompute: True, or a list of stages, to recompute what their forwards save, as `with_recompute` does.
+        offload: True, or a list of stages, to offload what their forwards save, as `with_offload` does. It needs
+            `cost=`, a CostModel with the time of a copy.
         **options: options of the schedule, such as `chunks=2` for "interleaved-1f1b"; see `options_of`.
 
     Raises UsageError for an unknown name (the message suggests the nearest one), an unknown option, numbers below 1,
@@ -56,7 +63,15 @@ def make_schedule(name: str, *, ranks: int, microbatches: int, **options: object
         raise unknown("schedule", name, SCHEDULES)
     require_positive(ranks=ranks, microbatches=microbatches)
     known = options_of(name)
+    cost = options.get("cost") if "cost" in known or offload is False else options.pop("cost", None)
     if others := sorted(set(options) - set(known)):
         takes = f"its options are {', '.join(known)}" if known else "it has no options"
         raise UsageError(f"schedule {name!r} does not take {', '.join(others)}; {takes}")
-    return SCHEDULES[name](ranks, microbatches, **options)
+    made = SCHEDULES[name](ranks, microbatches, **options)
+    return with_memory_kinds(made, recompute=recompute, offload=offload, cost=_model(cost))
+
+
+def _model(cost: object) -> CostModel | None:
+    if cost is None or isinstance(cost, CostModel):
+        return cost
+    raise UsageError(f"cost must be a CostModel, got {cost!r}")

@@ -1,0 +1,78 @@
+"""Recomputation and offload as options of the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeflow import CostModel, Schedule, make_schedule, simulate
+from tests.cli.run import error, out
+
+SIZES = ["--ranks", 2, "--microbatches", 4]
+
+
+def test_each_command_takes_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "recomputed.csv"
+    stages = ["--recompute-stages", "0-1", "--offload-stages", "all", "--offload", 0.25]
+    out(capsys, "export", "gpipe", *SIZES, *stages, "--csv", path)
+    plain = make_schedule("gpipe", ranks=2, microbatches=4)
+    cost = CostModel.even(plain.placement, offload=0.25)
+    made = make_schedule("gpipe", ranks=2, microbatches=4, recompute=True, offload=True, cost=cost)
+    assert Schedule.from_csv(path.read_text()).rows == made.rows
+    assert "gpipe with recompute with offload, 2 ranks" in out(capsys, "draw", "gpipe", *SIZES, *stages)
+    assert "is sound" in out(capsys, "verify", "gpipe", *SIZES, *stages)
+    found = json.loads(out(capsys, "simulate", "gpipe", *SIZES, *stages, "--json"))
+    assert found["makespan"] == simulate(made, cost).makespan
+    compared = json.loads(out(capsys, "compare", "gpipe", "1f1b", *SIZES, "--recompute-stages", "0", "--json"))
+    assert compared["schedules"]["gpipe"]["makespan"] > simulate(plain).makespan
+
+
+def test_a_file_takes_stages_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plain.csv"
+    path.write_text(make_schedule("gpipe", ranks=2, microbatches=3).to_csv())
+    assert "C recomputation" in out(capsys, "draw", path, "--recompute-stages", "1")
+    path.write_text(simulate(make_schedule("gpipe", ranks=2, microbatches=3)).to_json())
+    told = error(capsys, "draw", path, "--recompute-stages", "1")
+    assert told == "--recompute-stages is for schedules; a timeline shows what ran"
+
+
+def test_ranks_that_share_a_link_are_in_the_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    costs = {name: [1, 1] for name in ("forward", "backward_input", "backward_weight", "offload")}
+    sizes = ["gpipe", *SIZES, "--offload-stages", "all", "--costs", path]
+    found = []
+    for groups in ([], [[0, 1]]):
+        path.write_text(json.dumps(costs | {"copy_groups": groups}))
+        found.append(out(capsys, "export", *sizes, "--csv", "-").count("O"))
+    assert found[0] > found[1] > 0
+    path.write_text(json.dumps(costs | {"copy_groups": [0, 1]}))
+    assert "copy_groups must be a list of the ranks on each link, such as [[0, 1], [2, 3]]" in error(
+        capsys, "simulate", *sizes
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--offload-stages", "all"], "the costs have no time of a copy to the host: give CostModel(offload=) per"),
+        (["--recompute-stages", "5"], "there is no stage 5: the schedule has stages 0 to 1"),
+        (["--recompute-stages", "1f1b"], "it must be all, or stages such as 0,2-3, got '1f1b'"),
+        (["--offload-stages"], "expected one argument"),
+    ],
+    ids=str,
+)
+def test_what_they_cannot_mean_is_told(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert message in error(capsys, "draw", "1f1b", *SIZES, *words)
+
+
+def test_half_an_offload_in_a_file_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "half.csv"
+    path.write_text("0F0,0O0,0B0\n1F0,1B0")
+    assert error(capsys, "draw", path).endswith(
+        "is unsound, 1 violation, the first: rank 0: 0L0 is missing: stage 0 runs 0F0, 0B0 and 0O0 for microbatch 0; "
+        "see pipeflow verify"
+    )
+    path.write_text("0F0,0L0,0B0\n1F0,1B0")
+    assert "0O0 is missing: stage 0 runs 0F0, 0B0 and 0L0 for microbatch 0" in error(capsys, "draw", path)
